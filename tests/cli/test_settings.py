@@ -138,6 +138,68 @@ def test_or_says_what_to_type(run: Run, arguments: tuple[str, ...], said: str) -
     assert said in error["message"] + error["fix"]
 
 
+def test_the_value_of_an_option_is_any_text(run: Run, served: Any, tiny_model: Path) -> None:
+    done = run(
+        "generate", "--model", tiny_model, "--kv-memory", "1MiB", "--max-tokens", 1, "--stop", "--swap-space", "Hi"
+    )
+    assert done.exit_code == 0, done.stderr
+    engine, server = served("--served-model-name", "-m", f"-m{tiny_model}", "--api-key", "--block-size")
+    assert (engine.served_model_name, engine.model, server.api_key) == ("-m", str(tiny_model), "--block-size")
+
+
+def test_what_kubernetes_sets_is_no_port(run: Run, served: Any) -> None:
+    assert served(QUIRE_PORT="tcp://10.0.0.1:8000")[1].port == 8000
+    assert served("--port", "9000", QUIRE_PORT="tcp://10.0.0.1:8000")[1].port == 9000
+    assert served(QUIRE_PORT="8001")[1].port == 8001
+    assert "is ignored" in run("serve", "--page-size", "0", env={"QUIRE_PORT": "tcp://10.0.0.1:8000"}).stderr
+    assert "QUIRE_PORT: " in run("serve", env={"QUIRE_PORT": "http"}).stderr
+
+
+def test_an_empty_variable_is_unset(served: Any) -> None:
+    engine, server = served(QUIRE_PORT="", QUIRE_KV_MEMORY="", QUIRE_STORAGE="", QUIRE_MODEL="")
+    assert (server.port, engine.kv_memory, engine.storage, engine.model) == (8000, None, None, "quire-bundled")
+
+
+def test_a_variable_may_do_nothing(run: Run, served: Any, tmp_path: Path) -> None:
+    idle = {"QUIRE_STORAGE_SIZE": "8GiB", "QUIRE_PREFETCH": "timeout", "QUIRE_PREFETCH_SECONDS": "3"}
+    engine, _ = served(**idle)
+    assert (engine.storage_size, engine.prefetch, engine.prefetch_seconds) == (None, "break_even", 2.0)
+    engine, _ = served("--storage", tmp_path / "store", **idle)
+    assert (engine.storage_size, engine.prefetch, engine.prefetch_seconds) == (8 * 2**30, "timeout", 3.0)
+    path = tmp_path / "quire.yaml"
+    path.write_text("storage_size: 1GiB\n")
+    for given in (("--storage-size", "1GiB"), ("--config", path)):
+        assert "does nothing without storage" in run("serve", *given, env=idle).stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "api_key: 123456789\n",
+        "storage: [valkey://user:123456789@host]\n",
+        "api_key: [123456789\n",
+        "storage: file://user:123456789@host/store\n",
+        "storage: file://user:12345/123456789@host/store\n",
+    ],
+)
+def test_no_message_has_a_secret(run: Run, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "quire.yaml"
+    path.write_text(text)
+    done = run("generate", "Hi", "--config", path) if "file:" in text else run("serve", "--config", path)
+    assert (done.exit_code, "123456789" in done.stdout + done.stderr) == (2, False), done.stderr
+
+
+def test_one_file_serves_all_commands(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quire.yaml"
+    path.write_text(f"port: 8001\nmodel: {tiny_model}\nkv_memory: 1MiB\n")
+    done = run("generate", "Hi", "--max-tokens", 1, "--config", path)
+    assert done.exit_code == 0, done.stderr
+
+
+def test_debug_logs_everything(served: Any) -> None:
+    assert served("--debug")[1].log_level == "debug"
+
+
 def test_the_log_level_is_a_setting(served: Any) -> None:
     assert served()[1].log_level == "warning"
     assert served("--log-level", "debug")[1].log_level == "debug"
@@ -185,6 +247,16 @@ def test_a_folder_without_a_tokenizer_gets_advice(tiny_model: Path, tmp_path: Pa
         load_tokenizer(str(folder))
     for allowed in ({"skip_tokenizer_init": True}, {"tokenizer": str(tiny_model)}):
         check_model(engine_config(model=str(folder), **allowed))
+
+
+def test_a_local_folder_comes_before_the_catalogue(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, "llama-3.1-8b", ignore=shutil.ignore_patterns("*token*"))
+    Path("llama-3.1-8b/tekken.json").write_text("{}")
+    plans = [check_model(engine_config(model=name, kv_memory="1MiB")) for name in ("llama-3.1-8b", str(tiny_model))]
+    assert plans[0] and plans[1] and plans[0].spec == plans[1].spec
 
 
 def test_a_chat_template_from_a_file(run: Run, tiny_model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ of `--config`, else it is the default.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from quire.engine.setting import (
     help_of,
     kind_of,
     metavar_of,
+    names_of,
     option_names,
     own_names,
     refuse_foreign,
@@ -43,6 +45,12 @@ _OWN = {
 }  # fmt: skip
 """Options that every command has."""
 
+_MODELS: set[type[Settings]] = set()
+"""The settings of all commands, which one file may hold."""
+
+_SERVICE_LINK = re.compile("(tcp|udp|sctp)://")
+"""What Kubernetes writes to QUIRE_PORT where a Service is named quire: tcp://10.0.0.1:8000."""
+
 
 def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Add a command to `app`: a function of settings, one parameter for each model, and `as_json`.
@@ -55,6 +63,7 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
         hints = get_type_hints(body)
         models = [kind for kind in hints.values() if isinstance(kind, type) and issubclass(kind, Settings)]
         parameters = list(_parameters(models, positional))
+        _MODELS.update(models)
 
         def run(**words: Any) -> None:
             as_json, debug, path = (words.pop(name) for name in ("as_json", "debug", "config_file"))
@@ -64,6 +73,8 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
                     positional, value
                 ) != value:
                     raise InvalidInput(f"the {positional} is given twice.", fix=f"leave out --{positional}.")
+                if debug and any("log_level" in model.model_fields for model in models):
+                    given["log_level"] = "debug"
                 body(*_settings(models, given, path), as_json=as_json)
 
         run.__doc__, run.__name__ = body.__doc__, body.__name__
@@ -87,18 +98,33 @@ def _fields(models: Sequence[type[Settings]]) -> Iterator[tuple[type[Settings], 
 
 def _settings(models: Sequence[type[Settings]], options: Mapping[str, Any], path: str | None) -> list[Settings]:
     """The settings of each model, from the command line, the environment and a file. Raises InvalidInput."""
-    in_file = own_names(models, read_file(Path(path)), path) if path is not None else {}
-    in_environment = {
-        field: os.environ[_variable(field)]
-        for model, field in _fields(models)
-        if model.ENVIRONMENT and _variable(field) in os.environ
-    }
+    elsewhere = {name for model in _MODELS for field in model.model_fields for name in names_of(model, field)}
+    in_file = own_names(models, read_file(Path(path)), path, elsewhere) if path is not None else {}
+    in_environment = _in_environment(models)
+    for model in models:  # a variable is for all commands and servers: one that does nothing here is left out
+        while idle := model.idle({**in_file, **in_environment, **options}).keys() & in_environment.keys():
+            in_environment = {field: value for field, value in in_environment.items() if field not in idle}
     given = {**in_file, **in_environment, **options}
     found = []
     for model in models:
         own = {field: given[field] for one, field in _fields(models) if one is model and field in given}
         spelled = partial(_spelled, model, options=options, in_environment=in_environment)
         found.append(model.read(own, spelled))
+    return found
+
+
+def _in_environment(models: Sequence[type[Settings]]) -> dict[str, str]:
+    """The settings that variables give. An empty variable gives none, but for a secret, whose model refuses it."""
+    found = {}
+    for model, field in _fields(models):
+        value = os.environ.get(_variable(field)) if model.ENVIRONMENT else None
+        if value is None or (not value and not shown_of(model, field)["secret"]):
+            continue
+        if field == "port" and _SERVICE_LINK.match(value):
+            about = "it has the form that Kubernetes gives it for a Service of that name"
+            typer.echo(f"QUIRE_PORT={value} is ignored: {about}.", err=True)
+            continue
+        found[field] = value
     return found
 
 
@@ -128,8 +154,10 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidInput(f"the file '{path}' cannot be read: {error}.", fix="give a YAML or TOML file.") from error
     except Exception as error:  # yaml's own errors, whose base is Exception
+        mark = getattr(error, "problem_mark", None)  # its message quotes the line, which may hold a secret
+        where = f" in line {mark.line + 1}" if mark is not None else ""
         raise InvalidInput(
-            f"the file '{path}' is no YAML: {error}.", fix="write lines such as `page_size: 16`."
+            f"the file '{path}' is no YAML{where}.", fix="write lines such as `page_size: 16`."
         ) from error
     if not isinstance(found, dict):
         raise InvalidInput(f"the file '{path}' holds no settings.", fix="write lines such as `page_size: 16`.")
@@ -158,19 +186,19 @@ def _parameters(models: Sequence[type[Settings]], positional: str) -> Iterator[P
 def _option(model: type[Settings], field: str) -> Parameter:
     info, shown = model.model_fields[field], shown_of(model, field)
     default = default_of(model, field)
-    names, *others = option_names(model, field)
+    names = option_names(model, field)
     about = help_of(info) + (f" (default: {default})" if default else "")
-    about += f" Also {', '.join(other.partition('/')[0] for other in others)}." if others else ""
+    about += f" Also {', '.join(other.partition('/')[0] for other in names[1:])}." if names[1:] else ""
     more: dict[str, Any] = {"help": about, "rich_help_panel": shown["group"], "show_default": False}
     kind = kind_of(info)
     if kind is bool:
-        return _parameter(field, bool | None, typer.Option(names, **more), None)
+        return _parameter(field, bool | None, typer.Option(*names, **more), None)
     if choices := choices_of(info):
         more["autocompletion"] = lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
     plain = kind if get_origin(kind) is tuple else list[str] if get_origin(kind) is list else str
     if get_origin(kind) is not tuple:
         more["metavar"] = metavar_of(model, field)
-    return _parameter(field, plain | None, typer.Option(names, **more), None)
+    return _parameter(field, plain | None, typer.Option(*names, **more), None)
 
 
 def _parameter(name: str, kind: Any, shown: Any, default: Any) -> Parameter:
@@ -178,26 +206,22 @@ def _parameter(name: str, kind: Any, shown: Any, default: Any) -> Parameter:
 
 
 def _command_class(models: Sequence[type[Settings]]) -> type[TyperCommand]:
-    """A command that knows its options by their other names, and says what to type in place of another server's."""
-    others = {other: own for model, field in _fields(models) for other, own in _aliases(model, field)}
+    """A command that says what to type in place of another server's option."""
 
     class Command(TyperCommand):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            for parameter in self.params:  # the text names the others; the process ends after its help
+                parameter.opts, parameter.secondary_opts = parameter.opts[:1], parameter.secondary_opts[:1]
+            super().format_help(ctx, formatter)
+
         def parse_args(self, ctx: Any, args: list[str]) -> Any:
-            end = args.index("--") if "--" in args else len(args)
-            words = [word.partition("=") for word in args[:end]]
-            with reported(as_json="--json" in args):
-                for name, _, _ in words:
-                    if name.startswith("--"):
-                        refuse_foreign(models, name[2:].replace("-", "_"))
-            return super().parse_args(
-                ctx, [others.get(word[0], word[0]) + word[1] + word[2] for word in words] + args[end:]
-            )
+            given = list(args)  # the parser empties it
+            try:
+                return super().parse_args(ctx, args)
+            except Exception as error:
+                name = getattr(error, "option_name", None)  # of click's NoSuchOption, wherever typer has it from
+                with reported(as_json="--json" in given):
+                    refuse_foreign(models, str(name).removeprefix("--").replace("-", "_"))
+                raise
 
     return Command
-
-
-def _aliases(model: type[Settings], field: str) -> Iterator[tuple[str, str]]:
-    """The other options of a setting and its own, of a switch for both of its sides."""
-    first, *others = option_names(model, field) or [""]
-    for other in others:
-        yield from zip(other.split("/"), first.split("/"), strict=True)

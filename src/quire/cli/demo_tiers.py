@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -67,10 +68,13 @@ def question(subject: str, number: int, seed: int) -> str:
 
 @contextmanager
 def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
-    """`quire serve` on a free port: its start-up summary and its process, stopped at the end."""
+    """`quire serve` on a free port, without variables `QUIRE_NAME`: its summary and its process, stopped at the end."""
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, stdin=subprocess.DEVNULL)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, stdin=subprocess.DEVNULL, env=env
+        )
         assert process.stdout is not None
         try:
             line = process.stdout.readline()

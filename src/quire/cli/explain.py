@@ -29,7 +29,7 @@ class ServerKey(Settings):
 
     ENVIRONMENT: ClassVar[bool] = True
 
-    api_key: str | None = setting(None, "The server's key.", group=_SERVER, otherwise="QUIRE_API_KEY")
+    api_key: str | None = setting(None, "The server's key.", group=_SERVER, otherwise="QUIRE_API_KEY", secret=True)
 
 
 class ExplainedCache(ReplayedCache):

@@ -112,13 +112,13 @@ def check_model(config: EngineConfig) -> Plan | None:
     Returns the plan of the engine where its KV memory is given and the configuration says enough; else the load finds
     out. Raises ModelLoadError or PlanError.
     """
+    folder = model_folder(config.model)
     known = catalogue_model(config.model)
-    if known is not None and known.hub != config.model:
+    if folder is None and known is not None and known.hub != config.model:
         raise ModelLoadError(
             f"'{config.model}' is a name for `quire plan`, which needs no weights.",
             fix=f"name the model '{known.hub}'.",
         )
-    folder = model_folder(config.model)
     if folder is not None and config.tokenizer is None and not config.skip_tokenizer_init:
         check_tokenizer(folder)
     if folder is None and config.revision is not None:

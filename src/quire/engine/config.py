@@ -32,6 +32,14 @@ _ADD = {
     "--prefetch timeout": "--prefetch timeout",
 }
 
+_NEEDS = {
+    "storage_size": "storage",
+    "prefetch": "storage",
+    "write_policy": "host memory or storage",
+    "load": "host memory or storage",
+    "prefetch_seconds": "--prefetch timeout",
+}
+
 MOST_EPOCHS = 2**63
 
 WriteWord = Literal["write_through", "write_through_selective", "write_back"]
@@ -305,24 +313,23 @@ class EngineConfig(Settings):
             )
         if self.storage is not None and not self.storage:
             raise InvalidInput("the storage has no name.", fix="give --storage a directory or a URL, or leave it out.")
-        needs = {
-            "storage": ("storage_size", "prefetch"),
-            "host memory or storage": ("write_policy", "load"),
-            "--prefetch timeout": ("prefetch_seconds",),
-        }
-        there = {
-            "storage": self.storage is not None,
-            "host memory or storage": self.has_tiers,
-            "--prefetch timeout": self.prefetch == "timeout",
-        }
-        for what, names in needs.items():
-            for name in () if there[what] else names:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise InvalidInput(
-                        f"{flag} does nothing without {what}.", fix=f"add {_ADD[what]}, or leave it out."
-                    )
+        fields = type(self).model_fields
+        given = {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
+        for name, what in self.idle(given).items():
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidInput(f"{flag} does nothing without {what}.", fix=f"add {_ADD[what]}, or leave it out.")
         return self
+
+    @classmethod
+    def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
+        """Settings of tiers that are not there, each with what it needs."""
+        storage = given.get("storage") is not None
+        there = {
+            "storage": storage,
+            "host memory or storage": storage or given.get("host_memory") is not None,
+            "--prefetch timeout": given.get("prefetch") == "timeout",
+        }
+        return {name: what for name, what in _NEEDS.items() if name in given and not there[what]}
 
     @property
     def has_tiers(self) -> bool:

@@ -6,7 +6,7 @@ Commands, files, environment variables and the reference table derive from it. N
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -36,13 +36,14 @@ def setting(
     otherwise: str = "",
     metavar: str = "",
     argument: bool = False,
+    secret: bool = False,
     **bounds: Any,
 ) -> Any:
     """The field of a setting.
 
     `about` is a sentence in which `{choices}` lists the allowed words. `option` is the option's name where it is not
     the field's, None for a setting without one; `aliases` are further options. `otherwise` says what a default of None
-    means. `bounds` are pydantic's.
+    means. No message quotes the value of a `secret` one. `bounds` are pydantic's.
     """
     shown: dict[str, Any] = {
         "group": group,
@@ -51,6 +52,7 @@ def setting(
         "otherwise": otherwise,
         "metavar": metavar,
         "argument": argument,
+        "secret": secret,
     }
     return Field(default, description=about, json_schema_extra=shown, **bounds)
 
@@ -74,11 +76,25 @@ class Settings(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise _refusal(error, spelled) from error
+            raise _refusal(cls, error, spelled) from error
+
+    @classmethod
+    def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
+        """Of the settings given, those that do nothing beside the others, each with what it needs."""
+        del given
+        return {}
 
 
-def own_names(models: Sequence[type[Settings]], given: Mapping[str, Any], where: str = "settings") -> dict[str, Any]:
-    """What was given, by names of fields. Raises InvalidInput for a name that is unknown, foreign or given twice."""
+def own_names(
+    models: Sequence[type[Settings]],
+    given: Mapping[str, Any],
+    where: str = "settings",
+    elsewhere: Collection[str] = (),
+) -> dict[str, Any]:
+    """What was given, by names of fields, without names that other models have, `elsewhere`.
+
+    Raises InvalidInput for a name that is unknown, foreign or given twice.
+    """
     known = {
         name: field for model in reversed(models) for field in model.model_fields for name in names_of(model, field)
     }
@@ -87,6 +103,8 @@ def own_names(models: Sequence[type[Settings]], given: Mapping[str, Any], where:
         name = str(key).replace("-", "_")
         if name not in known:
             refuse_foreign(models, name)
+            if name in elsewhere:
+                continue
             near = get_close_matches(name, known, 1)
             fix = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(sorted(set(known.values())))}."
             raise InvalidInput(f"{where}: '{key}' is not a setting.", fix=fix)
@@ -168,7 +186,7 @@ def default_of(model: type[Settings], field: str) -> str:
     return str(shown_of(model, field)["otherwise"] or ("on" if default is True else default))
 
 
-def _refusal(error: ValidationError, spelled: Callable[[str], str]) -> InvalidInput:
+def _refusal(model: type[Settings], error: ValidationError, spelled: Callable[[str], str]) -> InvalidInput:
     """The first cause that has words of its own, else each setting with what it got and what is allowed."""
     details = error.errors()
     for detail in details:
@@ -176,5 +194,15 @@ def _refusal(error: ValidationError, spelled: Callable[[str], str]) -> InvalidIn
         if isinstance(cause, InvalidInput):
             name = f"{spelled(str(detail['loc'][0]))}: " if detail["loc"] else ""
             return InvalidInput(f"{name}{cause.message}", fix=cause.fix)
-    lines = {f"{spelled(str(detail['loc'][0]))}: {detail['msg']} (got {detail['input']!r})": None for detail in details}
+    lines = {f"{spelled(str(detail['loc'][0]))}: {detail['msg']}{_got(model, detail)}": None for detail in details}
     return InvalidInput("; ".join(lines), fix="correct the settings named.")
+
+
+def _got(model: type[Settings], detail: Mapping[str, Any]) -> str:
+    """The value that was refused, without what it holds of secrets."""
+    from quire.tiers.stores.registry import without_secrets  # only a refusal needs it
+
+    field = str(detail["loc"][0])
+    if field in model.model_fields and shown_of(model, field)["secret"]:
+        return ""
+    return f" (got {without_secrets(repr(detail['input']))})"

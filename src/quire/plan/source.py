@@ -15,19 +15,19 @@ from quire.spec.bundled import BUNDLED_MODELS
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
 
 _TIMEOUT_S = 5
-_TOKENIZER_FILES = ("*token*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+_TOKENIZER_FILES = ("*token*", "tekken*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
     """The contents of a `config.json`, and where it was found, for messages.
 
-    `name` is a name or hub id in the catalogue, a bundled model, a JSON file, a folder with a `config.json`, or a hub
+    `name` is a bundled model, a folder with a `config.json`, a name or hub id in the catalogue, a JSON file, or a hub
     id, in that order. Raises ModelLoadError, with close names, where it is none of these or cannot be read.
     """
-    known = catalogue_model(name)
-    if known is not None:
-        return known.config, f"catalogue: {known.hub}"
     path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
+    known = catalogue_model(name)
+    if known is not None and not (path / "config.json").is_file():
+        return known.config, f"catalogue: {known.hub}"
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():

@@ -19,7 +19,7 @@ class ServerConfig(Settings):
 
     host: str = setting("127.0.0.1", "Address to listen on.", group=_GROUP)
     port: int = setting(8000, "Port; 0 takes a free one.", group=_GROUP, ge=0, le=65535)
-    api_key: str | None = setting(None, "Key that clients of /v1 must send.", group=_GROUP)
+    api_key: str | None = setting(None, "Key that clients of /v1 must send.", group=_GROUP, secret=True)
     cors_origins: str | None = setting(
         None, "Origins whose pages may call the server, separated by commas; * is any.", group=_GROUP
     )

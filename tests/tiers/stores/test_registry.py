@@ -32,6 +32,12 @@ def test_a_file_url_is_decoded(tmp_path: Path) -> None:
         directory_of("file://elsewhere/store")
 
 
+@pytest.mark.parametrize("url", ["file:", "file://", "file://localhost", "dir:"])
+def test_a_directory_has_a_name(url: str) -> None:
+    with pytest.raises(InvalidInput, match="no name"):
+        directory_of(url)
+
+
 def test_a_name_that_looks_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything of the store is in that directory, with its index."""
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,14 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 def directory_of(url: str) -> str | None:
     """The path, where a URL is a local directory: a path, `dir:PATH` or a `file:` URL; else None. Raises InvalidInput
-    for a `file:` URL of another host, and for a server's URL without slashes: it would be shown, with its password."""
+    for an empty path, a `file:` URL of another host, and a server's URL without slashes, whose password would show."""
+    path = _directory_of(url)
+    if path == "":
+        raise InvalidInput("the directory of a store has no name.", fix="write dir:/var/cache/quire.")
+    return path
+
+
+def _directory_of(url: str) -> str | None:
     found = _SCHEME.match(url)
     if found is None:
         return url
@@ -34,7 +41,11 @@ def directory_of(url: str) -> str | None:
     if scheme == "file":
         host = rest.partition("/")[0] if found[2] else ""
         if host not in ("", "localhost"):
-            raise InvalidInput(f"'{url}' names a directory of the host '{host}'.", fix="write file:///var/cache/quire.")
+            shown = without_secrets(url)
+            host = shown.partition("://")[2].partition("/")[0]
+            raise InvalidInput(
+                f"'{shown}' names a directory of the host '{host}'.", fix="write file:///var/cache/quire."
+            )
         return unquote(rest.removeprefix(host))
     if url.startswith("dir:"):
         return rest
@@ -65,8 +76,6 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
     if path is not None:
         from quire.tiers.stores.directory import DirectoryStore
 
-        if not path:
-            raise InvalidInput("the directory of a store has no name.", fix="write dir:/var/cache/quire.")
         return DirectoryStore(path, capacity, counts_use=counts_use)
     scheme = url.partition(":")[0].lower()
     backend = _BACKENDS.get(scheme)
