@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import pytest
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.host_memory import HostMemory, alone_on_this_host, host_memory
+from quire.errors import HostMemoryError
+from quire.plan.budget import parse_bytes
 from quire.plan.host import largest_host_bytes
 from tests.engine.containers import four_gib as four_gib
 
@@ -231,10 +234,23 @@ def test_memory_is_taken_where_nobody_can_meet(tmp_path: Path) -> None:
 
 
 def test_pools_of_a_cpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is available is read when they are there already."""
-    memory = HostMemory(total=64 * GIB, available=GIB // 8, limit=None)
+    """What is available is read before they have taken their part of it."""
+    memory = HostMemory(total=64 * GIB, available=GIB // 4, limit=None)
     monkeypatch.setattr("quire.engine.tiers.host_memory", lambda: memory)
-    most = largest_host_bytes(memory.available)
-    config = engine_config(kv_memory=f"{memory.available}", host_memory=f"{most}")
+    config = engine_config(kv_memory="64MiB", host_memory=f"{largest_host_bytes(GIB // 4) - 2**26 + 2**22}")
+    with pytest.raises(HostMemoryError, match="--host-memory"):
+        EngineCore(config)
+    config = engine_config(kv_memory="64MiB", host_memory="120MiB")
     with closing(EngineCore(config)) as core:
-        assert core.tiers is not None and core.tiers.num_bytes == most
+        assert core.tiers is not None and core.tiers.num_bytes == 120 * 2**20
+
+
+def test_pools_that_the_machine_has_no_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would grant them, and kill the process while it touches them."""
+    memory = HostMemory(total=64 * GIB, available=GIB // 8, limit=GIB)
+    monkeypatch.setattr("quire.engine.runner.host_memory", lambda: memory)
+    with pytest.raises(HostMemoryError, match=r"of KV memory were asked for; 128.* limit is 1.00 GiB") as refused:
+        EngineCore(engine_config(kv_memory="256MiB"))
+    (named,) = re.findall(r"use --kv-memory (\w+)", refused.value.fix)
+    with closing(EngineCore(engine_config(kv_memory=named))) as core:
+        assert core.plan.pool_bytes <= parse_bytes(named)

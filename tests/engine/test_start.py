@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from quire.engine.config import engine_config
+from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
+from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
 
 PROMPT = list(range(40, 90))
@@ -53,3 +57,13 @@ print(torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2)).tolist())
     llm = LLM(kv_memory="4MiB", show_plan=False)
     [output] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8))
     assert printed(script).splitlines() == [str(output.outputs[0].token_ids), "[]", "[1.0, 1.0]"]
+
+
+def test_an_engine_on_a_loaded_model_computes_with_as_many_threads_as_asked_for() -> None:
+    before = torch.get_num_threads()
+    try:
+        model = load_model("quire-bundled", check=False)
+        EngineCore(engine_config(threads=3, kv_memory="4MiB"), model=model).close()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -22,7 +22,7 @@ from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.memory.host_pool import Progress
-from quire.models.hf import LoadedModel, load_model
+from quire.models.hf import LoadedModel, load_model, use_threads
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
 from quire.observe.histogram import Histogram
@@ -86,6 +86,8 @@ class EngineCore:
                 threads=config.threads,
                 revision=config.revision,
             )
+        else:
+            use_threads(config.threads, device=self.device, num_parameters=model.num_parameters)
         self.model = model
         self.capacity = self._plan()
         self.plan = self.capacity.memory

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.cache import KVCache, RunningBatch
 from quire.cache.running import Lengths
+from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.batch import PagedBatch
@@ -21,6 +22,7 @@ from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
+from quire.plan.host import check_cpu_pools
 from quire.scheduler.step import Step
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
@@ -57,7 +59,11 @@ class Launched:
 
 
 def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
-    """The device's memory: a pool for each group, not touched yet. Raises PlanError where it is not to be had."""
+    """The device's memory: a pool for each group, not touched yet. Raises PlanError where it is not to be had, and
+    HostMemoryError where the host lacks the memory for pools on a CPU, which would be found out later."""
+    if device.type == "cpu":
+        memory = host_memory()
+        check_cpu_pools(plan.pool_bytes, available=memory.available, limit=memory.limit, total=memory.total)
     return tuple(
         Pool(group.layout, plan.frames_of(index), device=device, touched=False)
         for index, group in enumerate(plan.groups)

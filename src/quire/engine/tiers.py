@@ -49,17 +49,17 @@ class EngineTiers:
         self.store = storage.store
         with ExitStack() as undo:
             with alone_on_this_host():
-                memory = host_memory()
+                memory, pinned = host_memory(), pools[0].device.type == "cuda"
+                untouched = 0 if pinned else plan.pool_bytes  # pools on a CPU, which take their memory later
                 self.num_bytes = host_budget(
                     asked,
-                    available=memory.available,
+                    available=max(0, memory.available - untouched),
                     limit=memory.limit,
                     total=memory.total,
                     device_bytes=plan.pool_bytes,
                 )
                 frames = host_frames(plan, self.num_bytes)
                 check_storage_size(config, plan.groups, storage.num_bytes)
-                pinned = pools[0].device.type == "cuda"
                 self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
             undo.callback(self._host.close)
             record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))

@@ -259,9 +259,7 @@ def load_model(
                 f"the weights of '{path_or_id}' cannot be moved to device '{device}': {str(error).splitlines()[0]}",
                 fix="use device 'cpu', free the device's memory, or use a smaller model.",
             ) from error
-        # Threads that wait for each other spin, which costs a small model and its neighbours more than they bring.
-        if threads is not None or (model.device.type == "cpu" and model.num_parameters() < _SMALL_MODEL):
-            torch.set_num_threads(threads or 1)
+        use_threads(threads, device=model.device, num_parameters=model.num_parameters())
         try:
             return LoadedModel(model, name=path_or_id, max_length=max_length, check=check)
         except (QuireError, AssertionError):
@@ -272,6 +270,14 @@ def load_model(
                 f"{str(error).splitlines()[0] if str(error) else ''}.",
                 fix="use a model type listed as verified; please report this architecture.",
             ) from error
+
+
+def use_threads(threads: int | None, *, device: torch.device, num_parameters: int) -> None:
+    """Compute with so many threads in this process from now on; None is one for a small model on a CPU, and what torch
+    has for others."""
+    # Threads that wait for each other spin, which costs a small model and its neighbours more than they bring.
+    if threads is not None or (device.type == "cpu" and num_parameters < _SMALL_MODEL):
+        torch.set_num_threads(threads or 1)
 
 
 def refuse_unknown(config: dict[str, Any], name: str) -> None:

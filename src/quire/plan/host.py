@@ -1,4 +1,5 @@
-"""Host memory: how much of it the records may take in all, and how many frames of each group that holds."""
+"""Host memory: how much of it the records may take in all, and how many frames of each group that holds; and whether
+pools on the CPU fit."""
 
 from __future__ import annotations
 
@@ -63,12 +64,23 @@ def host_budget(
         return min(_AUTO_DEVICES * device_bytes * ranks, int(most * _AUTO_SHARE))
     if asked <= most:
         return asked
+    raise _too_large(asked, "host memory", "--host-memory", available=available, limit=limit, total=total)
+
+
+def check_cpu_pools(num_bytes: int, *, available: int, limit: int | None, total: int) -> None:
+    """Refuse KV pools in host memory that it has no room for, beside room for the process. Raises HostMemoryError with
+    the largest size that fits."""
+    if num_bytes > largest_host_bytes(available):
+        raise _too_large(num_bytes, "KV memory", "--kv-memory", available=available, limit=limit, total=total)
+
+
+def _too_large(asked: int, kind: str, option: str, *, available: int, limit: int | None, total: int) -> HostMemoryError:
     limited = f"the container's limit is {format_bytes(limit)}" if limit is not None else "no container limits it"
-    suggested = _rounded_down(int(most * (1 - _SLACK_SHARE)))
-    raise HostMemoryError(
-        f"{format_bytes(asked)} of host memory were asked for; {format_bytes(available)} of {format_bytes(total)} are "
+    suggested = _rounded_down(int(largest_host_bytes(available) * (1 - _SLACK_SHARE)))
+    return HostMemoryError(
+        f"{format_bytes(asked)} of {kind} were asked for; {format_bytes(available)} of {format_bytes(total)} are "
         f"available and {limited}. The largest size that fits is {suggested or 'none'}.",
-        fix=f"use --host-memory {suggested}." if suggested else "free memory on this machine, or go without.",
+        fix=f"use {option} {suggested}." if suggested else "free memory on this machine, or go without.",
     )
 
 
