@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
 
 from quire.cli.demo import SCENES, TITLES
-from quire.cli.demo_tiers import start_error, tier_ticks
+from quire.cli.demo_tiers import server_process, start_error, tier_ticks
 from tests.cli.conftest import Run
 
 
@@ -26,6 +27,20 @@ def test_the_plain_model_shows_reuse_eviction_refusal_and_no_leak(run: Run) -> N
 @pytest.mark.parametrize("name", ["window", "recurrent"])
 def test_hybrids_show_their_pools(run: Run, name: str) -> None:
     check_hybrid(name, act_of(run, "--edition", name)[name])
+
+
+def test_its_servers_have_no_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+
+    def start(*_: object, env: dict[str, str], **__: object) -> None:
+        found.update(env)
+        raise FileNotFoundError
+
+    monkeypatch.setenv("QUIRE_API_KEY", "key")
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(FileNotFoundError), server_process():
+        pass
+    assert "PATH" in found and "QUIRE_API_KEY" not in found
 
 
 @pytest.mark.slow

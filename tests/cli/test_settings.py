@@ -185,7 +185,8 @@ def test_a_variable_may_do_nothing(run: Run, served: Any, tmp_path: Path) -> Non
 def test_no_message_has_a_secret(run: Run, tmp_path: Path, text: str) -> None:
     path = tmp_path / "quire.yaml"
     path.write_text(text)
-    done = run("generate", "Hi", "--config", path) if "file:" in text else run("serve", "--config", path)
+    words = ("generate", "Hi") if "file:" in text else ("serve",)
+    done = run(*words, "--config", path, "--debug")
     assert (done.exit_code, "123456789" in done.stdout + done.stderr) == (2, False), done.stderr
 
 

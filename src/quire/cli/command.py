@@ -158,7 +158,7 @@ def read_file(path: Path) -> dict[str, Any]:
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise InvalidInput(
             f"the file '{path}' is no YAML{where}.", fix="write lines such as `page_size: 16`."
-        ) from error
+        ) from None
     if not isinstance(found, dict):
         raise InvalidInput(f"the file '{path}' holds no settings.", fix="write lines such as `page_size: 16`.")
     return found

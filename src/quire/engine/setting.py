@@ -64,7 +64,7 @@ class Settings(BaseModel):
     `ENVIRONMENT`: each setting is read from a variable `QUIRE_NAME` too.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
     FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {}
     ENVIRONMENT: ClassVar[bool] = False
