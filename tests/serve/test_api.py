@@ -231,6 +231,29 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
         "",
     ),
     ("chat/completions", {"messages": CHAT, "stream": True, "max_tokens": 600}, 400, None, "512"),
+    (
+        "completions",
+        {"prompt": "a", "stream_options": {"include_usge": True}},
+        400,
+        "stream_options.include_usge",
+        "use include_usage",
+    ),
+    (
+        "completions",
+        {"prompt": "a", "stream_options": {"continuous_usage_stats": True}},
+        400,
+        "stream_options.continuous_usage_stats",
+        "is no field",
+    ),
+    ("chat/completions", {"messages": [{**CHAT[0], "rolle": "user"}]}, 400, "messages[0].rolle", "use role"),
+    ("chat/completions", {"messages": [{**CHAT[0], "tool_calls": [{}]}]}, 400, "messages", "tool_calls"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]},
+        400,
+        "messages[0].content[0].txt",
+        "use text",
+    ),
 ]
 
 
@@ -253,6 +276,21 @@ def test_harmless_fields_are_ignored(server: LiveServer) -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "typical_p": 1.0, "nothing": None}
     harmless |= {"add_special_tokens": False, "response_format": {"type": "text"}}
     status, answer = server.request("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2} | harmless)
+    assert status == 200, answer
+
+
+def test_harmless_fields_of_objects_in_a_body_are_ignored(server: LiveServer) -> None:
+    """Those that clients send back from answers, or to every server."""
+    answered = dict.fromkeys(("refusal", "tool_calls", "audio", "function_call", "parsed", "tool_call_id"))
+    part = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "user", "content": [part], "name": "ada"},
+        {"role": "assistant", "content": "Hi", "annotations": [], "reasoning_content": "hm", **answered},
+        {"role": "user", "content": "And?"},
+    ]
+    options = {"include_usage": False, "include_obfuscation": True, "continuous_usage_stats": False}
+    body = {"messages": messages, "max_tokens": 2, "stream_options": options}
+    status, answer = server.request("/v1/chat/completions", body)
     assert status == 200, answer
 
 

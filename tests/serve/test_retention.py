@@ -252,6 +252,7 @@ def test_flushes_reach_host_memory_and_storage(tiny_model: Path, tmp_path: Path)
         (RETAIN, {"prompt": "a", "ttl_seconds": 1, "cache_salt": "\ud800"}, "cache_salt"),
         (RETAIN, {"prompt": "a", "ttl_seconds": 1, "adapter": "mine"}, None),
         (RETAIN, {"prompt": "a", "ttl_seconds": 1, "ttl": 1}, "ttl"),
+        (RETAIN, {"messages": [{"role": "user", "content": "a", "nme": "b"}], "ttl_seconds": 1}, "messages[0].nme"),
         (RELEASE, {}, "id"),
         (RELEASE, {"id": 7}, "id"),
         (RELEASE, {"id": ["a"]}, "id"),

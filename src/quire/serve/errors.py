@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,6 +27,11 @@ _TYPES = {
 }
 
 
+UNKNOWN_FIELD = "unknown_field"
+"""Pydantic's type of the error of an object with a field that it does not have; `ctx` has its `name`, and those
+`known`."""
+
+
 class BadField(InvalidInput):
     """A field of a body that is wrong; `param` names it."""
 
@@ -33,17 +40,32 @@ class BadField(InvalidInput):
         super().__init__(message, fix=fix)
 
 
+def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) -> BadField:
+    """The error for a field that nothing knows, with the nearest name that is known."""
+    near = get_close_matches(name, known, n=1)
+    return BadField(
+        f"{name[:60]} is no field of this request.",
+        param=(param or name)[:120],
+        fix=f"use {near[0]}, or leave it out." if near else "leave it out.",
+    )
+
+
 def error_body(error: QuireError, *, param: str | None = None) -> dict[str, Any]:
     """The JSON body that tells a client about `error`."""
     message = error.message + (f" Fix: {error.fix}" if error.fix else "")
     return {
         "error": {
-            "message": message.encode(errors="backslashreplace").decode(),  # it may quote text that has no UTF-8
+            "message": _escaped(message),
             "type": _TYPES.get(error.status, "server_error"),
-            "param": param or getattr(error, "param", None),
+            "param": _escaped(named) if (named := param or getattr(error, "param", None)) else None,
             "code": error.code,
         }
     }
+
+
+def _escaped(text: str) -> str:
+    """Lone surrogates of a body, which have no UTF-8, as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_response(error: QuireError) -> JSONResponse:
@@ -95,7 +117,10 @@ def _unreadable(cause: BaseException | None) -> InvalidInput | None:
 def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
     """Name the first wrong field; a field that may have several types lists what each of them would need."""
     problems = error.errors()
-    first = problems[0]
+    first = next((problem for problem in problems if problem["type"] == UNKNOWN_FIELD), problems[0])
+    if first["type"] == UNKNOWN_FIELD:
+        name, known = first["ctx"]["name"], first["ctx"]["known"]
+        return unknown_field(name, known, param=_path([*first["loc"][1:], name]))
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return InvalidInput(f"the body is not JSON: {reason} at character {first['loc'][-1]}.")
@@ -104,11 +129,19 @@ def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
     field = str(first["loc"][1])
     if first["type"] == "missing":
         return BadField(f"{field} is required.", param=field)
-    if first["type"] == "extra_forbidden":
-        return BadField(f"{field} is no field of this request.", param=field, fix=f"leave {field} out.")
     reasons = dict.fromkeys(str(p["msg"]).removeprefix("Input should be ") for p in problems if p["loc"][1] == field)
     got = _short(first.get("input"))
     return BadField(f"{field} should be {', or '.join(list(reasons)[:4])}; got {got}.", param=field)
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """`messages[0].content`; what pydantic adds to tell the types of a union apart is left out."""
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc[:-1] if _is_field(step)]
+    return "".join([*steps, f".{loc[-1]}"]).removeprefix(".")
+
+
+def _is_field(step: int | str) -> bool:
+    return isinstance(step, int) or step.isidentifier()
 
 
 def _short(value: object) -> str:

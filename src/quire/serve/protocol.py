@@ -7,17 +7,15 @@ A field that nothing here knows is refused with the nearest known name: it may b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.errors import InvalidInput
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
-from quire.serve.errors import BadField
+from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
 
 MAX_CHOICES = 512
 """Sequences one HTTP request may ask for: prompts times `n`."""
@@ -93,16 +91,6 @@ IGNORED = frozenset(
 """Fields that other servers know and that change nothing in the answer of this one."""
 
 
-def unknown_field(name: str, known: Iterable[str]) -> BadField:
-    """The error for a field that nothing knows, with the nearest name that is known."""
-    near = get_close_matches(name, known, n=1)
-    return BadField(
-        f"{name[:60]} is no field of this request.",
-        param=name[:60],
-        fix=f"use {near[0]}, or leave it out." if near else "leave it out.",
-    )
-
-
 def _encodable(text: str) -> str:
     try:
         text.encode()
@@ -118,10 +106,28 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
-class StreamOptions(BaseModel):
+class ClosedObject(BaseModel):
+    """A body, or an object in one, without fields of other names: they are refused with the nearest that it has."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[tuple[object, ...]] = ()  # values with which a field of any name says nothing
+
+    @model_validator(mode="after")
+    def _has_no_others(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.ignored and value not in self.neutral:
+                found = {"name": name, "known": list(type(self).model_fields)}
+                raise PydanticCustomError(UNKNOWN_FIELD, "Input should have no unknown fields", found)
+        return self
+
+
+class StreamOptions(ClosedObject):
     """What a stream carries beside its deltas."""
 
-    model_config = ConfigDict(strict=True)
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    neutral: ClassVar[tuple[object, ...]] = _NOTHING
 
     include_usage: bool | None = None
 
@@ -251,26 +257,33 @@ class CompletionBody(GenerationBody):
         return self.sampling_params(logprobs=self.logprobs)
 
 
-class TextPart(BaseModel):
+class TextPart(ClosedObject):
     """A piece of a message's content; text is the only kind there is here."""
 
-    model_config = ConfigDict(strict=True)
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    neutral: ClassVar[tuple[object, ...]] = _NOTHING
 
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+_NOT_TEXT = ("tool_calls", "function_call", "tool_call_id", "audio", "refusal")
+
+
+class Message(ClosedObject):
     """One turn. Fields that carry tool calls are refused, not dropped."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"annotations", "cache_control", "name", "reasoning", "reasoning_content", *_NOT_TEXT}
+    )
+    neutral: ClassVar[tuple[object, ...]] = _NOTHING
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
 
     def plain(self) -> dict[str, str]:
         """The turn as chat templates take it."""
-        for name in ("tool_calls", "function_call", "tool_call_id", "audio", "refusal"):
+        for name in _NOT_TEXT:
             if (self.model_extra or {}).get(name):
                 raise BadField(f"messages with {name} are not supported.", param="messages")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)

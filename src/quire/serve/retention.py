@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, Field
 
 from quire.engine.async_engine import Prompt
 from quire.engine.config import MOST_EPOCHS
@@ -18,7 +18,7 @@ from quire.engine.process import Core
 from quire.serve.chat import chat_prompt
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
-from quire.serve.protocol import Int32, Message, Text, TokenId
+from quire.serve.protocol import ClosedObject, Int32, Message, Text, TokenId
 from quire.spec.events import Namespace
 
 Salt = Annotated[Text | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
@@ -27,10 +27,8 @@ Salt = Annotated[Text | None, Field(validation_alias=AliasChoices("cache_salt", 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
 
-class RetainBody(BaseModel):
+class RetainBody(ClosedObject):
     """A prompt in one of three forms, whose it is, and for how long it is to be kept."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     ttl_seconds: Annotated[float, Field(allow_inf_nan=False)]
     prompt: Text | list[TokenId] | None = None
@@ -57,18 +55,14 @@ class RetainBody(BaseModel):
         return self.prompt
 
 
-class ReleaseBody(BaseModel):
+class ReleaseBody(ClosedObject):
     """The id that a retention was given."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     id: Text
 
 
-class FlushBody(BaseModel):
+class FlushBody(ClosedObject):
     """A namespace, by its salt or adapter or both, or everything. "" is the salt of those who send none."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     cache_salt: Salt = None
     adapter: Text | None = None
@@ -86,10 +80,8 @@ class FlushBody(BaseModel):
         return Namespace(self.adapter or "", self.cache_salt or "") if named else None
 
 
-class EpochBody(BaseModel):
+class EpochBody(ClosedObject):
     """How often the weights were replaced."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     weights_epoch: Annotated[int, Field(ge=0, lt=MOST_EPOCHS)]
 
