@@ -149,7 +149,7 @@ class AsyncEngine:
                 engine.tokenizer = await loading
         except BaseException:
             if loading is not None:
-                loading.cancel()  # a thread that still loads is left to finish; nobody waits for it
+                loading.cancel()  # a thread that still loads is left to finish; nothing waits for it
                 await asyncio.gather(loading, return_exceptions=True)
             engine._reports.close(linger=0)  # in this thread: it takes the socket out of the event loop
             await asyncio.to_thread(process.stop, deadline_s=0.5)
@@ -344,7 +344,7 @@ class AsyncEngine:
                 report = self._process.decode(await self._reports.recv_multipart())
                 if report is not None:
                     self._on_report(report)
-        except Exception as error:  # whoever waits must hear of it, whatever it is
+        except Exception as error:  # every open request must hear of it, whatever it is
             logger.exception("reading the engine's reports failed")
             self._die(EngineDead(f"the engine's reports cannot be read: {error}", fix="restart the server."))
 

@@ -305,7 +305,7 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _tiers_agree(self) -> EngineConfig:
-        """A setting that would do nothing is a mistake of whoever gave it."""
+        """A setting that would do nothing is refused: it is a mistake."""
         if self.has_tiers and not self.enable_prefix_caching:
             raise InvalidInput(
                 "host memory and storage keep cached prefixes, and prefix caching is off.",

@@ -207,9 +207,11 @@ class EngineCore:
 
     def _tell_unstored(self) -> None:
         """Say what of the host could not be stored any more."""
-        owed = len(self.offload.tiers.archiver.pending) if self.offload.tiers is not None else 0
-        if owed:
-            logger.warning("what is on the host of %d prompts was not all stored: the store took no more of it", owed)
+        pending = len(self.offload.tiers.archiver.pending) if self.offload.tiers is not None else 0
+        if pending:
+            logger.warning(
+                "what is on the host of %d prompts was not all stored: the store took no more of it", pending
+            )
 
     def _tell_unforgotten(self) -> None:
         """Say what of the last flushes is still stored."""
@@ -274,7 +276,7 @@ class EngineCore:
             self.offload.ahead.computed(launched.step.num_tokens, self._settled_at - began)
 
     def _explain(self, request: Request, outputs: StepOutputs) -> None:
-        """Keep why no more of a request's prompt was cached, and tell its client, who may have asked."""
+        """Keep why no more of a request's prompt was cached, and tell its client where that asked."""
         if request.explanation is None:
             return
         self.explanations.add(request.request_id, request.explanation)
@@ -289,7 +291,7 @@ class EngineCore:
             outputs.noted.append(told)
 
     def _report(self, found: Settled, logprobs: dict[str, list[TokenLogprobs]], outputs: StepOutputs) -> None:
-        """Tell who got which tokens: all that matters of most requests is their one token."""
+        """Report the tokens of each request: all that matters of most is their one token."""
         self._counts["output_tokens"] += len(found.tokens)
         ids, tokens = [request.request_id for request in found.requests], found.tokens.tolist()
         apart = set(found.noted)
@@ -349,8 +351,8 @@ class EngineCore:
 
     def flush(self, namespace: Namespace | None) -> Later[Flushed]:
         """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
-        requests go on; nobody else finds what they hold. The store is asked to: what is known later is whether it has,
-        or StoreError where it would be found again after a restart."""
+        requests go on; no other request finds what they hold. The store is asked to: what is known later is whether it
+        has, or StoreError where it would be found again after a restart."""
         done = self.offload.flush(namespace)
         return Later(
             poll=lambda waits: self.offload.flushed(done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
@@ -420,7 +422,7 @@ class EngineCore:
         return self.explanations.of(request_id)
 
     def audit(self) -> None:
-        """Check every law of the cache. Raises AuditFailure."""
+        """Check every invariant of the cache. Raises AuditFailure."""
         self.cache.audit()
 
     # -- inside

@@ -116,7 +116,7 @@ class LLM:
     ) -> Granted:
         """Keep what is cached of a prompt for so long: the answer says how much that is, and why not more.
 
-        It is let go of earlier, by lower `priority` first, where running requests need the room, unless it is a `pin`.
+        It is released earlier, lower `priority` first, where running requests need the room, unless it is a `pin`.
         """
         tokens = self._tokens(prompt)[1].tobytes()
         return self.engine.retain(

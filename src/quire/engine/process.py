@@ -209,7 +209,9 @@ class EngineProcess:
         )
         fix = "restart the server; its log has the cause."
         if code == -signal.SIGKILL:
-            fix = "restart the server; if nobody killed it, the machine ran out of memory: lower the KV memory."
+            fix = (
+                "restart the server; if it was not killed by hand, the machine ran out of memory: lower the KV memory."
+            )
         return EngineDead(f"the engine process {how}; no request can progress.", fix=fix)
 
     def stop(self, *, deadline_s: float | None = None) -> None:

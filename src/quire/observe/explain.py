@@ -72,7 +72,7 @@ class Explanation:
         return {"prompt_tokens": self.prompt_tokens, "hit_tokens": self.hit_tokens, "reasons": reasons}
 
     def for_client(self) -> Explanation:
-        """What may be told to whoever sent the prompt: what others have cached, and for whom something went, is theirs.
+        """What the prompt's client may be told: what others have cached, and what was evicted for them, is theirs.
         Less than a page in common is not told either: it would let a prompt be guessed token by token."""
         hidden = (Cause.NAMESPACE, Cause.PAGE, Cause.NEW)
         known = tuple(

@@ -36,8 +36,8 @@ COUNTERS = {
     "refused_requests": "Requests that could never fit or were invalid.",
     "failed_requests": "Requests that a failed step ended.",
     "retentions_expired": "Retentions whose time was over.",
-    "retentions_given_up": "Retentions that were let go of for running requests.",
-    "retentions_lost": "Retentions that were let go of because what they kept was damaged.",
+    "retentions_given_up": "Retentions that were released for running requests.",
+    "retentions_lost": "Retentions that ended because what they kept was damaged.",
     "steps": "Steps of the engine.",
 }
 

@@ -12,7 +12,10 @@ DEFECTS = ("magic", "group", "length", "layout", "key", "digest")
 """What may be wrong with a record (`quire.memory.record`)."""
 
 COUNTERS = {
-    "declined_tokens": ("tier_declined_tokens", "Prompt tokens that were cached below the device and sooner computed."),
+    "declined_tokens": (
+        "tier_declined_tokens",
+        "Prompt tokens that were cached on the host or in storage and computed again, which was faster.",
+    ),
     "failed_moves": ("tier_failed_moves", "Moves between tiers that failed, or brought less than half."),
     "refused_moves": ("tier_refused_moves", "Moves that were not begun, because too much was on its way on that link."),
     "turned_off": ("tier_turned_off", "Times that a link turned itself off, trials that failed counted in."),

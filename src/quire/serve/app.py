@@ -70,7 +70,7 @@ def create_app(
 
 
 async def _nobody_listens(_request: Any, _error: Exception) -> Response:
-    """Status 499 is what proxies log for it; nobody will read it."""
+    """Status 499 is what proxies log for it; no client reads it."""
     return Response(status_code=499)
 
 

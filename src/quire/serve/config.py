@@ -1,4 +1,4 @@
-"""ServerConfig: where a server listens, who may use it, and how it stops. Nothing here loads the server."""
+"""ServerConfig: where a server listens, which clients may use it, and how it stops. Nothing here loads the server."""
 
 from __future__ import annotations
 

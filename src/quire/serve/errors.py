@@ -55,17 +55,12 @@ def error_body(error: QuireError, *, param: str | None = None) -> dict[str, Any]
     message = error.message + (f" Fix: {error.fix}" if error.fix else "")
     return {
         "error": {
-            "message": _escaped(message),
+            "message": message.encode(errors="backslashreplace").decode(),  # it may quote text that has no UTF-8
             "type": _TYPES.get(error.status, "server_error"),
-            "param": _escaped(named) if (named := param or getattr(error, "param", None)) else None,
+            "param": param or getattr(error, "param", None),
             "code": error.code,
         }
     }
-
-
-def _escaped(text: str) -> str:
-    """Lone surrogates of a body, which have no UTF-8, as escapes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def error_response(error: QuireError) -> JSONResponse:

@@ -43,7 +43,7 @@ class Service:
 class Generation:
     """The engine's side of one HTTP request. Choice `i` is sequence `i % n` of prompt `i // n`.
 
-    Made by `submit`; whoever holds it calls `close`, which aborts what still runs.
+    Made by `submit`; its owner calls `close`, which aborts what still runs.
     """
 
     def __init__(

@@ -106,10 +106,14 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
+def _say_closed(schema: dict[str, Any], model: type[ClosedObject]) -> None:
+    schema["additionalProperties"] = bool(model.ignored)
+
+
 class ClosedObject(BaseModel):
     """A body, or an object in one, without fields of other names: they are refused with the nearest that it has."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_say_closed)
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[tuple[object, ...]] = ()  # values with which a field of any name says nothing

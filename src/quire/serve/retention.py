@@ -62,7 +62,7 @@ class ReleaseBody(ClosedObject):
 
 
 class FlushBody(ClosedObject):
-    """A namespace, by its salt or adapter or both, or everything. "" is the salt of those who send none."""
+    """A namespace, by its salt or adapter or both, or everything. "" is the salt of requests without one."""
 
     cache_salt: Salt = None
     adapter: Text | None = None
@@ -120,13 +120,13 @@ def retention_router(service: Service) -> APIRouter:
 
     @router.get("/v1/cache/retained")
     async def retained() -> dict[str, Any]:
-        """What is kept, in the order in which it would be let go of, and the budget."""
+        """What is kept, in the order in which it would be released, and the budget."""
         return asdict(await service.engine.ask(Core.retained))
 
     @router.post("/v1/cache/flush")
     async def flush(body: FlushBody) -> dict[str, Any]:
-        """Forget what is cached of a namespace, or everything, in every tier. Running requests go on; nobody else finds
-        what they hold."""
+        """Forget what is cached of a namespace, or everything, in every tier. Running requests go on; no other
+        request finds what they hold."""
         return asdict(await service.engine.ask(Core.flush, body.namespace()))
 
     @router.post("/v1/cache/epoch")
