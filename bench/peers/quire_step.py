@@ -280,7 +280,7 @@ class StepCalls:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        following = sum(not group.reach.carried for group in cache.groups)
+        following = sum(not group.reach.in_place for group in cache.groups)
         plan = cache.plan
         self._tables = DevicePageTables(following, plan.max_requests, plan.pages_per_row, device=DEVICE)
         self._batch = cache.rows.batch([])

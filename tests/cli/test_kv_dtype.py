@@ -61,20 +61,20 @@ def test_a_format_that_does_not_fit_is_refused(run: Run, script: Run, tiny_model
         assert "vector of 8 numbers" in " ".join(shown.stderr.replace("│", " ").split())
 
 
-def test_the_bundled_model_takes_every_format(script: Run) -> None:
+def test_the_bundled_model_takes_every_format_but_plain_fp4(script: Run) -> None:
     names = ["fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_e2m1"]
     code, found = measured(script, "--kv-dtype", ",".join(names[:3]), "--kv-dtype", names[3], "--kv-dtype", names[4])
-    assert (code, found["passed"], found["max_error"]) == (0, True, 0.25)
+    assert (code, found["passed"], found["max_error"]) == (4, False, 0.25)
     assert (found["model"], found["dtype"], found["prompt"]) == ("quire-bundled", "bfloat16", "the sample")
     assert found["prompt_tokens"] > 300
     by_name = {one["kv_dtype"]: one for one in found["kv_dtypes"]}
     assert list(by_name) == names
-    for one in by_name.values():
-        assert one["layers_above"] == []
+    for name, one in by_name.items():
+        assert one["layers_above"] == ([2] if name == "fp4_e2m1" else [])
         assert [call["layer"] for call in one["calls"]] == [0, 1, 2, 3]
         assert [field["name"] for call in one["calls"] for field in call["fields"]] == ["k", "v"] * 4
-        assert 0 < one["logits_error"] < 0.1
-        assert 0.9 < one["kept_share"] < 1
+        assert 0 < one["logits_error"] < 0.15
+        assert 0.7 < one["kept_share"] < 1
         assert one["plain_bytes_per_token"] == 2048
     worst = {name: max(call["attention_error"] for call in one["calls"]) for name, one in by_name.items()}
     assert worst["fp8_e4m3"] < worst["fp8_e5m2"] < worst["nvfp4"] < worst["fp4_e2m1"]

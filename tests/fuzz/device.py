@@ -57,7 +57,7 @@ class Device:
         self.carried: dict[int, list[int]] = {}
         for group in cache.groups:
             num_frames = group.num_frames + 1
-            if group.reach.carried:
+            if group.reach.in_place:
                 self.carried[group.index] = [0] * num_frames
             else:
                 self.pages[group.index] = [(0,) * self._size] * num_frames

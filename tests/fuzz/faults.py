@@ -17,7 +17,7 @@ class Faults:
         self._raised: OutOfPages | None = None
         self._put_before(cache.pages, "alloc_pages")
         for group in cache.groups:
-            self._put_before(group.frames.allocator, "alloc_group_begin" if group.reach.carried else "alloc_pages")
+            self._put_before(group.frames.allocator, "alloc_group_begin" if group.reach.in_place else "alloc_pages")
 
     def arm(self, choices: Choices) -> None:
         """One of the next few allocations will fail."""

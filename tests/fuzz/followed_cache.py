@@ -296,7 +296,7 @@ class FollowedCache:
                     return group.name, wanted, free, evictable
                 continue
             need = wanted
-            if group.reach.carried:
+            if group.reach.in_place:
                 need = group.wanted(np.array([s.kv.row for s in batch], dtype=np.int32), wanted)
             if need > group.num_free:
                 idle = self._idle(group.index)
@@ -312,7 +312,7 @@ class FollowedCache:
         held = {page for group, unpinned, _, _ in snapshot.waits.given if group == g for page in unpinned}
         group = self.cache.groups[g]
         for row, s in zip(snapshot.requests.rows, self.model.live, strict=True):
-            if not group.reach.carried:
+            if not group.reach.in_place:
                 held.update(row.pages[self.device.first_page(g, s.committed // size * size) : s.pinned])
             elif s.launched == s.begun > 0 and len(group.pinned(row.kv.row, self.names.tokens(0))):
                 held.add(row.pages[s.begun // size - 1])

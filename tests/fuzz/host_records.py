@@ -39,7 +39,7 @@ class HostRecords:
 
     def __init__(self, plan: MemoryPlan, keys: PageKeys, frames: Sequence[int]) -> None:
         self._keys = keys
-        self._carried = [reach_of(group.reach, plan.page_size).carried for group in plan.groups]
+        self._carried = [reach_of(group.reach, plan.page_size).in_place for group in plan.groups]
         self._slots = [1 if carried else plan.page_size for carried in self._carried]
         self._formats = [
             RecordFormat(

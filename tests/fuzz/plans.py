@@ -74,7 +74,7 @@ def shuffle_frames(cache: KVCache, choices: Choices) -> None:
     """Give frames back in any order, so that a page's id and those of its frames differ."""
     for group in cache.groups:
         allocator: Any = group.frames.allocator
-        if group.reach.carried:
+        if group.reach.in_place:
             take, free = allocator.alloc, allocator.free
         else:
             take, free = allocator.alloc_pages, allocator.free_pages

@@ -56,7 +56,7 @@ class Watch:
         for at, group in enumerate(snapshot.groups):
             if not changed and group is before.groups[at]:
                 continue
-            if group.group.reach.carried:
+            if group.group.reach.in_place:
                 self._check_carried(group, snapshot.requests.rows)
             else:
                 self._check_pages(group, self._known)

@@ -134,7 +134,7 @@ class CachedBytes(ABC):
         num_pages = len(tokens) // PAGE
         pages = self.cache.rows.pages[kv.row, :num_pages]
         for group in self.cache.groups:
-            if not group.reach.carried:
+            if not group.reach.in_place:
                 for at in group.reach.needed(num_pages):
                     self._check_frame(kv, group, int(group.table.frame[pages[at]]), tokens[: (at + 1) * PAGE])
 

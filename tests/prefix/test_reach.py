@@ -44,7 +44,7 @@ def test_no_request_holds_more_than_it_says(kind: str) -> None:
         most = 0
         for tokens in range(1, 12 * size):
             whole, all_pages = tokens // size, tokens // size + 1
-            held = 1 if found.carried else all_pages - found.needed(whole).start
+            held = 1 if found.in_place else all_pages - found.needed(whole).start
             most = max(most, held)
             assert held <= found.held(all_pages), (spec, size, tokens)
         assert spec.kind in ("full", "chunk") or most == found.held(12), "a bound that is never reached"

@@ -100,9 +100,7 @@ def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
     )
     tokenizer = load_tokenizer(core.config.model)
     most = min(core.plan.largest_request - 64, 500)
-    trace = open_trace(
-        str(AGENTS / "taubench.jsonl.xz"), tokenize=lambda text: tokenizer.encode(text)[:most], text=model, limit=20
-    )
+    trace = open_trace(str(AGENTS / "taubench.jsonl.xz"), tokenize=lambda text: tokenizer.encode(text)[:most], limit=20)
     prompts = {request.request_id: request.prompt for request in trace}
     lengths = {name: 30 if at % 3 else 4 for at, name in enumerate(prompts)}
     real = in_the_engine(core, prompts, lengths)

@@ -68,7 +68,7 @@ class Admission:
         until((choice.num_pages - choice.storage_pages) * size, Cause.HIT, "from host memory")
         until(choice.num_pages * size, Cause.HIT, "from storage")
         if choice.declined_pages:
-            until(at + choice.declined_pages * size, Cause.SLOWER, "in host memory, and computed sooner than loaded")
+            until(at + choice.declined_pages * size, Cause.SLOWER, "in host memory, and faster to compute than to load")
         if limited_by:
             usable = min(hit.match.num_pages, max(0, num_tokens - 1) // size)
             until(usable * size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
@@ -132,7 +132,7 @@ class Admission:
             left = group.num_free + group.num_evictable + retention.num_soft(part)
             left -= pinned + group.remaining(rows, have, reached)
             loads = hit.choice.loads[group.index] if hit.choice.loads else 0
-            spare = 0 if group.reach.carried else len(rows) * reserve
+            spare = 0 if group.reach.in_place else len(rows) * reserve
             yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, spare
         left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
         yield "all groups", left, num_pages - hit.num_pages, len(rows) * reserve

@@ -109,7 +109,7 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
 def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
     """The pages that a request reads of a window have frames."""
     group, size = found.group, now.parts.plan.page_size
-    for row in now.requests.rows if not group.reach.carried else ():
+    for row in now.requests.rows if not group.reach.in_place else ():
         first = group.reach.needed(row.committed // size).start
         if 0 in [found.column[page] for page in row.pages[first:]]:
             yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"

@@ -43,8 +43,8 @@ class Growth:
         self._others = tuple(group for group in parts.groups if group.frames is not sides)
         others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
         self.allocators: tuple[GrowingAllocator, ...] = (self._growing, *others)
-        self._states = tuple(group for group in parts.groups if group.reach.carried)
-        self._scarce = tuple(g for g in parts.groups if g.reach.carried or g.num_frames < parts.pages.num_pages)
+        self._states = tuple(group for group in parts.groups if group.reach.in_place)
+        self._scarce = tuple(g for g in parts.groups if g.reach.in_place or g.num_frames < parts.pages.num_pages)
 
     def by(self, kvs: Batch, rows: Rows, counts: int | Counts) -> None:
         """Make room for `counts[i]` more tokens in each row, within the plan's context."""
@@ -111,7 +111,8 @@ class Growth:
     def _make_room(self, rows: Rows, num_new: int, kvs: Batch) -> None:
         """Evict where free pages and frames do not suffice for these rows and `num_new` pages."""
         if num_new * self._size > self._growing.available_size() or any(
-            (group.wanted(rows, num_new) if group.reach.carried else num_new) > group.num_free for group in self._scarce
+            (group.wanted(rows, num_new) if group.reach.in_place else num_new) > group.num_free
+            for group in self._scarce
         ):
             self._reclaim(rows, num_new, _names_of(kvs, self._rows.num_allocated[rows] % self._size == 0))
 

@@ -404,7 +404,7 @@ def _groups_of(
     for index, group in enumerate(plan.groups):
         num_frames, column = plan.frames_of(index), table.of(Tier.DEVICE, index)
         reach = reach_of(group.reach, plan.page_size)
-        if reach.carried:
+        if reach.in_place:
             groups.append(StateGroup(index, reach, carried_frames(column, num_frames), tree, plan, interval))
         else:
             make = whole_frames if reach.whole else passing_frames

@@ -162,7 +162,7 @@ class Snapshot:
                 found.readers += unpinned
         for row in self.requests.rows:
             found.readers += group.pinned(row.kv.row, table.pages[row.kv.row, : row.shared]).tolist()
-            if group.reach.carried:
+            if group.reach.in_place:
                 found.carried += group.frames_of(row.kv.row).tolist()
         found.pins, found.num_pinned = group.table.pins.tolist(), group.table.num_pinned
         found.idle = group.table.ticket.nonzero()[0].tolist()

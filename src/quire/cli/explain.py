@@ -39,8 +39,8 @@ class ExplainedCache(ReplayedCache):
 
 
 def explain(asked: Asked, cache: ExplainedCache, key: ServerKey, *, as_json: bool) -> None:
-    """Say of every prompt token whether it was reused, and if not, why: evicted (for whom, how long ago), never seen,
-    less than a page, cached for another adapter or salt, or given up by a group of layers.
+    """Say of every prompt token whether it was reused, and if not, why: evicted (for which request, when), never
+    seen, less than a page, cached for another adapter or salt, or given up by a group of layers.
 
     A trace is replayed, on the virtual clock of `quire replay`. A server knows its last 1,000 sequences, by the id of
     the response or of one of its sequences; without an id it tells of all its prompt tokens. Exit codes: 0 done,

@@ -14,7 +14,7 @@ from quire.plan.budget import counted
 _MEANINGS = {
     "hit": "reused",
     "last_token": "cached, and computed again: the last token, with its page",
-    "slower": "cached below the device, and sooner computed than loaded",
+    "slower": "cached below the device, and faster to compute than to load",
     "group": "cached, but a group of layers could not go on from there",
     "evicted": "was cached and had to make room",
     "namespace": "cached for another adapter or salt only",
@@ -54,16 +54,16 @@ def merged_evictions(reasons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def _together(reasons: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """One row for several evictions: from the latest to the earliest, and for whom."""
+    """One row for several evictions: from the latest to the earliest, and the requests that caused them."""
     ages = sorted(reason["seconds_ago"] for reason in reasons)
     latest, earliest = f"{ages[0]:.1f}", f"{ages[-1]:.1f}"
     when = latest if latest == earliest else f"{latest} to {earliest}"
-    whom = {reason["by"]: None for reason in reasons}
-    names = list(dict.fromkeys(name.partition(" and ")[0] for name in whom))
+    causes = {reason["by"]: None for reason in reasons}
+    names = list(dict.fromkeys(name.partition(" and ")[0] for name in causes))
     said = ", ".join(names[:_MOST_NAMES])
-    if len(whom) == 1:
+    if len(causes) == 1:
         said = reasons[0]["by"]
-    elif any(" and " in name for name in whom):  # for several requests at once, of which only the first is named
+    elif any(" and " in name for name in causes):  # for several requests at once, of which only the first is named
         said += " and others"
     elif len(names) > _MOST_NAMES:
         said += f" and {len(names) - _MOST_NAMES} more"

@@ -27,7 +27,7 @@ def reported(*, as_json: bool, debug: bool = False) -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:  # the reader of our output has enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
         raise typer.Exit(0) from None
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`quire store gc`: records that nobody will ask for, and what dead writers left."""
+"""`quire store gc`: records that no engine will ask for, and what dead writers left."""
 
 from __future__ import annotations
 

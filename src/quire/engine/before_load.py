@@ -39,7 +39,7 @@ _SOME_KV_BYTES = 2**40  # for layouts, which do not depend on it
 
 class Storage(NamedTuple):
     """A store that was opened, None where there is none, and what may be kept there, None where a server knows.
-    Whoever has it closes the store."""
+    The caller closes the store."""
 
     store: Store | None
     num_bytes: int | None
@@ -87,7 +87,7 @@ def storage_size(config: EngineConfig) -> int | None:
 
 def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_bytes: int | None) -> None:
     """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works, and StoreError
-    where nobody gave a size and the disk is full."""
+    where no size was given and the disk is full."""
     path = directory_of(config.storage) if config.storage is not None else None
     if path is None or num_bytes is None:
         return

@@ -65,10 +65,10 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 @contextmanager
 def alone_on_this_host(folder: Path | None = None) -> Iterator[None]:
-    """While memory is read and taken: two processes that did so at once would each be granted what only one can have.
+    """A lock while memory is measured and taken: without it, two processes would each be granted the same memory.
 
-    `folder` is where they meet, by default the one for temporary files; whoever may not write there is not waited for,
-    nor is anyone for longer than `_PATIENCE_S`. A process that dies lets the others go on.
+    `folder` has the lock's file; the default is the folder for temporary files. A process that cannot write there takes
+    no lock. No process waits longer than `_PATIENCE_S`. A process that dies releases the lock.
     """
     try:
         file = os.open((folder or Path(tempfile.gettempdir())) / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

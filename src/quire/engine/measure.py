@@ -79,7 +79,7 @@ def _step_bytes(model: LoadedModel, tokens: int) -> int:
         page_size=page_size,
     )
     states = StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in ([0, tokens], [0], [1])))
-    batches = [states if group.reach.carried else paged for group in groups]
+    batches = [states if group.reach.in_place else paged for group in groups]
     positions = torch.arange(tokens, device=model.device)
     with _peak(model.device) as peak:
         model.forward(torch.zeros_like(positions), positions, batches, pools, positions[-1:])

@@ -16,7 +16,7 @@ from quire.errors import QuireError
 class RequestStream:
     """The deltas of one request, for all its sequences, in the order they came. Made by `AsyncEngine.submit`.
 
-    Whoever holds it calls `close` when done; a stream closed before its end aborts what still runs.
+    Its owner calls `close` when done; a stream closed before its end aborts what still runs.
     """
 
     def __init__(self, assembler: RequestAssembler, *, forget: Callable[[RequestAssembler], None]) -> None:

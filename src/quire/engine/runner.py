@@ -82,7 +82,7 @@ class ModelRunner:
         self._device = device
         self.pools = pools
         self._loading = offload_of(cache).ahead.loads
-        self._following = [at for at, group in enumerate(cache.groups) if not group.reach.carried]
+        self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._planners = [AttentionPlanner() for _ in pools]
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self._tables = DevicePageTables(len(self._following), rows, width, device=device)

@@ -87,7 +87,7 @@ def _run_step(
     states = _states(step, present)
     batches = [
         states
-        if group.reach.carried
+        if group.reach.in_place
         else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size, group.layout.page_size)
         for i, group in enumerate(groups)
     ]

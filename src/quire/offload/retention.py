@@ -209,7 +209,7 @@ class Retention(RetentionPort):
         return _num_pages(self._only_soft()) if group is None else len(frames_only_held_by(self._soft, group))
 
     def num_soft_of(self, match: Match, num_pages: int, group: GroupCache | None = None) -> int:
-        if not self._by_id or (group is not None and group.reach.carried):  # a request takes over a carried frame
+        if not self._by_id or (group is not None and group.reach.in_place):  # a request takes over a carried frame
             return 0
         if group is not None:
             only = frames_only_held_by(self._soft, group)
@@ -249,7 +249,7 @@ class Retention(RetentionPort):
         if num_frames <= 0:
             return
         self.expire()
-        others = int(group.reach.carried)  # a request takes over a carried frame that it alone pins
+        others = int(group.reach.in_place)  # a request takes over a carried frame that it alone pins
         only = frames_only_held_by(self._soft, group, others)
         for prefix in sorted(self._soft, key=_rank):
             held = frames_of([prefix], group.index)

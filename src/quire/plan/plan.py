@@ -108,7 +108,7 @@ class Plan:
             if reach.kind == "full":
                 return 0
             kept = self.configurator.options.window_tokens(reach, self.page_size)
-            if not reach.carried and pool.frames * step < kept + step:
+            if not reach.in_place and pool.frames * step < kept + step:
                 return 0
         return min(max_requests * pages_for(self.context, self.tokens_per_page), _MOST_PASSED_PAGES)
 

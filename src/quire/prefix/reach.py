@@ -29,8 +29,8 @@ class Reach(ABC):
 
     whole = False
     """Whether every page is always read, so that no page loses its frame before it leaves the tree."""
-    carried = False
-    """Whether a request rewrites one frame that it carries along, instead of writing one frame for each page."""
+    in_place = False
+    """Whether a request updates one frame in place, instead of writing one frame for each page."""
 
     def __init__(self, tokens: int, page_size: int) -> None:
         self.tokens = tokens
@@ -94,7 +94,7 @@ class Chunk(Reach):
 class State(Reach):
     """All tokens are folded into one state; a page's frame holds the state after its last token."""
 
-    carried = True
+    in_place = True
 
     def first(self, num_pages: Counts) -> Counts:
         return num_pages - (num_pages > 0)

@@ -73,7 +73,7 @@ class CostModel:
         reads = tuple(
             (group.layout.bytes_per_token / bandwidth, group.reach.tokens)
             for group in groups
-            if not group.reach.carried
+            if not group.reach.in_place
         )
         return cls(
             launch=_LAUNCH_S,

@@ -135,7 +135,7 @@ class Frames:
 
 def frames_of(plan: MemoryPlan) -> list[Frames]:
     """Empty frames of each group."""
-    widths = [1 if group.reach.carried else plan.page_size for group in plan.groups]
+    widths = [1 if group.reach.in_place else plan.page_size for group in plan.groups]
     return [Frames(plan.frames_of(at), width) for at, width in enumerate(widths)]
 
 
@@ -205,7 +205,7 @@ class _GroupMemory:
         self._expected = expected
         self._size = cache.page_size
         num_frames = cache.plan.frames_of(group) + 1
-        self._carried = cache.groups[group].reach.carried
+        self._carried = cache.groups[group].reach.in_place
         self._frames = frames
         self._hashes, self._digests = frames.hashes, frames.digests
         self._read_by = np.zeros(num_frames, dtype=np.int64)  # the last step launched that reads the frame

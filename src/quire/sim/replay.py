@@ -121,7 +121,7 @@ class Replay:
         self.device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
         self._settings = settings
         self._progress = progress
-        self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.carried)
+        self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.in_place)
         self._arrivals = Arrivals(())
         self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will not stay
         self._in_flight: _Launched | None = None

@@ -15,8 +15,8 @@ class ReachSpec:
     tokens: int = 0
 
     @property
-    def carried(self) -> bool:
-        """Whether a request carries one frame along that it rewrites, instead of writing one for each page."""
+    def in_place(self) -> bool:
+        """Whether a request updates one frame in place, instead of writing one for each page."""
         return self.kind == "state"
 
 

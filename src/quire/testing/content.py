@@ -30,7 +30,7 @@ class ContentOracle:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._names: dict[tuple[object, int], int] = {}
-        self._per_frame = [1 if group.reach.carried else cache.page_size for group in cache.groups]
+        self._per_frame = [1 if group.reach.in_place else cache.page_size for group in cache.groups]
         self._held = [
             np.zeros((cache.plan.frames_of(index) + 1) * slots, dtype=np.int64)
             for index, slots in enumerate(self._per_frame)
