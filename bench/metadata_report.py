@@ -67,7 +67,9 @@ def print_table(result: dict[str, Any], out: Console) -> None:
     """One row per work and page size, one line per goal of it."""
     systems = [name for name in NAMES if any(name in row["systems"] for row in result["rows"])]
     versions = "; ".join(
-        f"{NAMES[name]} {said[PACKAGES[name]]}" for name, said in result["versions"].items() if name in systems
+        f"{NAMES[name]} {said.get(PACKAGES[name]) or said[name]}"
+        for name, said in result["versions"].items()
+        if name in systems
     )
     machine = f"{result['date']}, {result['cpu']}, {result['cores']} cores, load {result['load']}"
     out.print(f"{machine}, Python {result['python']}; {versions}", soft_wrap=True)
