@@ -37,7 +37,7 @@ def write_tables(result: dict[str, Any], document: Path) -> None:
 
 def _short(result: dict[str, Any]) -> str:
     """A line for each row of the README, with the fastest peer that does the work."""
-    lines = ["| work | page | Quire, CPU µs | fastest peer | times as long |", "|---|---|---|---|---|"]
+    lines = ["| work | page | Quire, CPU µs | fastest peer, CPU µs | peer / Quire |", "|---|---|---|---|---|"]
     for row in (row for name in _SHORT for row in result["rows"] if row["name"] == name):
         peers = {name: found["cpu_us"] for name, found in row["systems"].items() if name != "quire"}
         own = row["systems"]["quire"]["cpu_us"]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
 
-from quire.cli.demo_view import print_serving
 from rich.console import Console
+from rich.text import Text
 
 PICTURE = Path(__file__).parent / "images" / "demo.svg"
+WIDTH = 92
 
 
 def main() -> None:
-    """A server with a small pool, eight conversations and a request that is too large: half a minute."""
-    command = [sys.executable, "-m", "quire", "demo", "--edition", "plain", "--json"]
-    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    console = Console(record=True, width=92, file=StringIO(), force_terminal=True)
+    """Takes half a minute."""
+    command = [sys.executable, "-m", "quire", "demo", "--edition", "plain"]
+    environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
+    done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     console.print("[bold]$ quire demo --edition plain[/bold]", highlight=False)
-    print_serving(console, found | {"answers": found["answers"][:1]})
+    for line in re.sub(r"\x1b\[(?![\d;]*m)[\d;?]*[A-Za-z]|\r", "", done.stdout).splitlines():
+        if line.strip() and not re.search(r"\d of \d: ", line):  # not the lines that show progress
+            console.print(Text.from_ansi(line))
     drawn = console.export_svg(title="quire demo", unique_id="demo")
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # no fonts from elsewhere
     PICTURE.write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n", encoding="utf-8")

@@ -81,7 +81,7 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     console, started_s = Console(quiet=as_json, highlight=False), time.perf_counter()
     names = [name for name in TITLES if settings.edition in (name, "all")]
     console.print(
-        f"The demo takes about {'a minute' if len(names) > 1 else '20 seconds'}, on small models on the CPU. It shows:"
+        f"The demo takes about {'a minute' if len(names) > 1 else '10 seconds'}, on small models on the CPU. It shows:"
     )
     for number, name in enumerate(names, 1):
         console.print(f"  {number}. {TITLES[name]}")
@@ -126,6 +126,8 @@ def show(scene: Scene, turns: int) -> tuple[dict[str, Any], list[Tick], Rows]:
     reused = ", ".join(f"{tokens:,} in turn {turn}" for turn, tokens in enumerate(found["hit_tokens_by_turn"], 1))
     rows = [
         ("Model", f"{scene.model}, {plan['max_total_num_tokens']:,} tokens in pages of {plan['page_size']}"),
+        ("Asked", question(SUBJECTS[0], 0, 0)),
+        ("Answered", " ".join(every[0].outputs[0].text.split())),
         ("Reused", f"tokens of prompts: {reused}"),
     ]
     if limits:

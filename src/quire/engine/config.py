@@ -53,10 +53,13 @@ _SCHEDULING = "Scheduling"
 SHORT_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _LOAD_ASKS = "what the load asks for"
 _KV_MEMORY_INSTEAD = (
-    "leave it out (80 % of what is free after loading is taken), or give the bytes of the KV pools: --kv-memory 40GiB. "
+    "leave it out (pools take 80 % of a GPU's free memory after loading, or a quarter of a CPU's, at most 4 GiB), "
+    "or give the bytes of the KV pools: --kv-memory 40GiB. "
     "`quire plan MODEL --gpu h100-80gb --mem-fraction-static 0.85` says how many those are."
 )
-_SHARE = "is a share of the GPU for weights and pools together; Quire takes the bytes of the KV pools alone."
+_SHARE = (
+    "is a share of the GPU for weights, activations and pools together; Quire takes the bytes of the KV pools alone."
+)
 
 
 class EngineConfig(Settings):
