@@ -101,7 +101,7 @@ def test_a_scene_is_shown_for_people(run: Run) -> None:
     shown = run("demo", "--edition", "recurrent", env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.stderr
     lines = shown.stdout.splitlines()
-    assert lines[0].startswith("The demo takes about 20 seconds")
+    assert lines[0].startswith("The demo takes less than half a minute")
     assert lines[1] == f"  1. {TITLES['recurrent']}"
     [saved] = [line.strip("│ ") for line in lines if "checkpoints of states saved" in line]
     full, state = (int(part.split()[-1]) for part in saved.partition(":")[0].split(","))
