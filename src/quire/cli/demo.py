@@ -80,9 +80,8 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     """
     console, started_s = Console(quiet=as_json, highlight=False), time.perf_counter()
     names = [name for name in TITLES if settings.edition in (name, "all")]
-    console.print(
-        f"The demo takes {'about a minute' if len(names) > 1 else 'less than half a minute'}, on small models on the CPU. It shows:"
-    )
+    length = "about a minute" if len(names) > 1 else "less than half a minute"
+    console.print(f"The demo takes {length}, on small models on the CPU. It shows:")
     for number, name in enumerate(names, 1):
         console.print(f"  {number}. {TITLES[name]}")
     found: dict[str, Any] = {}
