@@ -2,6 +2,7 @@
 
     a path of the tree        a lease on its end: none of its pages is evicted, in any tier
     frames                    of groups whose frames may go before their pages: that tier does not reclaim them
+    private pages             of a running request: pages that it gives up stay until the hold is released
 
 A running request is a hold of its own kind: it has a lease and, in its row, private pages. `Holds` lists and counts
 these, what waits in `Fences`, and the holds that `Holds.add` makes.
@@ -38,6 +39,7 @@ class Reason(StrEnum):
     READ_AHEAD = "prompt that is read ahead"
     RETAIN = "retention"
     DAMAGE = "damaged prefix"
+    TRANSFER = "transfer to a peer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,11 +53,12 @@ class HeldFrames:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Made by `Holds.add`. `lease` holds a path, if any."""
+    """Made by `Holds.add`. `lease` holds a path, if any; `private` are pages of a running request."""
 
     reason: Reason
     label: str
     lease: Lease | None
+    private: Ids = field(default_factory=lambda: NO_PAGES)
     frames: tuple[HeldFrames, ...] = ()
     released: bool = False
 
@@ -126,22 +129,42 @@ class Fences:
 
 
 class Holds:
-    """The live holds of one cache, beside its running `requests` and what waits in `fences`."""
+    """The live holds of one cache, beside its running `requests` and what waits in `fences`.
 
-    def __init__(self, tree: RadixCache, table: Residency, requests: Mapping[int, RequestKV], fences: Fences) -> None:
+    `free` takes private pages that were given up and are held no longer.
+    """
+
+    def __init__(
+        self,
+        tree: RadixCache,
+        table: Residency,
+        requests: Mapping[int, RequestKV],
+        fences: Fences,
+        free: Callable[[Ids], None],
+    ) -> None:
         self._tree = tree
         self._table = table
         self._requests = requests
         self.fences = fences
+        self._free = free
         self._live: dict[Hold, None] = {}
+        self._private: Counter[int] = Counter()  # holds of each private page
+        self._waiting: set[int] = set()  # of them, pages that were given up
 
     def add(
-        self, reason: Reason, frames: Sequence[HeldFrames] = (), *, lease: Lease | None = None, label: str = ""
+        self,
+        reason: Reason,
+        frames: Sequence[HeldFrames] = (),
+        *,
+        lease: Lease | None = None,
+        private: Ids = NO_PAGES,
+        label: str = "",
     ) -> Hold:
         """Hold these until `release`. The hold owns `lease`. Frames of a retention have a higher rank later."""
-        hold = Hold(reason, label, lease)
+        hold = Hold(reason, label, lease, private)
         self._live[hold] = None
         self._pin(hold, frames)
+        self._private.update(private.tolist())
         return hold
 
     def change(self, hold: Hold, frames: Sequence[HeldFrames], *, lease: Lease | None = None) -> None:
@@ -163,6 +186,26 @@ class Holds:
         self._unpin(hold.frames)
         if hold.lease is not None:
             self._tree.release(hold.lease)
+        if len(hold.private):
+            self._private.subtract(hold.private.tolist())
+            self._private = +self._private
+            free = [page for page in hold.private.tolist() if page in self._waiting and page not in self._private]
+            self._waiting.difference_update(free)
+            self._free(np.array(free, dtype=np.int32))
+
+    def free_of(self, pages: Ids) -> Ids:
+        """The given-up pages without a hold. The others wait until theirs is released."""
+        if not self._private:
+            return pages
+        held = np.array([page in self._private for page in pages.tolist()], dtype=np.bool_)
+        self._waiting.update(pages[held].tolist())
+        free: Ids = pages[~held]
+        return free
+
+    @property
+    def waiting(self) -> list[int]:
+        """Private pages that were given up and are still held, ascending."""
+        return sorted(self._waiting)
 
     def __len__(self) -> int:
         return len(self._live)

@@ -125,7 +125,7 @@ class KVCache:
             tree=self.tree,
             rows=self.rows,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
-            holds=Holds(self.tree, table, self.rows.live, self.fences),
+            holds=Holds(self.tree, table, self.rows.live, self.fences, self._free),
             seconds=seconds,
             free=self._free,
             sweep=self._sweep,
@@ -392,6 +392,7 @@ class KVCache:
         self.num_changes += 1
 
     def _free(self, pages: Ids) -> None:
+        pages = self.parts.holds.free_of(pages)
         if len(pages):
             self._growth.free(pages)
             self.offload.freed(pages)

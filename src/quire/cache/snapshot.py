@@ -45,7 +45,7 @@ class Requests:
 
 @dataclass(slots=True)
 class Waits:
-    """What was given up and waits for a step in flight."""
+    """What was given up and waits for a step in flight or a hold."""
 
     raw: object
     pages: list[int]
@@ -104,7 +104,7 @@ class Snapshot:
 
     def _waits(self, before: Snapshot | None) -> Waits:
         retired = self.parts.holds.fences.waiting
-        pages = [page for each in retired for page in each.pages.tolist()]
+        pages = [*self.parts.holds.waiting, *(page for each in retired for page in each.pages.tolist())]
         parts = [part for each in retired for part in each.released]
         given = [(part.group, *(ids.tolist() for ids in (part.unpinned, part.dropped, part.frames))) for part in parts]
         leases = [each.lease for each in retired if each.lease is not None]
