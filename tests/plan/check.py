@@ -16,11 +16,11 @@ from quire.plan.mix import uniform
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
-from quire.plan.reserve import Speculation
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 
 BITS = {"bfloat16": 16.0, "fp8_e4m3": 8.0, "mxfp8": 8 + 8 / 32, "nvfp4": 4 + 8 / 16, "fp4_e2m1": 4 + 8 / 16}
 
@@ -130,7 +130,9 @@ def check_plan(seed: int) -> None:
         kv_dtype=case.kept,
         page_size=case.page,
         parallel=Parallelism(tp=case.tp, dcp=case.dcp),
-        speculation=Speculation(num_steps=1, num_draft_tokens=1) if case.drafts and not case.states else None,
+        speculation=SpeculativeConfig(method="eagle", num_steps=1, num_draft_tokens=1)
+        if case.drafts and not case.states
+        else None,
         swa_full_tokens_ratio=case.ratio,
         max_mamba_cache_size=case.slots,
     )

@@ -25,13 +25,13 @@ from quire.plan.configurator import (
     ragged,
 )
 from quire.plan.mix import Mix, mix_of, uniform
-from quire.plan.reserve import Speculation
 from quire.prefix.reach import reach_of
 from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall, StateCall
 from quire.spec.layout import DType
 from quire.spec.model import Layer, ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 
 GIB = 2**30
 
@@ -175,7 +175,7 @@ def test_states_and_drafted_states_are_solved_for_together() -> None:
     state = StateCall(heads=100, matrix=(1024, 256))  # 100 MiB
     spec = spec_of((FULL,), (state,))
 
-    def slots(speculation: Speculation | None) -> int | None:
+    def slots(speculation: SpeculativeConfig | None) -> int | None:
         options = PoolOptions(
             mix=uniform(8192, "x"),
             speculation=speculation,
@@ -187,11 +187,11 @@ def test_states_and_drafted_states_are_solved_for_together() -> None:
 
     assert slots(None) == 306
     # (307.2 - 1 - 4) / (1 + 4 / 3) with three states a request instead of the worked example's five
-    assert slots(Speculation(num_steps=3, num_draft_tokens=4)) == 129
+    assert slots(SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)) == 129
 
 
 def test_drafted_states_are_kept_for_every_request_and_the_padding_row() -> None:
-    speculation = Speculation(num_steps=3, num_draft_tokens=4)
+    speculation = SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)
     solve = configurator(FULL, STATE, max_mamba_cache_size=30, speculation=speculation)
     config = solve.calculate_pool_sizes(GIB, 16)
     assert config.max_running_requests == 10
@@ -265,7 +265,7 @@ def solvers(draw: Callable[..., Any], with_ratio: bool = True) -> tuple[MemoryPo
     page_size = draw(st.sampled_from([1, 4, 16, 64, 128]))
     ranks = draw(st.sampled_from([1, 1, 2, 8]))
     steps = draw(st.integers(0, 4))
-    speculation = Speculation(num_steps=steps, num_draft_tokens=steps + 1) if steps else None
+    speculation = SpeculativeConfig(method="eagle", num_steps=steps, num_draft_tokens=steps + 1) if steps else None
     ratio = draw(st.sampled_from([None, Fraction(1, 10), Fraction(4, 5)])) if with_ratio else None
     options = PoolOptions(
         mix=draw(mixes),
@@ -369,7 +369,7 @@ def random_solver(rng: random.Random) -> tuple[MemoryPoolConfigurator, int, int]
         chunk=rng.choice([0, 2048]),
         shares=rng.random() < 0.8,
         token_ranks=ranks,
-        speculation=Speculation(num_steps=steps, num_draft_tokens=steps + 1) if steps else None,
+        speculation=SpeculativeConfig(method="eagle", num_steps=steps, num_draft_tokens=steps + 1) if steps else None,
         swa_full_tokens_ratio=rng.choice([None, None, Fraction(1, 10), Fraction(4, 5)]),
         max_running_requests=rng.choice([None, None, rng.randint(1, 64)]),
         windows_only=windows_only(calls),

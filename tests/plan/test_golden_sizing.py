@@ -30,13 +30,13 @@ from quire.plan.configurator import (
     create_memory_pool_configurator,
 )
 from quire.plan.mix import uniform
-from quire.plan.reserve import Speculation
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import kv_format
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 OLD, NEW = "0.5.12.post1", "0.5.23"
@@ -46,7 +46,7 @@ EQUAL = {OLD: 1021, NEW: 1460}
 KV_DTYPES = {"bf16": "auto", "fp4_mx_block16": "fp4_e2m1"}
 """Recorded names that are not ours."""
 
-EAGLE = Speculation(num_steps=5, num_draft_tokens=6, num_layers=1)
+EAGLE = SpeculativeConfig(method="eagle", num_steps=5, num_draft_tokens=6, num_layers=1)
 DEFAULT_RATIO = Fraction(4, 5)  # of window to full tokens
 COMPRESSED_RATIO = Fraction(1, 10)  # the newer version's default for compressed attention
 DEFAULT_STATE_RATIO = Fraction(9, 10)
@@ -77,7 +77,7 @@ class Case:
         return int(self.input["available_bytes"])
 
     @property
-    def speculation(self) -> Speculation | None:
+    def speculation(self) -> SpeculativeConfig | None:
         return EAGLE if self.input["spec"] == "eagle_5_1_6" else None
 
     @property

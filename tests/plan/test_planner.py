@@ -28,7 +28,6 @@ from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
 from quire.plan.report import explain, plan_as_dict
-from quire.plan.reserve import Speculation
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
@@ -38,6 +37,7 @@ from quire.spec.config_reader import ConfigReader
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, DType
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import read_weights
 from quire.testing import small_plan
 from tests.plan.check import random_case, spec_of
@@ -290,15 +290,15 @@ def test_a_stage_of_windows_admits_no_request_that_another_stage_cannot_keep() -
 
 
 def test_draft_layers_are_priced() -> None:
-    speculation = Speculation(num_steps=3, num_draft_tokens=4)
+    speculation = SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)
     assert plan_of("deepseek-v3", speculation=speculation).bytes_per_token == 70_272 * Fraction(62, 61)
     assert plan_of("llama-3.1-8b", speculation=speculation).bytes_per_token == 131_072 * Fraction(33, 32)
-    ngram = replace(speculation, num_layers=0)
+    ngram = replace(speculation, method="ngram")
     assert plan_of("llama-3.1-8b", speculation=ngram).bytes_per_token == 131_072
 
 
 def test_compressors_keep_longer_rings_where_drafts_may_be_taken_back() -> None:
-    ngram = Speculation(num_steps=3, num_draft_tokens=4, num_layers=0)
+    ngram = SpeculativeConfig(method="ngram", num_steps=3, num_draft_tokens=4)
     rings = [
         sum(f.bytes_per_frame(128) for pool in plan.config.pools for f in pool.group.layout.fields if f.per == PER_PAGE)
         for plan in (plan_of("deepseek-v4-flash"), plan_of("deepseek-v4-flash", speculation=ngram))
@@ -400,7 +400,7 @@ def check_budget(seed: int) -> bool:
         concurrency=rng.choice([None, None, 3, 50]),
         swa_full_tokens_ratio=rng.choice([None, case.ratio]),
         mamba_full_memory_ratio=rng.choice([None, Fraction(1, 10), Fraction(3)]),
-        speculation=rng.choice([None, Speculation(num_steps=3, num_draft_tokens=4)]),
+        speculation=rng.choice([None, SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)]),
         max_total_tokens=rng.choice([None, None, rng.randint(64, 2**20)]),
     )
     try:

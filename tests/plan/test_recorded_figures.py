@@ -27,10 +27,10 @@ from quire.plan.configurator import PoolSize
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
-from quire.plan.reserve import Speculation
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.kv_format import plain_format
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 FIGURES = DATA / "kv_log_figures.csv"
@@ -39,7 +39,7 @@ TOLERANCE = 0.005  # of the printed figure
 GIB = 2**30
 ROOM = 2**44  # bytes: more than any row needs, so that the tokens decide
 
-ONE_DRAFT_LAYER = Speculation(num_steps=1, num_draft_tokens=2, num_layers=1)
+ONE_DRAFT_LAYER = SpeculativeConfig(method="eagle", num_steps=1, num_draft_tokens=2, num_layers=1)
 
 CHATGLM3_6B: Mapping[str, Any] = {
     "architectures": ["ChatGLMModel"],

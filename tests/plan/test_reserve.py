@@ -1,7 +1,7 @@
 """What a decoding request holds beyond its own tokens: recorded figures of another engine, worked numbers, properties.
 
-The recorded engine names an algorithm; ours knows only what it does: `num_layers` 0 is drafting that writes no keys and
-values, from n-grams say. Where it leaves a number out, so do we, or we have it refused: see `MISSING`.
+The formulas ask one thing of the method of drafting: whether it writes keys and values. Where the recorded engine
+leaves a number out, so do we, or we have it refused: see `MISSING`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from quire.errors import InvalidInput
 from quire.plan.configurator import PoolOptions, create_memory_pool_configurator
 from quire.plan.mix import uniform
 from quire.plan.reserve import (
-    Speculation,
     get_alloc_len_per_decode,
     get_alloc_reserve_per_decode,
     get_req_to_token_extra_context_len,
@@ -34,17 +33,17 @@ from quire.spec.layers import AttentionCall
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
+from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_len_0.5.23.json.gz"
 
-DRAFTS_WITHOUT_LAYERS = {"NGRAM"}
 ONE_TOKEN_MORE = "UNO"
 """An algorithm that reserves the verified tokens and one more, whatever its steps and branches. We have no such
-drafting; should it come, it is a Speculation with one more token to verify and no layers."""
+drafting; should it come, it is a SpeculativeConfig with one more token to verify and no layers."""
 
 MISSING = {
-    "speculative_num_draft_tokens": "refused: an error there, and Speculation cannot be made without it here",
+    "speculative_num_draft_tokens": "refused: an error there, and a missing argument here",
     "speculative_num_steps": "the recorded figures are those of one step; Speculation cannot be made without it here",
     "speculative_eagle_topk": "one branch, here as there",
 }
@@ -64,7 +63,8 @@ WORKED = [
 
 pages = st.integers(1, 512)
 speculations = st.builds(
-    Speculation,
+    SpeculativeConfig,
+    method=st.sampled_from(["eagle", "ngram"]),
     num_steps=st.integers(1, 16),
     topk=st.integers(1, 8),
     num_draft_tokens=st.integers(1, 64),
@@ -84,19 +84,19 @@ def recorded() -> list[dict[str, Any]]:
     return found
 
 
-def speculation_of(question: dict[str, Any]) -> Speculation | None:
+def speculation_of(question: dict[str, Any]) -> SpeculativeConfig | None:
     """The same drafting here. Raises TypeError where the number of verified tokens is missing."""
     if question["speculative_algorithm"] is None:
         return None
     given = {"num_draft_tokens": question["speculative_num_draft_tokens"], "topk": question["speculative_eagle_topk"]}
-    return Speculation(
+    return SpeculativeConfig(
+        method="ngram" if question["speculative_algorithm"] == "NGRAM" else "eagle",
         num_steps=question["speculative_num_steps"] or 1,
-        num_layers=0 if question["speculative_algorithm"] in DRAFTS_WITHOUT_LAYERS else 1,
         **{name: number for name, number in given.items() if number is not None},
     )
 
 
-def figures(speculation: Speculation | None, page_size: int) -> tuple[int, int, int]:
+def figures(speculation: SpeculativeConfig | None, page_size: int) -> tuple[int, int, int]:
     return (
         get_alloc_len_per_decode(speculation, page_size),
         get_alloc_reserve_per_decode(speculation, page_size),
@@ -129,7 +129,7 @@ def test_every_recorded_figure_is_ours_or_listed() -> None:
             assert speculation is not None
             most = question["speculative_num_draft_tokens"] + 1
             assert theirs(answer)[:2] == (most, 2 * most)
-            alike = Speculation(num_steps=1, num_draft_tokens=most, num_layers=0)
+            alike = SpeculativeConfig(method="ngram", num_steps=1, num_draft_tokens=most)
             assert figures(alike, page_size)[:2] == theirs(answer)[:2]
             # Here alone, their headroom covers the reserve on single tokens too.
             assert theirs(answer)[2] == max(4 + most - 1, 2 * most + page_size - 1)
@@ -145,10 +145,10 @@ def test_what_a_missing_number_means() -> None:
     """Each of `MISSING` as it is told: refused, or the default."""
     assert set(MISSING) <= recorded()[0]["input"].keys()
     with pytest.raises(TypeError, match="num_draft_tokens"):
-        Speculation(num_steps=3)  # type: ignore[call-arg]
+        SpeculativeConfig(method="eagle", num_steps=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="num_steps"):
-        Speculation(num_draft_tokens=4)  # type: ignore[call-arg]
-    assert Speculation(num_steps=3, num_draft_tokens=4).topk == 1
+        SpeculativeConfig(method="eagle", num_draft_tokens=4)  # type: ignore[call-arg]
+    assert SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4).topk == 1
 
 
 # -- other recorded kinds of the same file
@@ -246,7 +246,7 @@ def test_recorded_slots_that_track_states_are_our_checkpoints() -> None:
 def test_worked_numbers(
     page_size: int, steps: int, topk: int, drafts: int, step: int, reserve: int, headroom: int
 ) -> None:
-    speculation = Speculation(num_steps=steps, topk=topk, num_draft_tokens=drafts)
+    speculation = SpeculativeConfig(method="eagle", num_steps=steps, topk=topk, num_draft_tokens=drafts)
     assert figures(speculation, page_size) == (step, reserve, headroom)
 
 
@@ -256,30 +256,32 @@ def test_without_speculation_a_step_is_one_token_and_the_reserve_two(page_size: 
 
 
 def test_drafts_that_write_nothing_need_no_pages_of_their_own() -> None:
-    tree = Speculation(num_steps=5, topk=4, num_draft_tokens=8)
+    tree = SpeculativeConfig(method="eagle", num_steps=5, topk=4, num_draft_tokens=8)
     assert get_alloc_len_per_decode(tree, 16) == 128
-    assert get_alloc_len_per_decode(replace(tree, num_layers=0), 16) == 20
+    assert get_alloc_len_per_decode(replace(tree, method="ngram"), 16) == 20
 
 
 @pytest.mark.parametrize("name", ["num_steps", "topk", "num_draft_tokens"])
 def test_numbers_below_one_are_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidInput, match=name):
-        Speculation(**{"num_steps": 1, "num_draft_tokens": 1, name: 0})
+        SpeculativeConfig(method="eagle", **{"num_steps": 1, "num_draft_tokens": 1, name: 0})
     with pytest.raises(InvalidInput, match="-1 draft layers"):
-        Speculation(num_steps=1, num_draft_tokens=1, num_layers=-1)
+        SpeculativeConfig(method="eagle", num_steps=1, num_draft_tokens=1, num_layers=-1)
 
 
 # -- properties
 
 
 @given(any_speculation, pages)
-def test_the_reserve_is_two_steps(speculation: Speculation | None, page_size: int) -> None:
+def test_the_reserve_is_two_steps(speculation: SpeculativeConfig | None, page_size: int) -> None:
     step = get_alloc_len_per_decode(speculation, page_size)
     assert get_alloc_reserve_per_decode(speculation, page_size) == 2 * step
 
 
 @given(speculations, pages)
-def test_a_step_has_room_for_what_it_verifies_and_for_every_branch(speculation: Speculation, page_size: int) -> None:
+def test_a_step_has_room_for_what_it_verifies_and_for_every_branch(
+    speculation: SpeculativeConfig, page_size: int
+) -> None:
     step = get_alloc_len_per_decode(speculation, page_size)
     assert step >= speculation.num_draft_tokens
     assert step >= speculation.num_steps * speculation.topk
@@ -288,7 +290,7 @@ def test_a_step_has_room_for_what_it_verifies_and_for_every_branch(speculation: 
 
 @given(speculations, st.integers(2, 512))
 def test_a_branch_of_a_tree_covers_its_steps_from_any_offset_in_a_page(
-    speculation: Speculation, page_size: int
+    speculation: SpeculativeConfig, page_size: int
 ) -> None:
     if speculation.topk == 1 or not speculation.num_layers:
         return
@@ -300,7 +302,7 @@ def test_a_branch_of_a_tree_covers_its_steps_from_any_offset_in_a_page(
 
 
 @given(speculations, pages, st.sampled_from(["num_steps", "topk", "num_draft_tokens"]), st.integers(1, 8))
-def test_more_drafting_never_takes_less(speculation: Speculation, page_size: int, name: str, more: int) -> None:
+def test_more_drafting_never_takes_less(speculation: SpeculativeConfig, page_size: int, name: str, more: int) -> None:
     larger = replace(speculation, **{name: getattr(speculation, name) + more})
     less, most = figures(speculation, page_size), figures(larger, page_size)
     assert all(a <= b for a, b in zip(less, most, strict=True))
@@ -308,7 +310,7 @@ def test_more_drafting_never_takes_less(speculation: Speculation, page_size: int
 
 @given(any_speculation, pages, st.integers(1, 16))
 def test_pages_that_hold_whole_smaller_ones_never_take_less(
-    speculation: Speculation | None, page_size: int, times: int
+    speculation: SpeculativeConfig | None, page_size: int, times: int
 ) -> None:
     """Only along multiples: 5 steps from any offset touch 3 pages of 3 tokens, 9 in all, and 2 of 4, which are 8."""
     less, most = figures(speculation, page_size), figures(speculation, page_size * times)
@@ -317,7 +319,7 @@ def test_pages_that_hold_whole_smaller_ones_never_take_less(
 
 @given(any_speculation, pages, st.integers(1, 4096))
 def test_a_row_covers_the_reserve_at_the_end_of_a_context(
-    speculation: Speculation | None, page_size: int, context: int
+    speculation: SpeculativeConfig | None, page_size: int, context: int
 ) -> None:
     """In whole pages. Not on single tokens with speculation, where the recorded headroom, which is ours too, is the
     drafts and a margin: 12 where the reserve is 40 in the worked numbers."""

@@ -13,13 +13,13 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.request_kv import RequestKV
-from quire.plan.reserve import Speculation
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.group import ReachSpec
+from quire.spec.speculation import SpeculativeConfig
 from quire.testing import FakeModel, small_plan
 from quire.testing.choices import Choices
 from quire.testing.fake_model import FakeStep, next_token
@@ -96,7 +96,11 @@ class StepMachine:
             groups=tuple(f"{reach.kind}{at}" for at, reach in enumerate(reaches)),
             reaches=reaches,
         )
-        speculation = Speculation(num_steps=drafts, num_draft_tokens=drafts + 1) if choices.chance(85) else None
+        speculation = (
+            SpeculativeConfig(method="eagle", num_steps=drafts, num_draft_tokens=drafts + 1)
+            if choices.chance(85)
+            else None
+        )
         self.plan = replace(plan, speculation=speculation)
         self.cache = KVCache(self.plan)
         self.model = FakeModel(self.cache, VOCABULARY)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.plan.mix import Mix
     from quire.plan.parallel import Parallelism
     from quire.plan.plan import PlanSettings
-    from quire.plan.reserve import Speculation
+    from quire.spec.speculation import SpeculativeConfig
 
 _BUDGET, _LOAD, _SPLIT, _RANKS, _DRAFT = "Budget", "Load", "Split between pools", "Parallelism", "Speculation"
 _FROM_LOAD = "from the load"
@@ -191,24 +191,15 @@ class PlanRequest(Settings):
         stages = self.pp if self.pp is not None else len(layers) or 1
         return Parallelism(tp=self.tp, pp=stages, dp=self.dp, dcp=self.dcp, pp_layers=layers)
 
-    def _speculation(self) -> Speculation | None:
-        from quire.plan.reserve import Speculation
+    def _speculation(self) -> SpeculativeConfig | None:
+        from quire.spec.speculation import SpeculativeConfig
 
-        steps, drafts = self.speculative_num_steps, self.speculative_num_draft_tokens
-        topk, layers = self.speculative_topk, self.speculative_draft_layers
-        if steps is None and drafts is None:
-            if topk is not None or layers is not None:
-                raise InvalidInput(
-                    "speculation needs its depth.",
-                    fix="give --speculative-num-steps or --speculative-num-draft-tokens.",
-                )
+        given = {
+            "num_steps": self.speculative_num_steps,
+            "topk": self.speculative_topk,
+            "num_draft_tokens": self.speculative_num_draft_tokens,
+            "num_layers": self.speculative_draft_layers,
+        }
+        if all(number is None for number in given.values()):
             return None
-        if steps is None and topk is not None and topk > 1:
-            raise InvalidInput("a draft with branches needs its depth.", fix="give --speculative-num-steps.")
-        depth = steps if steps is not None else max(1, (drafts or 2) - 1)
-        return Speculation(
-            num_steps=depth,
-            topk=1 if topk is None else topk,
-            num_draft_tokens=drafts if drafts is not None else depth + 1,
-            num_layers=1 if layers is None else layers,
-        )
+        return SpeculativeConfig.parse({"method": "mtp", **given})

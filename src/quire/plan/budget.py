@@ -9,13 +9,13 @@ from fractions import Fraction
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
 from quire.plan.reserve import (
-    Speculation,
     get_alloc_len_per_decode,
     get_alloc_reserve_per_decode,
     get_req_to_token_extra_context_len,
 )
 from quire.spec.group import GroupSpec
 from quire.spec.pages import pages_for
+from quire.spec.speculation import SpeculativeConfig
 
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -90,7 +90,7 @@ class MemoryPlan:
     context: int
     max_requests: int
     frames: tuple[int, ...] = ()
-    speculation: Speculation | None = None
+    speculation: SpeculativeConfig | None = None
     token_ranks: int = 1
 
     @property

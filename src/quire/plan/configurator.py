@@ -16,10 +16,11 @@ from fractions import Fraction
 from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import format_bytes, round_up_bytes
 from quire.plan.mix import Mix
-from quire.plan.reserve import Speculation, get_alloc_reserve_per_decode
+from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.layout import PER_PAGE
 from quire.spec.pages import floor_to_page, pages_for
+from quire.spec.speculation import SpeculativeConfig
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
 """From a page size to the groups of one rank."""
@@ -150,7 +151,7 @@ class PoolOptions:
     shares: bool = True
     token_ranks: int = 1
     windows_only: bool = False
-    speculation: Speculation | None = None
+    speculation: SpeculativeConfig | None = None
     max_running_requests: int | None = None
     swa_full_tokens_ratio: Fraction | None = None
     mamba_full_memory_ratio: Fraction | None = None

@@ -13,9 +13,9 @@ from quire.plan.configurator import MemoryPoolConfig, MemoryPoolConfigurator
 from quire.plan.devices import Device, Line
 from quire.plan.mix import Mix
 from quire.plan.parallel import Parallelism
-from quire.plan.reserve import Speculation
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
+from quire.spec.speculation import SpeculativeConfig
 
 _LARGEST_GRAPH = 256  # requests
 _MOST_PASSED_PAGES = 2**20  # some 20 bytes of host memory each
@@ -44,7 +44,7 @@ class PlanSettings:
     chunk: int = 2048
     shares: bool = True
     parallel: Parallelism = field(default_factory=Parallelism)
-    speculation: Speculation | None = None
+    speculation: SpeculativeConfig | None = None
     swa_full_tokens_ratio: Fraction | None = None
     mamba_full_memory_ratio: Fraction | None = None
     max_mamba_cache_size: int | None = None

@@ -19,11 +19,11 @@ from quire.plan.devices import Line, working_memory
 from quire.plan.mix import Mix, uniform
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.report import ledger_of, notes_of
-from quire.plan.reserve import Speculation
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import KVFormat, kv_format
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import WeightEstimate
 
 _DEFAULT_PAGE = 16
@@ -177,7 +177,7 @@ def _context(spec: ModelSpec, settings: PlanSettings) -> int:
     return settings.context or spec.context_length
 
 
-def _with_drafts(spec: ModelSpec, speculation: Speculation | None) -> tuple[ModelSpec, int]:
+def _with_drafts(spec: ModelSpec, speculation: SpeculativeConfig | None) -> tuple[ModelSpec, int]:
     """The spec with draft layers where speculation has any: the model's own, else some like its attention."""
     if speculation is None:
         return spec, 0

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from quire.errors import InvalidInput
 from quire.spec.pages import pages_for
+from quire.spec.speculation import SpeculativeConfig
 
-_MOST_DRAFT_LAYERS = 1_000
 _ROW_MARGIN = 4  # tokens of a row that any step may touch beyond the context
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """How tokens are drafted; frozen for the life of an engine.
-
-    Each step drafts `num_steps` tokens deep along `topk` branches and verifies `num_draft_tokens` of them at once.
-    `num_layers` draft layers keep keys and values of their own. Raises InvalidInput for a number below one.
-    """
-
-    num_steps: int
-    topk: int = 1
-    num_draft_tokens: int
-    num_layers: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "topk", "num_draft_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(
-                    f"speculation with {name} {getattr(self, name)}: it must be at least 1.", fix=f"raise {name}."
-                )
-        if not 0 <= self.num_layers <= _MOST_DRAFT_LAYERS:
-            raise InvalidInput(
-                f"speculation with {self.num_layers:,} draft layers.", fix=f"give 0 to {_MOST_DRAFT_LAYERS:,}."
-            )
-
-
-def get_alloc_len_per_decode(speculation: Speculation | None, page_size: int) -> int:
+def get_alloc_len_per_decode(speculation: SpeculativeConfig | None, page_size: int) -> int:
     """Tokens that one decode step of one request may write, at worst.
 
     Without speculation 1. Draft layers that follow a tree (`topk` above 1) on pages start each branch in the middle of
@@ -53,7 +25,7 @@ def get_alloc_len_per_decode(speculation: Speculation | None, page_size: int) ->
     return max(branch * topk, speculation.num_draft_tokens)
 
 
-def get_alloc_reserve_per_decode(speculation: Speculation | None, page_size: int) -> int:
+def get_alloc_reserve_per_decode(speculation: SpeculativeConfig | None, page_size: int) -> int:
     """Tokens that a decoding request holds beyond those it has settled: two steps' worth.
 
     The next step is launched before the last one's verification is known, so both must have room.
@@ -61,7 +33,7 @@ def get_alloc_reserve_per_decode(speculation: Speculation | None, page_size: int
     return 2 * get_alloc_len_per_decode(speculation, page_size)
 
 
-def get_req_to_token_extra_context_len(speculation: Speculation | None, page_size: int) -> int:
+def get_req_to_token_extra_context_len(speculation: SpeculativeConfig | None, page_size: int) -> int:
     """Tokens that a request's row of pages is wider than the context.
 
     With speculation on pages the reserve is rounded up to a whole page, and the row has room for all of it. On pages of

@@ -1,0 +1,150 @@
+"""SpeculativeConfig: how tokens are drafted and verified. Read from the names of vLLM and SGLang; loads no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import InvalidInput
+
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+"""Drafts from the request's own tokens, from a smaller model, from an EAGLE head, and from the model's own layers."""
+
+_LOADED = ("draft_model", "eagle", "eagle3")
+_METHOD_ALIASES = {"standalone": "draft_model", "nextn": "mtp", "deepseek_mtp": "mtp"}
+_ALIASES = {
+    "speculative_algorithm": "method",
+    "speculative_draft_model_path": "model",
+    "num_speculative_tokens": "num_steps",
+    "speculative_num_steps": "num_steps",
+    "speculative_eagle_topk": "topk",
+    "speculative_num_draft_tokens": "num_draft_tokens",
+}
+_REFUSED = {"draft_tensor_parallel_size": "leave it out: a draft runs on the ranks of its target."}
+_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
+_COUNTS = ("num_steps", "topk", "num_draft_tokens", *_BOUNDS)
+_FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {"method": str, "model": str}
+_EXAMPLE = 'write it as {"method": "ngram", "num_speculative_tokens": 4}.'
+_PROMPT_LOOKUP = 5  # tokens of both bounds where neither is given, as in vLLM
+_MOST_DRAFT_LAYERS = 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted; frozen for the life of an engine.
+
+    Each step drafts `num_steps` tokens deep along `topk` branches and verifies `num_draft_tokens` tokens at once: the
+    last known token and drafts. `model` is the draft's path, for methods that load one. `num_layers` draft layers keep
+    keys and values of their own; n-grams have none, whatever is given. An n-gram of `prompt_lookup_min` to
+    `prompt_lookup_max` tokens is looked up. Raises InvalidInput for an unknown method and a number out of range.
+    """
+
+    method: str
+    num_steps: int
+    topk: int = 1
+    num_draft_tokens: int
+    model: str | None = None
+    num_layers: int = 1
+    prompt_lookup_min: int = _PROMPT_LOOKUP
+    prompt_lookup_max: int = _PROMPT_LOOKUP
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InvalidInput(f"'{self.method}' is not a method of drafting.", fix=f"use one of {', '.join(METHODS)}.")
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise InvalidInput(
+                    f"speculation with {name} {getattr(self, name)}: it must be at least 1.", fix=f"raise {name}."
+                )
+        if not 0 <= self.num_layers <= _MOST_DRAFT_LAYERS:
+            raise InvalidInput(
+                f"speculation with {self.num_layers:,} draft layers.", fix=f"give 0 to {_MOST_DRAFT_LAYERS:,}."
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise InvalidInput(
+                f"n-grams of at least {self.prompt_lookup_min} and at most {self.prompt_lookup_max} tokens.",
+                fix=f"give a prompt_lookup_min of at most {self.prompt_lookup_max}.",
+            )
+        if self.method == "ngram":
+            object.__setattr__(self, "num_layers", 0)
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
+        """The configuration in JSON text or a mapping, by the names of these fields, of vLLM or of SGLang.
+
+        A null counts as absent. A chain (`topk` 1) of n drafts verifies n + 1 tokens, so one number gives the other.
+        One bound of n-grams gives the other. Raises InvalidInput for an unknown name, two names of one field, a value
+        of another type, and numbers that contradict each other.
+        """
+        found = _named(given)
+        if "method" not in found:
+            raise InvalidInput("speculation without a method.", fix=f"give method: one of {', '.join(METHODS)}.")
+        method = found["method"].lower()
+        found["method"] = method = _METHOD_ALIASES.get(method, method)
+        bounds = [found[name] for name in _BOUNDS if name in found]
+        if bounds and method != "ngram":
+            raise InvalidInput(f"{method} looks up no n-grams.", fix=f"leave {' and '.join(_BOUNDS)} out.")
+        if method == "ngram" and "model" in found:
+            raise InvalidInput("n-grams are looked up without a model.", fix="leave model out, or use draft_model.")
+        if method in _LOADED and "model" not in found:
+            raise InvalidInput(
+                f"{method} without a model.",
+                fix="give model, the path or hub id of the draft; mtp and ngram need none.",
+            )
+        if bounds:
+            found |= dict(zip(_BOUNDS, (bounds[0], bounds[-1]), strict=True))
+        return cls(**found, **_derived(found))
+
+
+def _derived(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The depth or the verified tokens of a chain where one of them is absent."""
+    is_chain, absent = found.get("topk", 1) == 1, {"num_steps", "num_draft_tokens"} - found.keys()
+    if len(absent) == 2:
+        raise InvalidInput("speculation needs its depth.", fix="give num_speculative_tokens (num_steps), such as 3.")
+    if absent and not is_chain:
+        raise InvalidInput("a draft with branches needs two numbers.", fix="give num_steps and num_draft_tokens.")
+    if "num_steps" in absent:
+        return {"num_steps": found["num_draft_tokens"] - 1}
+    if absent:
+        return {"num_draft_tokens": found["num_steps"] + 1}
+    steps, verified = found["num_steps"], found["num_draft_tokens"]
+    if is_chain and verified != steps + 1:
+        raise InvalidInput(
+            f"a chain of {steps:,} drafts and {verified:,} tokens to verify.",
+            fix=f"leave num_draft_tokens out, or give {steps + 1:,}.",
+        )
+    return {}
+
+
+def _named(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are given, by the names of fields."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"the speculation is not JSON: {error}.", fix=_EXAMPLE) from error
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"a speculation is an object, and this is a {type(given).__name__}.", fix=_EXAMPLE)
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name in _REFUSED:
+            raise InvalidInput(f"'{key}' is not a setting of speculation here.", fix=_REFUSED[name])
+        field = _ALIASES.get(name, name)
+        if field not in _FIELDS:
+            import difflib  # only a mistake needs it
+
+            near = difflib.get_close_matches(name, [*_FIELDS, *_ALIASES], 1)
+            fix = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(_FIELDS)}."
+            raise InvalidInput(f"'{key}' is not a setting of speculation.", fix=fix)
+        if value is None:
+            continue
+        if field in found:
+            raise InvalidInput(f"'{field}' is given twice, once as '{key}'.", fix="give it once.")
+        if type(value) is not _FIELDS[field]:
+            kind = "a whole number" if _FIELDS[field] is int else "text"
+            raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
+        found[field] = value
+    return found
