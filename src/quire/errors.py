@@ -1,8 +1,8 @@
-"""Every error that Quire raises on purpose.
+"""The errors that Quire raises.
 
 An error says what failed, what was needed and available in the user's unit, what holds the rest, and a change that
-would work, with a code to search for. It is raised before anything has changed. A broken invariant of Quire's own is an
-`AssertionError`, never one of these.
+would work. It has a code to search for. It is raised before anything has changed. A broken invariant of Quire's own is
+an `AssertionError`, never one of these.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class PlanError(QuireError, ValueError):
 class OutOfPages(QuireError, MemoryError):
     """An allocation that does not fit now. Nothing was changed.
 
-    `wanted`, `free` and `evictable` are pages of `group`. After evicting all evictable pages, running requests would
-    still have to free `wanted - free - evictable` more.
+    `wanted`, `free` and `evictable` are pages of `group`. Even if all evictable pages were evicted, running requests
+    would have to free `wanted - free - evictable` more.
     """
 
     code = "QUIRE-PAGES-01"
@@ -123,7 +123,7 @@ class ModelCheckFailed(QuireError):
 
 
 class AddressInUse(QuireError, OSError):
-    """The server's address is taken."""
+    """The server's address is in use."""
 
     code = "QUIRE-SERVE-01"
 
@@ -136,7 +136,7 @@ class UnknownModel(InvalidInput):
 
 
 class UnknownRequest(InvalidInput):
-    """A question about a request that is unknown, or no longer known."""
+    """A question about a request that is unknown, or was removed from the record."""
 
     code = "QUIRE-REQUEST-01"
     status = 404
@@ -157,7 +157,8 @@ class BodyTooLarge(InvalidInput):
 
 
 class StepFailed(QuireError, RuntimeError):
-    """A step of the engine failed, for lack of device memory, say. Its requests end, and the engine continues."""
+    """A step of the engine failed, for example for lack of device memory. Its requests end, and the engine
+    continues."""
 
     code = "QUIRE-ENGINE-02"
 
@@ -170,14 +171,14 @@ class EngineDead(QuireError, RuntimeError):
 
 
 class AuditFailure(QuireError):
-    """A law of the cache is broken. The message names the law, the group and the pages."""
+    """An invariant of the cache is broken. The message names the invariant, the group and the pages."""
 
     code = "QUIRE-AUDIT-01"
     exit_code = 4
 
 
 class WrongContent(QuireError):
-    """A step of a simulated device read a page that does not hold what it must: missing, short, stale or foreign."""
+    """A step of a simulated device read a page with wrong contents: missing, short, stale or foreign."""
 
     code = "QUIRE-AUDIT-02"
     exit_code = 4

@@ -1,8 +1,8 @@
 """LazyQueue: a queue for eviction and expiry that removes invalid entries lazily.
 
-The owner of an item makes its entry invalid by another ticket, or none, which costs the queue nothing. Invalid entries
-are removed before they are most of the queue. With keys that is one pass, and an operation costs O(log n) amortised.
-Otherwise every `push` checks a few entries, so that no operation takes long:
+The owner of an item makes its entry invalid by giving the item another ticket, or none, which costs the queue nothing.
+Invalid entries are removed before they outnumber the valid ones. With keys, one pass removes them, and an operation
+costs O(log n) amortised. Without keys, every `push` checks a few entries, so that no operation takes long:
 
     pops from here --[ first: checked ]--[ rest: not checked yet, in segments ]-- pushes, newest pops
 """
@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 _SLACK = 64
-_CHECKED = 4  # entries per push: more than the one that it adds, so that a pass ends
+_CHECKED = 4  # entries checked per push: more than the push adds, so that a pass ends
 
 
 class Entry(NamedTuple, Generic[T]):
@@ -30,7 +30,7 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class LazyQueue(Generic[T]):
-    """First in, first out; or `by_key`, the smallest key first, then the smallest ticket; or `newest_first`.
+    """Order: first in, first out; or `by_key`, the smallest key first, then the smallest ticket; or `newest_first`.
 
     `live(ticket, item)` returns the valid part of an entry: the item, a part of it, or None. `size(item)` is the number
     of its parts (default 1).
@@ -51,7 +51,7 @@ class LazyQueue(Generic[T]):
         self._newest_first = newest_first
         self._size = size
         self._first: Any = [] if by_key else deque()
-        self._rest: deque[deque[Any]] = deque()  # empty by key, and while no pass is under way
+        self._rest: deque[deque[Any]] = deque()  # empty by key, and if no pass is running
         self._sum = 0  # sizes of all entries
         self._size_cleaned = 0  # the same, after the last pass
 
@@ -110,7 +110,7 @@ class LazyQueue(Generic[T]):
         return None
 
     def first_key(self, default: Any) -> Any:
-        """By key: the key of the first valid entry, which stays; `default` if there is none."""
+        """By key: the key of the first valid entry, which stays in the queue; `default` if there is none."""
         while self._first:
             key, ticket, item = self._first[0]
             if self._live(ticket, item) is not None:
@@ -120,7 +120,7 @@ class LazyQueue(Generic[T]):
         return default
 
     def put_back(self, entry: Entry[T]) -> None:
-        """Return the rest of the last popped entry to its place."""
+        """Put the rest of the last popped entry back in its place."""
         assert not self._by_key
         if self._newest_first:
             (self._rest[-1] if self._rest else self._first).append(entry)
@@ -138,7 +138,7 @@ class LazyQueue(Generic[T]):
         self._sum += later._sum
 
     def tidy(self, num_entries: int) -> bool:
-        """Check `num_entries` more entries, and drop invalid ones. Returns whether all are checked."""
+        """Check `num_entries` more entries, and remove invalid ones. Returns whether all are checked."""
         for _ in range(num_entries):
             while self._rest and not self._rest[0]:
                 self._rest.popleft()

@@ -1,4 +1,4 @@
-"""The cache: one door to pages, frames, sharing and eviction for everything above."""
+"""The cache: the only interface to pages, frames, sharing and eviction for the layers above."""
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.request_kv import PrefixHit, RequestKV

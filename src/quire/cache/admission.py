@@ -18,7 +18,7 @@ from quire.spec.rank import Rank
 
 
 class Admission:
-    """Questions of a scheduler before a request begins or grows. No answer changes anything."""
+    """What a scheduler asks before a request begins or grows. No answer changes anything."""
 
     def __init__(self, parts: CacheParts, retention: RetentionPort) -> None:
         self._pages = parts.pages
@@ -44,12 +44,12 @@ class Admission:
         return sum([group.dropped_frames for group in self._groups])
 
     def is_current(self, hit: PrefixHit) -> bool:
-        """Whether a hit still holds: no edge was cut, no page lost a frame, and its loads stand."""
+        """Whether a hit is still valid: no edge was split, no page lost a frame, and its loads are still possible."""
         is_same = hit.match.version == self._tree.version and hit.num_dropped == self.num_dropped
         return is_same and hit.choice.stands()
 
     def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
-        """Why a prompt is cached as far as `hit`, which is current, and no further: a cause for every token."""
+        """The cause for each prompt token that is not reused; `hit` must be current."""
         num_tokens, size, now = len(tokens), self._size, self._seconds()
         divergence = find_divergence(self._tree.roots, hit.match, tokens, size)
         reasons: list[Reason] = []
@@ -92,15 +92,15 @@ class Admission:
         return found
 
     def at_once(self, kv: RequestKV, count: int) -> int:
-        """How many of `count` tokens, at least one, to `extend` at once where a window's frames are short. The rest
+        """How many of `count` tokens, at least one, to `extend` at once if the frames of a window are short. The rest
         fits when these tokens have settled and their window has moved on."""
         slack = -self._rows.allocated(kv) % self._size
         room = [g.num_free + g.num_evictable + self._retention.num_soft(g) for g in self._windows]
         return max(1, min(count, slack + min(room) * self._size)) if room else count
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
-        """Whether a running request will still compute its first `num_pages` pages, or leave a resume point after them.
-        Marks that place: another request waits for the prefix."""
+        """Whether a running request will still compute its first `num_pages` pages, or store a resume point after them.
+        Marks that place as a resume point, because another request waits for the prefix."""
         row = self._rows.row_of(kv)
         if not kv.shares:
             return False
@@ -110,8 +110,8 @@ class Admission:
     def why_not(
         self, hit: PrefixHit, num_pages: int, rows: Rows = NO_ROWS, reached: Lengths = NO_ROWS, reserve: int = 0
     ) -> str:
-        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" where it does. Reserves what the
-        running `rows` take until each has `reached[i]` pages, and `reserve` pages more for each."""
+        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" if it fits. Reserves the frames
+        that the running `rows` need until each has `reached[i]` pages, and `reserve` more pages for each."""
         for name, left, own, spare in self._claims(hit, num_pages, rows, reached, reserve):
             if own + spare > left:
                 available = f"{max(0, left)} are available, {len(rows)} running requests hold the rest"
@@ -121,8 +121,8 @@ class Admission:
     def _claims(
         self, hit: PrefixHit, num_pages: int, rows: Rows, reached: Lengths, reserve: int
     ) -> Iterator[tuple[str, int, int, int]]:
-        """Name, left, taken and reserved, for each group and for page ids. *Left* is free, evictable or softly
-        retained, without the request's own prefix and what is reserved for `reached`."""
+        """For each group and for page ids: name, available, needed and reserved. *Available* is free, evictable or
+        softly retained, without the request's own prefix and what is reserved for `reached`."""
         retention, soft_of_hit = self._retention, self._retention.num_soft_of(hit.match, hit.num_pages)
         have = -(-self._rows.num_allocated[rows] // self._size)
         for group in self._groups:

@@ -1,4 +1,4 @@
-"""The audit: what must be true of a cache, checked by walking everything. For tests, fuzzing, idle servers and doctors.
+"""The audit: checks the invariants of a whole cache. For tests, fuzzing, idle servers and `quire doctor`.
 
 free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
@@ -7,7 +7,7 @@ a page's pins are its readers, and without any its frame is idle    per group wh
 a node's level is that of the leases at or below it                 eviction takes what nothing pins, and only that
 the tree's counters are the sums over its nodes
 
-What holds costs one comparison of lists. Only what does not hold is searched for the place.
+If an invariant holds, it costs one comparison of lists. Only if it does not, the audit searches for the place.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from quire.prefix.node import TOKEN_BYTES, Node
 
 
 def audit(parts: CacheParts, before: Snapshot | None = None) -> Snapshot:
-    """Check all of it, and return the snapshot. Raises AuditFailure, which names each fault. O(pages + nodes). Parts
-    that are equal in `before`, a snapshot that has passed, are not checked again."""
+    """Check all invariants, and return the snapshot. Raises AuditFailure, which names each fault. O(pages + nodes).
+    Parts that equal those of `before`, a snapshot that has passed, are not checked again."""
     snapshot = Snapshot(parts, before)
     if broken := list(_broken(snapshot, before)):
         raise AuditFailure("; ".join(broken) + ".")
@@ -77,7 +77,7 @@ def _page_owners(now: Snapshot) -> Iterator[str]:
 
 
 def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
-    """Each frame out belongs to one page or request, and pages of whole groups have frames."""
+    """Each allocated frame belongs to one page or request, and pages of full groups have frames."""
     group, column, name = found.group, found.column, f"group '{found.group.name}'"
     resident = [page for page, frame in enumerate(column) if frame]
     used = sorted([column[page] for page in resident] + found.carried)
@@ -101,13 +101,13 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
             gone = {page for node, pages in now.tree.edges if not here(node) for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
-            missing -= gone.union(now.waits.pages)  # a duplicate's frame may have gone to a page that was below only
+            missing -= gone.union(now.waits.pages)  # the frame of a duplicate may be that of a page on lower tiers only
         if missing and group.reach.whole:
             yield f"{name}: page {min(missing)} is out and has no frame"
 
 
 def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
-    """The pages that a request reads of a window have frames."""
+    """The pages of a window that a request reads have frames."""
     group, size = found.group, now.parts.plan.page_size
     for row in now.requests.rows if not group.reach.in_place else ():
         first = group.reach.needed(row.committed // size).start
@@ -116,7 +116,7 @@ def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
 
 
 def _idle(found: GroupSnapshot, cached: list[int]) -> Iterator[str]:
-    """Where frames may go before their pages, a page has one pin per reader, and is idle without any."""
+    """In a group whose frames can be reclaimed first, a page has one pin per reader, and is idle without pins."""
     name, pins, column = f"group '{found.group.name}'", found.pins, found.column
     readers = [0] * len(pins)
     for page in found.readers:
@@ -153,7 +153,7 @@ def _requests(now: Snapshot) -> Iterator[str]:
 
 
 def _tree(now: Snapshot) -> Iterator[str]:
-    """Edges hold whole pages, children hang under their first page, parents point back; counters are sums."""
+    """Edges are whole pages, children are found by their first page, parents are right, counters are sums."""
     tree, page_bytes = now.parts.tree, now.parts.plan.page_size * TOKEN_BYTES
     sums = dict.fromkeys(("num_pages", "num_protected", "num_shared", "num_below"), 0)
     num_children = sum(len(root.children) for root in now.tree.roots)
@@ -182,7 +182,7 @@ def _tree(now: Snapshot) -> Iterator[str]:
 
 
 def _leases(now: Snapshot) -> Iterator[str]:
-    """A node counts the leases that end at it, also those that wait for a step; its level counts those below too."""
+    """A node counts the leases that end at it, with those that wait for a step. Its level also counts those below."""
     here, below = Counter(now.tree.ends), Counter[Node]()
     for end in now.tree.ends:
         node: Node | None = end

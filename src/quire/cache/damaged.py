@@ -12,7 +12,7 @@ from quire.spec.ids import Bools, Ids
 
 
 class DamagedPages:
-    """No request begins on damaged pages. `num_marked` counts the calls of `mark`. `pages` is the device's anchor."""
+    """No request begins on damaged pages. `num_marked` counts calls of `mark`. `pages` is the device's anchor."""
 
     def __init__(self, pages: Column, groups: Sequence[GroupCache]) -> None:
         self._pages = pages
@@ -33,13 +33,13 @@ class DamagedPages:
         return any(group.table.present(damaged).any() for group in self._groups)
 
     def mark(self, pages: Ids) -> None:
-        """The bytes of these pages are lost."""
+        """Mark these pages: their bytes are lost."""
         self._pages.mark(pages, State.DAMAGED)
         self._count()
         self.num_marked += 1
 
     def mend(self, pages: Ids) -> None:
-        """These pages have been computed again, or have left the cache."""
+        """Unmark these pages: they were computed again, or have left the cache."""
         if self.num_damaged:
             self._pages.unmark(pages, State.DAMAGED)
             self._count()

@@ -31,19 +31,19 @@ NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class GroupRelease:
-    """What a request releases in one group, once no launched step touches it any more."""
+    """What a request releases in one group when no launched step reads it any more."""
 
     group: int
     unpinned: Ids = field(default_factory=lambda: NO_PAGES)  # cached pages that it no longer reads
-    rank: Rank = Rank.PASSED  # of their frames, once idle
+    rank: Rank = Rank.PASSED  # ranks of their frames, once idle
     dropped: Ids = field(default_factory=lambda: NO_PAGES)  # private pages whose frames it no longer reads
     frames: Ids = field(default_factory=lambda: NO_PAGES)  # its own frames
 
 
 @dataclass(frozen=True, slots=True)
 class NewPages:
-    """Whole pages that have settled: pages `starts[i]..ends[i]` of request `kvs[i]` in row `rows[i]`. `table` holds the
-    pages of all rows, int32 `[rows, width]`."""
+    """Whole settled pages: pages `starts[i]..ends[i]` of request `kvs[i]` in row `rows[i]`. `table` holds the pages of
+    all rows, int32 `[rows, width]`."""
 
     kvs: Sequence[RequestKV]
     rows: Rows
@@ -67,7 +67,7 @@ class GroupBase:
 
     @property
     def num_free(self) -> int:
-        """Frames that are not handed out."""
+        """Frames that are not allocated."""
         return self.frames.num_free
 
     @property
@@ -88,8 +88,8 @@ class GroupBase:
 
 
 class PagedGroup(GroupBase):
-    """A frame for each page. A request pins the cached frames that it reads, where it does not read all of them.
-    `row` is a request's row, `pages` are its pages from the first on.
+    """A frame for each page. A request pins the cached frames that it reads, if it does not read all of them. `row` is
+    a request's row, `pages` are its pages from the first one.
 
     |-- passed: idle, may be reclaimed --|-- read: pinned --|-- read: private --|
     0                                    first[row]         protected           allocated
@@ -103,33 +103,33 @@ class PagedGroup(GroupBase):
         self.first = np.zeros(max_requests, dtype=np.int64)  # the first page that each row still reads
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        """Evictable frames that a request that begins after `pages` will pin. `evictable` of these pages can go now."""
+        """Evictable frames that a request on `pages` would pin. `evictable` of these pages can be evicted now."""
         return evictable if self.reach.whole else self.table.num_idle_of(self.needed_pages(pages))
 
     def needs(self, num_pages: int, num_cached: int) -> int:
-        """The most frames that a request of `num_pages` pages takes at once, where `num_cached` of them are cached."""
+        """The most frames that a request of `num_pages` pages uses at once, if `num_cached` of them are cached."""
         read = num_cached - self.reach.first(num_cached)  # pinned from the start
         return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
     def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        """The most frames that these rows, which have `have[i]` pages, will take until they have `reached[i]`."""
+        """The most frames that these rows, which have `have[i]` pages, will allocate until they have `reached[i]`."""
         if self.reach.whole:
             return int((reached - have).sum())
         most = np.minimum(reached, self._held)
         return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
 
     def wanted(self, rows: Rows, num_new: int) -> int:
-        """Frames that these rows take next, with `num_new` new pages in all."""
+        """Frames that these rows allocate next, with `num_new` new pages in all."""
         return num_new
 
     def begin(self, row: int, pages: Ids) -> None:
-        """A request begins after these cached pages. Not called where the group is read as a whole."""
+        """A request begins after these cached pages. Not called if the group is read as a whole."""
         first = self.first[row] = self.reach.first(len(pages))
         self.table.pin(pages[first:], Rank.USED)
 
     def take(self, rows: Rows, new_pages: Ids) -> None:
-        """Take the frames that `wanted` counts. Raises OutOfPages and changes nothing. `grow`, which cannot fail, or
-        `untake` follows with the same pages."""
+        """Allocate the frames that `wanted` counts. Raises OutOfPages and changes nothing. `grow`, which cannot fail,
+        or `untake` follows with the same pages."""
         self.frames.take(new_pages)
 
     def untake(self, new_pages: Ids) -> None:
@@ -137,7 +137,7 @@ class PagedGroup(GroupBase):
         self.frames.drop(new_pages)
 
     def grow(self, rows: Rows, new_pages: Ids) -> None:
-        """Give what `take` took to these rows. Here the pages have it."""
+        """Give these rows the frames that `take` allocated. In this class the pages get them."""
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
@@ -183,11 +183,11 @@ class PagedGroup(GroupBase):
             self.frames.vacate(released.dropped)
 
     def restore(self, pages: Ids) -> Ids:
-        """Give a frame, to be loaded, to each of these cached pages without one; there is room. Returns the frames."""
+        """Allocate a frame for each of these cached pages without one, before a load. Returns the frames."""
         return self.frames.take(pages)
 
     def evict(self, num_frames: int) -> int:
-        """Free up to `num_frames` frames of cached pages, which stay. Returns how many."""
+        """Reclaim up to `num_frames` frames of cached pages, which stay cached. Returns how many."""
         if self.reach.whole:
             return 0
         pages = self.table.reclaim(num_frames)
@@ -196,27 +196,27 @@ class PagedGroup(GroupBase):
         return len(pages)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
-        """The pages among a row's cached `pages` that it pins, in a group that is read in part."""
+        """The cached `pages` of a row that it pins, in a group that is read in part."""
         return pages[int(self.first[row]) :]
 
     def frames_of(self, row: int) -> Ids:
-        """Frames that a row owns beside those of its pages, unordered."""
+        """Frames that belong to a row and to none of its pages, unordered."""
         return NO_PAGES
 
     def row_data(self) -> tuple[object, ...]:
-        """All data about rows, to compare with those of another time."""
+        """All data about rows, to compare with another time."""
         return (self.first.tobytes(),)
 
     def _revive(self, ours: Ids, theirs: Ids) -> None:
-        """Cached pages without a frame take over the frames of the request's duplicates."""
+        """Cached pages without a frame get the frames of the request's duplicates."""
         if len(ours):
             missing = ~self.table.present(theirs)
             self.table.move(ours[missing], theirs[missing])
             self.revived_frames += int(np.count_nonzero(missing))
 
     def _advance(self, new: NewPages) -> tuple[Lengths, Ids, Rows]:
-        """Move `first` to where requests with `new.ends` whole pages need it. Returns where it was, the pages passed,
-        and the index of each one's request."""
+        """Move `first` to the first page that requests with `new.ends` whole pages need. Returns the old `first`, the
+        passed pages, and the request of each passed page."""
         firsts = self.first[new.rows]
         after = np.maximum(firsts, self.reach.first(new.ends))
         self.first[new.rows] = after
@@ -239,9 +239,9 @@ class PagedGroup(GroupBase):
 
 
 def resume_point(groups: Sequence[GroupBase], pages: Ids, hosts: Sequence[GroupFrames[Any]] = ()) -> tuple[int, str]:
-    """The most of `pages` after which a request can begin, and the name of a group that allows no more, or "". `groups`
-    are those that are read in part: in the others a cached page has its frame. `hosts`, one for each group of the
-    cache, add frames on the host. O(pages read) where a request can begin after all pages."""
+    """The longest part of `pages` after which a request can begin, and the name of the group that limits it, or "".
+    `groups` are those that are read in part: in all others a cached page has its frame. `hosts`, one for each group of
+    the cache, add frames on the host. O(pages read) if a request can begin after all pages."""
     if all(resident(group, group.needed_pages(pages), hosts).all() for group in groups):
         return len(pages), ""
     masks = [group.reach.resumable(resident(group, pages, hosts)) for group in groups]
@@ -266,7 +266,7 @@ def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tup
 
 
 def _distinct(pages: Ids) -> list[Ids]:
-    """The same pages in parts without repetition: requests that share a page may pass it together."""
+    """The same pages without repetition, in parts: requests that share a page may pass it together."""
     parts: list[Ids] = []
     while len(pages):
         if len(set(pages.tolist())) == len(pages):

@@ -1,6 +1,6 @@
 """Growth: page ids and frames for more tokens of running requests, in every group or in none.
 
-Where too few are free, room is made in this order:
+If too few are free, room is made in this order:
 
 soft retentions           end, the lowest priority first, until enough is evictable
 transfers                 are waited for: their pages are evictable when they have arrived
@@ -27,8 +27,8 @@ from quire.spec.ids import Bools, Ids, Tier
 
 
 class Growth:
-    """Takes and frees pages and frames of one cache. Where it raises OutOfPages nothing has changed. `allocators` are
-    the one that grows sequences, and those of the groups that it does not serve."""
+    """Allocates and frees pages and frames of one cache. If it raises OutOfPages, nothing has changed. `allocators` are
+    the one that grows sequences, and those of all other groups."""
 
     def __init__(self, parts: CacheParts, offload: Offload, counters: CacheCounters) -> None:
         self._parts = parts
@@ -109,7 +109,7 @@ class Growth:
         self._rows.num_allocated[rows] = after
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Batch) -> None:
-        """Evict where free pages and frames do not suffice for these rows and `num_new` pages."""
+        """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
         if num_new * self._size > self._growing.available_size() or any(
             (group.wanted(rows, num_new) if group.reach.in_place else num_new) > group.num_free
             for group in self._scarce
@@ -126,7 +126,7 @@ class Growth:
         self._until(lambda: wanted, 0, cause, waits=False)
 
     def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
-        """Release holds until `ask()`, which that may change, is evictable; then evict. Raises OutOfPages before."""
+        """Release holds until the pages counted by `ask()` are evictable, and evict them. Raises OutOfPages before."""
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
             if not (self._offload.retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
@@ -142,7 +142,7 @@ class Growth:
                 group.evict(n - group.num_free)
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
-        """The refusal where evicting everything would not do."""
+        """The error for a request that does not fit even if all evictable pages are evicted."""
         parts, tree = self._parts, self._parts.tree
         found = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(parts.groups, wanted, strict=True)]
         found.append(("pages", num_new, parts.pages.num_free_pages, tree.num_evictable + tree.num_below))
@@ -153,7 +153,7 @@ class Growth:
         return None
 
     def _take(self, rows: Rows, pages: Ids) -> None:
-        """Take frames in the other groups for new pages of these rows. Frees the pages where that raises OutOfPages."""
+        """Allocate frames in the other groups for new pages of these rows. OutOfPages frees the pages."""
         groups = self._others if len(pages) else self._states
         taken: list[GroupCache] = []
         try:
@@ -176,7 +176,7 @@ class Growth:
 
 
 def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new: Lengths) -> Rows | slice:
-    """Where the `new[i]` pages after `have[i]` begin in the packed slots of tokens `before[i]..after[i]`."""
+    """The places in the packed slots of tokens `before[i]..after[i]` where the `new[i]` pages after `have[i]` begin."""
     first = have * size - before
     if len(before) == 1:
         return slice(int(first[0]), None, size)
@@ -187,7 +187,7 @@ def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new:
 
 
 def _names_of(kvs: Batch, at_end: Bools) -> str:
-    """The cause of an eviction: the first request that needs a page, and how many more do."""
+    """The cause of an eviction: the first request that needs a page, and the number of others."""
     asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
     several = len(asking) > 1
     count = int(np.count_nonzero(at_end)) if several else 1

@@ -1,11 +1,11 @@
-"""Hold: these pages stay, for this reason, until it is released. Fences: what launched steps may still touch stays too.
+"""Hold: pages that stay for a reason, until it is released. Fences: pages that launched steps may still read.
 
     a path of the tree        a lease on its end: none of its pages is evicted, in any tier
     frames                    of groups whose frames may go before their pages: that tier does not reclaim them
     private pages             of a running request: pages that it gives up stay until the hold is released
 
-A running request is a hold of its own kind: it has a lease and, in its row, private pages. `Holds` lists and counts
-these, what waits in `Fences`, and the holds that `Holds.add` makes.
+A running request is a hold of its own kind: it has a lease, and private pages in its row. `Holds` lists and counts
+these, what waits in `Fences`, and the holds that `Holds.add` creates.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Hold:
 
     @property
     def path(self) -> Lease:
-        """The lease on its path. Only for a hold that has one."""
+        """The lease on the hold's path. Only for a hold with a path."""
         assert self.lease is not None, "this hold has no path"
         return self.lease
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """What a request gives up: private pages, the lease on the pages before them, and what it has of single groups."""
+    """What a request releases: private pages, the lease on the pages before them, and frames of single groups."""
 
     pages: Ids = field(default_factory=lambda: NO_PAGES)
     lease: Lease | None = None
@@ -79,7 +79,7 @@ class Retired:
 
 
 class Fences:
-    """Steps in flight, in launch order, and what waits until all steps that were open when it was retired have closed.
+    """Steps in flight, in launch order, and what waits until all steps that were open at its release have closed.
 
     A waiting lease protects its pages, so evicted pages can be reused at once. `step_seconds` is the recent duration of
     a step from launch to settling, a moving average.
@@ -91,7 +91,7 @@ class Fences:
         self._seconds = seconds
         self._next = 0
         self._open: dict[int, float] = {}  # when each was launched
-        self._waiting: deque[tuple[int, Retired]] = deque()  # (newest step open at retirement, what), in order
+        self._waiting: deque[tuple[int, Retired]] = deque()  # (newest open step at the release, item), in order
 
     @property
     def num_open(self) -> int:
@@ -100,11 +100,11 @@ class Fences:
 
     @property
     def waiting(self) -> tuple[Retired, ...]:
-        """What has been retired and cannot be reused yet."""
+        """What was released and cannot be reused yet."""
         return tuple(retired for _, retired in self._waiting)
 
     def open(self) -> int:
-        """A step is launched. `close` the returned fence when it has settled."""
+        """A step is launched. Call `close` with the returned fence when the step has settled."""
         fence = self._next
         self._next += 1
         self._open[fence] = self._seconds()
@@ -131,7 +131,7 @@ class Fences:
 class Holds:
     """The live holds of one cache, beside its running `requests` and what waits in `fences`.
 
-    `free` takes private pages that were given up and are held no longer.
+    `free` receives private pages that were released and are not held any more.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Holds:
         self._free = free
         self._live: dict[Hold, None] = {}
         self._private: Counter[int] = Counter()  # holds of each private page
-        self._waiting: set[int] = set()  # of them, pages that were given up
+        self._waiting: set[int] = set()  # of them, released pages
 
     def add(
         self,
@@ -178,7 +178,7 @@ class Holds:
                 self._tree.release(path)
 
     def release(self, hold: Hold) -> None:
-        """End a hold. Raises LeaseError the second time."""
+        """End a hold. Raises LeaseError at the second call."""
         if hold.released:
             raise LeaseError(f"the hold of a {hold.reason} was released twice.")
         hold.released = True
@@ -194,7 +194,7 @@ class Holds:
             self._free(np.array(free, dtype=np.int32))
 
     def free_of(self, pages: Ids) -> Ids:
-        """The given-up pages without a hold. The others wait until theirs is released."""
+        """Those of the released pages that nothing holds. The others wait until their hold is released."""
         if not self._private:
             return pages
         held = np.array([page in self._private for page in pages.tolist()], dtype=np.bool_)
@@ -204,27 +204,27 @@ class Holds:
 
     @property
     def waiting(self) -> list[int]:
-        """Private pages that were given up and are still held, ascending."""
+        """Private pages that were released and are still held, ascending."""
         return sorted(self._waiting)
 
     def __len__(self) -> int:
         return len(self._live)
 
     def leases(self) -> list[Lease]:
-        """The leases of running requests, of what waits for launched steps, and of live holds."""
+        """The leases of running requests, of releases that wait for launched steps, and of live holds."""
         holders: tuple[RequestKV | Retired | Hold, ...] = (*self._requests.values(), *self.fences.waiting, *self._live)
         return [holder.lease for holder in holders if holder.lease is not None]
 
     def readers(self, group: int, tier: Tier) -> Ids:
-        """Pages of a group whose frames are held in a tier, once for each hold; empty where no frame is reclaimed."""
+        """Pages of a group with held frames in a tier, once for each hold; empty if no frame is reclaimed."""
         if not self._table.of(tier, group).reclaims:
             return NO_PAGES
         runs = [each.pages for hold in self._live for each in hold.frames if each.group == group and each.tier is tier]
         return np.concatenate(runs) if runs else NO_PAGES
 
     def summary(self, num_pinned: int = 0) -> str:
-        """What holds pages, in words: running requests, and the number of holds of each reason and of launched steps
-        that something waits for. Callers have pinned `num_pinned` pages."""
+        """What holds pages, in words: running requests, the holds of each reason, and the launched steps that releases
+        wait for. Callers have pinned `num_pinned` pages."""
         counts = Counter[str](hold.reason for hold in self._live)
         if self.fences.waiting:
             counts["launched step"] = self.fences.num_open

@@ -1,4 +1,4 @@
-"""KVCache: the one door to cached memory for everything above: pages, frames, sharing and eviction."""
+"""KVCache: the only interface to cached memory: pages, frames, sharing and eviction."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import pages_for
 
 NAMESPACE = Namespace()
-CHECKPOINT_INTERVAL = 512  # tokens between places where a request leaves its carried frame, if frames are to spare
+CHECKPOINT_INTERVAL = 512  # tokens between places where a request stores its state, if frames are free
 
 _Settled = tuple[RequestKV, int, int]
-"""A request, and the start and end of its pages that have settled now."""
+"""A request, and the range of its pages that have settled now."""
 
 
 class KVCache:
@@ -59,20 +59,20 @@ class KVCache:
         cache.commit(kv, tokens)                            # the step has settled: whole pages can be shared
         cache.finish(kv, tokens)                            # they stay until they are evicted; the rest is free
 
-    The tensors of a group have `plan.frames_of(group)` frames and frame 0, for padding. To decode, keep
-    `batch = cache.rows.batch(kvs)` until a request joins or ends; then `extend(batch, 1)` and `rows.next_slots(batch)`
-    are array arithmetic. Where steps are launched before the last one has settled, call `open_fence` at each launch and
-    `close_fence` when it has settled. For groups whose reach is `carried`, call `launch` in each step.
+    The tensors of a group have `plan.frames_of(group)` frames and frame 0, for padding. To decode, keep `batch =
+    cache.rows.batch(kvs)` until a request joins or ends; then `extend(batch, 1)` and `rows.next_slots(batch)` are array
+    arithmetic. If steps are launched before the last one has settled, call `open_fence` at each launch and
+    `close_fence` when the step has settled. For groups whose reach is `carried`, call `launch` in each step.
 
     `plan` is the `memory` of what `make_plan` returns, or a `MemoryPlan` by hand. `eviction` names a policy
-    (`register_eviction`). `emit` gets pages stored and removed, whose hashes are those of `model_identity`. With
-    `explains`, each request gets the causes why no more of its prompt is cached (`RequestKV.explanation`), and the
-    counters count tokens by cause. `remembered` tokens of evicted prefixes, by default four times the pool, are kept
-    for that and for the policy. With `page_tables`, `rows.page_table_changes` reports changes to a device. `offload`
-    moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
+    (`register_eviction`). `emit` receives events of stored and removed pages, with hashes that depend on
+    `model_identity`. With `explains`, each request gets the causes why no more of its prompt is cached
+    (`RequestKV.explanation`), and the counters count tokens by cause. For that and the policy, `remembered` tokens of
+    evicted prefixes stay, by default four times the pool. With `page_tables`, `rows.page_table_changes` reports changes
+    to a device. `offload` moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
 
-    `num_changes` grows when pages are freed or become cached: a request that did not fit may then ask again. Only the
-    thread of the step loop may use a cache.
+    `num_changes` grows when pages are freed or cached: a request that did not fit may fit then. Only the thread of the
+    step loop may use a cache.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class KVCache:
         self.offload = offload.make(self.parts)
         self.admission = Admission(self.parts, self.offload.retention)
         self._growth = Growth(self.parts, self.offload, self.counters)
-        self._settling = self.groups if offload.below else self._partial  # whole groups commit only with tiers
+        self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
-        """How much of a prompt can be reused: whole pages up to where every group can resume, without the last token,
-        whose output has to be computed."""
+        """How much of a prompt can be reused: whole pages, as far as every group can resume, without the last token,
+        which is always computed."""
         found, size = self.tree.match(namespace, tokens), self.page_size
         choice = self.offload.choose(found, min(found.num_pages, max(0, len(tokens) - 1) // size))
         num_pages = choice.num_pages
@@ -157,11 +157,11 @@ class KVCache:
         resumed: bool = False,
         label: str = "",
     ) -> RequestKV:
-        """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, and hold it until `finish`.
+        """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, and hold that until `finish`.
 
-        A request that is `resumed` after a preemption is not counted again. Explanations name `label` as the cause of
-        what is evicted for it. Pages of the prefix below the device are loaded, and no step may be launched before
-        `is_ready`. Raises OutOfPages where all `max_requests` rows are taken or there is no room to load.
+        A request that is `resumed` after a preemption is not counted again. In explanations, `label` names the request
+        that caused an eviction. Pages of the prefix on lower tiers are loaded, and no step may be launched before
+        `is_ready`. Raises OutOfPages if all `max_requests` rows are taken or there is no room for the loads.
         """
         if not self.rows.free:
             holders = f"{len(self.rows.live)} running requests hold them"
@@ -205,10 +205,10 @@ class KVCache:
         return kv
 
     def extend(self, kvs: Batch, counts: int | Counts) -> None:
-        """Make room for `counts[i]` more tokens in each request (one number: in every one). Evicts where needed.
+        """Make room for `counts[i]` more tokens in each request; one number applies to all. Evicts where needed.
 
-        Raises OutOfPages where evicting everything would not do, and InvalidInput for counts below zero or beyond the
-        plan's context; both with nothing changed. Growing a `RunningBatch` by one token costs array arithmetic only.
+        Raises OutOfPages if evicting everything would not suffice, and InvalidInput for counts below zero or beyond the
+        context; nothing has changed then. Growing a `RunningBatch` by one token costs array arithmetic only.
         """
         if isinstance(kvs, RunningBatch) and isinstance(counts, int) and counts == 1:
             self._growth.by_one(kvs)
@@ -220,14 +220,14 @@ class KVCache:
         self._growth.up_to(kvs, self.rows.distinct(kvs), lengths)
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
-        """The steps that wrote `tokens`, all tokens of a request from its first on, have settled. Whole pages become
-        reusable. Where others have cached the same tokens meanwhile, their pages replace ours:
+        """The steps that wrote `tokens` have settled; `tokens` are all tokens of a request from the first one. Whole
+        pages become reusable. If others have cached the same tokens meanwhile, their pages replace the request's own:
 
             |-- protected --|-- cached by another --|-- whole pages of ours --|-- part of a page --|
                              ours are given up        enter the tree            stays private
         """
         many, all_tokens = ([kvs], [tokens]) if isinstance(kvs, RequestKV) else (kvs, tokens)
-        for kv, own in zip(many, all_tokens, strict=True):  # all of them, before anything changes
+        for kv, own in zip(many, all_tokens, strict=True):  # check all of them before any change
             self._check_settled(kv, own)
         fresh: list[_Settled] = []
         private: list[_Settled] = []
@@ -242,7 +242,7 @@ class KVCache:
                 continue
             fresh.append((kv, start, end))
             ours = self._insert(kv, own, start, end)
-            if len(ours):  # pages that came back to the device with this need frames before the tree is asked again
+            if len(ours):  # pages that came back to the device with this need frames before the next call of the tree
                 self._committed(fresh, ours)
                 fresh = []
         if fresh:
@@ -258,7 +258,7 @@ class KVCache:
             raise InvalidInput(f"{len(tokens)} tokens cannot settle: {have} have, and there is room for {room}.")
 
     def _settle(self, kv: RequestKV, tokens: Ids) -> tuple[int, int]:
-        """These tokens have settled. Returns the start and end of the whole pages that had not."""
+        """These tokens have settled. Returns the range of whole pages that have settled now."""
         before = int(self.rows.num_committed[kv.row])
         self.rows.num_committed[kv.row] = len(tokens)
         for group in self._states.values() if self.plan.speculation is not None else ():
@@ -266,7 +266,7 @@ class KVCache:
         return before // self.page_size, len(tokens) // self.page_size
 
     def _insert(self, kv: RequestKV, tokens: Ids, start: int, end: int) -> Ids:
-        """Pages `start` to `end` enter the tree. Returns the request's duplicates, which leave its row."""
+        """Pages `start` to `end` are inserted into the tree. Returns the duplicates, which leave its row."""
         pages = self.rows.pages[kv.row]
         inserted = self.tree.insert(kv.lease, tokens[start * self.page_size : end * self.page_size], pages[start:end])
         self.counters.committed_pages += end - start
@@ -296,9 +296,9 @@ class KVCache:
         return NewPages([kv for kv, _, _ in settled], rows, starts, ends, self.rows.pages)
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
-        """End a request: commit `tokens` if given, release its lease, give up its private pages and its row. A request
-        that `returns` will run again: its committed pages may be written back at once. Raises LeaseError if it has
-        ended already."""
+        """End a request: commit `tokens` if given, release its lease, its private pages and its row. A request that
+        `returns` will run again: its committed pages may be written back at once. Raises LeaseError if it has ended
+        already."""
         row = self.rows.row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
@@ -314,18 +314,18 @@ class KVCache:
         self._retire(private, kv.lease, released)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
-        """Evict up to `num_pages` pages without holds, and pages after them below the device. Returns how many."""
+        """Evict up to `num_pages` pages without holds, and the pages after them on lower tiers. Returns how many."""
         victims = self.tree.evict(num_pages, cause)
         self.counters.evicted(len(victims))
         self._free(victims)
         return len(victims)
 
     def open_fence(self) -> int:
-        """A step is launched: pages given up from now on wait until `close_fence`."""
+        """A step is launched: pages that are released from now on wait until `close_fence`."""
         return self.fences.open()
 
     def close_fence(self, fence: int) -> None:
-        """That step has settled. What waited for it is free, all of it even where one part raises an error."""
+        """That step has settled. Free what waited for this fence, all of it even if one part raises an error."""
         ready = self.fences.close(fence)
         if len(ready) < 2:
             for retired in ready:
@@ -339,9 +339,9 @@ class KVCache:
                 last_first.callback(self._release, retired)
 
     def launch(self, group: int, kvs: Batch, ends: Lengths, draws: Lengths | None = None) -> Pieces | None:
-        """What a step does with the states of its requests in a group, up to `ends[i]` tokens; None where the group has
-        none. Once per step and group, after `open_fence`. The step draws `draws[i]` tokens, all but the first after
-        drafts. `commit` says how many drafts were right, before the next step of the request is launched."""
+        """The states that a step reads and writes for its requests in a group, up to `ends[i]` tokens; None if the
+        group has none. Call it once per step and group, after `open_fence`. The step draws `draws[i]` tokens, all but
+        the first after drafts. `commit` gets the number of accepted drafts before the next launch of the request."""
         states = self._states.get(group)
         if states is None:
             return None
@@ -351,7 +351,7 @@ class KVCache:
         return pieces
 
     def audit(self) -> None:
-        """Check what must be true (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
+        """Check all invariants (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""
         audit(self.parts)
 
     def statistics(self) -> CacheStatistics:
@@ -368,7 +368,7 @@ class KVCache:
         )
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, released: Sequence[GroupRelease] = ()) -> None:
-        """Release these as soon as no launched step can touch them."""
+        """Release these as soon as no launched step reads them."""
         if len(pages) or lease is not None or released:
             retired = Retired(pages, lease, tuple(released))
             if self.fences.retire(retired):

@@ -1,6 +1,6 @@
 """Offload: the port through which a cache calls the policies that retain pages and move them between tiers.
 
-The classes here do nothing: the cache has the device alone and retains nothing. `quire.offload` implements them.
+The classes here do nothing: the cache uses the device alone and retains nothing. `quire.offload` implements them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from quire.tiers.transfer import Transfer
 class CacheParts:
     """The parts of one cache that its offload uses. The cache owns them.
 
-    `free` takes pages that have left the tree. `sweep` frees flushed pages that nothing holds any more. `reclaim(frames
-    of each group, cause)` does not wait; where it raises OutOfPages it has evicted nothing. `changed` reports that
-    requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request runs. `checks`
-    are the offload's part of the audit: they yield what is wrong in a `quire.cache.snapshot.Snapshot`.
+    `free` receives pages that have left the tree. `sweep` frees flushed pages that nothing holds any more.
+    `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
+    reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
+    runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.snapshot.Snapshot`.
     """
 
     plan: MemoryPlan
@@ -56,31 +56,31 @@ class RetentionPort:
     """Pages that callers retain; here none. *Soft* retentions end before a running request is refused a page."""
 
     def num_soft(self, group: GroupCache | None = None) -> int:
-        """Pages on the device that only soft retentions protect from eviction; or such frames of a group that is read
-        in part."""
+        """Pages on the device that only soft retentions protect from eviction; for a group that is read in part, such
+        frames."""
         return 0
 
     def num_soft_of(self, match: Match, num_pages: int, group: GroupCache | None = None) -> int:
-        """Those among `num_soft` that a request on the first `num_pages` pages of a match would hold itself."""
+        """Those among `num_soft` that a request on the first `num_pages` pages of a match would itself hold."""
         return 0
 
     @property
     def num_pinned(self) -> int:
-        """Pages that are retained even where requests lack room."""
+        """Pages that stay retained even if requests lack room."""
         return 0
 
     def expire(self) -> int:
-        """End the retentions whose time is over, and return their number. O(1) where there are none."""
+        """End the expired retentions, and return their number. O(1) where there are none."""
         return 0
 
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        """End soft retentions until `wanted` frames per group and `num_new` page ids can be had, or until no more of
-        them would help. Returns whether any ended."""
+        """End soft retentions until `wanted` frames per group and `num_new` page ids are available, or until ending
+        more would not help. Returns whether any ended."""
         return False
 
 
 class Offload:
-    """Moves bytes between the device and other tiers. This one forgets what leaves the device."""
+    """Moves bytes between the device and other tiers. In this class, pages that leave the device are deleted."""
 
     def __init__(self, parts: CacheParts) -> None:
         self.retention = RetentionPort()
@@ -94,27 +94,27 @@ class Offload:
         return Choice(*resume_point(self._partial, found.pages[:limit]))
 
     def bring(self, lease: Lease, hit: PrefixHit, label: str) -> list[Transfer]:
-        """Start to load what the device lacks of a leased hit, and return the transfers that a step has to wait for.
-        Where it raises OutOfPages nothing has changed, and the caller still owns the lease."""
+        """Start to load what a leased hit lacks on the device, and return the transfers that a step has to wait for. If
+        it raises OutOfPages, nothing has changed, and the caller still owns the lease."""
         return []
 
     def begun(self, kv: RequestKV, hit: PrefixHit, *, resumed: bool) -> None:
         """A request has begun, after `bring` of the same hit."""
 
     def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
-        """`pages`, a view of a request's row, are cached: from `start` on since now, from `new` on its own pages."""
+        """`pages`, a view of a request's row, are cached: new from `start` on, and the request's own from `new` on."""
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
-        """A request ends and leaves `pages`, a view of its row, cached. `returns`: it will run again and want them."""
+        """A request ends; `pages`, a view of its row, stay cached. With `returns` it will run again."""
 
     def make_room(self, *, waits: bool) -> bool:
-        """Release a hold that keeps pages from eviction or, where the caller `waits`, wait a little for a transfer.
+        """Release a hold that protects pages from eviction; if the caller `waits`, else wait a little for a transfer.
         False where neither is possible."""
         return False
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
-        """Take up to `num_pages` pages without holds off the device, and free the ids of pages on other tiers until
-        `num_ids` are free. Gives back all pages that leave the tree."""
+        """Evict up to `num_pages` pages without holds from the device, and free the ids of pages on other tiers until
+        `num_ids` are free. Returns all pages that leave the tree."""
         removed = self._parts.tree.evict(num_pages, cause)
         self._parts.free(removed)
         return Evicted(removed, 0)

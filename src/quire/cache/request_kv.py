@@ -1,4 +1,4 @@
-"""PrefixHit: how much of a prompt is cached. RequestKV: what one running request holds of the cache."""
+"""PrefixHit: how much of a prompt is cached. RequestKV: the pages, lengths and lease of one running request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Choice:
     """How many pages of a cached prefix are reused, and what is loaded for that."""
 
     num_pages: int
-    limited_by: str = ""  # a group that cannot resume after more pages
+    limited_by: str = ""  # a group that limits the reuse
     loads: Sequence[int] = ()  # by group: frames to load from the host
     host_pages: int = 0  # pages whose reuse needs these loads
     storage_pages: int = 0  # of them, pages fetched from storage and not used since
     declined_pages: int = 0  # pages on the host that are computed again because that is faster
     weighed: tuple[int, int] | None = None  # tokens and bytes of that comparison
-    stands: Callable[[], bool] = lambda: True  # whether it would be chosen again
+    stands: Callable[[], bool] = lambda: True  # whether the same choice would be made again
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class PrefixHit:
 
     match: Match
     choice: Choice
-    num_pages: int  # reusable; fewer than match where a group cannot resume there, or for the prompt's last token
+    num_pages: int  # reusable; less than matched if a group cannot resume there
     num_tokens: int  # the tokens of these pages
     num_dropped: int  # `Admission.num_dropped` at that time
     num_changes: int  # `KVCache.num_changes` at that time
@@ -46,7 +46,7 @@ class PrefixHit:
 
     @property
     def num_evictable(self) -> int:
-        """Reusable pages that are evictable now; a request that begins on them takes that away."""
+        """Reusable pages that are evictable now; a request that begins on them pins them."""
         return self.match.num_evictable(self.num_pages)
 
 
@@ -64,34 +64,34 @@ class RequestKV:
     row: int
     namespace: Namespace
     lease: Lease
-    num_cached: int  # tokens of the hit it began with
+    num_cached: int  # tokens of the hit at its start
     num_host: int  # of the cached, tokens from host memory
     num_storage: int  # of the cached, tokens from storage
-    num_prompt: int  # tokens of the prompt; those it commits after them are generated
+    num_prompt: int  # tokens of the prompt; tokens committed after them are generated
     label: str  # its name in explanations
-    explanation: Explanation | None  # why no more is cached, where the cache explains
+    explanation: Explanation | None  # why no more is cached, if the cache explains
     shares: bool  # whether its pages become reusable: not after a flush of its namespace
-    loads: list[Transfer]  # to the device, of pages of its prefix
-    marks: dict[int, Rank] = field(default_factory=dict)  # where to leave resume points, in pages, and their rank
+    loads: list[Transfer]  # loads to the device, of pages of its prefix
+    marks: dict[int, Rank] = field(default_factory=dict)  # where to store resume points, in pages, and their rank
 
     @property
     def alive(self) -> bool:
-        """Whether it has not finished."""
+        """Whether the request is still running."""
         return self.row >= 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may be launched for it: its prefix is there, or checked and arriving layer by layer."""
+        """Whether a step may be launched for it: its prefix is resident, or checked and arriving layer by layer."""
         if self.loads:
             self.loads = [move for move in self.loads if not move.done or not move.is_whole]
         return not self.loads or all(move.checked for move in self.loads)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a part of its prefix is lost: it has to `finish` without tokens, and begin again."""
+        """Whether a part of its prefix is lost: then the request has to `finish` without tokens and begin again."""
         return bool(self.loads) and any(move.done and not move.is_whole for move in self.loads)
 
     def mark_ends(self, num_cached: int, num_matched: int, end: int) -> None:
-        """Mark the prompt's `end` and the end of its match, in pages, where these lie beyond `num_cached`."""
+        """Mark the prompt's `end` and the end of its match, in pages, if these lie beyond `num_cached`."""
         ends = {end: Rank.MARKED, min(num_matched, end): Rank.USED}
         self.marks |= {place: rank for place, rank in ends.items() if place > num_cached}

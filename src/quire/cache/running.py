@@ -1,4 +1,4 @@
-"""The rows of running requests: their pages, their lengths, batches of them, and what a step reads of them."""
+"""Rows of running requests: their pages and lengths, batches of them, and the slots and tables of a step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """Running requests, each once, until one of them ends (`RunningTables.batch`). Verbs of a step take it without a
-    loop over requests. `serials` tell whether a row still has the same request."""
+    """A set of running requests; valid until one of them ends (`RunningTables.batch`). Methods of a step process it
+    without a loop over requests. `serials` show whether a row still has the same request."""
 
     kvs: Sequence[RequestKV]
     rows: Rows
@@ -43,8 +43,8 @@ class RunningTables:
     `num_allocated` and `num_committed`, and the serial number of its request, 0 for none. `live` has the running
     requests, by row.
 
-    `following` are the groups whose pages have frames, by index. Of those that are read in part, `firsts` has the first
-    page that each row still reads. With `follows`, written entries are remembered until `page_table_changes`.
+    `following` are the indices of groups whose pages have frames. For those that are read in part, `firsts` has the
+    first page that each row still reads. With `follows`, changed entries are recorded until `page_table_changes`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunningTables:
         self._written: list[Rows | range] | None = [] if follows else None
 
     def write_run(self, row: int, start: int, pages: Ids) -> None:
-        """Write the pages of a row from its page `start` on."""
+        """Write the pages of a row, from page `start` on."""
         self.pages[row, start : start + len(pages)] = pages
         if self._written is not None and len(pages):
             first = row * self.width + start
@@ -110,7 +110,7 @@ class RunningTables:
 
     def page_table(self, kvs: Batch, num_tokens: Counts, group: int = 0) -> Ids:
         """Frames of each request's pages in one group, int32 `[len(kvs), max pages]`, padded after `num_tokens`. Raises
-        MissingFrame where a page that a request still reads in that group has no frame."""
+        MissingFrame if a page that a request still reads in that group has no frame."""
         num_tokens = np.asarray(num_tokens, dtype=np.int64)
         width = pages_for(int(num_tokens.max(initial=1)), self.page_size)
         rows = self.rows_of(kvs)
@@ -125,8 +125,8 @@ class RunningTables:
         return table
 
     def page_table_changes(self) -> PageTableChanges:
-        """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes). Raises MissingFrame
-        where a page that a request still reads in a group has no frame."""
+        """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes). Raises MissingFrame if
+        a page that a request still reads in a group has no frame."""
         assert self._written is not None, "a table that does not follow what is written has no changes to report"
         written, self._written = self._written, []
         parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [NO_ROWS]]
@@ -145,12 +145,12 @@ class RunningTables:
 
     def slots(self, kvs: Batch, starts: Counts, ends: Counts, group: int = 0) -> Ids:
         """Physical slots (`frame * page_size + offset`) of tokens `starts[i]..ends[i]` per request, int32, packed.
-        Raises MissingFrame where one of their pages has no frame."""
+        Raises MissingFrame if one of their pages has no frame."""
         starts, ends = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
         return self.slots_in((group,), kvs, starts, ends)[0]
 
     def slots_in(self, groups: Sequence[int], kvs: Batch, starts: Lengths, ends: Lengths) -> list[Ids]:
-        """`slots` in each of these groups."""
+        """The `slots` in each of these groups."""
         rows, size = self.rows_of(kvs), self.page_size
         single = ends - starts == 1
         lead = len(rows) if np.count_nonzero(single) == len(rows) else int(single.argmin())
@@ -183,7 +183,7 @@ class RunningTables:
         return slots
 
     def enter(self, kv: RequestKV) -> None:
-        """A request begins in `kv.row`, which is taken."""
+        """A request begins in `kv.row`, which is allocated."""
         self._last_serial += 1
         self.serials[kv.row] = self._last_serial
         self.live[kv.row] = kv
@@ -215,7 +215,7 @@ class RunningTables:
         return rows
 
     def distinct(self, kvs: Batch) -> Rows:
-        """As `rows_of`. Raises InvalidInput if a request is there twice."""
+        """As `rows_of`. Raises InvalidInput if a request is given twice."""
         rows = self.rows_of(kvs)
         if not isinstance(kvs, RunningBatch) and len(rows) > 1 and len(set(rows.tolist())) < len(rows):
             raise InvalidInput("a request is named twice in one batch.", fix="name each request once.")

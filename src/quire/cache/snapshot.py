@@ -1,10 +1,10 @@
-"""Snapshot: everything a cache holds at one moment, read once into plain Python lists. The audit reads it.
+"""Snapshot: the whole state of a cache at one moment, as plain Python lists. The audit reads it.
 
-Pools under test are tiny, and there a list costs a tenth of an array. A snapshot shares only nodes, leases and request
-records with the cache, so two snapshots can be compared. O(pages + nodes).
+Pools under test are tiny, and for these a list costs a tenth of an array. A snapshot shares only nodes, leases and
+request records with the cache, so two snapshots can be compared. O(pages + nodes).
 
-The `raw` of a part is all data that it was read from. Where it is equal in the snapshot `before`, both snapshots
-share the part, and the audit does not check it again.
+The `raw` of a part is all data that the part was read from. If it equals that of the snapshot `before`, both share the
+part, and the audit does not check it again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Requests:
 
 @dataclass(slots=True)
 class Waits:
-    """What was given up and waits for a step in flight or a hold."""
+    """What was released and waits for a step in flight or a hold."""
 
     raw: object
     pages: list[int]
@@ -55,7 +55,7 @@ class Waits:
 
 @dataclass(slots=True)
 class Tree:
-    """`edges`: all nodes but the roots, parents first, with their page ids; `ends`: the node of each lease."""
+    """`edges`: all nodes except the roots, parents first, with their page ids; `ends`: the node of each lease."""
 
     raw: object
     edges: list[tuple[Node, list[int]]]
@@ -66,7 +66,7 @@ class Tree:
 
 @dataclass(slots=True)
 class GroupSnapshot:
-    """One group. The last four lists are empty where no frame goes before its page."""
+    """One group. The last four lists are empty if no frame can be reclaimed before its page."""
 
     raw: object
     group: GroupCache
@@ -75,14 +75,14 @@ class GroupSnapshot:
     num_free: int
     num_evictable: int
     num_pinned: int = 0
-    carried: list[int] = field(default_factory=list)  # frames of requests that are no page's
+    carried: list[int] = field(default_factory=list)  # frames of requests that belong to no page
     pins: list[int] = field(default_factory=list)  # of each page
     idle: list[int] = field(default_factory=list)  # pages with idle frames, ascending
     readers: list[int] = field(default_factory=list)  # a page for each request, hold and step in flight that reads it
 
 
 class Snapshot:
-    """See above. `out` are the page ids handed out, ascending; `num_free` is the count of the free list."""
+    """See above. `out` are the allocated page ids, ascending; `num_free` is the count of the free list."""
 
     def __init__(self, parts: CacheParts, before: Snapshot | None = None) -> None:
         self.parts = parts
@@ -98,7 +98,7 @@ class Snapshot:
         self.groups = [self._group(group, before) for group in parts.groups]
 
     def held(self) -> tuple[object, ...]:
-        """All raw data, to check that an operation changed nothing; without clocks and counters."""
+        """All raw data without clocks and counters, to check that an operation changed nothing."""
         groups = [group.raw for group in self.groups]
         return self.raw_out, self.num_free, self.requests.raw, self.tree.raw, groups, self.waits.raw
 
@@ -149,7 +149,7 @@ class Snapshot:
         raw = (frames.table.contents(), out.tobytes(), counts, group.row_data(), held)
         if before is not None and before.groups[group.index].raw == raw and not self.is_tiered:
             owners = self.requests is before.requests and self.waits is before.waits
-            if group.reach.whole or owners:  # what is read in part depends on rows and on steps in flight
+            if group.reach.whole or owners:  # depends on rows and on steps in flight
                 return before.groups[group.index]
         column, is_out = frames.table.frame.tolist(), out.nonzero()[0].tolist()
         found = GroupSnapshot(raw, group, column, is_out, group.num_free, group.num_evictable)

@@ -1,13 +1,13 @@
-"""StateGroup: a group in which each request updates one frame in place, and stores older ones as checkpoints.
+"""StateGroup: a group in which each request updates one frame in place, and stores earlier states as checkpoints.
 
-No frame is copied. To store its frame with the page that ends there, a request continues in another one: the next piece
-of work reads the old frame and writes the new one. The page gets the old frame when it has settled. A request that
-begins on a cached prefix reads the frame of the prefix's last page and writes its own.
+No frame is copied. To store its frame with the page that ends there, a request continues in another frame: the next
+piece of work reads the old frame and writes the new one. The page gets the old frame when the step has settled. A
+request that begins on a cached prefix reads the frame of the prefix's last page and writes its own.
 
     position      0 ........ n1 ........ n2 ...... end            n1, n2: ends of pages where it stores its frame
     pieces        |-- A -----|-- A to B -|-- B to C --|           A, B: checkpoints; C: the request's own
 
-Checkpoints serve other requests. They take a frame only where one is to spare; `skipped` counts the others. Where steps
+Checkpoints serve other requests. Checkpoints are stored only if a frame is free; `skipped` counts the others. If steps
 compute drafts, a request has one more frame per draft. Each draft is a piece that writes one of them. When the step has
 settled, the frame of the last accepted draft becomes the request's own.
 """
@@ -35,7 +35,7 @@ from quire.spec.rank import Rank
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Work of one step in one group of states: consecutive runs of tokens, request by request, in order. Run i has
-    `lengths[i]` tokens. It starts from frame `sources[i]` (0: from nothing) and writes frame `targets[i]`."""
+    `lengths[i]` tokens. It reads frame `sources[i]` (0: an empty state) and writes frame `targets[i]`."""
 
     lengths: Ids
     sources: Ids
@@ -72,12 +72,12 @@ class StateGroup(GroupBase):
         self._previous_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
         self._previous_pages = np.zeros(max_requests, dtype=np.int64)
         self._previous_rank = np.zeros(max_requests, dtype=np.int8)
-        self._unsettled: list[list[Checkpoint]] = [[] for _ in range(max_requests)]  # by row, at pages not settled
+        self._unsettled: list[list[Checkpoint]] = [[] for _ in range(max_requests)]  # by row, for pages not settled
         self._oldest = np.full(max_requests, sys.maxsize)  # pages of the first of them
         self._is_taking = False  # between `take` and `grow` or `untake`
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
-        return 0  # the request can take an idle frame as its own: see `wanted`
+        return 0  # the request can take over an idle frame: see `wanted`
 
     def needs(self, num_pages: int, num_cached: int) -> int:
         return 1 + self._drafts
@@ -103,7 +103,7 @@ class StateGroup(GroupBase):
         return self._frame.tobytes(), self._draft_frames.tobytes(), self._source.tobytes(), previous, unsettled
 
     def wanted(self, rows: Rows, num_new: int) -> int:
-        """A frame for each row without one. Where too few are left, rows take the frame of the page they begin on."""
+        """Allocate a frame for each row without one. If too few are left, rows use that of the page they begin on."""
         missing = rows[self._frame[rows] == 0]
         wanted = len(missing) * (1 + self._drafts)
         short = wanted - self.num_free - self.num_evictable
@@ -150,9 +150,9 @@ class StateGroup(GroupBase):
     def launch(
         self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, stores: bool
     ) -> tuple[Pieces, list[GroupRelease]]:
-        """The work of a step, up to `ends[i]` tokens, and what its requests release by launching it. The step draws
-        `draws[i]` tokens, by default one at most: all but the first after drafts, its last tokens. `table` holds all
-        rows of pages. `stores`: frames may be stored for others."""
+        """The work of a step, up to `ends[i]` tokens, and the frames that its requests release at the launch. The step
+        draws `draws[i]` tokens, by default one at most. After drafts, all but the first are its last tokens. `table`
+        holds all rows of pages. With `stores`, frames may be stored for other requests."""
         starts = self._position[rows]
         drafts = np.maximum(draws - 1, 0) if self._drafts and draws is not None else None
         if drafts is not None:
@@ -183,7 +183,7 @@ class StateGroup(GroupBase):
         cut: list[tuple[int, int, int]] = []
         counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
         released: list[GroupRelease] = []
-        for at in np.flatnonzero(~plain).tolist():  # where something begins or a page ends
+        for at in np.flatnonzero(~plain).tolist():  # where a request begins or a page ends
             kv = kvs[at]
             pieces = self._pieces(kv, int(starts[at]), int(ends[at]), stores=stores and kv.shares)
             if drafts is not None:
@@ -218,7 +218,7 @@ class StateGroup(GroupBase):
         return frames
 
     def is_pending(self, row: int, num_pages: int) -> bool:
-        """Whether others cannot yet begin after the row's first `num_pages` pages, which are settled, but will."""
+        """Whether other requests can begin later, but not yet, after the row's first `num_pages` settled pages."""
         if self._position[row] <= num_pages * self._page_size:
             return True  # the next step stores the frame there
         return any(each.num_pages == num_pages for each in self._unsettled[row])
@@ -235,7 +235,7 @@ class StateGroup(GroupBase):
         return released
 
     def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
-        """Of the last two frames, the later one at the end of a settled page goes to that page; the other is free."""
+        """Of the last two frames, the later one that ends at a settled page goes to that page; the other is free."""
         settled, unused = self._pop_settled(row, protected), self._pop_settled(row, sys.maxsize)
         last: list[Checkpoint] = []
         if self._previous_frame[row]:
@@ -266,8 +266,8 @@ class StateGroup(GroupBase):
         return self._drop(num_frames, max(Rank))
 
     def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, at_end: Bools) -> Rows:
-        """The requests `at_end` of a page that only exchange their frame with the one they left at an earlier page's
-        end: the usual case of a drawn token."""
+        """The requests `at_end` of a page whose only change is to exchange their frame with the checkpoint of an
+        earlier page: the usual case of a decode."""
         places = at_end.nonzero()[0]
         if not len(places):
             return places
@@ -279,7 +279,7 @@ class StateGroup(GroupBase):
         return found
 
     def _takeable(self, rows: Rows) -> Rows:
-        """Rows that alone pin the page they begin on, and so can take its frame."""
+        """Rows that alone pin the page that they begin on, and so can take its frame."""
         sources = self._source[rows]
         found: Rows = rows[(sources != 0) & (self.table.pins[sources] == 1)]
         return found
@@ -294,15 +294,15 @@ class StateGroup(GroupBase):
             if at > start:
                 pieces.append((at - start, source, current))
                 start, source = at, current
-            if source == current:  # else it has written nothing yet: the page it begins on has that frame
+            if source == current:  # otherwise it has written nothing yet: the page that it begins on has that frame
                 current = self._checkpoint(row, at // self._page_size, current, rank) or current
         pieces.append((end - start, source, current))
         self._frame[row] = current
         return pieces
 
     def _stops(self, kv: RequestKV, start: int, end: int) -> list[tuple[int, Rank | None]]:
-        """Where in `start..end - 1` tokens to leave the frame, in order, with the rank: at marks and on the grid. None:
-        at `start`, the end of a page, which needs no piece."""
+        """Where in `start..end - 1` tokens to store the state, in order, with the rank: at marks and at multiples of
+        the interval. None if only at `start`, the end of a page, which needs no piece."""
         size = self._page_size
         stops: dict[int, Rank | None] = {}
         if start and start % size == 0:
@@ -315,7 +315,7 @@ class StateGroup(GroupBase):
         return sorted(stops.items(), key=lambda stop: stop[0])
 
     def _checkpoint(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
-        """Keep `frame` for after `num_pages` pages. Returns the frame to continue in; 0 where there is none."""
+        """Store `frame` as a checkpoint after `num_pages` pages. Returns the frame to continue in, or 0."""
         checkpoint = Checkpoint(num_pages, frame, Rank.USED if rank is None else rank)
         following = 0 if rank is None and self._previous_frame[row] else self._spare(checkpoint.rank)
         if following and rank is not None:
@@ -339,7 +339,7 @@ class StateGroup(GroupBase):
         return checkpoints[: len(checkpoints) - len(rest)]
 
     def _spare(self, rank: Rank) -> int:
-        """A frame that no request will need, for a resume point of this rank; 0 where there is none."""
+        """A free frame that no request will need, for a resume point of this rank; 0 if there is none."""
         still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._drafts)
         if self.num_free + self.num_evictable <= still_to_come:
             return 0
@@ -354,7 +354,7 @@ class StateGroup(GroupBase):
         return len(pages)
 
     def _store(self, pages: Ids, checkpoints: Sequence[Checkpoint]) -> list[GroupRelease]:
-        """Give these frames to their pages. A page that has a frame keeps its own."""
+        """Move these frames to their pages. A page that has a frame keeps it."""
         released = []
         for each in checkpoints:
             page = pages[each.num_pages - 1 : each.num_pages].copy()

@@ -23,21 +23,21 @@ class FrameCounts:
     private: int
     cached: int
     evictable: int  # of the cached ones
-    moving: int  # given up while a launched step could touch them; free once it has settled
+    moving: int  # released while a launched step could read them; free once it has settled
     quarantined: int
-    dropped: int = 0  # frames of cached pages that stayed
+    dropped: int = 0  # frames reclaimed from cached pages that stayed
     revived: int = 0  # frames that such pages got back from requests that computed them again
-    left: int = 0  # frames that requests left for others to begin on
-    skipped: int = 0  # places where no frame was to spare for that
+    left: int = 0  # frames stored as checkpoints, for other requests to begin on
+    skipped: int = 0  # places without a checkpoint because no frame was free
 
 
 @dataclass(kw_only=True)
 class CacheCounters:
-    """Counters of a cache since its start. Shared are cached pages that two or more running requests hold."""
+    """Counters of a cache since its start. *Shared* counts cached pages that two or more running requests hold."""
 
     prompt_tokens: int = 0  # of all requests that have begun
     hit_tokens: int = 0  # of them, tokens that were cached
-    explained_tokens: dict[str, int] = field(default_factory=dict)  # by cause, where the cache explains
+    explained_tokens: dict[str, int] = field(default_factory=dict)  # by cause, if the cache explains
     committed_pages: int = 0
     duplicate_pages: int = 0
     evicted_pages: int = 0
@@ -45,7 +45,7 @@ class CacheCounters:
     peak_shared_pages: int = 0
 
     def begun(self, prompt_tokens: int, hit_tokens: int, explanation: Explanation | None) -> None:
-        """A request has begun, for the first time."""
+        """A request has begun for the first time."""
         self.prompt_tokens += prompt_tokens
         self.hit_tokens += hit_tokens
         for reason in explanation.reasons if explanation is not None else ():
@@ -70,7 +70,7 @@ class CacheStatistics(CacheCounters):
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
-    """A group's frames by owner. `retired` waits for steps in flight."""
+    """A group's frames by owner. `retired` frames wait for steps in flight."""
     released = [part for item in retired for part in item.released if part.group == group.index]
     pages = [item.pages for item in retired] + [part.dropped for part in released]
     waiting = np.unique(np.concatenate([NO_PAGES, *pages]))

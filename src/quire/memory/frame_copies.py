@@ -23,17 +23,17 @@ from quire.spec.ids import Ids
 Bytes = npt.NDArray[np.uint8]
 
 _SMALL_PIECE = 8 * 2**10
-"""Bytes. Longer pieces go by numpy, whose copy writes without reading the target first; shorter ones by torch, whose
-loop costs less for each piece."""
+"""Bytes. Long pieces are copied by numpy, which writes without reading the target first, and short ones by torch, whose
+loop costs less per piece."""
 
 _STAGE_BYTES = 32 * 2**20
 
 
 class FrameCopies:
     """Copies between `pools[i]`, the device's frames of the group at index i, and the records of that group in `host`.
-    Calls return when the bytes have arrived, and let other threads run meanwhile. Two calls at once may share a frame
-    only if both read it. Frame 0 is never copied. A call is fastest where neighbours on the device are neighbours on
-    the host."""
+    Calls return when the bytes are copied, and let other threads run meanwhile. Two calls at once may share a frame
+    only if both read it. Frame 0 is never copied. A call is fastest if frames that are neighbours on the device are
+    also neighbours on the host."""
 
     def __init__(self, pools: Sequence[Pool], host: HostPool) -> None:
         self._pools = tuple(pools)
@@ -46,7 +46,7 @@ class FrameCopies:
             assert host.format(group).payload_bytes == pool.layout.bytes_per_frame, "a host pool of other layouts"
 
     def layers(self) -> tuple[int, ...]:
-        """The ordinals of all layers that have fields, ascending, as a forward pass needs them."""
+        """The indices of all layers that have fields, ascending, in the order of a forward pass."""
         return tuple(sorted({layer for pool in self._pools for field in pool.layout.fields for layer in field.layers}))
 
     def bytes_of(self, group: int) -> int:
@@ -58,7 +58,7 @@ class FrameCopies:
         return self._host.rows(group)
 
     def to_host(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
-        """Copy `device_frames[i]` into the record of `host_frames[i]`, whose header is then wrong until `seal`."""
+        """Copy `device_frames[i]` into the record of `host_frames[i]`; its header is wrong until `seal`."""
         self._check(group, device_frames, host_frames)
         self._copies[group].to_host(device_frames, host_frames)
 
@@ -118,7 +118,7 @@ class HostedFrames:
 
 
 def _fields(pool: Pool) -> Iterator[tuple[tuple[int, ...], int, Tensor]]:
-    """Of each field: its layers, its offset in a record, and its pieces, uint8 `[layers, frames, bytes]`, a view."""
+    """Per field: its layers, its offset in a record, and its pieces, uint8 `[layers, frames, bytes]`, a view."""
     offset = HEADER_BYTES
     for field, tensor in pool.tensors:
         pieces = tensor.view(torch.uint8).view(*tensor.shape[:2], -1)
@@ -167,9 +167,9 @@ def _breaks(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> npt
 class StagedFrames:
     """Copies of one group whose device is not the host.
 
-    A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device. Each frame crosses
-    in one asynchronous copy on a stream of its own, which first waits for the calling thread's. Copies overlap only if
-    `rows` are pinned. The gathering is tested on the CPU; the streams have not been run on a GPU yet.
+    A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device. Each batch crosses
+    in one asynchronous copy on a stream of its own, which first waits for the caller's stream. Copies overlap only if
+    `rows` are pinned. Tests run the gathering on the CPU; the streams have not run on a GPU yet.
     """
 
     def __init__(self, pool: Pool, rows: Rows) -> None:

@@ -17,7 +17,7 @@ from quire.spec.group import GroupSpec
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes touched so far and all bytes. An exception that it raises ends the touching."""
+"""Called with the number of touched bytes and of all bytes. An exception that it raises ends the touching."""
 
 _CHUNK = 64 * 2**20
 _POPULATE = 16 * 2**20
@@ -27,9 +27,9 @@ _MOST_THREADS = 16
 
 
 def reserve(num_bytes: int) -> mmap.mmap:
-    """Address space of `num_bytes`, in huge pages where the system has some. Raises HostMemoryError."""
+    """Address space of `num_bytes`, in huge pages if the system has them. Raises HostMemoryError."""
     try:
-        # Private: shared memory is a file of the system, without huge pages, and charged as one.
+        # Private: the system treats shared memory as a file, without huge pages, and charges it as one.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise HostMemoryError(
@@ -44,8 +44,8 @@ def reserve(num_bytes: int) -> mmap.mmap:
 
 
 def populate(memory: npt.NDArray[np.uint8]) -> Iterator[None]:
-    """Make the system provide all of `memory`, piece by piece, whatever is in it: it may be in use. A system that has
-    no such call (Linux before 5.14) provides it as it is written."""
+    """Make the system provide all of `memory`, piece by piece, without changing its content: it may be in use. A system
+    without this call (Linux before 5.14) provides the memory when it is written."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     for start in range(0, len(memory), _POPULATE):
         piece = memory[start : start + _POPULATE]
@@ -56,7 +56,7 @@ def populate(memory: npt.NDArray[np.uint8]) -> Iterator[None]:
 
 def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: Progress | None = None) -> None:
     """Make the system provide all of `memory`, which is zero and stays zero, by a write to each system page. `threads`
-    are by default as many as cores, up to 16."""
+    is by default the number of cores, up to 16."""
     total = len(memory)
 
     def write(start: int) -> int:
@@ -83,9 +83,9 @@ def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: P
 
 class HostPool:
     """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i. It is one
-    anonymous mapping of `num_bytes`, which the constructor touches (see `touch`), so that it fails at once where memory
-    is short. `pinned` registers the memory with CUDA, if there is one. The pool owns the memory until `close`; views
-    stay readable after that and read zeros. Raises HostMemoryError, and then keeps nothing."""
+    anonymous mapping of `num_bytes`. The constructor touches it (see `touch`), so that a shortage of memory fails at
+    once. `pinned` registers the memory with CUDA, if there is one. The pool owns the memory until `close`; views stay
+    readable after that and read zeros. Raises HostMemoryError, and frees what it had reserved."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class HostPool:
         return self._formats[group]
 
     def close(self) -> None:
-        """Give the memory back to the system, also while views exist. A second call does nothing."""
+        """Return the memory to the system, also while views exist. A second call does nothing."""
         if not len(self._bytes):
             return
         if self.pinned:
@@ -138,11 +138,11 @@ class HostPool:
         try:
             self._memory.close()
         except BufferError:
-            return  # there are views: the bytes are gone already, and the addresses go with the last view
+            return  # views exist: the bytes are freed already, and the addresses are freed with the last view
 
 
 def _register(memory: npt.NDArray[np.uint8]) -> bool:
-    """Pin `memory` for CUDA; False where there is no CUDA. Not run on a GPU yet."""
+    """Pin `memory` for CUDA; False if there is no CUDA. Not run on a GPU yet."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Page tables on the device: one copy per step brings what changed."""
+"""Page tables on the device: one copy per step transfers what changed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.spec.ids import Ids
 
 class DevicePageTables:
     """The frame of every page of every running request, int32 `[groups, rows, pages_per_row]` on `device`. Entries
-    behind a request's pages, and of free rows, are stale. There is a pinned buffer for each of `num_steps` steps that
-    may be in flight, so that none is written while a copy reads it."""
+    after a request's pages, and those of free rows, are stale. Each of `num_steps` steps in flight has its own pinned
+    buffer, so that none is written while a copy reads it."""
 
     def __init__(
         self, num_groups: int, num_rows: int, pages_per_row: int, *, device: torch.device, num_steps: int = 2
@@ -20,13 +20,13 @@ class DevicePageTables:
         self.tables = torch.zeros((num_groups, num_rows, pages_per_row), dtype=torch.int32, device=device)
         self._flat = self.tables.view(num_groups, num_rows * pages_per_row)
         self.host: Ids | None = self.tables.numpy() if device.type == "cpu" else None
-        """The tables as an array where the device is the CPU; `apply` then writes without a copy."""
+        """The tables as an array if the device is the CPU; `apply` then writes without a copy."""
         self._pinned = device.type == "cuda"
         self._buffers = [self._buffer(1024) for _ in range(num_steps)]
         self._turn = 0
 
     def apply(self, changes: PageTableChanges) -> None:
-        """Bring the tables up to date, in one copy to the device, without a wait."""
+        """Update the tables in one copy to the device, without waiting."""
         count = len(changes)
         if not count:
             return

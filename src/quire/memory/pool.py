@@ -14,7 +14,7 @@ from quire.memory.host_pool import populate, reserve, touch
 from quire.spec.layout import DType, Field, PageLayout
 
 _LARGE = 4 * 2**20
-"""Bytes from which a tensor is large enough for huge pages."""
+"""Size in bytes from which a tensor uses huge pages."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -25,16 +25,16 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 class Arriving(Protocol):
-    """Bytes on their way into frames, layer by layer."""
+    """A load of bytes into frames, layer by layer."""
 
     def wait_layer(self, layer: int) -> None:
-        """Return when the bytes of the layer have arrived."""
+        """Wait until the bytes of the layer have arrived."""
 
 
 class Pool:
     """Device tensors for frames `0..num_frames` of a layout, zero at start; padded tokens write to frame 0. Large host
-    memory that is not `touched` comes from the system as it is written, or by `populate`. `tensors` has each field in
-    the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`."""
+    memory that is not `touched` is provided by the system when it is written, or by `populate`. `tensors` has each
+    field in the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`."""
 
     def __init__(
         self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu", touched: bool = True
@@ -65,14 +65,14 @@ class Pool:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.device.type != "cpu" or num_bytes < _LARGE:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        # Reads of scattered frames touch many system pages; huge pages cost far fewer misses of the TLB.
+        # Reads of scattered frames touch many system pages; huge pages cause far fewer TLB misses.
         memory = torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
         if self._touched:
             touch(memory.numpy())
         return memory.view(dtype).view(shape)
 
     def populate(self) -> Iterator[None]:
-        """Make the system provide the host memory of the pool, also while it is in use, piece by piece."""
+        """Make the system provide the host memory of the pool piece by piece, also while it is in use."""
         for _, tensor in self.tensors:
             if tensor.nbytes >= _LARGE:
                 yield from populate(tensor.view(torch.uint8).flatten().numpy())
@@ -84,7 +84,7 @@ class Pool:
 
     def layer(self, name: str, layer: int) -> Tensor:
         """`[num_frames + 1, entries, *shape]` of one layer, a view, after all `arriving` loads of that layer. Raises
-        what a failed load raises."""
+        the error of a failed load."""
         for load in self.arriving:
             load.wait_layer(layer)
         return self._owned[name, layer][1]
@@ -94,5 +94,5 @@ class Pool:
         return self._owned[name, layer][0]
 
     def has(self, name: str, layer: int) -> bool:
-        """Whether `layer` owns a field `name` here."""
+        """Whether `layer` owns a field `name` in this pool."""
         return (name, layer) in self._owned

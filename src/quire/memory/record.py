@@ -1,4 +1,4 @@
-"""RecordFormat: a frame's bytes behind a header that names their page; one format for memory, stores and peers.
+"""RecordFormat: a frame's bytes after a header that identifies their page; one format for memory, stores and peers.
 
 Little endian:
 
@@ -11,8 +11,8 @@ Little endian:
     48  digest                16   xxh3_128 of the payload, big endian, seeded by xxh3_64 of the 48 bytes above
     64  payload                    the fields of the layout in order, each [layers, entries, *shape]
 
-The seed binds the digest to key, layout, length and group, so that bytes under another page's header or a changed
-header do not pass. The digest finds accidents, not attacks.
+The seed binds the digest to key, layout, length and group, so a record with the header of another page, or a changed
+header, fails the check. The digest detects accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class RecordFormat:
             memory[start : start + HEADER_BYTES] = signed + digest
 
     def defects(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> list[str]:
-        """What is wrong with each row as the record of its page, "" where nothing is: the first that differs of "magic"
-        (with unknown flags), "group", "length", "layout", "key", "digest". Reads every payload once."""
+        """The first defect of each row as the record of its page: "magic" (also unknown flags), "group", "length",
+        "layout", "key", "digest", or "" for none. Reads every payload once."""
         memory, starts = self._records(rows, frames)
         head, size = self._head, self.num_bytes
         found = []
@@ -94,7 +94,7 @@ class RecordFormat:
         return found
 
     def _records(self, rows: Rows, frames: Ids) -> tuple[memoryview, Iterable[int]]:
-        """The rows as one run of bytes, and where the records of `frames` start in it."""
+        """The rows as one array of bytes, and the offsets of the records of `frames` in it."""
         num_rows, stride = rows.shape
         assert stride >= self.num_bytes, "rows too short for these records"
         assert rows.flags.c_contiguous, "rows with gaps between them"
@@ -104,8 +104,8 @@ class RecordFormat:
 
 
 def check_record(record: Buffer) -> str:
-    """What is wrong with a record of unknown page and group: "magic", "length", "digest", or "" for nothing. Bytes
-    behind the payload are ignored, so that a whole row of a pool passes."""
+    """The first defect of a record of unknown page and group: "magic", "length", "digest", or "" for none. Bytes after
+    the payload are ignored, so that a whole row of a pool is valid."""
     memory = memoryview(record).cast("B")
     if len(memory) < HEADER_BYTES:
         return "length"

@@ -1,11 +1,11 @@
-"""Residency: where every page's bytes are. No other table maps pages to frames.
+"""Residency: the frame and state of every page. No other table maps pages to frames.
 
     (tier, group, page) -> frame    where its bytes are or will be; 0: nowhere
                            state    RESIDENT, ARRIVING, DAMAGED ...
                            pins     holds that keep it there
                            rank     what its frame is good for, once it is idle
 
-A page may be in one group and absent in another, and on the device and the host at once.
+A page can be in one group and absent in another, and both on the device and on the host.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
 class State(IntFlag):
-    """What is known of a page in one group and tier."""
+    """States of a page in one group and tier."""
 
     ABSENT = 0
     RESIDENT = 1  # it has a frame, or a store has its bytes
-    ARRIVING = 2  # its bytes are being copied there: readers wait
+    ARRIVING = 2  # its bytes are being copied: readers wait
     DAMAGED = 4  # its bytes are wrong
     FETCHED = 8  # loaded from a store and not used by a request yet
-    TOUCHED = 16  # the store was told of its use in this period
+    TOUCHED = 16  # its use was reported to the store in this period
 
 
-_ABSENT = int(State.ABSENT)  # a member of an enumeration takes numpy longer to convert
+_ABSENT = int(State.ABSENT)  # numpy converts a member of an enumeration more slowly
 
 
 class Column:
     """One group in one tier. Page ids run from 1 to `num_pages` and are distinct within a call. With `reclaims`, frames
-    may go before their pages. A frame of a cached page that nothing pins is then *idle*, and `reclaim` takes idle
-    frames by rank, the longest idle first."""
+    can be reclaimed before their pages are freed. A frame of a cached page without pins is then *idle*, and `reclaim`
+    frees idle frames by rank, the longest idle first."""
 
     def __init__(self, name: str, num_pages: int, *, reclaims: bool) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class Column:
         self.pins = np.zeros(size, dtype=np.int32)
         self.rank = np.zeros(size, dtype=np.int8)
         self.ticket = np.zeros(size, dtype=np.int64)
-        """Which entry of the queues counts for each page; 0 where its frame is not idle."""
+        """The valid queue entry of each page; 0 if its frame is not idle."""
         self.num_idle = 0
         self.num_pinned = 0
         self._queues = tuple(LazyQueue(self._live, size=len) for _ in Rank)
@@ -72,14 +72,14 @@ class Column:
         return present
 
     def frames(self, pages: Ids) -> Ids:
-        """The frames of these pages. Raises MissingFrame where one has none."""
+        """The frames of these pages. Raises MissingFrame if one has none."""
         found = self.frame[pages]
         if np.count_nonzero(found) != found.size:
             raise self.missing(pages)
         return found
 
     def missing(self, pages: Ids) -> MissingFrame:
-        """The error that names the first of these pages without a frame."""
+        """The error for the first of these pages without a frame."""
         page = int(pages[self.frame[pages] == 0][0])
         return MissingFrame(f"page {page} is read in group '{self.name}' and has no frame there.")
 
@@ -91,14 +91,14 @@ class Column:
     # -- edits
 
     def bind(self, pages: Ids, frames: Ids) -> None:
-        """Give these pages, none of which has a frame, `frames`."""
+        """Bind `frames` to these pages, none of which has a frame."""
         at = as_index(pages, self._up)
         assert not np.count_nonzero(self.frame[at]), "bind over a page that has a frame"
         self.frame[at] = frames
         self.state[at] = State.RESIDENT
 
     def unbind(self, pages: Ids) -> Ids:
-        """Take the frames of these pages away and return them. Pages without one are skipped."""
+        """Unbind the frames of these pages and return them. Pages without one are skipped."""
         at = as_index(pages, self._up)
         frames: Ids = self.frame[at]
         if np.count_nonzero(frames) != len(frames):
@@ -131,10 +131,10 @@ class Column:
         """Clear `state`."""
         self.state[pages] &= np.uint8(0xFF ^ state)
 
-    # -- frames that may go before their pages. Without `reclaims`, pin, unpin and put do nothing
+    # -- frames that can be reclaimed before their pages. Without `reclaims`, pin, unpin and put do nothing
 
     def num_idle_of(self, pages: Ids) -> int:
-        """How many of these pages' frames `reclaim` could take now."""
+        """How many of these pages' frames `reclaim` could free now."""
         return int(np.count_nonzero(self.ticket[pages]))
 
     def pin(self, pages: Ids, rank: Rank = Rank.PASSED) -> None:
@@ -161,7 +161,7 @@ class Column:
         self._queue(free)
 
     def put(self, pages: Ids, rank: Rank) -> None:
-        """Make unpinned frames of these cached pages idle, as used now."""
+        """Make unpinned frames of these cached pages idle, as if used now."""
         if not self.reclaims:
             return
         self._raise_rank(pages, rank)
@@ -171,7 +171,7 @@ class Column:
 
     def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
         """Up to `num_frames` pages with idle frames, lowest rank first and none above `most`. O(reclaimed). They leave
-        the queues; the caller unbinds their frames."""
+        the queues, and the caller unbinds their frames."""
         victims: list[Ids] = []
         left = num_frames
         for queue in self._queues[: most + 1]:
@@ -201,7 +201,7 @@ class Column:
     def _queue(self, pages: Ids) -> None:
         self.num_idle += len(pages)
         ranks = self.rank[pages]
-        for rank, queue in enumerate(self._queues):  # a plain number: an array compares itself with it much faster
+        for rank, queue in enumerate(self._queues):  # a plain number: an array compares with it much faster
             part = pages[ranks == rank]
             if len(part):
                 self.ticket[part] = self._next_ticket
@@ -213,15 +213,15 @@ class Column:
         return found if len(found) else None
 
     def contents(self) -> tuple[object, ...]:
-        """For audits: all of it, to be compared with another time."""
+        """For audits: all data, to compare with another time."""
         arrays = (self.mapping, self.state, self.pins, self.ticket)
         return *(array.tobytes() for array in arrays), self.num_idle, self.num_pinned
 
 
 @dataclass(frozen=True, slots=True)
 class PageTableChanges:
-    """Entries of page tables to update on the device: `places` are `row * pages_per_row + page`, int32 `[k]`; `frames`
-    are what is there now, int32 `[groups, k]`, for groups in which each page has its own frame."""
+    """Entries of page tables to update on the device: `places` are `row * pages_per_row + page`, int32 `[k]`. `frames`
+    are the new values, int32 `[groups, k]`, for groups in which each page has its own frame."""
 
     places: Ids
     frames: Ids
@@ -231,9 +231,9 @@ class PageTableChanges:
 
 
 class Residency:
-    """The table of one cache. `names` and `reclaims` are by group; `tiers` are those that pages have frames in. The
-    anchor of a tier says which pages are on it. It is the column of `anchor_group`, the first group in which pages keep
-    their frames as long as they exist, or of the pages themselves where that is None."""
+    """The residency table of one cache. `names` and `reclaims` are by group; `tiers` are those in which pages have
+    frames. The anchor of a tier determines which pages are on it. It is the column of `anchor_group`, the first group
+    in which pages keep their frames for as long as they exist. If that is None, it is one of the pages themselves."""
 
     def __init__(
         self,
@@ -259,23 +259,23 @@ class Residency:
         return self._columns[tier, group]
 
     def anchor(self, tier: Tier) -> Column:
-        """The column that says which pages are on a tier."""
+        """The column that determines which pages are on a tier."""
         return self._anchors[tier]
 
-    # -- edits of the anchor where it is no group; otherwise these do nothing, since the group's edits do it
+    # -- edits of the anchor if it is no group; otherwise these do nothing, since the group's edits suffice
 
     def add_pages(self, pages: Ids, tier: Tier = Tier.DEVICE) -> None:
-        """Put these pages, which were not there, on a tier."""
+        """Mark these pages, which are not on a tier, as being on it."""
         if self.anchor_group is None:
             self._anchors[tier].bind(pages, pages)
 
     def remove_pages(self, tier: Tier, pages: Ids) -> None:
-        """Take these pages off a tier. Pages that are not there are skipped."""
+        """Mark these pages as not being on a tier. Pages that are not on it are skipped."""
         if self.anchor_group is None:
             self._anchors[tier].unbind(pages)
 
     def replace_pages(self, ours: Ids, theirs: Ids) -> None:
-        """Put `theirs` on the device in place of `ours`, where they are not there already."""
+        """Mark `theirs` as being on the device in place of `ours`, if they are not there already."""
         if self.anchor_group is None:
             missing = ~self._anchors[Tier.DEVICE].present(theirs)
             self._anchors[Tier.DEVICE].move(ours[missing], theirs[missing])

@@ -1,4 +1,4 @@
-"""Runs of consecutive ids, by which arrays are indexed as slices."""
+"""Runs of consecutive ids, which index arrays as slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def counting(num_ids: int) -> Ids:
 
 
 def as_index(ids: IdArray, up: Ids) -> IdArray | slice:
-    """The ids as an index: a slice where they are consecutive. `up` is `counting` of all ids."""
+    """The ids as an index: a slice if they are consecutive. `up` is `counting` of all ids."""
     count = len(ids)
     if not count or ids.item(-1) - (first := ids.item(0)) != count - 1:
         return ids
@@ -29,7 +29,7 @@ def as_index(ids: IdArray, up: Ids) -> IdArray | slice:
 
 
 def is_ascending(ids: IdArray) -> bool:
-    """Whether each id is above the one before it; then none occurs twice."""
+    """Whether the ids are strictly ascending; then none occurs twice."""
     return int(np.count_nonzero(ids[1:] > ids[:-1])) >= len(ids) - 1
 
 
@@ -39,7 +39,7 @@ def in_order(ids: Ids) -> Ids:
 
 
 def distinct(ids: IdArray) -> IdArray:
-    """The ids in ascending order, each once; the array itself if it is so."""
+    """The ids in ascending order, each once; the array itself if it is so already."""
     if is_ascending(ids):
         return ids
     changes = np.ones(len(ids), dtype=np.bool_)

@@ -1,1 +1,1 @@
-"""Prefix sharing: one radix tree for every kind of memory, reach, leases, eviction order, content keys."""
+"""Prefix sharing: one radix tree for all groups, reach, leases, eviction order, content keys."""

@@ -1,4 +1,4 @@
-"""Eviction policies by name. Most sort leaves by a key (`Order`); the default is `HitDensity`."""
+"""Eviction policies by name. Most policies order leaves by a key (`Order`); the default is `HitDensity`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHORT_SHARE = 0.1  # of the leaves: the size of the short queue of S3-FIFO, as 
 
 
 class Order(EvictionPolicy):
-    """Leaves by a key, the smallest first. The key is computed when a leaf becomes evictable. O(log leaves)."""
+    """Orders leaves by a key, the smallest first. The key is computed when a leaf becomes evictable. O(log leaves)."""
 
     def __init__(self, key: Callable[[Node], tuple[float, ...]]) -> None:
         self._key = key
@@ -121,22 +121,22 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "gdsf": GDSF,
     "s3fifo": S3FIFO,
 }
-"""Among equal keys the least recently used leaf goes first. `priority` is that of requests, the lowest first."""
+"""The smallest key is evicted first, among equal keys the least recently used. `priority` is that of requests."""
 DEFAULT_POLICY = "density"
 """Chosen by measurement: docs/decisions/020-the-order-of-eviction.md."""
 
 
 def register_eviction(name: str, policy: Callable[[], EvictionPolicy]) -> None:
-    """Give an eviction policy of your own a name, for every cache and engine of this process; each calls `policy()`.
+    """Register an eviction policy under a name, for every cache and engine of this process; each calls `policy()`.
 
-    The process of a server imports the main program again: call this at its top level. Raises InvalidInput for a name
-    that is taken."""
+    The process of a server imports the main program again: call this at its top level. Raises InvalidInput if the name
+    is in use."""
     if POLICIES.setdefault(name, policy) is not policy:
         raise InvalidInput(f"there is an eviction policy '{name}'.", fix="give yours another name.")
 
 
 def eviction_policy(name: str) -> EvictionPolicy:
-    """A new policy with this name. Raises InvalidInput for an unknown name."""
+    """A new policy of this name. Raises InvalidInput for an unknown name."""
     if name not in POLICIES:
         raise InvalidInput(f"unknown eviction policy '{name}'.", fix=f"use one of {', '.join(POLICIES)}.")
     return POLICIES[name]()

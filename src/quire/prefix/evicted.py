@@ -1,7 +1,7 @@
 """EvictedEdges: the latest evicted edges of a tree, as tokens without pages.
 
-They say why a prompt is not cached any more (`quire.prefix.match`), and tell an eviction policy what came back. An
-evicted edge is a child of the node, cached or evicted, that was its parent. It goes when its tokens are cached again.
+They explain why a prompt is not cached any more (`quire.prefix.match`), and tell a policy which edges came back. An
+evicted edge is a child of its former parent, cached or evicted. It is removed when its tokens are cached again.
 
     node --[page page]--> node          cached
        \\..[page page page]..> node      evicted; beyond the capacity the oldest are forgotten
@@ -16,8 +16,8 @@ from quire.prefix.node import Node, common_pages
 
 
 class EvictedEdges:
-    """At most `capacity` bytes of tokens, oldest first. `forgotten` is called with the parent of each edge that is
-    forgotten."""
+    """Their tokens use at most `capacity` bytes; the oldest edges are removed first. `forgotten` is called with the
+    parent of each edge that is removed for lack of room."""
 
     def __init__(self, capacity: int, page_bytes: int, forgotten: Callable[[Node], None]) -> None:
         self.capacity = capacity
@@ -27,7 +27,7 @@ class EvictedEdges:
         self.num_bytes = 0
 
     def add(self, edge: Node, parent: Node) -> None:
-        """Add an edge that was below `parent`."""
+        """Add an edge that was a child of `parent`."""
         parent.evicted[edge.key[: self._page_bytes]] = edge
         self._order.push(0, edge)
         self.num_bytes += len(edge.key)
@@ -35,8 +35,8 @@ class EvictedEdges:
             self._forget_oldest()
 
     def returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Node], Node | None]:
-        """How many bytes of `data` become one edge below `node`, the evicted edges at its end, and the deepest one that
-        these tokens bring back, which is removed."""
+        """How many bytes of `data` become one edge below `node`, the evicted edges at its end, and the deepest evicted
+        edge that these tokens cache again, which is removed."""
         last: Node | None = None
         below: dict[bytes, Node] = {}
         size = 0
@@ -57,9 +57,9 @@ class EvictedEdges:
         return size, below, last
 
     def forget_below(self, nodes: Iterable[Node]) -> None:
-        """Forget the evicted edges below these nodes, and those below them."""
+        """Remove the evicted edges below these nodes, and those below them."""
         edges = [edge for node in nodes for edge in node.evicted.values()]
-        for edge in edges:  # grows while it is walked
+        for edge in edges:  # grows during the loop
             edges += self._take(edge, len(edge.key)).values()
 
     def clear(self) -> None:
@@ -79,7 +79,7 @@ class EvictedEdges:
         return {edge.key[: self._page_bytes]: edge}
 
     def _forget_oldest(self) -> None:
-        """The oldest edge has no children, since they are older than their parent."""
+        """The oldest edge has no children, because children are evicted before their parent."""
         entry = self._order.pop()
         assert entry is not None
         edge = entry.item

@@ -10,12 +10,12 @@ from quire.spec.events import Namespace
 
 
 def namespace_seed(namespace: Namespace, identity: bytes = b"") -> bytes:
-    """The start of a namespace's chain, 32 bytes. `identity` is a `layout_identity`."""
+    """The first hash of a namespace's chain, 32 bytes. `identity` is a `layout_identity`."""
     return _digest(b"quire-namespace-2", identity, namespace.adapter.encode(), namespace.salt.encode())
 
 
 def layout_identity(model: bytes, layouts: Sequence[str]) -> bytes:
-    """The model and every group's layout, on which a page's bytes depend besides tokens and namespace; 32 bytes."""
+    """32 bytes for the model and all layouts, on which a page's bytes depend besides tokens and namespace."""
     return _digest(b"quire-layouts-1", model, *[layout.encode() for layout in layouts])
 
 
@@ -24,7 +24,7 @@ def scope_of(namespace: Namespace, identity: bytes) -> bytes:
 
         |-- scope_prefix_of(identity): 8 bytes --|-- the namespace in it: 8 bytes --|
 
-    So all records of a model are found without any salt. A scope does not reveal a salt. Page keys do not depend on it.
+    All records of a model are found without a salt. A scope does not reveal a salt. Page keys do not depend on it.
     """
     inner = _digest(b"quire-scope-1", identity, namespace.adapter.encode(), namespace.salt.encode())
     return scope_prefix_of(identity) + inner[:8]
@@ -36,7 +36,7 @@ def scope_prefix_of(identity: bytes) -> bytes:
 
 
 def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:
-    """Hashes of the whole pages in `tokens` (raw int32 bytes), each of the previous page's hash and its own bytes."""
+    """Hashes of the whole pages in `tokens` (raw int32 bytes), each over the previous hash and its own bytes."""
     hashes = []
     begun = hashlib.sha256(b"quire-page-2" + page_bytes.to_bytes(4, "little")).copy  # a copy costs less than a new one
     for at in range(0, len(tokens) - page_bytes + 1, page_bytes):
@@ -49,7 +49,7 @@ def chain_pages(parent: bytes, tokens: bytes, page_bytes: int) -> tuple[bytes, .
 
 
 def _digest(domain: bytes, *parts: bytes) -> bytes:
-    """SHA-256 of the number of parts, and each part after its length. No domain may be a prefix of another."""
+    """SHA-256 of the number of parts, and of each part after its length. No domain may be a prefix of another."""
     digest = hashlib.sha256(domain + len(parts).to_bytes(8, "little"))
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -58,7 +58,7 @@ def _digest(domain: bytes, *parts: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Pages that were cached together: hashed together once, even if the tree cuts them later."""
+    """Pages that were cached together: they are hashed together once, even if the tree splits them later."""
 
     parent: PageHashes | bytes
     tokens: bytes
@@ -67,8 +67,8 @@ class _Run:
 
 
 class PageHashes:
-    """The hashes of consecutive pages, computed at the first read. Immutable. `parent` are the previous pages, or a
-    namespace's seed; `tokens` are raw int32 bytes."""
+    """The hashes of consecutive pages, computed when they are first read. Immutable. `parent` are the previous pages,
+    or a namespace's seed; `tokens` are raw int32 bytes."""
 
     __slots__ = ("_run", "_start", "_stop")
 
@@ -92,7 +92,7 @@ class PageHashes:
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """One hash for each page. O(pages not hashed yet, here and before)."""
+        """One hash for each page. O(pages not hashed yet, in this run and earlier ones)."""
         return _digests(self._run)[self._start : self._stop]
 
     @property
@@ -131,7 +131,7 @@ def cut_hashes(hashes: list[PageHashes], at: int) -> tuple[list[PageHashes], lis
 
 
 def _digests(run: _Run) -> tuple[bytes, ...]:
-    """The hashes of a run; computes those of earlier runs first, in a loop because a chain may be long."""
+    """The hashes of a run. Those of earlier runs are computed first, in a loop because a chain may be long."""
     waiting: list[_Run] = []
     missing = run
     while missing.digests is None:

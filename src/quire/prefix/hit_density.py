@@ -1,4 +1,4 @@
-"""HitDensity: evicts the pages first that get the fewest hits per page and time, as learned from earlier hits."""
+"""HitDensity: evicts the pages with the fewest expected hits per page and time, learned from earlier hits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KINDS = TURNS * HITS * ANSWERS
 STEPS_PER_OCTAVE = 4  # classes of ages, each 19 % wide
 AGES = np.unique(np.round(2 ** (np.arange(17 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)).astype(np.int64))
 WIDTHS = np.diff(np.append(AGES, 2 * AGES[-1])).astype(np.float64)
-PRIOR = 20.0  # stays: the weight of the first guess, and of a kind's relatives against its own record
+PRIOR = 20.0  # stays: the weight of the first estimate, and of related kinds against a kind's own record
 MEMORY = 20_000  # reuses after which a record counts half
-RUNS = 256  # at most; runs of neighbouring ages are merged if there are more
+RUNS = 256  # at most; above that, runs of neighbouring ages are merged
 TIDIED = 16  # entries of merged runs that each offer checks
 
 _AGES = AGES.tolist()
@@ -35,7 +35,7 @@ _NOT_LATER = np.where(np.arange(len(AGES)) >= np.arange(_BLOCK)[:, None], 0.0, n
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """The time from the last use of a path's end to its next. Nodes of one path, cached or evicted, share it."""
+    """The time between two uses of a path's end. Nodes of one path, cached or evicted, share it."""
 
     kind: int
     since: int
@@ -43,13 +43,13 @@ class Stay:
 
 
 class HitDensity(EvictionPolicy):
-    """A *stay* begins when the last lease of a path ends. It ends when the path is used again, cached or evicted. Its
-    kind is the path's turn, hits on its end, and tokens generated at its end. Each kind has a histogram of the ages at
-    which stays ended. It gives the chance that a stay of age `a` ends within `t` ticks, and the time its pages are held
-    until then. The greatest ratio of the two over all `t` is the leaf's worth. A tick is one stay begun: nothing
-    depends on a clock or on random numbers.
+    """A *stay* begins when the last lease of a path ends. It ends when the path, cached or evicted, is used again. Its
+    kind is the path's turn, the hits on its end, and the number of tokens generated at its end. Each kind has a
+    histogram of the ages at which its stays ended. It gives the chance that a stay of age `a` ends within `t` ticks,
+    and the time its pages are held until then. The greatest ratio of the two over all `t` is the worth of a leaf. A
+    tick is the begin of a stay: nothing depends on a clock or on random numbers.
 
-    Candidates wait in runs of one kind and nearly one age. Runs are ranked every few ticks: a victim costs one `pop`.
+    Candidates are in runs of one kind and nearly one age. Runs are ranked every few ticks: a victim costs one `pop`.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class HitDensity(EvictionPolicy):
 
     def merged(self, child: Node, parent: Node) -> None:
         # A path with hits by several requests, such as a system prompt, has a record of its own. Any other path
-        # continues the stay of its one conversation.
+        # continues the stay of its only conversation.
         parent.memo = child.memo if parent.hits < 2 else None
 
     def _end(self, stay: object | None) -> None:
@@ -152,7 +152,7 @@ class HitDensity(EvictionPolicy):
         self._ranked = sorted(zip(worths.tolist(), where, strict=True))
 
     def _merge_runs(self) -> None:
-        """Double the ages that one run spans. O(runs): each later offer tidies some of their entries."""
+        """Double the range of ages in one run. O(runs): later offers remove invalid entries."""
         self._epoch *= 2
         runs: dict[tuple[int, int], LazyQueue[Node]] = {}
         for kind, epoch in sorted(self._runs):
@@ -166,12 +166,12 @@ class HitDensity(EvictionPolicy):
 
 
 def worth(begun: Table, reused: Table) -> Table:
-    """Per kind and age [KINDS, ages]: the most hits per page and tick that a leaf kept from this age on can earn.
-    `begun` [KINDS] counts stays, and `reused` [KINDS, ages] those that ended. A short record is completed from kinds
-    that differ in the answer only, and these from all kinds. The first guess is LRU: reuse becomes rarer with age."""
+    """Per kind and age [KINDS, ages]: the most hits per page and tick that a leaf can earn from this age on. `begun`
+    [KINDS] counts stays, and `reused` [KINDS, ages] those that ended. A short record is completed from kinds that
+    differ in generated tokens only, and these from all kinds. At first this is LRU: reuse becomes rarer with age."""
     guess = _FIRST_GUESS
     padded = np.empty((KINDS, len(AGES) + 2))
-    for _ in range(3):  # smooth: a histogram of few counts is mostly gaps
+    for _ in range(3):  # smoothed: a histogram of few counts is mostly gaps
         padded[:, 1:-1], padded[:, 0], padded[:, -1] = reused, reused[:, 0], reused[:, -1]
         reused = padded[:, 1:-1] * 2
         reused += padded[:, :-2]
@@ -184,7 +184,7 @@ def worth(begun: Table, reused: Table) -> Table:
     rows: dict[bytes, int] = {}  # most kinds have no record, and equal rows
     which = [rows.setdefault(row.tobytes(), len(rows)) for row in guess]
     guess = np.frombuffer(b"".join(rows)).reshape(len(rows), -1)
-    ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some never do
+    ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some stays never end
     hits, held = np.zeros((2, len(ends), len(AGES) + 1))
     np.cumsum(ends, 1, out=hits[:, 1:])
     np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1, out=held[:, 1:])

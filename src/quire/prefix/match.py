@@ -1,4 +1,4 @@
-"""How far a prompt is cached (`Match`), and where and why it leaves what is cached (`Divergence`).
+"""How far a prompt is cached (`Match`), and where and why it differs from what is cached (`Divergence`).
 
 prompt   |-- cached --|-- evicted --|-- evicted --|-- part of a page --|-- new ----
          live edges     evicted edges, with the       the same tokens as a page that
@@ -22,9 +22,9 @@ _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 _LONG = 1 << 13  # tokens: a longer prompt is compared with its first edge in place, before it is copied
 
 # Every admission pays for these searches, so they are bounded.
-_MOST_COMPARED = 64  # continuations where a prompt diverges
+_MOST_COMPARED = 64  # pages compared where a prompt diverges
 _MOST_NAMESPACES = 512  # roots, the oldest first; there may be one for each salt
-_MOST_FOLLOWED = 8  # of the namespaces that begin like the prompt
+_MOST_FOLLOWED = 8  # of the namespaces with the same first page
 
 
 @dataclass(slots=True, eq=False)
@@ -51,15 +51,15 @@ class Match:
 
 
 class Insertion(NamedTuple):
-    """`pages` hold the inserted tokens now. `duplicates` are pages of the caller that the tree did not take, because
-    their tokens were cached already: the caller still owns them."""
+    """`pages` are now the pages of the inserted tokens. `duplicates` are pages of the caller that the tree did not
+    take, because their tokens were cached already: the caller still owns them."""
 
     pages: Ids
     duplicates: Ids
 
 
 class Evicted(NamedTuple):
-    """Pages `removed` from the tree, which the caller owns now, and how many others left the tier only."""
+    """Pages `removed` from the tree, which the caller owns now, and the number of others that left the tier only."""
 
     removed: Ids
     num_moved: int
@@ -112,7 +112,7 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
 class Divergence:
     """`evicted` counts the pages that follow the match, in runs of one eviction each. `common` tokens after these, less
     than a page, equal the start of a page that is or was cached there. `elsewhere` is the other namespace that caches
-    most of the prompt, and how many pages; None if no other namespace has its first page."""
+    most of the prompt, and the number of pages; None if no other namespace has its first page."""
 
     evicted: tuple[tuple[int, Eviction], ...]
     common: int
@@ -164,7 +164,7 @@ def _end_of(root: Node | None, match: Match, unit: int) -> tuple[Node | None, li
 
 
 def _most_common(page: bytes, others: list[bytes]) -> int:
-    """The longest common start, in tokens, of `page` and one of these pages, which have one length."""
+    """The longest common start, in tokens, of `page` and one of these pages of equal length."""
     width = len(others[0]) // TOKEN_BYTES if others else 0
     count = min(len(page) // TOKEN_BYTES, width)
     if not count:

@@ -13,12 +13,12 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 ID_BYTES = TOKEN_BYTES = 4
-_INT32 = np.dtype(np.int32)  # to convert the scalar type takes 0.4 us at each use
+_INT32 = np.dtype(np.int32)  # converting the scalar type takes 0.4 us at each use
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """One call that made room: the request that needed it, and when, by the tree's clock and the cache's."""
+    """One call that evicted: the request that needed room, and the time by the tree's clock and the cache's."""
 
     cause: str
     clock: int
@@ -34,23 +34,23 @@ class Node:
     namespace: Namespace
     parent: Node | None  # None: a root
     key: bytes  # tokens of the edge, whole pages as raw int32 bytes
-    run: bytes  # page ids of the edge, raw too: a path is read by joining bytes
+    run: bytes  # page ids of the edge, also raw: a path is read by joining bytes
     depth: int  # pages before the edge
     created: int
     last_used: int = 0
     hits: int = 0
     priority: int = 0  # the highest
-    turn: int = 0  # requests that lengthened the path, one by one
+    turn: int = 0  # requests that lengthened the path one after the other
     tail: bytes = b""  # tokens, less than a page, that follow the path in the last request to end here
     answer: int = 0  # tokens that the last request to end here had generated
     leases: int = 0  # that end here
-    held: int = 0  # leases here, plus the levels of the children: a lease changes only nodes whose level it changes
+    held: int = 0  # leases here, plus the levels of the children: a lease changes only nodes whose level changes
     level: int = 0  # min(2, leases here or below): 0 is evictable, 1 protected, 2 shared
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of the child's first page
     evicted: dict[bytes, Node] = field(default_factory=dict)  # evicted children, likewise
-    hashes: list[PageHashes] = field(default_factory=list)  # of its pages, in runs as they came, while events are on
+    hashes: list[PageHashes] = field(default_factory=list)  # of its pages, in runs as cached, if events are on
     memo: object | None = None  # belongs to the eviction policy
-    ticket: int = 0  # of its valid entry in the policy's queue; 0: not a candidate for eviction
+    ticket: int = 0  # of its valid entry in the policy's queue; 0: no candidate for eviction
     copy_ticket: int = 0  # of its valid entry in `Whereabouts.copies`
     eviction: Eviction | None = None  # of an evicted edge
 
@@ -61,7 +61,7 @@ class Node:
 
     @property
     def num_pages(self) -> int:
-        """How many pages the edge has."""
+        """The number of pages of the edge."""
         return len(self.run) // ID_BYTES
 
 
@@ -74,18 +74,18 @@ class Lease:
     num_pages: int
     priority: int
     turn: int  # of all nodes that are appended under this lease
-    counts: bool = True  # whether its release stamps `last_used`
+    counts: bool = True  # whether its release updates `last_used`
 
     @property
     def node(self) -> Node:
-        """The end of the path. Raises LeaseError after the release."""
+        """The node at the end of the path. Raises LeaseError after the release."""
         if self.end is None:
             raise LeaseError("a lease was used after it was released.")
         return self.end
 
 
 class Levels:
-    """Keeps levels, and `num_held[n]`: the pages on the device that at least n leases hold, for n = 1 and 2.
+    """Updates levels, and `num_held[n]`: the pages on the device that at least n leases hold, for n = 1 and 2.
     `is_here` is None if all pages are on the device."""
 
     def __init__(self, is_here: Callable[[Node], bool] | None) -> None:
@@ -130,7 +130,7 @@ def nodes_below(node: Node) -> list[Node]:
 
 
 def path_to(node: Node) -> list[Node]:
-    """The nodes from this one upwards, without the root."""
+    """The nodes from this one up, without the root."""
     nodes = []
     while node.parent is not None:
         nodes.append(node)

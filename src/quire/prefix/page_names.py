@@ -14,13 +14,13 @@ from quire.spec.ids import Ids, Tier
 
 KEY_BYTES = 32
 _scope_of = lru_cache(1024)(scope_of)  # there may be a salt per user or per request
-_MOST_AHEAD = 64  # prompts whose keys are remembered until their pages are cached
+_MOST_AHEAD = 64  # prompts whose keys are stored until their pages are cached
 
 
 class PageNames:
-    """The keys and events of one tree's pages; `identity` is the `layout_identity` that all chains begin with. With
-    tiers below the device, each key is computed when its page is cached, and stored in `keys` [num_pages + 1, 32] by
-    page id. Without tiers `num_pages` is 0, and keys are computed when an event is read."""
+    """The keys and events of one tree's pages; all chains begin with `identity`, the `layout_identity`. With lower
+    tiers, each key is computed when its page is cached, and stored in `keys` [num_pages + 1, 32] by page id. Without
+    tiers `num_pages` is 0, and keys are computed when an event is read."""
 
     def __init__(
         self, page_bytes: int, identity: bytes, emit: Callable[[CacheEvent], None] | None, num_pages: int
@@ -53,11 +53,11 @@ class PageNames:
 
     @property
     def scope_prefix(self) -> bytes:
-        """The start of the scopes of all namespaces."""
+        """The first bytes of the scopes of all namespaces."""
         return scope_prefix_of(self._identity)
 
     def rename(self, identity: bytes) -> None:
-        """Use another model's identity from now on. All pages have been flushed before."""
+        """Use another model's identity from now on. All pages must have been flushed before."""
         self._identity = identity
         self._ahead.clear()
 
@@ -94,7 +94,7 @@ class PageNames:
         return namespace_seed(namespace, self._identity)
 
     def _chain(self, parent: bytes, tokens: bytes) -> PageHashes:
-        """The keys of pages with these tokens, without computing those of `keys_ahead` again."""
+        """The keys of pages with these tokens; those of `keys_ahead` are not computed again."""
         found = self._ahead.pop(parent, None)
         if found is None or not found.begins_with(tokens):
             return PageHashes(parent, tokens, self._page_bytes)

@@ -1,4 +1,4 @@
-"""Placement: where the bytes of pages are. Whereabouts: the same for nodes, and which of them may leave a tier."""
+"""Placement: which tiers have a page. Whereabouts: the same for nodes, and which of them may leave a tier."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from quire.spec.ids import Bools, Ids
 
 
 class Placement(Protocol):
-    """Pages are on the device, below it, or both. On every path the pages on the device come first."""
+    """Pages are on the device, on lower tiers, or both. On every path the pages on the device come first."""
 
     def on_device(self, page: int) -> bool:
-        """Whether a page is on the device, or on its way there."""
+        """Whether a page is on the device, or on its way to it."""
 
     def have_copies(self, pages: Ids) -> Bools:
-        """Per page: whether it has a copy below the device."""
+        """Per page: whether it has a copy on a lower tier."""
 
 
 class Whereabouts:
-    """Offers nodes on the device to `policy`. `copies` queues nodes whose copies may be evicted: the least recently
-    used first, and the end of a path before the nodes above it. Without a `placement` every page is on the device
-    alone. Only copies of a node's first pages, without a gap, count."""
+    """Nodes on the device are offered to `policy`. `copies` queues nodes whose copies may be evicted: the least
+    recently used first, and the end of a path before the nodes above it. Without a `placement` every page is on the
+    device alone. Only copies of a node's first pages, without a gap, count."""
 
     def __init__(self, placement: Placement | None, policy: EvictionPolicy) -> None:
         self._placement = placement
@@ -36,13 +36,13 @@ class Whereabouts:
         self._tickets = count(1)
 
     def is_here(self, node: Node) -> bool:
-        """Whether a node's pages are on the device, or on their way there. True for roots."""
+        """Whether a node's pages are on the device, or on their way to it. True for roots."""
         if self._placement is None or node.parent is None:
             return True
         return self._placement.on_device(int.from_bytes(node.run[:ID_BYTES], sys.byteorder))
 
     def num_copies(self, node: Node) -> int:
-        """How many of a node's pages, from the first on, have copies below the device."""
+        """How many of a node's pages, from the first on, have copies on lower tiers."""
         if self._placement is None:
             return 0
         found = self._placement.have_copies(node.pages)
@@ -55,8 +55,8 @@ class Whereabouts:
         self.offer_path(node)
 
     def offer_path(self, node: Node) -> None:
-        """Queue every node of a path whose copies may be evicted, and the first node above that is a leaf on the device
-        now."""
+        """Queue every node of a path whose copies may be evicted, and the lowest node on the device if it is a leaf
+        there."""
         was_here = self.is_here(node)
         for above in path_to(node):
             if above.level:
@@ -83,5 +83,5 @@ class Whereabouts:
 
     def _is_last_here(self, node: Node) -> bool:
         """Whether a node is on the device, and no child is."""
-        # The last child came to the device last, so this seldom looks at more than one.
+        # The last child came to the device last, so this loop is short.
         return self.is_here(node) and not any(self.is_here(child) for child in reversed(node.children.values()))

@@ -10,7 +10,7 @@ from quire.prefix.node import Node
 
 class EvictionPolicy(ABC):
     """Chooses among the leaves that no lease holds. It may store its own data in `Node.memo`: a split copies the memo
-    to the upper part, and an evicted edge keeps it.
+    to the upper part, and an evicted edge retains it.
 
         lease on a hit        used(end of the leased path)
         insert a new leaf     stored(leaf, memo of the same edge before its eviction)
@@ -20,10 +20,10 @@ class EvictionPolicy(ABC):
     """
 
     def used(self, node: Node) -> None:  # noqa: B027 - most policies ignore it
-        """A request begins on a hit that ends at this node. `last_used` and `hits` include it already."""
+        """A request begins on a hit that ends at this node. `last_used` and `hits` already include it."""
 
     def stored(self, node: Node, memo: object | None) -> None:  # noqa: B027
-        """A new leaf. `memo` is that of the deepest evicted edge that its tokens bring back, if any."""
+        """A new leaf. `memo` is that of the deepest evicted edge that its tokens cache again, if any."""
 
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
         """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""
@@ -42,5 +42,5 @@ class EvictionPolicy(ABC):
 
 
 def live(ticket: int, node: Node) -> Node | None:
-    """The `live` of a policy's `LazyQueue`."""
+    """For the argument `live` of a policy's `LazyQueue`."""
     return node if ticket == node.ticket else None

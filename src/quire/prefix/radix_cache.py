@@ -5,8 +5,8 @@ There is one tree per namespace. An edge is a run of whole pages:
     root --[page page page]--> node --[page page]--> node (leaf)
                                 \\--[page]----------> node (leaf)
 
-A page that leaves the device stays in the tree, under its id, while it has a copy below. Pages on the device come first
-on every path, and the copies of an edge are those of its first pages. A tier evicts the ends of its paths:
+A page that leaves the device stays in the tree under its id, while it has a copy on a lower tier. On every path the
+pages on the device come first, and only an edge's first pages have copies. A tier evicts from the ends of its paths:
 
     root --[device, copies]--> node --[device]--> node                   on the device
                                 \\--[copies]--> node --[copies]--> node   below only: loaded before they are used
@@ -42,17 +42,17 @@ from quire.spec.events import CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids, Tier
 
 Give = Callable[[Ids], None]
-"""Takes pages out of a tier that stay in the tree; it has done so when it returns."""
+"""Takes pages out of a tier that stay in the tree; they are out when it returns."""
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
-_LONGEST_GROWN = 1 << 16  # bytes: a longer edge gets a child instead of more pages, which would copy it
+_LONGEST_GROWN = 1 << 16  # bytes: a longer edge gets a child instead of more pages, which would copy the edge
 
 
 class RadixCache:
     """Radix trees of page ids. The tree never frees a page: the caller owns the ids that its methods return as removed.
 
-    `emit` receives an event for pages that become or stop being reusable. `num_named` page ids have keys, for tiers.
-    With neither, no page is hashed. `identity` stands for the model and the layouts: every hash depends on it. The last
-    `remembered` evicted tokens are known as evicted edges, with the time in `seconds`.
+    `emit` receives an event when pages can be reused, and when they cannot any more. `num_named` page ids have keys,
+    for tiers. With neither, no page is hashed. `identity` represents the model and the layouts: every hash depends on
+    it. The last `remembered` evicted tokens are stored as evicted edges, with the time by `seconds`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RadixCache:
         self.version = 0  # changes when an earlier `Match` becomes invalid
         self._levels = Levels(self.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
-        self.num_below = 0  # pages that have a copy below only
+        self.num_below = 0  # pages that have a copy on lower tiers only
 
     @property
     def num_evictable(self) -> int:
@@ -156,8 +156,8 @@ class RadixCache:
     def insert(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
         """Cache `tokens` (whole pages) after the leased path, and move the lease to their end.
 
-        Pages on the path that had a copy below only come to the device: the caller gives them frames before its next
-        call of the tree. The tree takes over the caller's `pages` for the tokens that were not cached yet:
+        Pages on the path that had a copy on lower tiers only come to the device: the caller gives them frames before
+        its next call of the tree. The tree takes over the caller's `pages` for the tokens that were not cached yet:
 
             leased path | tokens that another request cached | new tokens
                         | tree's pages stay; caller's pages  | caller's pages
@@ -173,8 +173,8 @@ class RadixCache:
         return insertion
 
     def graft(self, lease: Lease, tokens: Ids, pages: Ids) -> Insertion:
-        """As `insert`, with pages that have copies below only: the caller gives them host frames before its next call
-        of the tree. Nothing comes to the device or counts as used."""
+        """As `insert`, with pages that have copies on lower tiers only: the caller gives them host frames before its
+        next call of the tree. No page comes to the device or counts as used."""
         return self._grow(lease, tokens, pages, here=False)[1]
 
     def ended(self, lease: Lease, tail: Ids, num_generated: int) -> None:
@@ -187,9 +187,9 @@ class RadixCache:
     # -- shrinking
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
-        """Forget up to `num_pages` pages on the device that no lease holds, in the policy's order, with their copies
+        """Remove up to `num_pages` pages on the device that no lease holds, in the policy's order, with their copies
         and all pages below them in the tree; returns all of them. A leaf loses its last pages first. O(leaves evicted),
-        plus the policy's choice. `cause` is for explanations."""
+        plus the cost of the policy. `cause` is for explanations."""
         removed: list[bytes] = []
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._policy.victim()) is not None:
@@ -199,9 +199,9 @@ class RadixCache:
         return join_ids(removed)
 
     def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
-        """As `evict`, but pages that have copies stay in the tree, and `leave` takes their device frames. `keep(node)`
-        copies pages of a node that have no copy, as far as it can, and returns how many of its first pages have one.
-        The other pages, and all below them, are forgotten. Without `keep` no copies are made."""
+        """As `evict`, but pages that have copies stay in the tree, and `leave` frees their device frames. `keep(node)`
+        copies pages of a node that have no copy, as far as possible, and returns how many of its first pages have one.
+        The other pages, and all below them, are removed. Without `keep` no copies are made."""
         removed: list[bytes] = []
         num_moved = 0
         eviction = self._eviction(cause)
@@ -223,7 +223,7 @@ class RadixCache:
 
     def evict_lower(self, num_pages: int, leave: Give, cause: str = "") -> Evicted:
         """Remove copies of up to `num_pages` pages that no lease holds, in the order of `Whereabouts.copies`. Pages on
-        the device stay there, and `leave` takes their copies; the others are forgotten."""
+        the device stay there, and `leave` frees their copies; the others are removed."""
         removed: list[bytes] = []
         num_moved = 0
         eviction = self._eviction(cause)
@@ -242,7 +242,7 @@ class RadixCache:
         return Evicted(join_ids(removed), num_moved)
 
     def discard(self, node: Node, start: int) -> Ids | None:
-        """Forget a node's pages from its page `start` on, and all nodes below; returns the ids; None if it is held."""
+        """Remove a node's pages from page `start` on, and all nodes below; returns the ids, or None if it is leased."""
         if node.level:
             return None
         removed: list[bytes] = []
@@ -250,7 +250,7 @@ class RadixCache:
         return join_ids(removed)
 
     def clear(self) -> Ids:
-        """Forget all pages that no lease holds, and all evicted edges; returns the pages."""
+        """Remove all pages that no lease holds, and all evicted edges; returns the pages."""
         pages = np.concatenate((self.evict(self.num_pages), self.evict_lower(self.num_below, _stays).removed))
         self.evicted.clear()
         if not self.num_pages and not self.num_below:
@@ -260,8 +260,8 @@ class RadixCache:
     # -- flushing
 
     def flush(self, namespace: Namespace) -> tuple[Ids, int]:
-        """Forget every page of `namespace`, in every tier, and its evicted edges. Returns the pages that no lease
-        holds, and how many others there are: no prompt matches these any more, and `sweep` returns them later."""
+        """Remove every page of `namespace`, in every tier, and its evicted edges. Returns the pages that no lease
+        holds, and the number of others. No prompt matches those any more, and `sweep` returns them later."""
         root = self.roots.get(namespace)
         if root is None:
             return _NO_PAGES, 0
@@ -272,17 +272,17 @@ class RadixCache:
         self.hidden_roots.append(self.roots.pop(namespace))
         held = nodes_below(root)
         for node in reversed(held):
-            self._tell_gone(node, 0)  # it forgets the hashes, so that later removals emit nothing
+            self._tell_gone(node, 0)  # it drops the hashes, so that later removals emit nothing
         return pages, sum(node.num_pages for node in held)
 
     def sweep(self) -> Ids:
-        """Forget flushed pages that no lease holds any more, and return them. O(flushed nodes that are left)."""
+        """Remove flushed pages that no lease holds any more, and return them. O(flushed nodes that are left)."""
         return np.concatenate([_NO_PAGES, *map(self._forget_unheld, list(self.hidden_roots))])
 
     # -- tiers
 
     def arrive(self, lease: Lease, start: int, stop: int) -> None:
-        """Pages `start..stop - 1` of a leased path come to the device, where those before them are. The caller gives
+        """Pages `start..stop - 1` of a leased path come to the device, which has those before them. The caller gives
         them frames before its next call of the tree."""
         coming = [node for node in path_to(lease.node) if start <= node.depth < stop]
         if coming and coming[0].depth + coming[0].num_pages > stop:
@@ -291,7 +291,7 @@ class RadixCache:
             self._arrive(node)
 
     def countable(self, lease: Lease, start: int, stop: int) -> int:
-        """The end of the pages from `start` to `stop` of a pinned path whose copies would count."""
+        """The first page after `start`, at most `stop`, up to which copies of a pinned path's pages would count."""
         for node in reversed(path_to(lease.node)):
             if node.depth >= stop:
                 break
@@ -302,14 +302,14 @@ class RadixCache:
         return start
 
     def copied(self, lease: Lease, start: int, stop: int) -> None:
-        """Pages `start..stop - 1` of a pinned path have copies now that count and did not before."""
+        """Pages `start..stop - 1` of a pinned path have copies now that count and did not count before."""
         for node in reversed(path_to(lease.node)):
             if node.depth < stop and node.depth + node.num_pages > start:
                 first, end = max(0, start - node.depth), min(node.num_pages, stop - node.depth)
                 self.names.tell(PagesStored, node, first, end, Tier.HOST)
                 self._where.offer_path(node)
 
-    # -- looking, for audits and statistics
+    # -- reading, for audits and statistics
 
     def nodes(self) -> Iterator[Node]:
         """All nodes except roots, parents before children."""
@@ -343,7 +343,7 @@ class RadixCache:
         return node
 
     def _grow(self, lease: Lease, tokens: Ids, pages: Ids, *, here: bool) -> tuple[Node, Insertion]:
-        """Cache `tokens` after a lease, and move it to the node that is returned."""
+        """Cache `tokens` after a lease, and move it to the returned node."""
         data, page_bytes = tokens.tobytes(), self._page_bytes
         assert len(data) == len(pages) * page_bytes
         node, at = lease.node, 0
@@ -369,7 +369,7 @@ class RadixCache:
         return node, Insertion(join_ids(runs) if depth else pages, pages[:depth])
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge after its first `at` pages and return the new upper part, which gets the same level. The lower
+        """Split an edge after its first `at` pages and return the new upper part, which gets the same level. The lower
         part is the old node, so its leases stay valid."""
         assert 0 < at < node.num_pages and node.parent is not None
         self.version += 1
@@ -391,7 +391,7 @@ class RadixCache:
         return upper
 
     def _append(self, node: Node, lease: Lease, data: bytes, run: bytes, *, here: bool) -> Node:
-        """Lengthen the edge of `node` if this lease alone holds it; else add new nodes below."""
+        """Lengthen the edge of `node` if only this lease holds it; else add new nodes below."""
         count = len(run) // ID_BYTES
         if not here:
             self.num_below += count
@@ -428,7 +428,7 @@ class RadixCache:
         return Eviction(cause, self._clock, self._seconds())
 
     def _forget(self, node: Node, keep: int, eviction: Eviction, removed: list[bytes]) -> None:
-        """Forget all but the first `keep` pages of a node without leases, and all nodes below; adds to `removed`."""
+        """Remove all but the first `keep` pages of a node without leases, and all nodes below; adds to `removed`."""
         if node.children:
             removed += [self._cut(found, 0, eviction) for found in reversed(nodes_below(node))]
         removed.append(self._cut(node, keep, eviction))
@@ -473,7 +473,7 @@ class RadixCache:
         node.key = node.key[:at]
 
     def _forget_unheld(self, root: Node) -> Ids:
-        """Forget all nodes below a root that no lease holds, all its evicted edges, and then an empty root."""
+        """Remove a root's nodes without leases, its evicted edges, and then the root if it is empty."""
         removed: list[bytes] = []
         eviction = self._eviction("")
         held = [root]
@@ -488,7 +488,7 @@ class RadixCache:
         return join_ids(removed)
 
     def offer(self, node: Node) -> None:
-        """Queue a node for eviction if it is a leaf without leases; drop an unused root."""
+        """Queue a node for eviction if it is a leaf without leases; remove an unused root."""
         if node.level:
             return
         if node.parent is None:
@@ -499,7 +499,7 @@ class RadixCache:
             self._policy.offered(node)
 
     def _drop_root(self, node: Node) -> None:
-        """If it is an unused root."""
+        """Remove it if it is an unused root."""
         if node.parent is not None or node.level or node.children or node.evicted:
             return
         if self.roots.get(node.namespace) is node:
@@ -508,7 +508,7 @@ class RadixCache:
             self.hidden_roots.remove(node)
 
     def _arrive(self, node: Node) -> None:
-        """A leased node comes to the device, where its parent is."""
+        """A leased node comes to the device, which has its parent."""
         parent = node.parent
         assert parent is not None
         first = node.key[: self._page_bytes]

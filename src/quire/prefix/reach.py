@@ -1,4 +1,4 @@
-"""Reach: which cached pages a request that resumes after page n still reads. Each kind of attention is one class.
+"""Reach: which cached pages a request that resumes after page n still reads. Each kind of attention has one class.
 
 pages of a prefix     0    1    2    3    4    5      resuming after page 5 (n = 6) reads
 Full                  x    x    x    x    x    x      all of them
@@ -28,7 +28,7 @@ class Reach(ABC):
     """Pure functions over the pages of one prefix. `tokens` is the width of a window or a chunk."""
 
     whole = False
-    """Whether every page is always read, so that no page loses its frame before it leaves the tree."""
+    """Whether every page is always read, so that a page keeps its frame for as long as it is in the tree."""
     in_place = False
     """Whether a request updates one frame in place, instead of writing one frame for each page."""
 
@@ -49,7 +49,7 @@ class Reach(ABC):
         return range(self.first(num_pages), num_pages)
 
     def resumable(self, resident: Bools) -> Bools:
-        """Per page of a prefix: whether a request may resume right after it, given which pages are resident."""
+        """Per page of a prefix: whether a request may resume right after it, from the resident pages."""
         at = np.arange(len(resident))
         last_hole = np.maximum.accumulate(np.where(resident, -1, at))
         unbroken: Bools = last_hole < self.first(at + 1)
@@ -57,7 +57,7 @@ class Reach(ABC):
 
 
 class Full(Reach):
-    """Every earlier page is read: one hole ends the prefix."""
+    """Every earlier page is read: one missing page ends the prefix."""
 
     whole = True
 
@@ -76,7 +76,7 @@ class Window(Reach):
         return (passed > 0) * passed // self.page_size
 
     def held(self, num_pages: int) -> int:
-        # The pages of a window that ends with a page, and the page that is being filled or begun.
+        # The pages of a window that ends with a page, and the page that is being filled or started.
         return min(num_pages, pages_for(self.tokens - 1, self.page_size) + 1)
 
 

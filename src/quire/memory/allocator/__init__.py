@@ -1,4 +1,4 @@
-"""Allocators: which pages are free and which are out. Bookkeeping on the host; no tensor, no bytes."""
+"""Allocators: which ids are free and which are allocated. Bookkeeping on the host; no tensor, no bytes."""
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator as BaseTokenToKVPoolAllocator
 from quire.memory.allocator.base import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator

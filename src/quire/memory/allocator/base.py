@@ -1,6 +1,6 @@
 """Allocators of token slots, for pages of one token and for pages of any size. Bookkeeping only, on the host.
 
-A token's slot is `page * page_size + offset`. Page 0, to which padded tokens write, is never handed out.
+A token's slot is `page * page_size + offset`. Page 0, to which padded tokens write, is never allocated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Longs = npt.NDArray[np.int64]
 
 
 class TokenSlots(ABC):
-    """Hands out token slots in whole pages, all or nothing, as int32 arrays on the host."""
+    """Allocates token slots in whole pages, all or nothing, as int32 arrays on the host."""
 
     page_size: int
 
     @abstractmethod
     def alloc_pages(self, num_pages: int) -> Ids:
-        """`num_pages` free pages; the caller owns them. O(num_pages). Raises OutOfPages, changing nothing."""
+        """Allocate `num_pages` free pages; the caller owns them. O(num_pages). Raises OutOfPages, changing nothing."""
 
     def alloc(self, need_size: int) -> Ids:
-        """The slots of `need_size` tokens, int32. Raises OutOfPages, changing nothing, and InvalidInput where
-        `need_size` is no multiple of the page size."""
+        """Allocate the slots of `need_size` tokens, int32. Raises OutOfPages, and InvalidInput if `need_size` is no
+        multiple of the page size; nothing has changed then."""
         if need_size < 0 or need_size % self.page_size:
             raise InvalidInput(f"alloc takes whole pages of {self.page_size} tokens, got {need_size} tokens.")
         return slots_of(self.alloc_pages(need_size // self.page_size), self.page_size)
@@ -44,13 +44,13 @@ class TokenSlots(ABC):
     ) -> Ids:
         """Slots for sequences that grow from `prefix_lens` to `seq_lens` tokens, packed: int32 `[sum(seq - prefix)]`.
 
-        `last_loc` is the slot of each sequence's last token, -1: none. A sequence first fills its last page:
+        `last_loc` is the slot of each sequence's last token, -1 for none. A sequence first fills its last page:
 
             |-- prefix --|-- rest of its page --|-- new pages --|-- part of a new page --|
                          last_loc + 1 ...
 
-        New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens). Changing nothing, raises OutOfPages, and
-        InvalidInput where lengths and slots do not fit each other.
+        New pages: `sum(ceil(seq / P) - ceil(prefix / P))`. O(tokens). Raises OutOfPages, and InvalidInput if lengths
+        and slots are inconsistent; nothing has changed then.
         """
         prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
         self._check_continued(prefix, seq, last)
@@ -63,8 +63,8 @@ class TokenSlots(ABC):
         return pages if size == 1 else _grown_slots(prefix, seq, last, pages, size)
 
     def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
-        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. A sequence takes a page
-        where it begins one (`seq % P == 1`). Errors as for `alloc_extend`."""
+        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. A sequence gets a page
+        if its new token is the first of one (`seq % P == 1`). Errors as for `alloc_extend`."""
         seq, last = _longs(seq_lens), _longs(last_loc)
         size, prefix, following = self.page_size, seq - 1, last + 1
         inside = following % size
@@ -81,12 +81,12 @@ class TokenSlots(ABC):
         return slots
 
     def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:  # noqa: B027 - a page that is out is there
-        """Raises InvalidInput where a sequence continues in a page that cannot hold it any more."""
+        """Raises InvalidInput if a sequence continues in a page that has no room left."""
 
     def _check_lengths(
         self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None = None
     ) -> tuple[Longs, Longs, Longs]:
-        """The three as int64 arrays. Raises InvalidInput where `alloc_extend` would."""
+        """The three arguments as int64 arrays. Raises InvalidInput in the cases of `alloc_extend`."""
         prefix, seq, last = _longs(prefix_lens), _longs(seq_lens), _longs(last_loc)
         if not len(prefix) == len(seq) == len(last):
             raise InvalidInput(
@@ -106,8 +106,8 @@ class TokenSlots(ABC):
 
 
 class BaseTokenToKVPoolAllocator(TokenSlots):
-    """`size` is in tokens, floored to whole pages; `name` is the group, for messages. With `need_sort`, freed pages
-    wait until an allocation would fall short, and are then merged in ascending order, which gives long runs."""
+    """`size` is in tokens, rounded down to whole pages; `name` is the group, for messages. With `need_sort`, freed
+    pages wait until an allocation would fail without them. They are then merged in ascending order, for long runs."""
 
     reuse: ClassVar[Reuse]
 
@@ -136,7 +136,7 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         return self.ids.num_free * self.page_size
 
     def clear(self) -> None:
-        """Free all pages, in ascending order, and close a free group without its frees."""
+        """Free all pages, in ascending order. An open free group ends, and its frees are dropped."""
         self.ids = IdPool(self.num_pages, "sorted" if self.need_sort else self.reuse, group=self.name)
         self._group: list[Ids] | None = None
 
@@ -146,7 +146,7 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         return self.ids.copy()
 
     def restore_state(self, state: IdPool) -> None:
-        """Return to the state that `backup_state` saw, without a free group."""
+        """Return to the state of `backup_state`, without a free group."""
         assert state.size == self.num_pages, "a snapshot of another allocator"
         self.ids = state.copy()
         self._group = None
@@ -155,11 +155,11 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         return self.ids.take(num_pages)
 
     def free(self, free_index: IntArray) -> None:
-        """Free the pages of these token slots, whole. Raises InvalidFree, changing nothing, if one is not out."""
+        """Free the whole pages of these token slots. Raises InvalidFree, changing nothing, if one is not allocated."""
         self.free_pages(self.pages_of(slot_array(free_index)))
 
     def free_pages(self, page_ids: IdArray) -> None:
-        """Free distinct pages. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
+        """Free distinct pages. Raises InvalidFree, changing nothing, if one is not allocated or is given twice."""
         self.ids.take_back(page_ids)
         if self._group is None:
             self.ids.put(page_ids.astype(np.int32, copy=False))
@@ -167,12 +167,12 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
             self._group.append(page_ids.astype(np.int32))
 
     def free_group_begin(self) -> None:
-        """Collect the frees that follow until `free_group_end`. Their pages are neither out nor free meanwhile."""
+        """Collect the frees that follow until `free_group_end`. Their pages are neither allocated nor free."""
         assert self._group is None, "free groups do not nest"
         self._group = []
 
     def free_group_end(self) -> None:
-        """Make everything freed since `free_group_begin` free, in one operation."""
+        """Free everything collected since `free_group_begin`, in one operation."""
         assert self._group is not None, "free_group_end without free_group_begin"
         group, self._group = self._group, None
         if group:
@@ -231,7 +231,7 @@ def slots_of(pages: Ids, page_size: int) -> Ids:
 
 
 def slots_behind(last: int, start: int, end: int, new_pages: Ids, page_size: int) -> Ids:
-    """Slots of one sequence's tokens `start..end`, int32: behind slot `last`, then in the new pages."""
+    """Slots of one sequence's tokens `start..end`, int32: those after slot `last`, then those of the new pages."""
     new, rest = slots_of(new_pages, page_size), min(end - start, -start % page_size)
     if rest:
         new = np.concatenate((np.arange(last + 1, last + 1 + rest, dtype=np.int32), new))
@@ -239,8 +239,8 @@ def slots_behind(last: int, start: int, end: int, new_pages: Ids, page_size: int
 
 
 def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:
-    """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`. `ids` are the
-    pages (or frames) that hold them, `counts[i]` of each sequence, packed too."""
+    """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`. `ids` are their
+    pages or frames, packed as well, `counts[i]` for each sequence."""
     if not len(ids):
         return np.empty(0, dtype=np.int32)
     ends = np.cumsum(counts)

@@ -1,4 +1,4 @@
-"""The frames of one (tier, group): an allocator of frames, and the column that says which page has which."""
+"""The frames of one (tier, group): an allocator of frames, and the column that maps pages to frames."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GroupFrames(Generic[A]):
 
     @property
     def num_free(self) -> int:
-        """Frames that are free now; frames set aside for a batch are not."""
+        """Frames that are free now, without those set aside for a batch."""
         return self.allocator.ids.num_free
 
 
@@ -43,12 +43,12 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
         self.allocator.free_pages(in_order(self.table.unbind(pages)))
 
     def vacate(self, pages: Ids) -> None:
-        """As `drop`, where the pages stay."""
+        """As `drop`, but the pages stay."""
         self.drop(pages)
 
 
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
-    """Frames that requests take from the allocator, and that the table gets when a request leaves one to a page."""
+    """Frames that requests allocate, and that the table gets when a request stores one with a page."""
 
     def drop(self, pages: Ids) -> None:
         """As `PageFrames.drop`."""
@@ -62,5 +62,5 @@ def whole_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocat
 
 
 def carried_frames(table: Column, num_frames: int) -> SlotFrames:
-    """Frames of a group of which each request carries one along."""
+    """Frames of a group in which each request updates one frame."""
     return SlotFrames(table, MambaSlotAllocator(num_frames, name=table.name))

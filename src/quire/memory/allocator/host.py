@@ -12,9 +12,9 @@ from quire.spec.pages import pages_for
 
 
 class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
-    """Host slots for the tokens of requests, in whole pages. `req_to_host_pool` is `[rows, width]`, int32, with the
-    slot of each token and -1 where there is none. `req_to_host_pool_allocated_len` is int64 `[rows]`: tokens of each
-    row that have slots, in whole pages. The caller owns both; they are written only when an allocation succeeds."""
+    """Host slots for the tokens of requests, in whole pages. `req_to_host_pool` is int32 `[rows, width]`: the slot of
+    each token, -1 for none. `req_to_host_pool_allocated_len` is int64 `[rows]`: tokens of each row that have slots, in
+    whole pages. The caller owns both; only a successful allocation writes them."""
 
     def alloc_page(self, num_pages: int) -> Ids:
         """Token slots of `num_pages` pages, int32. Raises OutOfPages, changing nothing."""
@@ -29,8 +29,8 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
         num_tokens: int,
     ) -> Ids:
         """The slots of tokens `start_pos..start_pos + num_tokens` of a row, int32, a copy; missing pages are allocated.
-        Changing nothing, raises OutOfPages, which names the row that holds most, and InvalidInput where the row does
-        not exist, is too narrow, or would get a gap."""
+        Raises OutOfPages, which names the row that holds most, and InvalidInput if the row does not exist, is too
+        narrow, or would have a gap. Nothing has changed then."""
         if num_tokens <= 0:
             return np.empty(0, dtype=np.int32)
         lengths = req_to_host_pool_allocated_len
@@ -66,7 +66,7 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
 
     def allocated_host_indices(self, req_to_host_pool: Ids, req_pool_idx: int, allocated_len: int) -> Ids:
         """Slots of a row's first `allocated_len` tokens, rounded up to pages, for `free`; int32, a copy without -1.
-        Raises InvalidInput where the row does not exist."""
+        Raises InvalidInput if the row does not exist."""
         row = _row(req_to_host_pool, req_pool_idx, len(req_to_host_pool))
         if allocated_len < 0:
             raise InvalidInput(f"a row cannot have slots for {allocated_len} tokens.")

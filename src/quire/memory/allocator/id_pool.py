@@ -1,4 +1,4 @@
-"""IdPool: which ids of a pool are free, in order of their use, and which are out."""
+"""IdPool: which ids of a pool are free, in the order of their next use, and which are allocated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.memory.runs import IdArray, as_index, counting, in_order, is_ascendin
 from quire.spec.ids import Bools, Ids
 
 Reuse = Literal["first", "last", "sorted"]
-"""Freed ids go before the free ones, go behind them, or wait to be sorted among them when an allocation falls short."""
+"""Freed ids are added at the front or the back, or wait to be sorted in when an allocation would fail without them."""
 
 
 class IdPool:
@@ -20,7 +20,7 @@ class IdPool:
 
         free --set_aside--> aside --mark_out--> out --take_back--> aside --put--> free
 
-    Free ids stand in a ring; every operation costs what it moves.
+    Free ids are in a ring; every operation costs O(ids moved).
     """
 
     def __init__(self, size: int, reuse: Reuse, *, group: str, noun: str = "page") -> None:
@@ -43,26 +43,26 @@ class IdPool:
         return other
 
     def is_out(self, ids: Ids | slice) -> Bools:
-        """Per id: whether it is out; a copy."""
+        """Per id: whether it is allocated; a copy."""
         return np.array(self._out[ids])
 
     # -- handing out
 
     def check_room(self, count: int, free: int | None = None) -> None:
-        """Raises OutOfPages where `count` is more than `free`, by default all free ids."""
+        """Raises OutOfPages if `count` is more than `free`, by default all free ids."""
         if count < 0:
             raise InvalidInput(f"cannot allocate {count} {self._noun}s.")
         if count > (available := self.num_free if free is None else free):
             raise OutOfPages(group=self._group, wanted=count, free=available)
 
     def take(self, count: int) -> Ids:
-        """Hand out the next `count` ids, a fresh array. Raises OutOfPages, changing nothing."""
+        """Allocate the next `count` ids, a fresh array. Raises OutOfPages, changing nothing."""
         ids = self.set_aside(count)
         self.mark_out(ids)
         return ids
 
     def set_aside(self, count: int) -> Ids:
-        """Take the next `count` ids out of the free ones, a fresh array. Raises OutOfPages, changing nothing."""
+        """Remove the next `count` ids from the free ones, a fresh array. Raises OutOfPages, changing nothing."""
         if not 0 <= count <= self._num_ordered:
             self.check_room(count)
             self._order()
@@ -73,13 +73,13 @@ class IdPool:
         return ids
 
     def mark_out(self, ids: Ids) -> None:
-        """Hand out ids that are aside."""
+        """Allocate ids that are set aside."""
         self._out[as_index(ids, self._up)] = True
 
     # -- giving back
 
     def check_out(self, ids: IdArray) -> IdArray | slice:
-        """These ids as an index. Raises InvalidFree where one is not out or is named twice."""
+        """These ids as an index. Raises InvalidFree if one is not allocated or is given twice."""
         at = as_index(ids, self._up)
         if isinstance(at, slice):
             if self._out[at].tobytes().count(1) != len(ids):
@@ -93,11 +93,11 @@ class IdPool:
         return ids
 
     def take_back(self, ids: IdArray) -> None:
-        """Put ids that are out aside. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
+        """Set allocated ids aside. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
         self._out[self.check_out(ids)] = False
 
     def put(self, ids: Ids) -> None:
-        """Free ids that are aside."""
+        """Free ids that are set aside."""
         count, ring = len(ids), self._ring
         self.num_free += count
         if self._reuse == "sorted":

@@ -1,4 +1,4 @@
-"""Slots of recurrent state: one slot holds the whole state of one sequence. Bookkeeping only, on the host."""
+"""Slots of recurrent states: one slot has the whole state of one sequence. Bookkeeping only, on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST = "cpu"
 
 
 class MambaSlotAllocator:
-    """Hands out slots 1 to `size`, int32 on the host; padded sequences write to slot 0. `name` is the group. Freed
+    """Allocates slots 1 to `size`, int32 on the host; padded sequences write to slot 0. `name` is the group. Freed
     slots are reused last. A batch sets aside the slots it may need:
 
         |-- free --|-- set aside for the open group --|-- out --|
@@ -28,7 +28,7 @@ class MambaSlotAllocator:
         self.clear()
 
     def available_size(self) -> int:
-        """Slots that are free; those set aside for an open group are not."""
+        """Slots that are free, without those set aside for an open group."""
         return self.ids.num_free
 
     @property
@@ -58,15 +58,15 @@ class MambaSlotAllocator:
         self._group = self.ids.set_aside(num_requests)
 
     def alloc_group_end(self) -> None:
-        """Close the group and free what is left of it."""
+        """Close the group and free its remaining slots."""
         assert self._group is not None, "alloc_group_end without alloc_group_begin"
         self.ids.put(self._group)
         self._group = None
 
     def free(self, free_index: npt.ArrayLike) -> None:
-        """Free distinct slots, given as a list or an array on the host; inside a group too, at once. Raises
-        InvalidFree, changing nothing, for slots that are not out or named twice, for other than integers, and for an
-        array on another device, since to read it the host would wait."""
+        """Free distinct slots, given as a list or an array on the host; inside a group also at once. Raises
+        InvalidFree, changing nothing, for slots that are not allocated or given twice, for a dtype without integers,
+        and for an array on another device: to read it, the host would have to wait."""
         device = getattr(free_index, "device", HOST)
         where = getattr(device, "type", device)  # a tensor's device has a type, an array's is a string
         if where != HOST:

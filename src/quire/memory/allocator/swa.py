@@ -1,7 +1,7 @@
-"""Token slots of models that mix full and sliding-window layers: two sides, one id. Bookkeeping only, on the host.
+"""Token slots of models that mix full and sliding-window layers: two sides, one page id. Bookkeeping only, on the host.
 
-Callers hold slots of the full side. A page of the full side also has a page of the window side while a token sees it
-through a window. The map from one to the other is a column of the residency table.
+Callers hold slots of the full side. A page of the full side also has a page of the window side while a window of some
+token covers it. The map between them is a column of the residency table.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
 UNLIMITED: Final = sys.maxsize
-"""Free tokens of a full side that does not exist, so that no allocation waits for it."""
+"""Free tokens of a full side that does not exist, so that it limits no allocation."""
 
 SWAState: TypeAlias = tuple[IdPool, IdPool, Ids]
-"""What `backup_state` returns, for `restore_state` of the same allocator: both sides and the map."""
+"""A snapshot by `backup_state`, for `restore_state` of the same allocator: both sides and the map."""
 
 
 class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
-    """Hands out token slots of the full side with window pages for them, all or nothing. `size` and `size_swa` are
-    tokens of each side, floored to whole pages. As a `PageFrames` it is the group of the windows.
+    """Allocates token slots of the full side with window pages for them, all or nothing. `size` and `size_swa` are
+    tokens of each side, rounded down to whole pages. As a `PageFrames` it is the group of the windows.
 
-    With `size` 0 there is no full side, for models in which every layer has a window. A page then has the id of its
-    window page, and `free_swa` and `free` are the same.
+    With `size` 0 there is no full side: every layer of the model has a window. A page then has the id of its window
+    page, and `free_swa` and `free` are the same.
 
-    `full` is a full side that other allocations share, with nothing out, and `table` the column that is the map. Pages
-    taken from `full` directly get their windows by `take`. `clear` and `restore_state` reset `full` too.
+    `full` is a full side that other callers allocate from too, with nothing allocated yet; `table` is the column of the
+    map. Pages allocated from `full` directly get their windows by `take`. `clear` and `restore_state` reset `full` too.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         return self.table.mapping
 
     def full_available_size(self) -> int:
-        """Tokens free on the full side; `UNLIMITED` where there is none."""
+        """Free tokens of the full side; `UNLIMITED` if there is none."""
         return UNLIMITED if self._windows_only else self.full_attn_allocator.available_size()
 
     def swa_available_size(self) -> int:
-        """Tokens free on the window side."""
+        """Free tokens of the window side."""
         return self.swa_attn_allocator.available_size()
 
     def available_size(self) -> int:
@@ -104,7 +104,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         return full, swa, self.table.frame.copy()
 
     def restore_state(self, state: SWAState) -> None:
-        """Return to the state that `backup_state` saw."""
+        """Return to the state of `backup_state`."""
         full, swa, column = state
         assert len(column) == len(self.table.frame), "a snapshot of another allocator"
         self.full_attn_allocator.restore_state(full)
@@ -113,10 +113,10 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         pages = self._mapped(column)
         self.table.bind(pages, column[pages])
 
-    # -- handing out: both sides are checked before either changes
+    # -- allocation: both sides are checked before either changes
 
     def alloc_pages(self, num_pages: int) -> Ids:
-        """Pages with their windows. Raises OutOfPages that names the side which is short, changing nothing."""
+        """Pages with their windows. Raises OutOfPages with the name of the short side, changing nothing."""
         self._check_room(num_pages)
         pages = self.full_attn_allocator.alloc_pages(num_pages)
         if self._windows_only:
@@ -142,8 +142,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
             |-- prefix --|-- rest of its page --|-- full side only --|-- both sides --|
                                                                      page of the tail's first token
 
-        A tail longer than the extension is the extension. Without a full side, tokens before the tail's pages get slots
-        of the padding page, which must not be freed. Errors as for `alloc_extend`.
+        If the tail is longer than the extension, it is the whole extension. Without a full side, tokens before the
+        tail's pages get slots of the padding page, which must not be freed. Errors as for `alloc_extend`.
         """
         full, size = self.full_attn_allocator, self.page_size
         prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
@@ -155,7 +155,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         first_mapped = max(first_new, tail // size if tail < end else stop)
         if min(end, first_new * size) > (start if self._windows_only else tail):
             self._check_windows(last)
-        pages = np.zeros(stop - first_new, dtype=np.int32)  # the padding page, where there is no full side
+        pages = np.zeros(stop - first_new, dtype=np.int32)  # the padding page, if there is no full side
         mapped = pages[first_mapped - first_new :]
         if self._windows_only:
             mapped[:] = self.alloc_pages(len(mapped))
@@ -169,8 +169,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
     # -- giving back
 
     def free(self, free_index: IntArray) -> None:
-        """Free the pages of these slots, whole, on both sides; windows may be gone already. Raises InvalidFree,
-        changing nothing, if a page is not out."""
+        """Free the whole pages of these slots, on both sides; their windows may be free already. Raises InvalidFree,
+        changing nothing, if a page is not allocated."""
         pages = self.full_attn_allocator.pages_of(slot_array(free_index))
         if self._windows_only:
             self.full_attn_allocator.ids.check_out(pages)
@@ -179,8 +179,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         self.drop(pages.astype(np.int32))
 
     def free_swa(self, free_index: IntArray) -> None:
-        """Free the windows of the pages of these slots; the pages stay out and map to 0. Raises InvalidFree, changing
-        nothing, if a page is not out or has no window."""
+        """Free the windows of the pages of these slots; the pages stay allocated and map to 0. Raises InvalidFree,
+        changing nothing, if a page is not allocated or has no window."""
         found = self.full_attn_allocator.pages_of(slot_array(free_index))
         self.full_attn_allocator.ids.check_out(found)
         pages = found.astype(np.int32)
@@ -197,7 +197,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
             self.free_swa(pages * np.int32(self.page_size))
 
     def free_group_begin(self) -> None:
-        """Collect the frees that follow on both sides; the map loses a window when it is freed, not at the end."""
+        """Collect the frees that follow, on both sides. The map loses a window at its free."""
         for side in self._sides:
             side.free_group_begin()
 
@@ -219,7 +219,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         self._check_windows(last[(prefix % self.page_size > 0) & (seq > prefix)])
 
     def _check_windows(self, slots: IdArray) -> None:
-        """Raises InvalidInput where a page that a sequence continues in has no window."""
+        """Raises InvalidInput if a sequence continues in a page without a window."""
         if not len(slots):
             return
         pages = slots // self.page_size
@@ -233,15 +233,15 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
 
 GrowingAllocator: TypeAlias = BaseTokenToKVPoolAllocator | SWATokenToKVPoolAllocator
-"""What grows a batch of sequences and takes back the pages of those that end, on all its sides or on none."""
+"""Grows a batch of sequences and frees the pages of those that end, on all sides or on none."""
 
 
 def growing_allocator(pages: BaseTokenToKVPoolAllocator, frames: Sequence[object]) -> GrowingAllocator:
-    """The first of `frames` whose pages lose their frames early, which has `pages` as its full side; else `pages`."""
+    """The first of `frames` that reclaims frames before pages and has `pages` as its full side; else `pages`."""
     return next((each for each in frames if isinstance(each, SWATokenToKVPoolAllocator)), pages)
 
 
 def passing_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> SWATokenToKVPoolAllocator:
-    """Frames of a group in which pages lose theirs early; `pages` hands out the pages."""
+    """Frames of a group whose frames can be reclaimed before their pages; `pages` allocates the pages."""
     size = pages.page_size
     return SWATokenToKVPoolAllocator(pages.size, num_frames * size, size, name=table.name, full=pages, table=table)
