@@ -14,6 +14,8 @@ window a token gets is recorded for single tokens only, and compared through a o
 in ascending order here and in the order of the tokens there. A decode that would have leaked was not recorded but
 marked; ours is called, and refuses.
 
+Of host slots the same is compared as of pages, and the length of each row. Page 0 is handed out there, not here.
+
 Of states every id agrees. A recorded group that has used up what it set aside goes on with what is free; ours ends
 first.
 """
@@ -36,6 +38,7 @@ from quire.memory.allocator import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from tests.memory.swa_machine import window_slots
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_ops_0.5.23.json.gz"
@@ -228,3 +231,42 @@ def test_a_recorded_trace_of_states(case: dict[str, Any]) -> None:
                 allocator.free(entry["idx"])
         assert allocator.available_size() == entry["available"], f"after operation {number}, {entry['op']}"
     assert len(case["log"]) >= 160 and ran_out > 20
+
+
+@pytest.mark.parametrize("case", cases("MLATokenToKVPoolHost"), ids=case_id)
+def test_a_recorded_trace_of_host_slots(case: dict[str, Any]) -> None:
+    size, log = case["page_size"], case["log"]
+    allocator = HostTokenToKVPoolAllocator(case["host_size"], size)
+    num_rows = max(entry["req_pool_idx"] for entry in log) + 1
+    rows = np.full((num_rows, case["host_size"]), -1, dtype=np.int32)
+    lengths = np.zeros(num_rows, dtype=np.int64)
+    ours: dict[int, int] = {}  # by recorded page
+    for number, entry in enumerate(log):
+        row = entry["req_pool_idx"]
+        if entry["op"] == "free_request":
+            held = allocator.allocated_host_indices(rows, row, int(lengths[row]))
+            theirs = entry["freed"]
+            allocator.free(held)
+            rows[row], lengths[row] = -1, 0
+        else:
+            held = allocator.alloc_paged_token_slots(rows, lengths, row, entry["start_pos"], entry["num_tokens"])
+            theirs = entry["out"]
+        for recorded, slot in zip(theirs, held.tolist(), strict=True):
+            assert recorded % size == slot % size
+            assert ours.setdefault(recorded // size, slot // size) == slot // size
+        assert len(set(ours.values())) == len(ours), "two recorded pages are one of ours"
+        if entry["op"] == "free_request":
+            for page in {slot // size for slot in theirs}:
+                del ours[page]
+        assert lengths[row] == entry["allocated_len"]
+        assert allocator.available_size() == entry["available"], f"after operation {number}, {entry['op']}"
+    assert len(log) >= 150
+
+
+def test_every_recorded_allocator_is_replayed() -> None:
+    """HiSparseTokenToKVPoolAllocator pairs logical pages with device buffers of a running request. Quire keeps all
+    tokens of a running request on the device, and has no such allocator (docs/origins.md)."""
+    replayed = ["TokenToKVPool", "PagedTokenToKVPool", "SWATokenToKVPool", "MambaSlot"]
+    names = [f"{name}Allocator" for name in replayed] + ["MLATokenToKVPoolHost", "HiSparseTokenToKVPoolAllocator"]
+    with gzip.open(GOLDEN, "rt") as file:
+        assert {case["allocator"] for case in json.load(file)["cases"]} == set(names)
