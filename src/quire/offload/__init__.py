@@ -1,4 +1,4 @@
-"""Offload: the policies that move a cache's pages between tiers, read ahead, and retain prefixes for callers."""
+"""Offload: the policies that move a cache's pages between tiers, prefetch, and retain prefixes for callers."""
 
 from quire.offload.offloading import Offloading, Offloads, offload_of
 

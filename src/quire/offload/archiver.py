@@ -5,9 +5,9 @@
     ended     refused paths are pending again, after a pause
 
 The archiver also touches stored pages of these paths now and then. A popular prefix stays on device and host, and is
-never read from the store. Without touches the store would evict it first, and find no page after it any more. Records
-that the store has lost are stored again. Neither pending paths nor archives under way prevent eviction: frames that are
-still read are freed afterwards.
+not read from the store. Without touches the store would evict it first, and a lookup would find no later page either.
+Records that the store has lost are stored again. Neither pending paths nor archives in flight prevent eviction: frames
+that are still read are freed afterwards.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from quire.tiers.store import Answer
 from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer, Units
 
 _BATCH_BYTES = 64 << 20
-_MOST_AT_ONCE = 2  # archives under way; other paths gather meanwhile, and go in one archive
+_MOST_AT_ONCE = 2  # archives in flight; meanwhile other paths collect, and go in one archive
 _MOST_LOOKED_AT = 256
 _MOST_WAITING = 64  # paths, for one page that is not on the host
-_TOUCHED_AGAIN_S = 120.0  # once in this time, or while a quarter of the host's frames is archived
+_TOUCHED_AGAIN_S = 120.0  # once in this time, or until a quarter of the host's frames is archived
 _LOST = (0,)
 """Ends of a path that is pending because the store has lost pages of it. It is not touched until it is used again: a
-store that is too small for the path would lose more of it each time."""
+store too small for the path would lose more of it each time."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 64.0
 _MOST_PATHS = 4096
@@ -48,7 +48,7 @@ _MOST_ENDS = 64
 
 class PendingPaths:
     """Cached paths with pages to copy to another tier, oldest first, at most 4,096: their last nodes, and ends, which
-    are numbers of pages after which requests may begin. They prevent no eviction: the rest of a path stays pending.
+    are numbers of pages after which requests may begin. They prevent no eviction; what is left of a path stays pending.
     """
 
     def __init__(self, tree: RadixCache) -> None:
@@ -81,7 +81,7 @@ class PendingPaths:
         self._ends.pop(node, None)
 
     def removed(self, num_pages: int) -> None:
-        """So many pages have left the cache. Now and then, paths are replaced by what is left of them."""
+        """Report that so many pages have left the cache. Sometimes, paths are replaced by what is left of them."""
         self._num_removed += num_pages if self._ends else 0
         if self._num_removed > _MOST_PATHS:
             left = list(self.first(len(self._ends)))
@@ -109,7 +109,7 @@ def transfer_of(
 
 @dataclass(slots=True)
 class _Batch:
-    """Pages of some paths of one scope: `parts` are archived, and `touched` pages are stored already."""
+    """Pages of some paths of one scope: `parts` to archive, and `touched` pages that are stored already."""
 
     scope: bytes
     nodes: list[Node]
@@ -118,7 +118,7 @@ class _Batch:
 
 
 class Archiver:
-    """The archiver of one cache. `moves` are the archives under way."""
+    """The archiver of one cache. `moves` are the archives in flight."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Archiver:
         self._seconds = parts.seconds
         self._stored = [parts.frames.of(Tier.STORAGE, host.index) for host in hosts]
         self._pages = parts.frames.anchor(Tier.STORAGE)
-        self._gaps: dict[int, list[Node]] = {}  # by a page that is not below the device: nodes after it
+        self._gaps: dict[int, list[Node]] = {}  # by a page that is not on a lower tier: nodes after it
         self._period_ends = -math.inf
         self._num_since = 0  # frames archived in this period
         self._is_full = False  # the lane, until a transfer has ended
@@ -193,7 +193,7 @@ class Archiver:
         self._due_at = -math.inf
 
     def go_on(self, *, urgent: bool = False) -> None:
-        """Submit archives of pending paths. `urgent`, before host frames are evicted: as many as the lane takes."""
+        """Submit archives of pending paths. `urgent`, before host evictions: as many as the lane accepts."""
         while self._may_submit if urgent else self.is_due:
             batch = self._gather()
             if not batch.nodes:
@@ -303,7 +303,7 @@ class Archiver:
             counters.archived_bytes += int(np.count_nonzero(good)) * self._settings.record_bytes[part.group]
             counters.corrupt(Tier.HOST, defects)
             same = host.table.frame[part.pages] == part.host
-            host.damage(part.pages[wrong & same])  # the load that meets it deletes the path
+            host.damage(part.pages[wrong & same])  # the load that finds the damage deletes the path
             host.end_reading(part.host)
         counters.archived_frames += num_stored
         counters.unstored_frames += num_refused
@@ -319,7 +319,7 @@ class Archiver:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def _take_lost(self, move: Transfer, batch: _Batch) -> int:
-        """Unmark touched records that the store has lost, and return how many."""
+        """Unmark touched records that the store has lost, and return their number."""
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):
             lost = np.array([answer is Answer.MISS for answer in answers], dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""What must be true of the tiers below the device: `quire.cache.audit` checks it too.
+"""The invariants of the tiers below the device, which `quire.cache.audit` checks too.
 
 a node is on the device as a whole, with its parents; if it is not, it has copies; copies are of its first pages
 host frames out = those of pages + those of transfers + quarantined + still read
@@ -22,7 +22,7 @@ from quire.tiers.transfer import Lane
 
 
 def tier_faults(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> Iterator[str]:
-    """A line for each thing that is not as it must be."""
+    """One line for each violated invariant."""
     yield from _nodes(snapshot, snapshot.parts.tree.queued(Tier.HOST))
     saved = [part for move, moving in tiers.moving.items() if move.lane is Lane.SAVE for part in moving.parts]
     for host in tiers.hosts:

@@ -12,14 +12,14 @@ from quire.spec.events import Namespace
 from quire.tiers.mover import Mover
 from quire.tiers.transfer import Lane, Transfer
 
-_AGAIN_S = 1.0  # between two tries, while the store cannot be listed or is down
+_AGAIN_S = 1.0  # between two attempts, while the store cannot be listed or is down
 
 
 class Stored(StrEnum):
     """State of flushed records in the store."""
 
     NONE = "none"  # there is no store
-    KEPT = "kept"  # they stay, for engines with the weights that they belong to
+    KEPT = "kept"  # they stay, for engines that have these weights
     HELD = "held"  # still there: this engine ignores them until it restarts, other engines find them
     HIDDEN = "hidden"  # no engine finds them; their space is not free yet
     GONE = "gone"
@@ -50,14 +50,14 @@ class _Scope:
 
 class StoreDeletion:
     """Scopes, or prefixes of scopes, whose records the store has to delete. Failed deletions are tried again. A mover
-    deletes after the archives submitted before, so none of them restores a record."""
+    runs a deletion after the archives submitted before, so none of them restores a record."""
 
     def __init__(self, mover: Mover, names: PageNames, seconds: Callable[[], float]) -> None:
         self._mover = mover
         self._names = names
         self._seconds = seconds
         self._scopes: dict[bytes, _Scope] = {}
-        self._flushed_as: dict[Namespace | None, bytes] = {}  # the model may change before they are gone
+        self._flushed_as: dict[Namespace | None, bytes] = {}  # the model may change before they are deleted
         self._due_at = -math.inf
         self._ends = False
         self.num_failed = 0
@@ -68,7 +68,7 @@ class StoreDeletion:
         self.begin(self._flushed_as[namespace])
 
     def flushed(self, namespace: Namespace | None) -> tuple[Stored, bool]:
-        """State of a flush, and whether a move works on it now."""
+        """State of a flush, and whether a transfer works on it now."""
         scope = self._scopes.get(self._flushed_as.get(namespace, self._scope_of(namespace)))
         if scope is None:
             self._flushed_as.pop(namespace, None)
@@ -76,26 +76,26 @@ class StoreDeletion:
         return scope.state, scope.move is not None
 
     def begin(self, scope: bytes) -> None:
-        """Delete a scope. A deletion under way starts again, to include what was archived since."""
+        """Delete a scope. A deletion in flight starts again, to include what was archived since."""
         self._scopes[scope] = _Scope()
         self._due_at = -math.inf
         self.go_on()
 
     def end(self) -> None:
-        """The engine ends: moves stop as soon as records are hidden, and no deletion is tried again."""
+        """The engine ends: transfers stop as soon as records are hidden, and no deletion is tried again."""
         self._ends = True
         for scope in self._scopes.values():
             if scope.move is not None:
                 scope.move.stop()
 
     def found(self, scopes: Iterable[bytes]) -> None:
-        """Go on with deletions that another engine did not finish: a lookup has found their marks in the store."""
+        """Continue deletions that another engine did not finish: a lookup has found their tombstones in the store."""
         for scope in scopes:
             if scope not in self._scopes:
                 self.begin(scope)
 
     def covers(self, scope: bytes, *, submitted: bool = True) -> bool:
-        """Whether flushed records of a scope may still be in the store: do not look up this scope. Or, not `submitted`,
+        """Whether flushed records of a scope may still be in the store: do not look up this scope. If not `submitted`:
         whether a deletion of it waits for room on the lane: do not archive to it."""
         scopes = self._scopes.items()
         return any(scope.startswith(prefix) and (submitted or each.move is None) for prefix, each in scopes)
@@ -113,7 +113,7 @@ class StoreDeletion:
                 scope.move = move
 
     def ended(self, move: Transfer) -> None:
-        """Process an ended deletion. One that failed is tried again."""
+        """Process an ended deletion. A failed one is tried again."""
         scope = self._scopes.get(move.scope)
         if scope is None or scope.move is not move:
             return  # `begin` has started it again

@@ -1,4 +1,4 @@
-"""HostGroup: the host frames of one group. Which pages have one is the residency table's column for the host."""
+"""HostGroup: the host frames of one group. The residency table's column for the host says which pages have one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 
-QUARANTINE_SHARE = 64  # at most one frame in so many is quarantined; beyond that the oldest is used again
+QUARANTINE_SHARE = 64  # quarantined at most one frame in so many; beyond that the oldest is used again
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class GroupPages:
 
 
 class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
-    """A page's host frame is freed with its page, or before it if the group is read in part (not `whole`).
+    """A page's host frame is freed with its page, or earlier if the group is read in part (not `whole`).
 
-    Frames whose bytes were wrong are `quarantined`, oldest first: memory that fails once may fail again. `still_read`
-    has frames without a page that a transfer still reads, and whether to quarantine each afterwards.
+    Frames with wrong bytes are `quarantined`, oldest first: memory that fails once may fail again. `still_read` has
+    frames without a page that a transfer still reads, and whether to quarantine each of them afterwards.
     """
 
     def __init__(self, index: int, table: Column, num_frames: int, page_size: int) -> None:
@@ -46,26 +46,26 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         self.quarantined: deque[int] = deque()
         self.still_read: dict[int, bool] = {}
         self.dropped_frames = 0
-        self._reads: Counter[int] = Counter()  # transfers that read each frame
+        self._reads: Counter[int] = Counter()  # the number of transfers that read each frame
 
     def statistics(self) -> dict[str, int]:
-        """Frames by owner, which sum to `total`; `moving` ones belong to a transfer, or one still reads them."""
+        """Frames by owner, with the sum `total`; a transfer owns or still reads the `moving` ones."""
         cached, quarantined = int(np.count_nonzero(self.table.frame[1:])), len(self.quarantined)
         moving = self.num_frames - self.num_free - quarantined - cached
         counts = {"free": self.num_free, "cached": cached, "moving": moving, "quarantined": quarantined}
         return {"total": self.num_frames, **counts}
 
     def take(self, num_frames: int) -> Ids:
-        """Frames for a transfer, until they are bound or given back. Raises OutOfPages, changing nothing."""
+        """Allocate frames for a transfer, until they are bound or released. Raises OutOfPages, changing nothing."""
         size = self.allocator.page_size
         return self.allocator.alloc_page(num_frames)[::size] // np.int32(size)
 
     def untake(self, frames: Ids) -> None:
-        """Free frames that are handed out and have no page."""
+        """Free allocated frames without a page."""
         self.allocator.free_pages(frames)
 
     def untake_checked(self, frames: Ids, bad: Bools) -> None:
-        """As `untake`, of frames that no transfer reads; quarantine bad ones."""
+        """As `untake`, for frames that no transfer reads; quarantines bad ones."""
         self.untake(in_order(frames[~bad]))
         self.quarantined.extend(frames[bad].tolist())
         while len(self.quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
@@ -76,11 +76,11 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         return self.table.present(pages) & ~self.table.has(pages, State.DAMAGED)
 
     def damage(self, pages: Ids) -> None:
-        """Mark the frames of these pages as damaged: the pages are saved again if they can be."""
+        """Mark the frames of these pages as damaged: the pages are saved again if possible."""
         self.table.mark(pages[self.table.present(pages)], State.DAMAGED)
 
     def bind(self, pages: Ids, frames: Ids, ranks: np.ndarray | None = None) -> None:
-        """Give these frames to pages without one. Groups that are read in part need `ranks`."""
+        """Bind these frames to pages without one. Groups that are read in part need `ranks`."""
         fetched = pages[self.table.has(pages, State.FETCHED)]
         self.table.bind(pages, frames)
         self.table.mark(fetched, State.FETCHED)
@@ -106,7 +106,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         self.untake_checked(frames, bad)
 
     def evict(self, num_frames: int) -> None:
-        """Free up to `num_frames` frames of pages that stay."""
+        """Reclaim up to `num_frames` frames of pages that stay."""
         pages = self.table.reclaim(num_frames)
         self.drop(pages)
         self.dropped_frames += len(pages)

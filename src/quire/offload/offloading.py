@@ -1,7 +1,7 @@
 """Offload policies of a cache: `KVCache(plan, offload=Offloads(tiers, retain_share=0.25))`. Flushes of all its tiers.
 
 No prompt matches flushed pages. On device and host they are free at once, or when the running requests that hold them
-end. In the store, records are deleted after pending writes. Pages under way are dropped when they arrive, and pages
+end. In the store, records are deleted after pending writes. Pages in flight are dropped when they arrive, and pages
 that running requests still compute are never shared.
 """
 
@@ -54,8 +54,8 @@ class Offloading(Offload):
         return self._delete(namespace)
 
     def flushed(self, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
-        """The result `done` with the state in the store. None: the caller `waits`, and the state may change soon.
-        Raises StoreError when the store has not hidden the records: other engines still find them."""
+        """The result `done` with the state in the store. None if the caller `waits` and the state may change soon.
+        Raises StoreError if the store has not hidden the records: other engines still find them."""
         if self.tiers is None or not self.tiers.settings.stores:
             return done
         state, is_tried = self.tiers.deletion.flushed(namespace)
@@ -70,9 +70,9 @@ class Offloading(Offload):
         return replace(done, storage=state)
 
     def change_model(self, model_identity: bytes) -> Flushed:
-        """Delete all cached pages, and name new ones after another model, or other weights of the same model. Call it
-        after the weights change and before a step is launched. The store keeps records of the old weights for engines
-        that still have them; this cache does not look them up any more."""
+        """Delete all cached pages, and compute keys for another model, or other weights of the same model, from now on.
+        Call it after the weights change and before a step is launched. The store keeps records of the old weights for
+        engines that still have them; this cache does not look them up any more."""
         done, fingerprints = self._delete(None), [group.layout.fingerprint() for group in self._parts.plan.groups]
         self._parts.tree.names.rename(layout_identity(model_identity, fingerprints))
         stores = self.tiers is not None and self.tiers.settings.stores
@@ -95,11 +95,11 @@ class Offloading(Offload):
         return Flushed(flushed_tokens=len(pages) * size, held_tokens=num_held * size, num_retentions=num_retentions)
 
     def _cancel(self, namespace: Namespace | None) -> None:
-        """Drop the pages of transfers under way, of a namespace or all (None), when they arrive."""
+        """Drop the pages of transfers in flight, of a namespace or all (None), when they arrive."""
 
 
 class Tiered(Offloading):
-    """Offload to a host, and perhaps a store below it."""
+    """Offload to a host, and to a store if there is one."""
 
     def __init__(self, parts: CacheParts, settings: TierSettings, retain_share: float) -> None:
         self.tiers: Tiering = Tiering(settings, parts)
@@ -111,13 +111,13 @@ class Tiered(Offloading):
         self._write = settings.write
         parts.checks.append(lambda snapshot: tier_faults(self.tiers, self.prefetcher, snapshot))
 
-    # -- what a request begins on
+    # -- the pages that a request begins on
 
     def choose(self, found: Match, limit: int) -> Choice:
         """The most pages after which a request can resume, with host copies if loading them is worth it."""
         choice, tiers = self._choose(found, limit), self.tiers
         num_dropped, weighed, loads = tiers.num_dropped, choice.weighed, bool(choice.host_pages)
-        choice.stands = lambda: (  # the pages are still there, and loading still is worth it, or still is not
+        choice.stands = lambda: (  # the pages are still there, and the decision to load is still the same
             tiers.num_dropped == num_dropped and (weighed is None or self._pays(*weighed) == loads)
         )
         return choice
@@ -197,7 +197,7 @@ class Tiered(Offloading):
         return self.ahead.release_prefetched()
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
-        """Pages with host copies stay in the tree, and keep their ids until these are needed."""
+        """Pages with host copies stay in the tree, and keep their ids until other pages need the ids."""
         parts, tiers = self._parts, self.tiers
         if len(self._partial) < len(parts.groups):
             write_back = tiers.write_back if self._write is WritePolicy.BACK else None

@@ -1,5 +1,5 @@
-"""Prefetch: pages of one waiting prompt that are fetched from the store to the host, piece by piece. ReadAhead: what
-schedulers and engines ask for such prompts."""
+"""Prefetch: pages of one waiting prompt that are fetched from the store to the host, in pieces. ReadAhead: the port by
+which schedulers and engines start and end prefetches."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RequestedPrefix:
     groups read whole                              |- looked for -|   their frames are there as long as the pages are
     groups read in part         |-- where they are missing, from what the page after `start` pages needs on --|
 
-    Every group can resume after `start` pages already. `lease` pins the known pages, and pages cached after them later.
-    `keys` are those of the pages from `known` on.
+    Every group can resume after `start` pages already. `lease` pins the known pages, and later the pages cached after
+    them. `keys` are those of the pages from `known` on.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class RequestedPrefix:
         return self.known < self.limit and len(whole) < len(self._groups) and all(s[self.known] for s in whole)
 
     def lacking(self, wanted: int, hosts: Sequence[HostGroup] | None = None) -> list[Places]:
-        """By group, places without a frame on the device or in `hosts` (default: all) that a request reads which begins
-        after `wanted` pages."""
+        """By group, the places without a frame on the device or in `hosts` (default: all) that a request reads if it
+        begins after `wanted` pages."""
         path, found = self.path, []
         for group in self._groups:
             needed = group.reach.needed(wanted)
@@ -119,7 +119,7 @@ class RequestedPrefix:
 @dataclass(slots=True, eq=False)
 class Piece:
     """Pages of a prompt before page `last` that are fetched: by group, their places on the path and the host frames.
-    There is no `move` if no group reads any of them."""
+    `move` is None if no group reads any of them."""
 
     last: int
     fetching: list[tuple[HostGroup, Places, Ids]] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Piece:
 class Prefetch:
     """A fetch of one prompt's stored pages, for all requests with this prompt. In pages of the prompt: requests could
     begin after `prefix.start` pages at first, can begin after `limit` now, and will begin after `wanted`. `hold` holds
-    the path, and host frames that they need in groups that are read in part.
+    the path, and the host frames that they need in groups that are read in part.
 
     running      until the store has answered and all pieces have ended
     stopped      fetches no more pieces; those that arrive are cached
@@ -157,9 +157,9 @@ class Prefetch:
     prefix: RequestedPrefix
     hold: Hold
     is_trial: bool  # of a lane that is off
-    at_once: int  # the most bytes under way
+    at_once: int  # the most bytes in flight
     since: float
-    stop_at: float  # when computing would have been quicker
+    stop_at: float  # the time at which computing would have been faster
 
     limit: int = field(init=False)
     wanted: int = field(init=False)
@@ -187,7 +187,7 @@ class Prefetch:
 
     @property
     def moves(self) -> list[Transfer]:
-        """Transfers under way, and those that have ended and are not bound yet."""
+        """Transfers in flight, and those that have ended and are not bound yet."""
         looking = [self.look] if self.look is not None else []
         return looking + [piece.move for piece in self.pieces if piece.move is not None]
 
@@ -198,14 +198,14 @@ class Prefetch:
         return self.limit > self.prefix.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
 
     def stop(self) -> None:
-        """Fetch no more pieces. Those that still arrive are cached, and the answer to `look` still teaches patience."""
+        """Fetch no more pieces. Pieces that still arrive are cached, and the answer to `look` still counts."""
         self.stopped = True
         for move in self.moves:
             if move is not self.look:
                 move.stop()
 
     def hold_frames(self, end: int) -> None:
-        """Hold host frames of partial groups that a request needs to begin after `end` pages."""
+        """Hold the host frames of partial groups that a request needs to begin after `end` pages."""
         held, path = [], self.prefix.path
         for group, host in zip(self.parts.groups, self.tiers.hosts, strict=True):
             needed = group.reach.needed(end)
@@ -215,7 +215,7 @@ class Prefetch:
         self.parts.holds.change(self.hold, held)
 
     def next_piece(self) -> Piece | None:
-        """The next piece, with host frames. None: there is nothing to fetch, no room, or enough is under way."""
+        """The next piece, with host frames. None: there is nothing to fetch, no room, or enough in flight."""
         is_enough = sum(move.num_bytes for move in self.moves) >= self.at_once
         if self.last >= self.wanted or self.stopped or self.lost or is_enough:
             return None
@@ -230,7 +230,7 @@ class Prefetch:
         return Piece(last, fetching, Transfer(Lane.FETCH, units, self.tiers.names.scope(self.namespace), num_bytes))
 
     def _cut(self) -> tuple[int, list[Places]]:
-        """The page after the next piece, and by group the places to fetch, for which there is room."""
+        """The page after the next piece, and by group the places to fetch, as far as there is room."""
         places = [at[at >= self.last] for at in self.prefix.lacking(self.wanted)]
         num_bytes = np.zeros(self.wanted, dtype=np.int64)
         for at, size in zip(places, self.tiers.settings.record_bytes, strict=True):
@@ -245,7 +245,7 @@ class Prefetch:
         return last, [at[at < last] for at in places]
 
     def fetched(self, piece: Piece) -> None:
-        """Bind the pages of a piece, up to the first that is not whole in every group."""
+        """Bind the pages of a piece, up to the first that is incomplete in some group."""
         defects = piece.move.defects if piece.move is not None else ()
         end = piece.last
         for (_, at, _), found in zip(piece.fetching, defects, strict=True):
@@ -255,7 +255,7 @@ class Prefetch:
             self._lose(piece, end)
         elif self.limit < self.wanted:
             self.hold_frames(self.wanted)
-        elif any(not host.whole for host in self.tiers.hosts):  # a path fetched in part counts as fetched
+        elif any(not host.whole for host in self.tiers.hosts):  # a path that is fetched in part counts as fetched
             self.tiers.on_host.mark(self.prefix.path[self.prefix.start : self.limit], State.FETCHED)
 
     def _cache(self, end: int) -> int:
@@ -310,30 +310,30 @@ class Prefetch:
 
 
 class ReadAhead:
-    """Bytes that requests wait for. This class is for a cache on the device alone, which has none."""
+    """Bytes that requests wait for. This class is for a cache with the device alone, which has no prefetches."""
 
-    loads: bool = False  # whether requests can be loaded from a tier below
+    loads: bool = False  # whether requests can be loaded from a lower tier
     stores: bool = False  # whether there is a store
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether another request may read ahead from a store now."""
+        """Whether another request may prefetch from a store now."""
         return False
 
     def settle_moves(self) -> bool:
-        """Process transfers that have ended, without waiting; whether there were any."""
+        """Process transfers that have ended, without waiting; returns whether there were any."""
         return False
 
     def wait_moves(self, seconds: float) -> bool:
-        """Wait for up to `seconds` until a transfer has ended; False at once if none is under way."""
+        """Wait for up to `seconds` until a transfer has ended; returns False at once if none is in flight."""
         return False
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Record that a step with prompts computed so many tokens in this time, without waiting for bytes."""
 
     def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
-        """Start to fetch the pages of a prompt that are stored and not cached. None: there is nothing to wait for. Call
-        `stop_prefetch` when the request begins or ends."""
+        """Start to fetch the pages of a prompt that are stored and not cached. Returns None if there is nothing to wait
+        for. Call `stop_prefetch` when the request begins or ends."""
         return None
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
@@ -344,7 +344,7 @@ class ReadAhead:
         """The request does not wait for it any more."""
 
     def release_prefetched(self) -> bool:
-        """Release the pages held for one waiting request; whether there were any."""
+        """Release the pages held for one waiting request; returns whether there were any."""
         return False
 
 

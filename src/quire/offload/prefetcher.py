@@ -6,8 +6,8 @@
     stop      when computing would have been quicker, or the policy has enough; fetched pages stay cached
     hold      fetched pages, until all requests that waited for them have begun or ended, or memory is short
 
-A piece that is damaged or missing ends the fetch at the last page after which a request can begin. If host memory was
-bad and not the record, its frame is quarantined and the piece is fetched again.
+A piece that is damaged or missing ends the fetch at the last page after which a request can begin. If the host memory
+was bad and not the record, its frame is quarantined and the piece is fetched again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.spec.ids import Ids, Tier
 from quire.tiers.store import Answer
 from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
-_FIRST_BYTES = 4 * PIECE_BYTES  # under way for one request; they double when all have arrived by the next step
+_FIRST_BYTES = 4 * PIECE_BYTES  # in flight for one request; they double when all have arrived by the next step
 _MOST_BYTES = 512 << 20
 _LEAST_PATIENCE = 0.02  # share of a prompt's compute time to wait for the answer to a look; more if prompts were stored
 _LEARNS = 0.2
@@ -38,7 +38,7 @@ _MOST_OF_HOST = 0.5  # share of the host's bytes for prefetches; running request
 
 
 class Prefetcher(ReadAhead):
-    """Reads ahead for the cache that has these parts."""
+    """Prefetches for the cache that has these parts."""
 
     loads = True
 
@@ -59,7 +59,7 @@ class Prefetcher(ReadAhead):
         self._fetched_bytes = 0
         self._at_once = _FIRST_BYTES
 
-    # -- moves of all kinds
+    # -- transfers of all lanes
 
     def settle_moves(self) -> bool:
         if not self._tiers.settle(self._ended):
@@ -87,7 +87,7 @@ class Prefetcher(ReadAhead):
         return self.stores and len(taken) < _MOST_AT_ONCE and has_room
 
     def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
-        """A prompt that goes on with the same page as another one shares its prefetch."""
+        """A prompt that continues with the same page as another one shares its prefetch."""
         tiers, parts = self._tiers, self._parts
         scope = tiers.names.scope(namespace)
         if not self.can_prefetch or tiers.deletion.covers(scope):
@@ -106,7 +106,7 @@ class Prefetcher(ReadAhead):
             other.num_waiting += 1
             other.shared = True
             return other
-        if is_trial := self._is_off:  # a request tries the lane as if all that it lacks were stored
+        if is_trial := self._is_off:  # a request tries the lane as if all missing pages were stored
             counts = [limit - max(start, group.reach.needed(limit).start) for group in parts.groups]
             num_bytes = tiers.settings.num_bytes(counts)
             if not tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes):
@@ -131,7 +131,7 @@ class Prefetcher(ReadAhead):
     def is_awaited(self, prefetch: Prefetch) -> bool:
         if prefetch.done or prefetch.cancelled:
             return False
-        # A request cannot begin before the current step ends, so waiting takes that long at least.
+        # A request cannot begin before the current step ends, so waiting takes at least that long.
         least = self._parts.step_seconds() if self._policy is PrefetchPolicy.BREAK_EVEN else 0.0
         is_late = self._parts.seconds() >= prefetch.stop_at - least or any(move.expired for move in prefetch.moves)
         if is_late or (self._is_off and not prefetch.is_trial):
@@ -151,7 +151,7 @@ class Prefetcher(ReadAhead):
         if not self._holding:
             return False
         self._cancel(next(reversed(self._holding)))
-        self._parts.sweep()  # flushed pages must go before they could be evicted to the host and stored
+        self._parts.sweep()  # flushed pages must be freed before they could be evicted to the host and stored
         return True
 
     def cancel(self, namespace: Namespace | None) -> None:
@@ -258,7 +258,7 @@ class Prefetcher(ReadAhead):
             self._decide(prefetch)
 
     def _report(self, prefetch: Prefetch, move: Transfer, asked: int) -> None:
-        """Report a transfer that brought less than half of the asked bytes, or nothing in time: it ends a trial."""
+        """Report a transfer that brought less than half of the requested bytes, or nothing in time: it ends a trial."""
         even = self._tiers.break_even
         expected = 0.0 if prefetch.is_trial else even.load_seconds(Lane.FETCH, move.num_bytes) or 0.0
         is_late = move.stopping and not move.moved_bytes and move.seconds >= max(_LEAST_SECONDS, expected)
@@ -277,7 +277,7 @@ class Prefetcher(ReadAhead):
             self._finish(prefetch)
 
     def _bind_arrived(self, prefetch: Prefetch) -> None:
-        """Bind pieces that have arrived with all before them."""
+        """Bind pieces that have arrived, if all before them have."""
         while prefetch.pieces and prefetch.pieces[0].move not in self._running:
             piece = prefetch.pieces.popleft()
             if prefetch.cancelled or prefetch.lost:
@@ -289,7 +289,7 @@ class Prefetcher(ReadAhead):
             self._decide(prefetch)
 
     def _submit(self, prefetch: Prefetch, piece: Piece) -> bool:
-        """Submit a piece; False if the lane refuses."""
+        """Submit a piece; returns False if the lane refuses."""
         move = piece.move
         if move is not None:
             if not self._tiers.mover.submit(move):
@@ -325,10 +325,10 @@ class Prefetcher(ReadAhead):
             self._holding.pop(prefetch)
             self._parts.holds.release(prefetch.hold)
 
-    # -- how fast it is
+    # -- measured speed
 
     def _widen(self, prefetch: Prefetch) -> None:
-        """Allow more bytes under way, for later prefetches too, and measure anew: the speed with fewer differs."""
+        """Allow more bytes in flight, for later prefetches too, and measure again: the speed with fewer differs."""
         self._at_once = max(self._at_once, prefetch.at_once)
         prefetch.at_once = min(2 * prefetch.at_once, _MOST_BYTES)
         if prefetch.last < prefetch.wanted and prefetch.fetching_since is not None:
@@ -336,8 +336,8 @@ class Prefetcher(ReadAhead):
             prefetch.seconds, prefetch.own_bytes, prefetch.in_rounds = 0.0, 0, False
 
     def _measure(self, prefetch: Prefetch) -> None:
-        """Measure the lane: bytes fetched for any request in the time that passed. That time may be one long step, in
-        which no piece could begin; then only seconds of work count."""
+        """Measure the lane: bytes fetched for any request since the last call. That time may be one long step, in which
+        no piece could begin; then only seconds of work count."""
         if prefetch.fetching_since is not None:
             seconds = self._parts.seconds() - prefetch.fetching_since
             num_bytes = self._fetched_bytes - prefetch.fetched_before

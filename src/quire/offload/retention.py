@@ -39,8 +39,8 @@ MOST_RETENTIONS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
     """The first `granted_tokens` of `asked_tokens` are retained. `reason` says why not more, or is "". `retention_id`
-    releases them, and is "" if none are retained; it cannot be guessed. `host_tokens` of the granted ones are below the
-    device, and are loaded when they are used."""
+    releases them, and is "" if none are retained; it cannot be guessed. `host_tokens` of the granted ones are on lower
+    tiers, and are loaded when they are used."""
 
     retention_id: str = ""
     asked_tokens: int
@@ -116,9 +116,9 @@ class Retention(RetentionPort):
     def retain(
         self, tokens: Ids, namespace: Namespace, *, ttl_seconds: float, priority: int = 0, pin: bool = False
     ) -> Granted:
-        """Retain the cached part of `tokens` for so long. A repeated call for the same tokens also retains what was
-        cached since. It takes the later expiry, the higher priority and the pin of all calls. Raises InvalidInput for
-        an impossible time.
+        """Retain the cached part of `tokens` for so long. A repeated call for the same tokens also retains pages that
+        were cached since. It takes the latest expiry, the highest priority and any pin of all calls. Raises
+        InvalidInput for an impossible time.
         """
         if not 0 < ttl_seconds <= MOST_SECONDS:
             asked = f"ttl_seconds must be above 0 and at most {MOST_SECONDS:,.0f}, got {ttl_seconds:g}."
@@ -157,11 +157,11 @@ class Retention(RetentionPort):
         )
 
     def release(self, retention_id: str) -> bool:
-        """End a retention; False if there is none with that id."""
+        """End a retention; returns False if none has that id."""
         return retention_id in self._by_id and self._end(self._by_id[retention_id]) > 0
 
     def release_all(self, namespace: Namespace | None) -> int:
-        """End all retentions of a namespace, or of any (None), and return how many."""
+        """End all retentions of a namespace, or of any (None), and return their number."""
         return self._end(*[prefix for prefix in self._by_id.values() if namespace in (None, prefix.namespace)])
 
     def listing(self) -> RetainedList:
@@ -177,7 +177,7 @@ class Retention(RetentionPort):
     def __len__(self) -> int:
         return len(self._by_id)
 
-    # -- verbs of the cache. What soft retentions hold is counted in O(retained nodes), or O(retained frames)
+    # -- methods that the cache calls. Counting soft retentions costs O(retained nodes), or O(retained frames)
 
     def release_damaged(self) -> None:
         """End all retentions of paths with damaged pages."""
@@ -209,7 +209,7 @@ class Retention(RetentionPort):
         return _num_pages(self._only_soft()) if group is None else len(frames_only_held_by(self._soft, group))
 
     def num_soft_of(self, match: Match, num_pages: int, group: GroupCache | None = None) -> int:
-        if not self._by_id or (group is not None and group.reach.in_place):  # a request takes over a carried frame
+        if not self._by_id or (group is not None and group.reach.in_place):  # a request takes over the frame of a state
             return 0
         if group is not None:
             only = frames_only_held_by(self._soft, group)
@@ -230,8 +230,8 @@ class Retention(RetentionPort):
         return self.num_expired + self.num_given_up > before
 
     def give_up(self, num_pages: int) -> int:
-        """End soft retentions until so many device pages have become evictable; returns how many have. The last
-        one only becomes shorter. Retentions that free no page go on."""
+        """End soft retentions until so many device pages have become evictable; returns their number. The last one only
+        becomes shorter. Retentions that free no page stay."""
         if num_pages <= 0 or not self._by_id:
             return 0
         self.expire()
@@ -245,11 +245,11 @@ class Retention(RetentionPort):
         return before - self._tree.num_protected
 
     def _give_up_frames(self, group: GroupCache, num_frames: int) -> None:
-        """Likewise for frames of a group that is read in part."""
+        """The same for frames of a group that is read in part."""
         if num_frames <= 0:
             return
         self.expire()
-        others = int(group.reach.in_place)  # a request takes over a carried frame that it alone pins
+        others = int(group.reach.in_place)  # a request takes over the frame of a state that it alone pins
         only = frames_only_held_by(self._soft, group, others)
         for prefix in sorted(self._soft, key=_rank):
             held = frames_of([prefix], group.index)
@@ -315,7 +315,7 @@ class Retention(RetentionPort):
         return [prefix for prefix in self._by_id.values() if prefix.pinned]
 
     def _only_soft(self) -> set[Node]:
-        """Nodes on the device that soft retentions hold and nothing else does."""
+        """Nodes on the device that only soft retentions hold."""
         return {node for node in only_held_by(self._soft) if self._tree.is_here(node)}
 
     def _shorten(self, prefix: RetainedPrefix, num_pages: int) -> None:
@@ -338,7 +338,7 @@ class Retention(RetentionPort):
         return len(prefixes)
 
     def _num_here(self, pages: Ids) -> int:
-        """How many pages of a path are on the device: the first ones."""
+        """How many first pages of a path are on the device."""
         return int(np.count_nonzero(self._on_device.present(pages)))
 
 
@@ -354,9 +354,8 @@ def nodes_of(retained: Iterable[RetainedPrefix]) -> set[Node]:
 
 
 def only_held_by(retained: Sequence[RetainedPrefix]) -> set[Node]:
-    """Nodes that these retentions hold and nothing else does, from the leaves up. O(nodes that they hold). A node is
-    held by leases that end at it and by the levels of its children: these retentions account for both, and likewise
-    for these children."""
+    """Nodes that only these retentions hold, from the leaves up. O(nodes that they hold). Leases that end at a node and
+    the levels of its children hold it: these retentions account for both, and likewise for the children."""
     own = Counter(each.end for each in retained)
     below: Counter[Node | None] = Counter()
     only: set[Node] = set()

@@ -27,17 +27,17 @@ class WritePolicy(StrEnum):
     SELECTIVE = "write_through_selective"
     """When a second request uses it, or when its request is preempted."""
     BACK = "write_back"
-    """When it is evicted from the device: the two tiers together hold the most, and eviction waits for the copy. Groups
-    that are read in part are copied when cached: their frames are small, and are evicted early."""
+    """When it is evicted from the device: the two tiers together have the most capacity, and eviction waits for the
+    copy. Groups that are read in part are copied when cached: their frames are small, and are evicted early."""
 
 
 class PrefetchPolicy(StrEnum):
     """How long a request waits for pages that come from storage."""
 
     BREAK_EVEN = "break_even"
-    """Until computing them would have been quicker, as measured."""
+    """Until computing them would have been faster, as measured."""
     BEST_EFFORT = "best_effort"
-    """Not at all: a request uses the pages that have arrived when its turn comes."""
+    """Not at all: a request uses the pages that have arrived when it is admitted."""
     WAIT_COMPLETE = "wait_complete"
     """Until all stored pages have arrived."""
     TIMEOUT = "timeout"
@@ -47,7 +47,7 @@ class PrefetchPolicy(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """`host_frames` and `record_bytes` are by group. The engine closes `mover`, which has a store if `stores`; `health`
-    follows its answers. `always` loads and fetches even when computing is quicker."""
+    records its answers. `always` loads and fetches even when computing is faster."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]
@@ -82,14 +82,14 @@ class LinkCounters:
         self.counts[bisect_left(_BOUNDS_S, move.seconds)] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """`at_most` has pairs: seconds, and how many moves took at most that long."""
+        """`at_most` has pairs: seconds, and how many transfers took at most that long."""
         at_most = list(zip(_BOUNDS_S, accumulate(self.counts[:-1]), strict=True))
         return {"moves": self.moves, "bytes": self.bytes, "seconds": self.seconds, "at_most": at_most}
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Frames, bytes, prompt tokens and transfers, and what went wrong.
+    """Frames, bytes, prompt tokens and transfers, and counts of failures.
 
     `host_hit_tokens` were reused from host memory; `storage_hit_tokens` were reused for the first time after a fetch.
     `unsaved_frames` found no room on the host, the store refused `unstored_frames`, and had lost `lost_frames` when

@@ -32,13 +32,13 @@ from quire.spec.rank import Rank
 from quire.tiers.transfer import GOOD, UNDAMAGED, Lane, Transfer
 
 TRIAL_BYTES: Final = 16 << 20  # the most of a save that measures the speed of saving
-_MOST_SAVES = 64  # pending saves begun at a time
+_MOST_SAVES = 64  # pending saves started at a time
 _WAIT_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """A save or load under way. `hold` holds its path, and its frames in groups that are read in part."""
+    """A save or load in flight. `hold` holds its path, and its frames in groups that are read in part."""
 
     hold: Hold
     parts: list[GroupPages]
@@ -71,28 +71,28 @@ class Tiering:
         self._free = parts.free
         self._page_size = parts.plan.page_size
         self._ended: list[Transfer] = []
-        self._unsaved = PendingPaths(parts.tree)  # whose save the lane refused
+        self._unsaved = PendingPaths(parts.tree)  # paths whose save the lane refused
         self._saves_wait = False  # until a save has ended
 
     def cancel(self, namespace: Namespace | None) -> None:
-        """Drop the pages of saves and loads under way, of a namespace or all (None), when they arrive."""
+        """Drop the pages of saves and loads in flight, of a namespace or all (None), when they arrive."""
         for moving in self.moving.values():
             moving.cancelled |= namespace in (None, moving.hold.path.node.namespace)
 
     def delete_stored(self, namespace: Namespace | None) -> None:
-        """Have the store delete a namespace, or all of this model (None), after pending archives. None is looked up."""
+        """Make the store delete a namespace, or all of this model (None), after pending archives. None is looked up."""
         if namespace is None:
             self.archiver.store_is_empty()
         if self.settings.stores:
             self.deletion.flush(namespace)
 
     def missing(self, pages: Ids) -> list[Ids]:
-        """By group, pages that a request that begins after this path reads and the device lacks."""
+        """By group, pages that a request reads if it begins after this path, and that the device lacks."""
         needed = [group.needed_pages(pages) for group in self._groups]
         return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 
     def is_too_much(self, loads: Iterable[int]) -> bool:
-        """Whether loading so many frames, by group, would leave a request no frame to go on in."""
+        """Whether loading so many frames, by group, would leave a request no frame to continue in."""
         return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
 
     @property
@@ -119,9 +119,9 @@ class Tiering:
     def save(
         self, node: Node, pages: Ids, ends: Sequence[int], *, first: int = 0, evicts: bool = False
     ) -> Transfer | None:
-        """Copy pages of a path from page `first` on that the host lacks. Without room, the last ones are left out.
-        `ends` are numbers of pages after which requests may begin: frames that they read in part are copied too. A
-        caller that `evicts` the path from the device has it saved under every `WritePolicy`.
+        """Save the pages of a path from page `first` on that the host lacks. If there is no room, the last ones are not
+        saved. `ends` are numbers of pages after which requests may begin: frames that they read in part are saved too.
+        If the caller `evicts` the path from the device, it is saved under every `WritePolicy`.
         """
         if not len(pages):
             return None
@@ -192,7 +192,7 @@ class Tiering:
         return min(wanted, host.num_free)
 
     def evict_host(self, num_pages: int) -> bool:
-        """Evict host copies of up to so many unused pages; whether there were any."""
+        """Evict host copies of up to so many unused pages; returns whether there were any."""
         evicted = self._tree.evict_lower(num_pages, self._leave_host)
         num_evicted = len(evicted.removed) + evicted.num_moved
         self.counters.host_evicted_pages += num_evicted
@@ -242,7 +242,7 @@ class Tiering:
     # -- loading
 
     def load(self, node: Node, pages: Ids, missing: Sequence[Ids]) -> Transfer | None:
-        """Load the `missing` pages, by group, of a leased path; there is room for them. None if the lane refuses."""
+        """Load the `missing` pages, by group, of a leased path; there is room. Returns None if the lane refuses."""
         lease = self._tree.pin(node)
         parts = []
         num_here = int(np.count_nonzero(self.table.anchor(Tier.DEVICE).present(pages)))
@@ -259,7 +259,7 @@ class Tiering:
         return move
 
     def have_copies(self, lease: Lease, first: int, pages: Ids, new: int) -> None:
-        """Pages of a path from page `first` on are below the device now; those from page `new` on are new to it."""
+        """Pages of a path from page `first` on are on lower tiers now; those from page `new` on are new to it."""
         if self.table.anchor_group is None:
             lacking = ~self.on_host.present(pages)
             self.table.add_pages(pages[lacking], Tier.HOST)
@@ -271,7 +271,7 @@ class Tiering:
             self._tree.copied(lease, first, last)
 
     def loads_of(self, pages: Ids) -> list[Transfer]:
-        """Loads under way of some of these pages."""
+        """Loads in flight of some of these pages."""
         loads = [(move, moving.parts) for move, moving in self.moving.items() if move.lane is Lane.LOAD]
         if not loads:
             return []
@@ -281,12 +281,12 @@ class Tiering:
     # -- what has ended
 
     def wait(self) -> bool:
-        """Wait a little for a transfer, which prevents eviction, or delete damaged paths; False if there are none."""
+        """Wait a little for a transfer that prevents eviction, or delete damaged paths; False if there are none."""
         return bool(self._delete_damaged() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
-        """Process ended transfers; `fetched` takes those of the prefetcher. Returns their number, with that of deleted
-        paths."""
+        """Process ended transfers; `fetched` processes those of the prefetcher. Returns their number, plus that of
+        deleted paths."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
@@ -373,7 +373,7 @@ class Tiering:
         self.damaged_paths.append((self._holds.add(Reason.DAMAGE, lease=self._tree.pin(node)), first))
 
     def _delete_damaged(self) -> int:
-        """Delete damaged paths that nothing else holds, and return how many."""
+        """Delete damaged paths that nothing else holds, and return their number."""
         waiting = [(hold.path.node, first) for hold, first in self.damaged_paths]
         for hold, _ in self.damaged_paths:  # all first: paths with common pages must not hold each other
             self._holds.release(hold)
@@ -394,7 +394,7 @@ class Tiering:
     # -- inside
 
     def _submit(self, lane: Lane, lease: Lease, parts: list[GroupPages]) -> Transfer | None:
-        """Start a transfer. None, with its frames freed, if the lane refuses."""
+        """Start a transfer. Returns None, with its frames freed, if the lane refuses."""
         saves = lane is Lane.SAVE
         move = transfer_of(lane, parts, self.names.scope(lease.node.namespace), self.names, self.settings)
         if not self.mover.submit(move):
@@ -414,7 +414,7 @@ class Tiering:
         return move
 
     def _release(self, move: Transfer) -> Moving:
-        """A transfer has ended: unpin its frames, and still hold its path."""
+        """A transfer has ended: unpin its frames, but still hold its path."""
         moving = self.moving.pop(move)
         self._holds.change(moving.hold, ())
         tier = Tier.DEVICE if move.lane is Lane.LOAD else Tier.HOST
@@ -430,9 +430,9 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
 
 
 def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size: int) -> list[np.ndarray]:
-    """Which of these places of a path, by group, to copy to the host: all if loading them again, which takes as long as
-    saving, would be quicker than computing them, else none; the first few if the speed is not known yet. A store needs
-    all copies: they outlive this process."""
+    """The places of a path, by group, to copy to the host. All, if loading them, which takes as long as saving, would
+    be faster than computing them, else none; the first few if the speed is not known yet. A store needs all copies:
+    they outlive this process."""
     if settings.always or settings.stores:
         return list(places)
     even, most = settings.break_even, max(map(len, places))

@@ -1,1 +1,1 @@
-"""Below the device: transfers of pages between device, host, stores and peers, and what they are worth."""
+"""Tiers: transfers of pages between device, host, stores and peers, and the comparison with computing them."""

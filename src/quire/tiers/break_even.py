@@ -9,28 +9,29 @@ from enum import Enum, auto
 from quire.tiers.transfer import LANES, Lane
 
 _KEPT = 0.9  # weight of earlier measurements at each new one
-_SPREAD = 0.3  # of the mean amount; where amounts vary less, the start is not identifiable
-_TINY_STEP = 64  # tokens; the time of a smaller step is mostly launches
-_LOSSES = 16  # in a row, after which a lane turns itself off
-_FAILURES = 3  # in a row, with the same effect
-_WINS = 8  # measured ones, after which earlier losses do not count
+_SPREAD = 0.3  # of the mean amount; if amounts vary less, the fixed time is not identifiable
+_TINY_STEP = 64  # tokens; a smaller step is mostly launch overhead
+_LOSSES = 16  # lost decisions in a row, after which a lane turns itself off
+_FAILURES = 3  # failed transfers in a row, with the same effect
+_WINS = 8  # measured wins, after which earlier losses do not count
 _FIRST_REST = 1.0  # seconds before a lane that is off is tried again; they double each time
 _LONGEST_REST = 300.0
 _PRICE = 50.0  # a trial waits this many times its expected loss, so that trials cost at most 2 % of the time
-_OVERDUE = 8.0  # a trial that takes this many times its expected duration is abandoned
+_OVERDUE = 8.0  # a trial that takes this many times its expected duration is cancelled
 _QUIET = 60.0  # seconds between two notices about one lane
-_LEARNING_WAIT = 1.0  # seconds a request may wait for storage while nothing is known
+_LEARNING_WAIT = 1.0  # seconds a request may wait for storage while nothing is measured
 
 
 class Rate:
-    """A line through measurements of (amount, seconds): a start, then a constant rate. None until one was added."""
+    """A line through measurements of (amount, seconds): a fixed time, then a constant rate. None without a
+    measurement."""
 
     def __init__(self) -> None:
         # Of weights, amounts, seconds, squares of amounts, and amounts times seconds.
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add a measurement; one with a 0 is ignored. Where amounts hardly differ, the start is 0."""
+        """Add a measurement; one with a 0 is ignored. If the amounts hardly differ, the fixed time is 0."""
         if amount > 0 and seconds > 0:
             new = (1.0, amount, seconds, amount * amount, amount * seconds)
             self._sums = tuple(was * _KEPT + now for was, now in zip(self._sums, new, strict=True))
@@ -42,12 +43,12 @@ class Rate:
 
     @property
     def mean(self) -> float | None:
-        """Amount per second, with the start."""
+        """Amount per second, with the fixed time."""
         return self._sums[1] / self._sums[2] if self.known else None
 
     @property
     def per_second(self) -> float | None:
-        """Amount per second, without the start."""
+        """Amount per second, without the fixed time."""
         return 1 / self._line()[1] if self.known else None
 
     @property
@@ -94,12 +95,12 @@ class _LaneState:
     rate: Rate = field(default_factory=Rate)
     is_fresh: bool = False  # measured since it last won
     losses: int = 0  # in a row
-    wins: int = 0  # measured, since it was off
+    wins: int = 0  # measured since it was off
     failures: int = 0  # in a row
     wasted: float = 0.0  # seconds of the last failure
     why_off: str = ""
     off_since: float = 0.0  # or since the last lost trial
-    rest: float = _FIRST_REST  # seconds, until the next trial
+    rest: float = _FIRST_REST  # seconds until the next trial
     trial: _Trial = _Trial.NONE
     next_trial: float = 0.0
     notified_off: bool = False
@@ -109,13 +110,13 @@ class _LaneState:
 class BreakEven:
     """Compares the measured times to move and to compute a prefix.
 
-    While either time is unknown, pages move. A lane turns off after a run of lost decisions, or of transfers that moved
-    less than half of their bytes. It turns on when it wins by its own measurements: one request at a time is a trial,
-    whose measurement replaces earlier ones. Rests between trials double, until several wins are measured.
+    While either time is unknown, pages move. A lane turns off after several lost decisions in a row, or transfers that
+    moved less than half of their bytes. It turns on when it wins by its own measurements: one request at a time is a
+    trial, whose measurement replaces earlier ones. Pauses between trials double, until several wins are measured.
 
     `on_change(lane, why)` is called when a lane turns off, and with an empty `why` when it turns on: at most once a
     minute per lane. The time of a FETCH includes the LOOK before it and the LOAD after it. A LOAD that was never
-    measured counts as fast as a SAVE; but that turns nothing on.
+    measured counts as fast as a SAVE, but that turns no lane on.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class BreakEven:
         self._on_change = on_change
         self._computed = Rate()
         self._lanes = {lane: _LaneState(lane) for lane in LANES}
-        self.turned_off_count = 0  # over all lanes, with failed trials
+        self.turned_off_count = 0  # decisions of all lanes, with failed trials
 
     # -- measurements
 
@@ -225,7 +226,7 @@ class BreakEven:
             return _Verdict.LEARN
         wins = compute is not None and alone is not None and alone <= compute
         if wins and state.failures < _FAILURES and (not state.why_off or state.rate.known):
-            load = self.load_seconds(lane, num_bytes, queued_bytes)  # a queue says nothing about the lane
+            load = self.load_seconds(lane, num_bytes, queued_bytes)  # the length of a queue says nothing about the lane
             return _Verdict.WIN if load is not None and load <= (compute or 0.0) else _Verdict.LATE
         return _Verdict.TRY if self._is_due(state, compute, num_bytes) else _Verdict.LOSE
 
@@ -237,7 +238,7 @@ class BreakEven:
         if compute is None:
             return True
         if state.lane is Lane.LOAD and now < state.off_since + _LONGEST_REST:
-            # SAVE is always measured: where a LOAD at that speed does not pay, a trial can wait.
+            # SAVE is always measured: if a LOAD at that speed does not pay, a trial can wait.
             saved = self._lanes[Lane.SAVE].rate.seconds(num_bytes)
             if saved is not None and saved > compute:
                 return False
@@ -260,7 +261,7 @@ class BreakEven:
     @staticmethod
     def _win(state: _LaneState) -> None:
         state.losses = 0
-        if state.trial is not _Trial.UNDER_WAY:  # else it is not measured yet
+        if state.trial is not _Trial.UNDER_WAY:  # otherwise it is not measured yet
             state.why_off, state.trial = "", _Trial.NONE
             state.wins += state.is_fresh
             state.is_fresh = False

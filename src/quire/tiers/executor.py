@@ -1,4 +1,4 @@
-"""TransferExecutor: does one transfer, piece by piece, without threads or clocks (movers have those).
+"""TransferExecutor: runs one transfer, piece by piece, without threads or clocks (movers have those).
 
 Invariants of transfers:
 
@@ -21,14 +21,14 @@ from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.tombstones import delete_scope, tombstones_over
 from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
 
-PIECE_BYTES = 16 << 20  # about what moves at a time; a load waits for at most one piece of a save
-_LOOKED_UP = 128  # pages per question: most prompts miss earlier, and a store may need a request for each key
+PIECE_BYTES = 16 << 20  # bytes in one piece; a load waits for at most one piece of a save
+_LOOKED_UP = 128  # pages per lookup: most prompts miss early, and a store may need a request for each key
 _MOST_TOUCHED = 1024  # in one call
 _ABSENT = {Endpoint.STORE: ("storage tier", "--storage"), Endpoint.PEER: ("peer", "one to the mover")}
 
 
 class TransferExecutor:
-    """Does transfers with these copies, store and peer. A peer answers as a store does."""
+    """Runs transfers with these copies, store and peer. A peer answers as a store does."""
 
     def __init__(
         self, copies: Copies, store: Store | None, peer: Store | None = None, *, piece_bytes: int = PIECE_BYTES
@@ -38,7 +38,7 @@ class TransferExecutor:
         self._piece_bytes = piece_bytes
 
     def run(self, transfer: Transfer) -> Iterator[None]:
-        """Do a transfer, one piece per step; raises what the copies or the remote raise. The caller ends it."""
+        """Run a transfer, one piece per step; raises the errors of the copies or the remote. The caller ends it."""
         lane = transfer.lane
         if not lane.is_remote:
             yield from self._load(transfer) if lane.is_inward else self._save(transfer)
@@ -110,8 +110,8 @@ class TransferExecutor:
         transfer.answers = tuple(found)
 
     def _look(self, transfer: Transfer, store: Store) -> Iterator[None]:
-        """Ask for pages until one is missing that all later ones need; the rest is a MISS."""
-        # Each question includes the tombstones: the scope may be deleted meanwhile.
+        """Look up pages until one is missing that all later ones need; the rest is a MISS."""
+        # Each lookup includes the tombstones: the scope may be deleted meanwhile.
         over, pages = tombstones_over(transfer.scope), _pages_of(transfer.units)
         found = [[Answer.MISS] * len(units) for units in transfer.units]
         for start in range(0, max(1, len(pages)), _LOOKED_UP):
@@ -147,7 +147,7 @@ class TransferExecutor:
             yield
 
     def _by_pages(self, transfer: Transfer, remote: Store, work: _Work, rest: str) -> Iterator[None]:
-        """Do `work` on pages up to the first that fails in any group. Units that were not done get `rest`."""
+        """Do `work` on pages up to the first that fails in any group. Units without an answer get `rest`."""
         found = [[rest] * len(units) for units in transfer.units]
         pages = _pages_of(transfer.units)
         num_bytes = sum(self._copies.bytes_of(units.group) * len(units) for units in transfer.units)
@@ -189,7 +189,7 @@ class TransferExecutor:
 
     @staticmethod
     def _complete(remote: Store, batch: _Batch, mine: Sequence[_Record]) -> None:
-        """Make whole pages visible and drop the rest. Remove what follows a page that did not become visible."""
+        """Make whole pages visible and drop the rest. Remove the pages after one that did not become visible."""
         ok = [record.page < batch.num_good for record in mine]
         visible = []
         for record, wanted, answer in zip(mine, ok, remote.complete(_keys(mine), ok), strict=True):
@@ -214,7 +214,7 @@ class TransferExecutor:
 
     @staticmethod
     def _recheck(transfer: Transfer, remote: Store, corrupt: Sequence[_Record]) -> None:
-        """Read corrupt records again into other memory, and once more where they differ. If these two reads agree, the
+        """Read corrupt records again into other memory, and once more if the two reads differ. If the reads agree, the
         host row is suspect and the record stays. Otherwise it is removed."""
         again = _read(remote, corrupt)
         differs = [record for record, data in again.items() if record.data != data]
@@ -228,7 +228,7 @@ class TransferExecutor:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """The record of one page in one of the transfer's units. Simulated `data` is shorter than `num_bytes`."""
+    """The record of one page in one unit of a transfer. Simulated `data` is shorter than `num_bytes`."""
 
     key: StoreKey
     num_bytes: int
@@ -257,7 +257,7 @@ class _Batch:
         return [record for record in self.records if record.page < self.num_good]
 
     def fail(self, record: _Record, defect: str) -> None:
-        """A record is not good, so its page and all later ones are not."""
+        """A record is bad, so its page and all later ones are, too."""
         self.num_good = min(self.num_good, record.page)
         record.defect = record.defect or defect
 
@@ -298,7 +298,7 @@ def _runs(count: int, each: int, most: int) -> Iterator[slice]:
 
 
 def _ends_before_corruption(units: Sequence[Units], defects: Sequence[Sequence[str]]) -> list[int]:
-    """For each units, the number of pages before the first that is corrupt in any of them."""
+    """For each of `units`, the number of pages before the first that is corrupt in any of them."""
     ends = [0] * len(units)
     for page in _pages_of(units):
         if any(defects[at][place] for at, place in page):

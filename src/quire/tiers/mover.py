@@ -16,22 +16,22 @@ from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 
 THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2, Endpoint.PEER: 2}
-"""Threads per endpoint beside the host. An endpoint that hangs blocks only its own threads."""
+"""Threads for each endpoint except the host. An endpoint that hangs blocks only its own threads."""
 
 CLOSED: Final = "the mover was closed before it came to this."  # of a transfer that waits
 LEFT: Final = "the mover was closed, and this did not end."  # of a transfer that hangs
 
 CLOSE_S: Final = 3.0
-"""How long `close` waits for calls under way. A store that hangs would otherwise block the process forever."""
+"""How long `close` waits for calls in flight. A store that hangs would otherwise block the process forever."""
 
 _MOST_TRANSFERS = 1024  # in flight on one lane; bytes do not bound transfers that have none
 
 
 class Mover(ABC):
-    """Takes transfers, and returns each from `finished` exactly once, when nothing touches its frames any more.
+    """Takes transfers, and returns each from `finished` exactly once, when nothing uses its frames any more.
 
     One thread, the engine's, submits and collects, and it holds the frames that a transfer names. Each lane bounds the
-    bytes in flight; `most_bytes` replaces bounds of the table. A larger transfer is taken alone.
+    bytes in flight; `most_bytes` replaces the bounds of the table. A larger transfer is accepted if it is alone.
     """
 
     def __init__(self, lanes: Sequence[Lane], most_bytes: Mapping[Lane, int] | None) -> None:
@@ -50,7 +50,7 @@ class Mover(ABC):
 
     @abstractmethod
     def finished(self) -> list[Transfer]:
-        """The transfers that ended since the last call, in the order of their ends."""
+        """The transfers that ended since the last call, in the order in which they ended."""
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
@@ -63,8 +63,8 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self) -> tuple[Transfer, ...]:
-        """End what is under way and fail what waits; `finished` returns both. May be called twice. Returns those that
-        did not end in time: they have failed, but a thread may still use the store and the memory of the copies."""
+        """End the running transfers and fail the waiting ones; `finished` returns both. May be called twice. Returns
+        those that did not end in time: they failed, but a thread may still use the store and the memory of copies."""
 
     def in_flight(self, lane: Lane) -> int:
         """Bytes submitted and not yet returned by `finished`."""
@@ -78,7 +78,7 @@ class Mover(ABC):
     # -- for movers
 
     def _take(self, transfer: Transfer, now: float) -> bool:
-        """Count a transfer as in flight; its deadline runs from now. False: the lane is full."""
+        """Count a transfer as in flight; its deadline starts now. False: the lane is full."""
         lane = transfer.lane
         count, num_bytes = self._transfers[lane], self._bytes[lane] + transfer.num_bytes
         if count and (num_bytes > self._most_bytes.get(lane, lane.most_bytes) or count >= _MOST_TRANSFERS):
@@ -91,7 +91,7 @@ class Mover(ABC):
         return True
 
     def _overdue(self, now: float) -> list[Transfer]:
-        """Transfers under way whose deadline has passed since the last call, the earliest first."""
+        """Transfers in flight whose deadline has passed since the last call, the earliest first."""
         if now < self._next_deadline:
             return []
         passed = [transfer for transfer in self._watched if transfer.done or transfer.expires_at <= now]
@@ -106,14 +106,14 @@ class Mover(ABC):
             self._transfers[transfer.lane] -= 1
             self._watched.discard(transfer)
             assert self._transfers[transfer.lane] >= 0, "a transfer was handed back twice"
-            # Where the store had most of the bytes already, the time says nothing about the lane.
+            # If the store had most of the bytes already, the time says nothing about the lane.
             if not transfer.error and transfer.moved_bytes * 2 >= transfer.num_bytes:
                 self.rates[transfer.lane].add(transfer.moved_bytes, transfer.seconds)
         return ended
 
 
 class ThreadMover(Mover):
-    """Does transfers on threads of each far endpoint (`_Channel`). The caller owns the store and the peer, and closes
+    """Runs transfers on threads of each far endpoint (`_Channel`). The caller owns the store and the peer, and closes
     them after the mover. `threads` and `most_bytes` replace values of the tables."""
 
     def __init__(
@@ -129,7 +129,7 @@ class ThreadMover(Mover):
     ) -> None:
         super().__init__(lanes, most_bytes)
         self._executor = TransferExecutor(copies, store, peer, piece_bytes=piece_bytes)
-        # The lock guards everything below, and the base's `_ended` and `_watched`.
+        # The lock guards everything below, and `_ended` and `_watched` of the base class.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # something to do, or closing
         self._news = threading.Condition(self._lock)  # for the submitter
@@ -190,7 +190,7 @@ class ThreadMover(Mover):
         return left
 
     def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Under the lock: wait, and watch deadlines meanwhile."""
+        """Under the lock: wait, and check deadlines meanwhile."""
         until = time.monotonic() + seconds
         while not is_so():
             now = time.monotonic()
@@ -204,7 +204,7 @@ class ThreadMover(Mover):
         return True
 
     def _expire(self) -> None:
-        """Under the lock: a waiting transfer ends at its deadline, one under way when its call returns."""
+        """Under the lock: a waiting transfer ends at its deadline, a running one when its call returns."""
         for transfer in self._overdue(time.monotonic()):
             transfer.expire()
             self._has_news = True
@@ -225,7 +225,7 @@ class ThreadMover(Mover):
             is_checked = transfer.advance()
 
     def _next(self, channel: _Channel, transfer: Transfer | None, is_checked: bool) -> Transfer | None:
-        """Under the lock: the next transfer of a thread that has done a piece of one. None: the mover closes."""
+        """Under the lock: the next transfer for a thread that has done a piece of one. None: the mover closes."""
         if transfer is not None:
             if is_checked:
                 self._has_news = True
@@ -268,7 +268,7 @@ class _Channel:
         self._went_outward = False  # the last one
 
     def add(self, transfer: Transfer, *, paused: bool = False) -> None:
-        """Add a transfer at the end, or in front where it has `paused` and keeps its place."""
+        """Add a transfer at the end, or in front if it has `paused` and keeps its place."""
         self.waiting.insert(0 if paused and not self._is_remote else len(self.waiting), transfer)
 
     def take(self) -> Transfer | None:
@@ -282,7 +282,7 @@ class _Channel:
         return transfer
 
     def pauses(self, transfer: Transfer, *, closing: bool) -> bool:
-        """Whether a transfer pauses after a piece. At the end remote ones go on; saves pause, and fail."""
+        """Whether a transfer pauses after a piece. During a close, remote ones continue; saves fail."""
         if not self._is_remote:
             return not transfer.lane.is_inward
         others_wait = any(self._next(inward=inward) is not None for inward in (True, False))

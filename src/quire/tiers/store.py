@@ -8,9 +8,9 @@ is an answer too.
     PENDING  another writer writes it
     RETRY    the store cannot tell or do it now: unreachable, full, busy
 
-A bounded store evicts the least recently used record. `get`, `put` and `prepare` of a visible record are uses;
-`exists` is not. Keys come in the order of a prompt, and a page is useless without those before it. So where the store
-has a choice, the first key of a batch counts as used last.
+A bounded store evicts the least recently used record. `get`, `put` and `prepare` of a visible record are uses; `exists`
+is not. Keys come in the order of a prompt, and a page is useless without those before it. So if the store has a choice,
+the first key of a batch counts as used last.
 
 Writing has two phases, so that no reader finds half a record or part of a page:
 
@@ -70,7 +70,7 @@ class StoreKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A visible record. `idle_seconds` since its last use is None where the store does not know."""
+    """A visible record. `idle_seconds` since its last use is None if the store does not know it."""
 
     key: StoreKey
     num_bytes: int
@@ -79,7 +79,7 @@ class Entry:
 
 class Store(Protocol):
     """One storage backend. Any thread may call any method; answers are in the order of the keys. Opening a store raises
-    `StoreError`; after that only `entries` does, where the medium cannot be listed."""
+    `StoreError`; after that only `entries` does, if the medium cannot be listed."""
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         """Which records could be read now."""
@@ -103,7 +103,7 @@ class Store(Protocol):
         """All visible records, or those of one scope, in no order."""
 
     def close(self) -> None:
-        """Wait for calls under way, drop what was not completed, and release everything. May be called twice."""
+        """Wait for calls in flight, drop what was not completed, and release all resources. May be called twice."""
 
 
 def bytes_of(record: Buffer) -> memoryview:
@@ -115,7 +115,7 @@ def bytes_of(record: Buffer) -> memoryview:
 def prepare_once(
     keys: Sequence[StoreKey], sizes: Sequence[int], prepare: Callable[[list[StoreKey], list[int]], Sequence[Answer]]
 ) -> list[Answer]:
-    """Answers of `prepare`, which is asked for distinct keys; the first of a repeated key is the writer."""
+    """Answers of `prepare`, which gets distinct keys; the first of a repeated key is the writer."""
     first = dict(zip(reversed(keys), reversed(sizes), strict=True))  # of a repeated key the first size
     if len(first) == len(keys):
         return list(prepare(list(keys), list(sizes)))

@@ -1,4 +1,4 @@
-"""StoreHealth: whether a store answers. To a lookup, a store that is down looks empty."""
+"""StoreHealth: whether a store answers. For a lookup, a store that is down is like an empty one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, GOOD, REFUSED, Lane, Transfer
 
-_FAILURES = 3  # unanswered transfers in a row; a single one may have met another writer or a busy index
+_FAILURES = 3  # unanswered transfers in a row; a single one may be due to another writer or a busy index
 _KINDS = {Lane.LOOK: "read", Lane.FETCH: "read", Lane.ARCHIVE: "write"}
 _NO_ANSWER = (Answer.RETRY, REFUSED, FAILED)
 _ANSWERS = (Answer.HIT, Answer.MISS, Answer.PENDING, GOOD)

@@ -1,11 +1,11 @@
-"""Tombstones: delete a scope in a store so that it stays deleted when the process dies on the way.
+"""Tombstones: delete a scope in a store so that it stays deleted if the process dies before the end.
 
     1  write a tombstone, a record under a key that no page has      no lookup finds the scope any more
     2  remove the records, in batches
     3  remove the tombstone                                          the scope is as if never used
 
-Each lookup also asks for the tombstones over its pages. Where it finds one, it returns nothing, and its process
-continues at step 2. So a process that is killed between 1 and 3 leaves records that take room and are never served.
+Each lookup also looks up the tombstones over its pages. If it finds one, it returns nothing, and its process continues
+at step 2. So a process that is killed between 1 and 3 leaves records that use space and are never returned.
 
 A tombstone has the size of a record of its scope and is newer than all of them. So an LRU store evicts those first.
 """
@@ -36,18 +36,18 @@ def tombstone_of(scope: bytes) -> StoreKey:
 
 
 def tombstones_over(scope: bytes) -> tuple[tuple[bytes, StoreKey], ...]:
-    """The tombstones that can hide a scope, each with the scope or prefix that it stands for."""
+    """The tombstones that can hide a scope, each with the scope or prefix that it hides."""
     return tuple((part, tombstone_of(part)) for part in (scope[:SCOPE_PREFIX_BYTES], scope))
 
 
 def tombstone_scope(key: StoreKey) -> bytes | None:
-    """The scope, or the prefix of scopes, that a tombstone stands for; None for the key of a page."""
+    """The scope, or the prefix of scopes, that a tombstone hides; None for the key of a page."""
     return next((part for part, tombstone in tombstones_over(key.scope) if tombstone == key), None)
 
 
 def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
     """Remove all records of `transfer.scope`, or of all scopes with this prefix; `transfer.hidden` once none is found.
-    Raises StoreError where the store cannot be listed, records remain, or the transfer was stopped. Then the tombstone
+    Raises StoreError if the store cannot be listed, records remain, or the transfer was stopped. Then the tombstone
     stays, and the deletion can begin again."""
     scope = transfer.scope
     try:
@@ -68,7 +68,7 @@ def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
         if transfer.stopping:
             raise StoreError(f"it was stopped when {total - left:,} records had been removed.")
         pages = [key for key in batch if key.part != _PART]
-        tombstones.update(key for key in batch if key.part == _PART)  # of scopes with this prefix, which go too
+        tombstones.update(key for key in batch if key.part == _PART)  # of scopes with this prefix
         total += len(pages)
         if store.remove(pages) < len(pages):
             left += sum(answer is not Answer.MISS for answer in store.exists(pages))
@@ -80,7 +80,7 @@ def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
 
 
 def _write_tombstone(store: Store, scope: bytes, num_bytes: int) -> bool:
-    """Returns whether the tombstone is there. A store that takes no records may still remove some."""
+    """Returns whether the tombstone is there. A store that accepts no records may still remove some."""
     key = tombstone_of(scope)
     (answer,) = store.prepare([key], [num_bytes])
     if answer is not Answer.MISS:

@@ -21,7 +21,7 @@ from quire.tiers.store import Answer, StoreKey
 # Results of a unit. Any other result names the damage of a record (`quire.memory.record`).
 GOOD: Final = ""  # it arrived whole
 MISSING: Final = "missing"  # the source does not have it, or it follows a unit that did not arrive
-REFUSED: Final = "store"  # the remote cannot take or give it now, or it follows such a unit
+REFUSED: Final = "store"  # the remote cannot store or return it now, or it follows such a unit
 FAILED: Final = "failed"  # the whole transfer failed; `Transfer.error` says why
 UNDAMAGED: Final = (GOOD, MISSING, REFUSED, FAILED)
 
@@ -43,8 +43,8 @@ _REMOTES = (Endpoint.STORE, Endpoint.PEER)
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One kind of transfer, between the host and a `far` endpoint that has its own threads. `carries` is false where
-    only names and answers travel. A transfer fails if it has not ended `deadline_s` seconds after its submission."""
+    """One kind of transfer, between the host and a `far` endpoint that has its own threads. `carries` is false if only
+    names and answers travel. A transfer fails if it has not ended `deadline_s` seconds after its submission."""
 
     name: str
     source: Endpoint
@@ -94,13 +94,13 @@ Lane.FETCH = Lane("fetch", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 30, de
 Lane.LOOK = Lane("look", Endpoint.STORE, Endpoint.HOST, carries=False, deadline_s=_STORE_DEADLINE_S)
 Lane.DELETE = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False)
 LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.DELETE)
-"""LOOK asks which records exist. DELETE deletes records, or without units all records of scopes with this prefix."""
+"""LOOK asks which records exist. DELETE deletes records, or without units all of scopes with this prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What moves in one group, ancestors first. `device` and `host` are frames, int32 `[pages]`, empty where the lane
-    has no such endpoint. `pages` are keys of 32 bytes, all different."""
+    """The pages of one group that move, ancestors first. `device` and `host` are frames, int32 `[pages]`, empty if the
+    lane has no such endpoint. `pages` are keys of 32 bytes, all different."""
 
     group: int
     device: Ids
@@ -123,17 +123,17 @@ class Units:
 class Transfer:
     """Pages of one prefix, in one or several groups, that move together through one lane.
 
-    The submitter holds every frame named here until `Mover.finished` returns the transfer, and reads results only
-    then. `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any thread at any time. A
-    transfer that `expired` has failed; it is `done` when nothing touches its frames any more, perhaps much later.
+    The submitter holds every frame named here until `Mover.finished` returns the transfer, and reads results only then.
+    `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any thread at any time. A transfer
+    that `expired` has failed; it is `done` when nothing uses its frames any more, perhaps much later.
     """
 
     lane: Lane
     units: Sequence[Units]
     scope: bytes = b""
-    num_bytes: int = 0  # of records; 0 where none move
+    num_bytes: int = 0  # bytes of records; 0 if none move
     _: KW_ONLY
-    whole: Collection[int] = ()  # LOOK: groups that need every page: one that is missing makes later ones useless
+    whole: Collection[int] = ()  # LOOK: groups that need every page: a missing one makes later ones useless
     touches: Sequence[Units] = ()  # ARCHIVE: stored records that were used
     deadline_s: float | None = None  # from submission; None: the lane's
 
@@ -145,7 +145,7 @@ class Transfer:
     hidden: bool = False  # DELETE: no reader finds the records any more
     asked_bytes: int = 0  # FETCH: requested from the source
     moved_bytes: int = 0
-    seconds: float = 0.0  # of work, without the wait before it
+    seconds: float = 0.0  # seconds of work, without the wait before it
     error: str = ""  # why the whole transfer failed
 
     # State, which movers set
@@ -182,11 +182,11 @@ class Transfer:
         return not self.error and not any(any(defects) for defects in self.defects)
 
     def stop(self) -> None:
-        """Ask a transfer with a store or a peer to end early. Results of units that it has not begun say so."""
+        """Ask a transfer with a store or a peer to end early. Units that it has not begun get a result that says so."""
         self.stopping = True
 
     def wait_layer(self, layer: int) -> None:
-        """Wait for the bytes of one layer. Raises MoveFailed if they will not come."""
+        """Wait for the bytes of one layer. Raises MoveFailed if they will not arrive."""
         while self.is_driven and not self.done and layer not in self._arrived:
             self.advance()
             if self.over:
@@ -219,7 +219,7 @@ class Transfer:
             self._changed.notify_all()
 
     def expire(self) -> None:
-        """The deadline has passed. No further piece begins; `end` follows when nothing touches the frames."""
+        """The deadline has passed. No further piece begins; `end` follows when nothing uses the frames."""
         with self._changed:
             where = f"the {self.lane.far.value} hangs, or is too slow"
             self.error = f"the {self.lane} did not end within its deadline of {self.limit_s:g} s: {where}."
@@ -227,7 +227,7 @@ class Transfer:
             self._changed.notify_all()
 
     def end(self, error: str = "") -> None:
-        """Nothing changes any more. After an error every unit has failed, unless it has a known damage."""
+        """Nothing changes any more. After an error every unit has failed, unless a damage is known for it."""
         with self._changed:
             self.error = self.error or error or self._raised
             found = self.defects or tuple((GOOD,) * len(units) for units in self.units)
@@ -239,10 +239,10 @@ class Transfer:
 
 
 class Copies(Protocol):
-    """Copies between frames of the device and their records on the host. Threads never name the same frame at once."""
+    """Copies between frames of the device and their records on the host. Threads never use the same frame at once."""
 
     def layers(self) -> tuple[int, ...]:
-        """In the order in which a forward pass reads them."""
+        """The layers in the order of a forward pass."""
 
     def bytes_of(self, group: int, /) -> int:
         """Size of one record, header and payload."""

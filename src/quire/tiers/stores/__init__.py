@@ -1,1 +1,1 @@
-"""Where records outlive the process: one backend per file, all behind `quire.tiers.store.Store`."""
+"""Backends that store records outside the process: one per file, all behind `quire.tiers.store.Store`."""

@@ -7,7 +7,7 @@ from threading import Condition, Lock
 
 
 class Calls:
-    """Calls in flight. Each is a `with` block, whose value says whether it may go on."""
+    """Calls in flight. Each is a `with` block, whose value says whether it may continue."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -15,7 +15,7 @@ class Calls:
         self.are_open = True
 
     def __enter__(self) -> bool:
-        """False after `close`; else nothing is closed before the block ends."""
+        """False after `close`; else the store is not closed before the block ends."""
         with self._changed:
             self._in_flight += 1
             return self.are_open
@@ -41,7 +41,7 @@ class Counts(Counter[str]):
         self._lock = Lock()
 
     def add(self, *names: str, **counts: int) -> None:
-        """Add 1 to each of `names`, and numbers by name."""
+        """Add 1 to each of `names`, and add numbers by name."""
         with self._lock:
             self.update(names)
             self.update(counts)

@@ -1,7 +1,7 @@
 """Connections: a pool of connections to one Valkey or Redis server, and pipelines over them.
 
-redis-py connects, encrypts, authenticates and sends. Its parsers return values as new bytes objects, which costs two
-more copies of every page. `ReplyReader` replaces them, and reads values into their target buffers.
+redis-py connects, encrypts, authenticates and sends. Its parsers return values as new bytes objects, which copies every
+page twice more. `ReplyReader` replaces them, and reads values into their target buffers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _AHEAD_BYTES = 4096
 
 
 class Connections:
-    """Pipelines to one server, for any thread; each holds a connection. It is closed after any error, so that no answer
-    is taken for another's; the next call connects again. `failures` counts by the name of an exception, or the first
-    word of a refusal."""
+    """Pipelines to one server, for any thread; each holds a connection. A connection is closed after any error, so that
+    no answer is read as that of another command; the next call connects again. `failures` counts errors by the name of
+    the exception, or the first word of a refusal."""
 
     def __init__(self, where: str, arguments: Mapping[str, Any], timeout: float, count: int) -> None:
         """`arguments` are redis-py's; `where` names the server in errors. Raises StoreError if it does not answer."""
@@ -77,7 +77,7 @@ class Connections:
         return replies
 
     def close(self) -> None:
-        """Close every connection, after calls under way. May be called twice."""
+        """Close every connection, after calls in flight. May be called twice."""
         if self._calls.close():
             for line in self._idle.queue:
                 line.connection.disconnect()
@@ -88,11 +88,11 @@ class Connections:
 
 
 class Lost(ResponseError):
-    """Stands for a reply that did not come. The caller stops asking: it would wait as long again."""
+    """Stands for a reply that did not arrive. The caller sends nothing more: it would wait as long again."""
 
 
 class _Arriving(SocketIO):
-    """The socket of a connection; while `is_read` is False reads return nothing and do not wait."""
+    """The socket of a connection; while `is_read` is False, reads return nothing and do not wait."""
 
     def __init__(self, connected: socket, mode: Literal["r"]) -> None:
         super().__init__(connected, mode)
@@ -191,7 +191,7 @@ class _Line(ReplyReader):
     def call(self, commands: Sequence[Command], targets: Sequence[memoryview], replies: list[Reply]) -> None:
         """Send and append the replies. Raises RedisError or OSError; replies before that are good."""
         if self.can_read():
-            self.connection.disconnect()  # the server hung up, or sent something without a command
+            self.connection.disconnect()  # the server closed the connection, or sent data without a command
         self.connection.send_packed_command(self.connection.pack_commands(commands))
         for index in range(len(commands)):
             self.target = targets[index] if targets else None

@@ -8,10 +8,10 @@ server, needed to list records), `replicas` (1), `bounce` (memory that records p
 half of it) and `timeout` (seconds for an answer of the master, 2; the first store of a process sets it).
 
 Start the master with `--rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: by default it listens on every address. The
-client library does so whatever `host` is, and asks for no credentials: any peer that reaches its ports can write to the
-pool. Keep them behind a firewall. Digests of records detect bytes that were changed.
+client library also does so, whatever `host` is, and requires no credentials: any peer that reaches its ports can write
+to the pool. Protect these ports by a firewall. Digests of records detect bytes that were changed.
 
-Records pass through the store's own memory, registered once: an abandoned transfer may still write to its target, which
+Records pass through the store's own memory, registered once: a cancelled transfer may still write to its target, which
 must not be a page then.
 
 Behaviour of the pool, and of this store:
@@ -49,10 +49,10 @@ from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
 _PREFIX = "quire/"
-_MOST_PIECES = 1024  # after a batch of more than 2048 the transport refuses everything for a while
-_BATCH_BYTES = 4 << 20  # through a lane at once: more leaves the caches before it is copied
+_MOST_PIECES = 1024  # after a batch of more than 2048 the transport refuses all batches for a while
+_BATCH_BYTES = 4 << 20  # bytes through a lane at once: more is evicted from the CPU caches before it is copied
 _ALIGNED = 64
-_LOCAL_BYTES = 16 << 20  # the library's own buffer, for verbs that are not used here
+_LOCAL_BYTES = 16 << 20  # the library's own buffer, for calls that are not used here
 _REST_SECONDS = 2.0
 _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
 _Move = Callable[[list[StoreKey], list[memoryview]], list[Answer]]
@@ -60,7 +60,7 @@ _NO_ROOM, _TOO_SMALL, _NOT_READY, _UNKNOWN, _NO_MASTER, _NO_ANSWER = -200, -600,
 
 
 def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> MooncakeStore:  # noqa: A001
-    """Join the pool of `url`; `capacity` are bytes added to it, unless the URL says. Reading always counts as use.
+    """Join the pool of `url`; `capacity` is the bytes added to it, unless the URL says so. Reading counts as a use.
 
     Raises InvalidInput for invalid settings, StoreError if it fails.
     """
@@ -118,8 +118,8 @@ def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, 
 
 class MooncakeStore(RemoteStore):
     """The store port on a Mooncake pool; made by `open`. Owns the client and the memory that records pass through.
-    `failures` counts by the library's codes. It never answers PENDING for writers in other processes; the first record
-    of a key stays."""
+    `failures` counts errors by the library's codes. It never answers PENDING for writers in other processes; the first
+    record of a key stays."""
 
     def __init__(self, client: Any, replication: Any, where: str, *, bounce_bytes: int, listing: str) -> None:
         super().__init__(Counts())
@@ -135,8 +135,8 @@ class MooncakeStore(RemoteStore):
             raise StoreError(f"{where} does not register {self._bounce.num_bytes} bytes.", fix="lower `bounce`.")
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
-        """HIT or MISS. It leases records against eviction and so counts as use. It asks from the end, so that the lease
-        of the first ends last."""
+        """HIT or MISS. `exists` leases records against eviction and so counts as a use. It looks up the last key first,
+        so that the lease of the first key ends last."""
         codes = self._ask_in_parts(self._client.batch_is_exist, _names(keys)[::-1])
         return [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes][::-1]
 
@@ -147,7 +147,7 @@ class MooncakeStore(RemoteStore):
         return self._ask_in_parts(self._client.batch_remove, list(dict.fromkeys(_names(keys))), True).count(0)
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
-        """Visible records. Raises StoreError where the master does not list them, or `metrics` is not set."""
+        """Visible records. Raises StoreError if the master does not list them, or `metrics` is not set."""
         if not self._listing or not self._calls.are_open:
             raise StoreError(f"{self._where} cannot be listed.", fix="add metrics=PORT, of the master's HTTP server.")
         try:
@@ -168,7 +168,7 @@ class MooncakeStore(RemoteStore):
                     yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
 
     def close(self) -> None:
-        """Leave the pool, after calls under way. Records in memory of this process are lost."""
+        """Leave the pool, after calls in flight. Records in memory of this process are lost."""
         if self._calls.close():
             self._drop_announced()
             self._client.unregister_buffer(self._bounce.address)
@@ -198,7 +198,7 @@ class MooncakeStore(RemoteStore):
             yield is_open and time.monotonic() >= self._rests_until
 
     def _ask(self, verb: Callable[..., Sequence[int]], names: Sequence[str], *arguments: object) -> list[int]:
-        """The client's code for each name; -900 for all where it may not be called."""
+        """The client's code for each name; -900 for all if it may not be called."""
         with self._usable() as usable:
             codes = list(verb(names, *arguments)) if usable and names else []
             failed = [code for code in codes if code < 0 and code not in (_UNKNOWN, _NOT_READY, _TOO_SMALL)]
@@ -240,7 +240,7 @@ class MooncakeStore(RemoteStore):
 
     def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
         sizes = [buffer.nbytes for buffer in buffers]
-        asked = {key: at for at, key in reversed(list(enumerate(keys))) if sizes[at]}  # each key is asked for once
+        asked = {key: at for at, key in reversed(list(enumerate(keys))) if sizes[at]}  # each key is requested once
         with self._bounce.lane() as lane:
             places = lane.places(sizes)
             codes = self._ask(

@@ -18,15 +18,15 @@ _BACKENDS: dict[str, str | Opener] = {
     "s3": "s3",
     "mooncake": "mooncake",
 }
-"""By scheme, what opens it, or the module that has such an `open`. The extra of that name installs what it needs."""
+"""By scheme: the function that opens it, or the module with such an `open`, which the extra of that name enables."""
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 
 def directory_of(url: str) -> str | None:
-    """The path, where a URL is a local directory: a path, `dir:PATH` or a `file:` URL; else None. Raises InvalidInput
-    for an empty path, a `file:` URL of another host, and a server's URL without slashes, whose password would show."""
+    """The path, if a URL is a local directory: a path, `dir:PATH` or a `file:` URL; else None. Raises InvalidInput for
+    an empty path, a `file:` URL of another host, and a server's URL without slashes, whose password would show."""
     path = _directory_of(url)
     if path == "":
         raise InvalidInput("the directory of a store has no name.", fix="write dir:/var/cache/quire.")
@@ -58,10 +58,10 @@ def _directory_of(url: str) -> str | None:
 
 
 def register_store(scheme: str, opener: Opener) -> None:
-    """Let `storage="SCHEME://..."` be opened by `opener(url, capacity, *, counts_use)`, in this process.
+    """Register `opener(url, capacity, *, counts_use)` for `storage="SCHEME://..."`, in this process.
 
     The process of a server imports the main program again: call this at its top level. Raises InvalidInput for a scheme
-    that is taken, or is none."""
+    that is invalid or in use."""
     if not _SCHEME.fullmatch(f"{scheme}://") or _BACKENDS.setdefault(scheme.lower(), opener) is not opener:
         raise InvalidInput(f"'{scheme}' cannot be the scheme of a store.", fix="give another one, such as mystore.")
 
@@ -69,8 +69,8 @@ def register_store(scheme: str, opener: Opener) -> None:
 def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True) -> Store:
     """Open the store of a URL or a path; the caller closes it. Raises StoreError and, for an invalid URL, InvalidInput.
 
-    With a `capacity` in bytes a missing directory is made; None opens only an existing one, with its own. Servers may
-    refuse a capacity. Without `counts_use` reading does not change the order of eviction, where the store decides it.
+    With a `capacity` in bytes a missing directory is created; None opens only an existing one, with its own. Servers
+    may refuse a capacity. Without `counts_use`, reading does not change the order of eviction, if the store decides it.
     """
     path = directory_of(url)
     if path is not None:
@@ -97,14 +97,14 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
 
 
 def without_secrets(url: str) -> str:
-    """A store's URL without user, password and options; a directory as it is. Everything before the last @ is removed,
+    """A store's URL without user, password and options; a directory unchanged. Everything before the last @ is removed,
     since a password may be quoted wrongly."""
     scheme, mark, rest = url.partition("://")
     return f"{scheme}://{re.split('[?#]', rest.rpartition('@')[2])[0]}" if mark else url
 
 
 def not_understood(where: str) -> InvalidInput:
-    """A URL that cannot be taken apart."""
+    """A URL that cannot be parsed."""
     return InvalidInput(
         f"{where} cannot be understood.",
         fix="write scheme://user:password@host:port, with %40 for @, %2F for /, %3F for ? and %23 for # in a password.",

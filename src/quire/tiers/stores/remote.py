@@ -1,4 +1,4 @@
-"""RemoteStore: what stores on a server share. A record stays in the caller's memory until `complete`."""
+"""RemoteStore: the common part of stores on a server. A record stays in the caller's memory until `complete`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RemoteStore(Store):
     # -- of all
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """The server is not asked about announced keys, and makes room when the bytes come."""
+        """The server is not asked about announced keys, and makes room when the bytes arrive."""
         return prepare_once(keys, sizes, self._prepare)
 
     def _prepare(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:

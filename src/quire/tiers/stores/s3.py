@@ -1,4 +1,4 @@
-"""S3Store: records as objects in a bucket of S3, or of anything that speaks it.
+"""S3Store: records as objects in a bucket of S3, or of a compatible server.
 
     s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
 

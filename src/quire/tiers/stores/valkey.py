@@ -10,10 +10,10 @@ record waits for its writer, 30), and redis-py's for TLS (`ssl_ca_certs=...`).
     quire.pending/SCOPE/PAGE.PART   the token of the writer that prepared it; it expires
     quire.written/.../TOKEN         a record under way; the script that checks the token renames it
 
-It is for one server, not a cluster: scripts name several keys. The server evicts: set `maxmemory` and
-`maxmemory-policy allkeys-lru`. It takes the oldest of a random sample, by a clock of seconds, so records of one batch
-have no order; `maxmemory-samples 10` is more exact. Without a policy a full server refuses, which is RETRY. Every error
-is RETRY and counted in `failures`.
+It supports one server, not a cluster: scripts name several keys. The server evicts: set `maxmemory` and
+`maxmemory-policy allkeys-lru`. The server evicts the oldest of a random sample, by a clock of seconds, so records of
+one batch have no order; `maxmemory-samples 10` is more exact. Without a policy a full server refuses, which is RETRY.
+Every error is RETRY and counted in `failures`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": 
 _RECORD, _PENDING, _WRITTEN = b"quire/", b"quire.pending/", b"quire.written/"
 _BATCH_KEYS = 256
 _SENT_BYTES = 8 << 20  # in one pipeline
-_ASKED_BYTES = 2 << 20  # by one pipeline: more waits in the server and leaves its caches
+_ASKED_BYTES = 2 << 20  # bytes in one pipeline: more waits in the server and is evicted from its CPU caches
 
 _EXISTS = b"""
 local found = {}
@@ -47,7 +47,7 @@ for i = 1, #KEYS, 2 do
 end
 return found"""
 
-# A call whose answer was lost leaves our own token. TOUCH counts as a use, EXISTS would not.
+# A call whose answer was lost leaves its own token. TOUCH counts as a use, EXISTS would not.
 _PREPARE = b"""
 local found = {}
 for i = 1, #KEYS, 2 do
@@ -192,7 +192,7 @@ class ValkeyStore(RemoteStore):
     def _in_parts(
         self, keys: Sequence[StoreKey], command: Callable[[Sequence[StoreKey]], Command]
     ) -> Iterator[tuple[Sequence[StoreKey], Reply]]:
-        """Batches of keys with the server's reply to a command about them, up to the first that is lost."""
+        """Batches of keys with the server's reply to a command about them, up to the first lost reply."""
         for some in in_parts(keys, _BATCH_KEYS):
             (reply,) = self._connections.call([command(some)])
             yield some, reply
@@ -215,7 +215,7 @@ class ValkeyStore(RemoteStore):
         return answers + [Answer.RETRY] * (len(keys) - len(answers))
 
     def _untouching(self, commands: Sequence[Command], targets: Sequence[memoryview] = ()) -> list[Reply]:
-        """Replies to commands that do not count as use. Servers before 7.2 refuse NO-TOUCH, and count them."""
+        """Replies to commands that do not count as a use. Servers before 7.2 refuse NO-TOUCH, and count them."""
         nothing = memoryview(bytearray())
         wrapped = [(b"CLIENT", b"NO-TOUCH", b"ON"), *commands, (b"CLIENT", b"NO-TOUCH", b"OFF")]
         filled = [nothing, *targets, nothing] if targets else ()

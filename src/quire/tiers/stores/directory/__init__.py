@@ -1,4 +1,4 @@
-"""The embedded default: records in slab files of a local directory, read and written around the page cache."""
+"""The default store: records in slab files of a local directory, read and written without the page cache."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     2  copy the bytes, and flush them to the disk
     3  each row that still exists gives its name to its copy  a transaction
 
-A process that dies on the way leaves unfinished records, as a writer does. A reader of an old place finds its row gone
-and answers MISS.
+If a process dies in between, it leaves unfinished records, as a writer does. A reader of an old place finds its row
+deleted and answers MISS.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SELECT id, slot_bytes, num_slots FROM (
 
 def compact(index: Index, allocator: SlabAllocator) -> None:
     """Empty slabs until no slab's records fit into others. Each slab is tried once, whatever others write meanwhile.
-    Raises Busy where the index cannot be written."""
+    Raises Busy if the index cannot be written."""
     tried: set[int] = set()
     while True:
         with index.reading() as connection:
@@ -46,7 +46,7 @@ def compact(index: Index, allocator: SlabAllocator) -> None:
 
 
 def _move(index: Index, allocator: SlabAllocator, slab: int, slot_bytes: int, most: int) -> bool:
-    """Move some records of a slab, and drop it when it is empty. False: nothing is left to do."""
+    """Move some records of a slab, and remove the slab when it is empty. Returns False when nothing is left to do."""
     with index.writing() as connection:
         if allocator.drop_if_empty(connection, slab):
             return False

@@ -69,11 +69,11 @@ class Busy(Exception):
 
 
 class Index:
-    """Two connections, for any thread. The next transaction also drops the records of `to_drop`, which are ours."""
+    """Two connections, for any thread. The next transaction also drops the process' records in `to_drop`."""
 
     def __init__(self, path: Path, *, busy_seconds: float, ended: Callable[[bool], None]) -> None:
-        """Open or make the file. `ended(committed)` is called after each transaction, before another thread's. Raises
-        StoreError where the file is not an index of this version."""
+        """Open or create the file. `ended(committed)` is called after each transaction, before another thread's. Raises
+        StoreError if the file is not an index of this version."""
         self.to_drop: set[int] = set()
         self._reads, self._writes = Lock(), Lock()
         self._busy_ms = int(busy_seconds * 1000)
@@ -89,7 +89,7 @@ class Index:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection to read from; each statement sees the latest commit. Never waits for a writer. Raises Busy."""
+        """The connection for reading, which never waits for a writer; statements see the latest commit. Raises Busy."""
         with self._reads:
             try:
                 yield self._reader
@@ -98,8 +98,8 @@ class Index:
 
     @contextmanager
     def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that excludes other writers. Raises Busy and then changes nothing; with `wait` False it does so
-        at once."""
+        """A transaction that excludes other writers. Raises Busy, changing nothing; with `wait` False it does so at
+        once."""
         if not self._writes.acquire(blocking=wait):
             raise Busy("another thread is writing")
         try:
@@ -137,7 +137,7 @@ class Index:
 
 
 def rows_where(connection: sqlite3.Connection, condition: str, values: Sequence[Any]) -> list[Row]:
-    """Records that meet a condition; it may end in an order and a limit."""
+    """Records that meet a condition, which may end in an order and a limit."""
     return list(map(Row._make, connection.execute(f"SELECT {_COLUMNS} FROM records WHERE {condition}", values)))
 
 
@@ -205,7 +205,7 @@ def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row
 
 
 def release(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
-    """Delete records, and give their slots back unless the slab is gone."""
+    """Delete records, and free their slots unless the slab was removed."""
     numbers = [(number,) for number in ids]
     if not numbers:
         return
@@ -255,7 +255,7 @@ def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
 
 
 def _to_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
-    """SQLite refuses two processes that open a new file at once for a moment, whatever the busy timeout."""
+    """If two processes open a new file at once, SQLite refuses them for a moment, whatever the busy timeout."""
     end = time.monotonic() + max(5.0, busy_seconds)
     while True:
         try:

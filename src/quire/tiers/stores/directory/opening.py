@@ -1,7 +1,7 @@
-"""Opening: makes or checks the directory of a store, and cleans up after processes that died in it.
+"""Opening: creates or checks the directory of a store, and cleans up after processes that died in it.
 
-Opening an index needs room for a log, even to read. So a store keeps a file of some logs' size, the reserve. It is
-removed where the disk is full, and made again when there is room.
+Opening an index needs disk space for a log, even to read it. So a store keeps a reserve, a file as large as some logs.
+It is removed if the disk is full, and created again when there is space.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRY_AGAIN = "try again if another process is busy with it; if it is damaged, rem
 def open_directory(
     path: Path, capacity: int | None, slab_bytes: int | None, *, direct: bool | None, threads: int, busy_seconds: float
 ) -> tuple[Index, SlabAllocator]:
-    """Open or make it; see `DirectoryStore`. On a full disk the store can be read, with a warning. Raises StoreError,
+    """Open or create it; see `DirectoryStore`. On a full disk the store can be read, with a warning. Raises StoreError,
     and InvalidInput for sizes below 1."""
     if any(size is not None and size < 1 for size in (capacity, slab_bytes)):
         raise InvalidInput(
@@ -89,7 +89,7 @@ def holds_store(path: Path) -> bool:
 
 
 def keep_reserve(path: Path) -> bool:
-    """Make the reserve if it is missing; returns whether it is there."""
+    """Create the reserve if it is missing; returns whether it exists."""
     return _is_made(path / _RESERVE) or (path / _RESERVE).exists()
 
 
@@ -132,7 +132,7 @@ def _check_folder(path: Path, *, may_be_new: bool) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Make the index with a private mode, which SQLite gives the files beside it. Warn of an older index without it."""
+    """Create the index with a private mode, which SQLite gives its other files. Warn if an older index has none."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     if path.stat().st_mode & 0o077:
@@ -142,7 +142,7 @@ def _make_private(path: Path) -> None:
 
 
 def _repair(connection: sqlite3.Connection, path: Path, allocator: SlabAllocator, capacity: int | None) -> None:
-    """Drop unfinished records of dead writers and damaged ones; then fit the store into its capacity."""
+    """Drop unfinished records of dead writers and damaged ones; then reduce the store to its capacity."""
     before = connection.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
     if capacity is not None and before != (capacity,):
         connection.execute("INSERT OR REPLACE INTO settings VALUES ('capacity', ?)", (capacity,))

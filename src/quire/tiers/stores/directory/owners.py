@@ -15,7 +15,7 @@ class Owners:
     and differ between containers. A file is unlinked only under its lock."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError where files cannot be made or locked."""
+        """Raises OSError if files cannot be created or locked."""
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
         while True:
@@ -31,7 +31,7 @@ class Owners:
             os.close(self._file)  # it was unlinked before it was locked
 
     def is_dead(self, name: str) -> bool:
-        """Whether that owner has ended or closed the store; False where this is unknown."""
+        """Whether that owner has ended or closed the store; False if this is unknown."""
         if name == self.name:
             return False
         try:
@@ -53,7 +53,7 @@ class Owners:
         return sum(not self.is_dead(path.name) for path in list(self._folder.iterdir()))
 
     def close(self) -> None:
-        """Release the lock, so that others take this owner for dead."""
+        """Release the lock, so that other processes see this owner as dead."""
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
             os.close(self._file)
@@ -61,7 +61,7 @@ class Owners:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock of an owner's file, for the block. Raises OSError while the owner lives."""
+    """The lock of an owner's file, for the block. Raises OSError while the owner is alive."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

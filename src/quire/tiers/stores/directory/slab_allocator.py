@@ -1,11 +1,11 @@
-"""SlabAllocator: allocates slots for new records, makes slabs up to the capacity, and evicts.
+"""SlabAllocator: allocates slots for new records, creates slabs up to the capacity, and evicts.
 
-A slab has slots of one size. Where no slot of a size is free, its records take, in this order: a new slab while there
-is capacity, a slab of another size that is colder than all of them, the slots of the least recently used of them, and
-unfinished records of dead writers. So a size that is no longer written gives its bytes back.
+A slab has slots of one size. If no slot of a size is free, its records get, in this order: a new slab while there is
+capacity; a slab of another size that is colder than all of theirs; the slots of the least recently used of them; and
+slots of unfinished records of dead writers. So a size that is no longer written loses its bytes to others.
 
-Every method but `settle` runs inside a transaction of the index. `settle` removes files after it, so that a transaction
-that is rolled back loses nothing.
+Every method except `settle` runs inside a transaction of the index. `settle` removes files after it, so that a
+transaction that is rolled back loses nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.tiers.stores.directory.owners import Owners
 from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles, make_file
 
 Slot = tuple[int, int]  # slab, and the slot in it
-_LOOK_EVERY = 16  # evicted records, at least, between two looks at all slabs
+_LOOK_EVERY = 16  # evicted records, at least, between two scans of all slabs
 _FLUSH_SECONDS = 5.0
 _MOST_USES = 50_000
 
@@ -37,7 +37,7 @@ def slot_size(num_bytes: int) -> int:
 
 
 class AccessTimes:
-    """Times of last uses by id, in memory until they are worth a transaction: distinct microseconds of the wall clock,
+    """Times of last uses by id, in memory until a transaction is worthwhile: distinct microseconds of the wall clock,
     which all processes share."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class AccessTimes:
         return bool(self._used) and (waited > _FLUSH_SECONDS or len(self._used) > _MOST_USES)
 
     def flush(self, index: sqlite3.Connection) -> None:
-        """Write uses to the index, inside a transaction. Rolled back, it loses only these."""
+        """Write uses to the index, inside a transaction. A rollback loses only these."""
         with self._lock:
             used, self._used = self._used, {}
             self._flushed_at = time.monotonic()
@@ -90,7 +90,7 @@ class SlabAllocator:
     """Allocates for one opened store. `dropped` are slabs whose bytes are free after the current transaction."""
 
     def __init__(self, files: SlabFiles, owners: Owners, slab_bytes: int | None) -> None:
-        """`slab_bytes` None: a 64th of the capacity; of a small capacity up to an 8th, for slabs of 1 MiB."""
+        """`slab_bytes` None: a 64th of the capacity; for a small capacity up to an 8th, to have slabs of 1 MiB."""
         self.files = files
         self.owners = owners
         self.access_times = AccessTimes()
@@ -101,7 +101,7 @@ class SlabAllocator:
         self.dropped: list[int] = []
 
     def alloc(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Slot]:
-        """Up to `count` slots; fewer where everything else is being written or the disk is full."""
+        """Up to `count` slots; fewer if all others are being written or the disk is full."""
         (capacity,) = index.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
         if slot_bytes > capacity:
             return []
@@ -122,12 +122,12 @@ class SlabAllocator:
             else:
                 self.drop(index, slab.id, slab.slot_bytes)
                 if capacity - _sum(index) >= slot_bytes:
-                    break  # the next transaction takes it, when the file is gone
+                    break  # the next transaction allocates it, when the file is removed
             taken += self.alloc_unused(index, slot_bytes, count - len(taken))
         return taken
 
     def settle(self, committed: bool) -> None:
-        """After a transaction: remove the files of dropped slabs, or, if it was rolled back, of new ones."""
+        """After a transaction: remove the files of dropped slabs or, if it was rolled back, of new ones."""
         dropped, made = self.dropped, self._made
         self.dropped, self._made = [], []
         for slab in dropped if committed else made:
@@ -146,7 +146,7 @@ class SlabAllocator:
             self.drop(index, slab.id, slab.slot_bytes)
 
     def drop(self, index: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
-        """Remove a slab and everything in it."""
+        """Remove a slab and all its records."""
         self.statistics.add(evicted=empty_slab(index, slab, slot_bytes))
         index.execute("DELETE FROM slabs WHERE id = ?", (slab,))
         self.dropped.append(slab)
@@ -184,7 +184,7 @@ class SlabAllocator:
 
     def _grow(self, index: sqlite3.Connection, slot_bytes: int, capacity: int) -> bool:
         if self.dropped:
-            return False  # their files still take room
+            return False  # their files still use space
         slab_bytes = self._slab_bytes or max(capacity // 64, min(capacity // 8, 1 << 20))
         num_slots = min(max(1, slab_bytes // slot_bytes), (capacity - _sum(index)) // slot_bytes)
         if num_slots < 1:
@@ -218,7 +218,7 @@ class SlabAllocator:
             (slot_bytes,),
         ).fetchone()
         if oldest is not None and 0 < self._since_look[slot_bytes] < max(slots, _LOOK_EVERY):
-            return None  # the look is O(records): once per slab's worth of evictions
+            return None  # the scan is O(records): once per slab's worth of evictions
         coldest = _coldest(index, excluded=slot_bytes)
         if coldest is None or (oldest is not None and coldest.used >= oldest):
             self._since_look[slot_bytes] = 1
@@ -245,7 +245,7 @@ def _sum(index: sqlite3.Connection) -> int:
 
 
 def _coldest(index: sqlite3.Connection, excluded: int = 0) -> _Slab | None:
-    """The least recently used slab without writers, of slots other than `excluded` bytes. O(records)."""
+    """The least recently used slab without writers whose slots do not have `excluded` bytes. O(records)."""
     row = index.execute(
         "SELECT s.id, s.slot_bytes, s.num_bytes, COALESCE(MAX(r.used), 0) AS used FROM slabs s"
         " LEFT JOIN records r ON r.slab = s.id WHERE s.slot_bytes != ?"

@@ -1,7 +1,7 @@
-"""SlabFiles: the files of records, read and written on several threads, with direct I/O where the filesystem allows it.
+"""SlabFiles: the files of records, read and written by several threads, with direct I/O if the filesystem supports it.
 
-Whole blocks of a record that is aligned in memory move directly. Other bytes, and a last partial block, pass through an
-aligned buffer. Records that are adjacent in a file move in one call.
+Whole blocks of a record that is aligned in memory are transferred directly. Other bytes, and a last partial block, pass
+through an aligned buffer. Records that are adjacent in a file are transferred in one call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
-Place = tuple[int, int, Bytes]  # a slab, an offset in it, and the memory to move
+Place = tuple[int, int, Bytes]  # a slab, an offset in it, and the memory to read or write
 
 BLOCK = 4096  # O_DIRECT requires that offsets, lengths and addresses are multiples of this
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -31,7 +31,7 @@ _PIECE = 1 << 20  # bytes of one call at most; larger records are cut, so that s
 
 
 class _SlabFile:
-    """An open slab. Its descriptor is closed with the last reference, so that no transfer under way loses it."""
+    """An open slab. Its descriptor is closed with the last reference, so that it stays open for transfers in flight."""
 
     __slots__ = ("descriptor",)
 
@@ -56,7 +56,7 @@ class SlabFiles:
     Each thread has a buffer of 1 MiB; the calling thread works too."""
 
     def __init__(self, folder: Path, *, direct: bool | None, threads: int = 1) -> None:
-        """`direct` None: where the filesystem can. Raises OSError where files cannot be made, or not with `direct`."""
+        """`direct` None: if the filesystem supports it. Raises OSError if no file can be created, or not so."""
         self._folder = folder
         self._lock = Lock()
         self._files: dict[int, _SlabFile] = {}
@@ -78,7 +78,7 @@ class SlabFiles:
         return {int(path.stem, 16) for path in self._folder.glob("*.slab")}
 
     def size(self, slab: int) -> int | None:
-        """Bytes of the file; None where there is none."""
+        """Bytes of the file; None if it does not exist."""
         try:
             return self.path(slab).stat().st_size
         except OSError:
@@ -102,7 +102,7 @@ class SlabFiles:
             self._files.pop(slab, None)
 
     def close_removed(self) -> None:
-        """Close files that another process has removed; until then the disk keeps their blocks."""
+        """Close files that another process has removed; until then the disk retains their blocks."""
         with self._lock:
             for slab in [slab for slab, file in self._files.items() if file.is_removed]:
                 del self._files[slab]
@@ -116,13 +116,13 @@ class SlabFiles:
             os.fdatasync(file.descriptor)
 
     def close(self) -> None:
-        """Close all files, after transfers under way."""
+        """Close all files, after transfers in flight."""
         self._pool.shutdown()
         with self._lock:
             self._files.clear()
 
     def _open(self, slab: int) -> _SlabFile | None:
-        """The file, open while the caller refers to it; None where it was removed."""
+        """The file, open while the caller refers to it; None if it was removed."""
         with self._lock:
             file = self._files.get(slab)
             if file is not None:
@@ -138,7 +138,7 @@ class SlabFiles:
             return file
 
     def _move(self, places: Sequence[Place], *, writes: bool) -> list[bool]:
-        files = {slab: self._open(slab) for slab in {slab for slab, _, _ in places}}  # open until all have moved
+        files = {slab: self._open(slab) for slab in {slab for slab, _, _ in places}}  # open until all are transferred
         failed = {record for record, (slab, _, _) in enumerate(places) if files[slab] is None}
         runs = deque(_runs(places, {slab: file.descriptor for slab, file in files.items() if file is not None}))
 
@@ -192,7 +192,7 @@ def _runs(places: Sequence[Place], descriptors: dict[int, int]) -> list[list[_Pi
 
 
 def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: bool) -> None:
-    """Read or write pieces in one call. A partial one is repeated piece by piece."""
+    """Read or write pieces in one call. A partial transfer is repeated piece by piece."""
     vector: list[Any] = []
     through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
     used = 0
@@ -228,7 +228,7 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
 
 
 def make_file(path: Path, num_bytes: int) -> None:
-    """Make a file with all its blocks, so that a full disk fails here and not at a write. Raises OSError."""
+    """Create a file with all its blocks, so that a full disk fails here and not at a write. Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):
@@ -245,7 +245,7 @@ def make_file(path: Path, num_bytes: int) -> None:
 
 def _can_be_direct(folder: Path) -> bool:
     """Whether blocks can be written and read with O_DIRECT; a full disk is tested by reading an existing slab. Raises
-    OSError where no file can be made."""
+    OSError if no file can be created."""
     probe = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         make_file(probe, BLOCK)

@@ -5,8 +5,8 @@
     owners/        the processes that have the directory open (`owners`)
 
 The index reserves a slot for a writer. The record in it becomes visible in one transaction. So a process that is killed
-leaves a whole record or an invisible one, whose slot another process reclaims. A slot goes to another record only in a
-transaction that removes the first. After reading, a reader checks the row again, and answers MISS if it is gone.
+leaves a whole record or an invisible one, whose slot another process reclaims. A slot is reused only in a transaction
+that removes its record. After reading, a reader checks the row again, and answers MISS if it is gone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Verb = TypeVar("_Verb", bound=Callable[..., list[Answer]])
 
 
 def _answering(verb: _Verb) -> _Verb:
-    """RETRY for every key where the store is closed or its index is busy."""
+    """The answer is RETRY for every key if the store is closed or its index is busy."""
 
     @functools.wraps(verb)
     def answer(self: DirectoryStore, keys: Sequence[StoreKey], *more: object) -> list[Answer]:
@@ -85,12 +85,12 @@ class DirectoryStore(Store):
         busy_seconds: float = 2.0,
         counts_use: bool = True,
     ) -> None:
-        """Open a directory, or make one. Raises StoreError where it cannot be used or is not a store of this version.
+        """Open a directory, or create one. Raises StoreError if it cannot be used or is not a store of this version.
 
-        `capacity` bounds all slabs, in bytes, for every process from now on; None keeps that of an existing directory.
-        A slab takes `slab_bytes`, by default a 64th of the capacity. `direct` None bypasses the page cache where the
-        filesystem can; True insists. If other processes keep the index busy for `busy_seconds`, the answer is RETRY.
-        Without `counts_use` reading is not a use. A power failure may lose or damage records.
+        `capacity` bounds all slabs, in bytes, for every process from now on; None leaves that of an existing directory.
+        A slab has `slab_bytes`, by default a 64th of the capacity. `direct` None bypasses the page cache if the
+        filesystem supports it; True requires it. If other processes keep the index busy for `busy_seconds`, the answer
+        is RETRY. Without `counts_use` reading is not a use. A power failure may lose or damage records.
         """
         self.path = Path(path)
         self._counts_use = counts_use
@@ -212,7 +212,7 @@ class DirectoryStore(Store):
                     "UPDATE records SET owner = NULL WHERE id = ? AND owner = ?", [(row.id, row.owner) for row in good]
                 ).rowcount
                 release(index, [row.id for row in bad])
-                return ids if done == len(ids) else find_visible(index, list(ids))  # less where a slab was deleted
+                return ids if done == len(ids) else find_visible(index, list(ids))  # less if a slab was deleted
         except Busy:
             self._index.to_drop.update(ids, (row.id for row in bad))
             return set()
@@ -274,7 +274,7 @@ class DirectoryStore(Store):
     def _drop_lost(self, rows: list[Row]) -> None:
         """Remove records that are missing on the medium, and slabs without a file."""
         self.statistics.add(lost=len(rows))
-        with suppress(Busy), self._index.writing() as index:  # else they are found missing again
+        with suppress(Busy), self._index.writing() as index:  # otherwise the next reader finds them missing again
             release(index, (row.id for row in rows))
             for slab, slot_bytes in {(row.slab, row.slot_bytes) for row in rows}:
                 if self._files.size(slab) is None:
@@ -347,7 +347,7 @@ class DirectoryStore(Store):
 
     @contextmanager
     def _entered(self, done: str) -> Iterator[None]:
-        """Raises StoreError where the store is closed, or what the block does fails."""
+        """Raises StoreError if the store is closed, or the block fails."""
         with self._calls as is_open:
             if not is_open:
                 raise StoreError(f"the store '{self.path}' is closed.")
@@ -359,7 +359,7 @@ class DirectoryStore(Store):
     def close(self) -> None:
         if not self._calls.close():
             return
-        with suppress(Busy), self._index.writing() as index:  # else others reclaim our records when they need the room
+        with suppress(Busy), self._index.writing() as index:  # else others reclaim these records
             self._uses.flush(index)
             reclaim(index, self._owners.name)
         self._prepared.clear()
