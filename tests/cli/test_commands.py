@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire import __version__
+from quire.engine.config import EngineConfig
+from quire.engine.setting import default_of
 from quire.errors import UnsupportedModel
 from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
@@ -143,6 +145,7 @@ def test_doctor(run: Run) -> None:
     assert found["cpu"]["usable_cores"] >= 1
     assert found["memory"]["total_bytes"] > 0
     assert found["assumed"]["page_size"] == "16 tokens"
+    assert found["assumed"]["threads"].startswith(f"{default_of(EngineConfig, 'threads')} ")
     shown = run("doctor")
     assert shown.exit_code == 0
     assert "Assumed device" in shown.stdout

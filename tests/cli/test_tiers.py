@@ -94,9 +94,9 @@ def test_doctor_finds_a_server_that_listens(monkeypatch: pytest.MonkeyPatch) -> 
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         monkeypatch.setitem(doctor._STORES, "valkey", (("no-such-program",), "no_such_package", port))
-        found = doctor.examine_tiers(2**30)["stores"]["valkey"]
-        assert found == {"program": None, "client": False, "listening": f"127.0.0.1:{port}"}
-    assert "something listens" in doctor._words(found)
+        found = doctor.examine_tiers(2**30)
+        assert found["stores"]["valkey"] == {"program": None, "client": False, "listening": f"127.0.0.1:{port}"}
+    assert "valkey: client missing, something listens" in dict(doctor.tier_rows(found))["Stores"]
 
 
 def test_doctor_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

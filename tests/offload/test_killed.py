@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.store_verify import check
+from quire.cli.store import check
 from quire.memory.record import HEADER_BYTES
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.tiers.store import Answer

@@ -1,4 +1,4 @@
-"""The `quire` command and what its subcommands have in common."""
+"""The `quire` command."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from quire.cli.plan import plan
 from quire.cli.replay import replay
 from quire.cli.report import reported
 from quire.cli.serve import serve
+from quire.cli.store import gc, inspect, verify
 from quire.cli.store_bench import bench
-from quire.cli.store_gc import gc
-from quire.cli.store_inspect import inspect
-from quire.cli.store_verify import verify
 from quire.errors import InvalidInput
 
 _SHOWN: dict[str, Any] = {
@@ -40,12 +38,22 @@ for part in (inspect, verify, gc, bench):
 app.add_typer(store)
 
 
-@app.command("kv-error", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def kv_error() -> None:
-    """Say where the check of a KV dtype is."""
-    what, fix = DoctorSettings.FOREIGN["kv_dtype"]
-    with reported(as_json=False):
-        raise InvalidInput(what, fix=fix)
+def _refused_command(name: str, what: str, fix: str) -> None:
+    """A hidden command that says where something else is, whatever options it is given."""
+
+    def refuse() -> None:
+        with reported(as_json=False):
+            raise InvalidInput(what, fix=fix)
+
+    app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(refuse)
+
+
+_refused_command("kv-error", *DoctorSettings.FOREIGN["kv_dtype"])
+_refused_command(
+    "fuzz",
+    "fuzzing is for those who change Quire, and not installed.",
+    "type `make fuzz` in a checkout of Quire; `python -m tests.fuzz --help` there lists its options.",
+)
 
 
 def _print_version(value: bool) -> None:
@@ -65,16 +73,6 @@ def root(
     [bold]quire demo[/bold] shows what that means in a minute. Exit codes: 0 done, 1 a defect, 2 bad input
     or does not fit, 3 a combination that is refused, 4 something was found to be wrong.
     """
-
-
-@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def fuzz() -> None:
-    """Not installed: `make fuzz` in a checkout."""
-    with reported(as_json=False):
-        raise InvalidInput(
-            "fuzzing is for those who change Quire, and not installed.",
-            fix="type `make fuzz` in a checkout of Quire; `python -m tests.fuzz --help` there lists its options.",
-        )
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from quire.cli.report import reported
+from quire.cli.report import Report, reported
 from quire.engine.setting import (
     Settings,
     choices_of,
@@ -33,6 +33,8 @@ from quire.engine.setting import (
     shown_of,
 )
 from quire.errors import InvalidInput
+
+Body = Callable[..., Report | None]
 
 _OWN = {
     "config_file": Annotated[
@@ -52,14 +54,15 @@ _SERVICE_LINK = re.compile("(tcp|udp|sctp)://")
 """What Kubernetes writes to QUIRE_PORT where a Service is named quire: tcp://10.0.0.1:8000."""
 
 
-def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callable[[Callable[..., None]], Any]:
-    """Add a command to `app`: a function of settings, one parameter for each model, and `as_json`.
+def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callable[[Body], Body]:
+    """Add a command to `app`: a function of settings, one parameter for each model, which returns its report. A command
+    that prints by itself returns None, and takes `as_json`.
 
     Where two models have a setting of one name, it is the first one's. `positional` is a setting that may be given
     without its option's name too. The function's docstring is the command's help.
     """
 
-    def register(body: Callable[..., None]) -> Callable[..., None]:
+    def register(body: Body) -> Body:
         hints = get_type_hints(body)
         models = [kind for kind in hints.values() if isinstance(kind, type) and issubclass(kind, Settings)]
         parameters = list(_parameters(models, positional))
@@ -69,13 +72,15 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
             as_json, debug, path = (words.pop(name) for name in ("as_json", "debug", "config_file"))
             with reported(as_json=as_json, debug=debug):
                 given = {name: value for name, value in words.items() if value is not None and value != []}
-                if (value := given.pop("positional", None)) is not None and given.setdefault(
-                    positional, value
-                ) != value:
+                value = given.pop("positional", None)
+                if value is not None and given.setdefault(positional, value) != value:
                     raise InvalidInput(f"the {positional} is given twice.", fix=f"leave out --{positional}.")
                 if debug and any("log_level" in model.model_fields for model in models):
                     given["log_level"] = "debug"
-                body(*_settings(models, given, path), as_json=as_json)
+                more = {"as_json": as_json} if "as_json" in hints else {}
+                report = body(*_settings(models, given, path), **more)
+                if report is not None:
+                    report.print(as_json=as_json)
 
         run.__doc__, run.__name__ = body.__doc__, body.__name__
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 
 from quire import __version__
-from quire.engine.setting import Settings
+from quire.cli.report import Report, named_rows
+from quire.engine.setting import Settings, default_of
+from quire.plan.budget import format_bytes
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec", "fastapi")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
-_LOOK_S = 0.2
+_CONNECT_S = 0.2
 _STORES = {
     "valkey": (("valkey-server", "redis-server"), "redis", 6379),
     "s3": ((), "obstore", None),
     "mooncake": (("mooncake_master",), "mooncake", 50051),
 }
-"""By store: programs that serve it, the package of its client, and the port it listens on by habit."""
+"""By store: programs that serve it, the package of its client, and its usual port."""
 
 
 class DoctorSettings(Settings):
@@ -44,35 +45,31 @@ class DoctorSettings(Settings):
     }
 
 
-def doctor(settings: DoctorSettings, *, as_json: bool) -> None:
+def doctor(settings: DoctorSettings) -> Report:
     """Say what this machine is, what Quire would assume on it, and what looks wrong.
 
     [dim]Example:[/dim] quire doctor --json
     """
     found = examine()
-    if as_json:
-        print(json.dumps(found))
-    else:
-        _print(found)
+    return Report(found, lambda: _shown(found))
 
 
 def examine() -> dict[str, Any]:
     """All findings, as plain values."""
-    versions = {name: _version(name) for name in _PACKAGES}
-    cpu, memory, devices = _cpu(), _memory(), _devices()
-    return {
+    found: dict[str, Any] = {
         "quire": __version__,
         "python": platform.python_version(),
         "executable": sys.executable,
         "system": platform.platform(),
-        "packages": versions,
-        "cpu": cpu,
-        "memory": memory,
-        "tiers": examine_tiers(memory["available_bytes"]),
-        "cuda_devices": devices,
-        "assumed": _assumptions(memory, devices),
-        "warnings": _warnings(cpu, memory, devices, versions),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "cuda_devices": _cuda_devices(),
     }
+    found["tiers"] = examine_tiers(found["memory"]["available_bytes"])
+    found["assumed"] = _assumptions(found)
+    found["warnings"] = [warning for is_wrong, warning in _checks(found) if is_wrong]
+    return found
 
 
 def _version(name: str) -> str | None:
@@ -83,23 +80,18 @@ def _version(name: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
+    cores = os.cpu_count() or 1
+    quota, _, period = _read(_CGROUP_CPU).strip().partition(" ")
     return {
         "name": fields.get("model name") or platform.processor() or platform.machine(),
-        "cores": os.cpu_count() or 1,
-        "usable_cores": usable,
-        "quota_cores": _cpu_quota(),
+        "cores": cores,
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        "quota_cores": int(quota) / int(period) if quota.isdigit() and period.isdigit() else None,
         "isa": [name for name in _ISA if name in flags],
     }
-
-
-def _cpu_quota() -> float | None:
-    """Cores that the container's CPU quota is worth; None when there is none."""
-    quota, _, period = _read(_CGROUP_CPU).strip().partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 
 def _memory() -> dict[str, Any]:
@@ -114,63 +106,57 @@ def _memory() -> dict[str, Any]:
     }
 
 
-def _devices() -> list[dict[str, Any]]:
+def _cuda_devices() -> list[dict[str, Any]]:
     import torch
 
-    if not torch.cuda.is_available():
-        return []
     found = []
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
+        capability = f"{properties.major}.{properties.minor}"
         found.append(
-            {
-                "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "total_bytes": total,
-                "free_bytes": free,
-            }
+            {"name": properties.name, "compute_capability": capability, "total_bytes": total, "free_bytes": free}
         )
     return found
 
 
-def _assumptions(memory: dict[str, Any], devices: list[dict[str, Any]]) -> dict[str, str]:
+def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
     import torch
 
-    from quire.engine.config import engine_config
+    from quire.engine.config import EngineConfig, engine_config
     from quire.engine.core import default_kv_bytes
-    from quire.plan.budget import format_bytes
 
-    defaults, most = engine_config(), format_bytes(default_kv_bytes(memory["available_bytes"]))
+    has_gpu = bool(found["cuda_devices"])
+    most = format_bytes(default_kv_bytes(found["memory"]["available_bytes"]))
+    pools = "80 % of what is free after loading" if has_gpu else f"at most {most}"
     return {
-        "device": "cuda:0" if devices else "cpu",
-        "threads": f"{torch.get_num_threads()} for a step",
-        "model": f"{defaults.model_name}, when no --model is given",
+        "device": "cuda:0" if has_gpu else "cpu",
+        "threads": f"{default_of(EngineConfig, 'threads')} {torch.get_num_threads()}",
+        "model": f"{engine_config().model_name}, when no --model is given",
         "page_size": "16 tokens",
-        "kv_memory": ("80 % of what is free after loading" if devices else f"at most {most}")
-        + "; a server takes no more than all its requests can use",
+        "kv_memory": f"{pools}; a server takes no more than all its requests can use",
     }
 
 
-def _warnings(
-    cpu: dict[str, Any], memory: dict[str, Any], devices: list[dict[str, Any]], versions: dict[str, str | None]
-) -> list[str]:
+def _checks(found: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Each thing that may be wrong: whether it is, and what to say then."""
     from quire.spec.bundled import BUNDLED_MODELS
 
-    warnings = []
-    if cpu["quota_cores"] and cpu["quota_cores"] < cpu["usable_cores"]:
-        warnings.append(
-            f"the container's CPU quota is {cpu['quota_cores']:g} of {cpu['usable_cores']} cores; "
-            f"set OMP_NUM_THREADS={max(1, round(cpu['quota_cores']))}."
-        )
-    if not devices and "+cpu" not in (versions["torch"] or "") and sys.platform == "linux":
-        warnings.append("this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.")
-    if not devices and not cpu["isa"]:
-        warnings.append("no vector instructions were recognised; steps will be slow.")
+    cpu, on_cpu = found["cpu"], not found["cuda_devices"]
+    quota = cpu["quota_cores"] or cpu["usable_cores"]
+    yield (
+        quota < cpu["usable_cores"],
+        f"the container's CPU quota is {quota:g} of {cpu['usable_cores']} cores; "
+        f"set OMP_NUM_THREADS={max(1, round(quota))}.",
+    )
+    yield (
+        on_cpu and "+cpu" not in (found["packages"]["torch"] or "") and sys.platform == "linux",
+        "this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.",
+    )
+    yield on_cpu and not cpu["isa"], "no vector instructions were recognised; steps will be slow."
     absent = [name for name, folder in BUNDLED_MODELS.items() if not (folder / "config.json").exists()]
-    if absent:
-        warnings.append(f"{' and '.join(absent)} came without weights; install the package again, or give --model.")
-    return warnings
+    what = f"{' and '.join(absent)} came without weights; install the package again, or give --model."
+    yield bool(absent), what
 
 
 def _read(path: Path) -> str:
@@ -180,41 +166,30 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _print(found: dict[str, Any]) -> None:
-    from quire.plan.budget import format_bytes
-
-    console = Console()
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
+def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     cpu, memory = found["cpu"], found["memory"]
-    table.add_row("Quire", f"{found['quire']} on Python {found['python']}, {found['system']}")
-    table.add_row(
-        "Packages", ", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items())
-    )
-    table.add_row(
-        "CPU", f"{cpu['name']}: {cpu['usable_cores']} of {cpu['cores']} cores; {', '.join(cpu['isa']) or '-'}"
-    )
     limit = memory["cgroup_limit_bytes"]
-    table.add_row(
-        "Memory",
-        f"{format_bytes(memory['available_bytes'])} of {format_bytes(memory['total_bytes'])} available"
-        + (f"; the container's limit is {format_bytes(limit)}" if limit else "; no container limits it"),
-    )
-    for name, text in tier_rows(found["tiers"]):
-        table.add_row(name, text)
+    available = f"{format_bytes(memory['available_bytes'])} of {format_bytes(memory['total_bytes'])} available"
+    container = f"the container's limit is {format_bytes(limit)}" if limit else "no container limits it"
+    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items())
     names = [f"{device['name']} ({format_bytes(device['free_bytes'])} free)" for device in found["cuda_devices"]]
-    table.add_row("CUDA", ", ".join(names) or "none")
-    for name, value in found["assumed"].items():
-        table.add_row(f"Assumed {name}", value)
-    console.print(table)
+    rows = [
+        ("Quire", f"{found['quire']} on Python {found['python']}, {found['system']}"),
+        ("Packages", packages),
+        ("CPU", f"{cpu['name']}: {cpu['usable_cores']} of {cpu['cores']} cores; {', '.join(cpu['isa']) or '-'}"),
+        ("Memory", f"{available}; {container}"),
+        *tier_rows(found["tiers"]),
+        ("CUDA", ", ".join(names) or "none"),
+        *((f"Assumed {name}", value) for name, value in found["assumed"].items()),
+    ]
+    yield named_rows(rows)
     for warning in found["warnings"]:
-        console.print(f"[yellow]Warning:[/yellow] {warning}")
+        yield f"[yellow]Warning:[/yellow] {warning}"
     if not found["warnings"]:
-        console.print("[green]Nothing looks wrong.[/green]")
+        yield "[green]Nothing looks wrong.[/green]"
 
 
-# -- tiers below the device
+# -- host memory and storage
 
 
 def examine_tiers(available: int) -> dict[str, Any]:
@@ -229,22 +204,18 @@ def examine_tiers(available: int) -> dict[str, Any]:
 
 
 def _storage(folder: Path) -> dict[str, Any]:
-    """Whether files here can be read and written around the page cache, and how much room there is."""
+    """Room in the folder, and whether files there bypass the page cache; None where nothing can be written."""
     from quire.tiers.stores.directory.slab_files import SlabFiles
 
-    found: dict[str, Any] = {"folder": str(folder), "free_bytes": shutil.disk_usage(folder).free, "direct": None}
-    try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".quire-doctor-") as scratch:
-            found["direct"] = SlabFiles(Path(scratch), direct=None).direct
-    except OSError:
-        return found  # nothing can be written here; that is what None says
-    return found
+    direct = None
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder, prefix=".quire-doctor-") as scratch:
+        direct = SlabFiles(Path(scratch), direct=None).direct
+    return {"folder": str(folder), "free_bytes": shutil.disk_usage(folder).free, "direct": direct}
 
 
 def _store(programs: tuple[str, ...], package: str, port: int | None) -> dict[str, Any]:
-    program = next((found for name in programs if (found := shutil.which(name))), None)
     return {
-        "program": program,
+        "program": next((found for name in programs if (found := shutil.which(name))), None),
         "client": find_spec(package) is not None,
         "listening": f"127.0.0.1:{port}" if port is not None and _listens(port) else None,
     }
@@ -252,29 +223,24 @@ def _store(programs: tuple[str, ...], package: str, port: int | None) -> dict[st
 
 def _listens(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=_LOOK_S).close()
+        socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_S).close()
     except OSError:
         return False
     return True
 
 
-def tier_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def tier_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The findings for people: a name and a sentence each."""
-    from quire.plan.budget import format_bytes
-
     storage = found["storage"]
     direct = {True: "with O_DIRECT", False: "without O_DIRECT", None: "cannot be written"}[storage["direct"]]
+    stores = []
+    for name, about in found["stores"].items():
+        client = "client installed" if about["client"] else "client missing"
+        program = f", {Path(about['program']).name} could serve it" if about["program"] else ""
+        server = f", something listens on {about['listening']}" if about["listening"] else program
+        stores.append(f"{name}: {client}{server}")
     return [
         ("Host memory", f"{format_bytes(found['largest_host_memory_bytes'])} at most (--host-memory)"),
         ("Storage here", f"{direct}; {format_bytes(storage['free_bytes'])} free"),
-        ("Stores", "; ".join(f"{name}: {_words(about)}" for name, about in found["stores"].items())),
+        ("Stores", "; ".join(stores)),
     ]
-
-
-def _words(about: dict[str, Any]) -> str:
-    words = ["client installed" if about["client"] else "client missing"]
-    if about["listening"]:
-        words.append(f"something listens on {about['listening']}")
-    elif about["program"]:
-        words.append(f"{Path(about['program']).name} could serve it")
-    return ", ".join(words)

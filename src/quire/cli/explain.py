@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote
 
-from rich.console import Console
+from rich.console import RenderableType
+from rich.text import Text
 
+from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
 from quire.cli.replay_request import ReplayedCache, ReplayedEngine
+from quire.cli.report import Report
 from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from quire.cli.explain_server import Server
 
 _SERVER = "Of a live server"
 
@@ -38,7 +45,7 @@ class ExplainedCache(ReplayedCache):
     policy: str = setting("density", "Eviction policy.", group="Cache")
 
 
-def explain(asked: Asked, cache: ExplainedCache, key: ServerKey, *, as_json: bool) -> None:
+def explain(asked: Asked, cache: ExplainedCache, key: ServerKey) -> Report:
     """Say of every prompt token whether it was reused, and if not, why: evicted (for which request, when), never
     seen, less than a page, cached for another adapter or salt, or given up by a group of layers.
 
@@ -53,51 +60,54 @@ def explain(asked: Asked, cache: ExplainedCache, key: ServerKey, *, as_json: boo
     [dim]Example:[/dim] quire explain --url http://127.0.0.1:8000 chatcmpl-0123
     """
     if asked.url is not None:
-        if asked.request is not None:
-            raise InvalidInput(
-                "--url asks a server, which has no traces.", fix="give it one argument, a request's id, or none."
-            )
-        if given := [
-            f"--{name.replace('_', '-')}" for name in type(cache).model_fields if name in cache.model_fields_set
-        ]:
-            raise InvalidInput(
-                f"{', '.join(given)}: for replays of traces; --url asks a server, which has its own settings.",
-                fix="leave them out, or leave out --url and name a trace.",
-            )
-        _ask(asked.url, asked.source, key.api_key, as_json)
-    elif asked.source is None:
+        from quire.cli.explain_server import Server
+
+        _refuse_replays(asked, cache)
+        server = Server(asked.url, key.api_key)
+        return _server_report(server) if asked.source is None else _sequences_report(server, asked.source)
+    if asked.source is None:
         raise InvalidInput("nothing to explain.", fix="name a trace or a workload, or a server with --url.")
-    else:
-        _replay(asked.source, asked.request, cache, as_json)
+    return _replay(asked.source, asked.request, cache)
 
 
-def _ask(url: str, request_id: str | None, api_key: str | None, as_json: bool) -> None:
-    from quire.cli.explain_server import Server
-    from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
-
-    server = Server(url, api_key)
-    if request_id is None:
-        statistics = server.ask("/v1/cache/statistics")
-        causes: dict[str, int] = statistics["explained_tokens"]
-        if not causes:
-            raise InvalidInput("this server does not explain.", fix="start it without --no-explain.")
-        found = {name: statistics[name] for name in ("prompt_tokens", "hit_tokens")} | {"tokens_by_cause": causes}
-        if as_json:
-            print(json.dumps(found))
-            return
-        Console().print(f"{url}: {found['prompt_tokens']:,} prompt tokens since its start.\n", causes_table(causes))
-        return
-    answer = server.explanation(request_id)
-    if as_json:
-        print(json.dumps(answer))
-        return
-    console = Console()
-    for explanation in answer["explanations"]:
-        console.print(sequence_heading(explanation["sequence"], explanation), reasons_table(explanation), "")
+def _refuse_replays(asked: Asked, cache: ReplayedCache) -> None:
+    """Raise InvalidInput for what only a replay can be given."""
+    if asked.request is not None:
+        raise InvalidInput(
+            "--url asks a server, which has no traces.", fix="give it one argument, a request's id, or none."
+        )
+    given = [f"--{name.replace('_', '-')}" for name in type(cache).model_fields if name in cache.model_fields_set]
+    if given:
+        raise InvalidInput(
+            f"{', '.join(given)}: for replays of traces; --url asks a server, which has its own settings.",
+            fix="leave them out, or leave out --url and name a trace.",
+        )
 
 
-def _replay(source: str, request_id: str | None, cache: ReplayedCache, as_json: bool) -> None:
-    from quire.cli.explain_replay import Explained
+def _server_report(server: Server) -> Report:
+    statistics = server.ask("/v1/cache/statistics")
+    causes: dict[str, int] = statistics["explained_tokens"]
+    if not causes:
+        raise InvalidInput("this server does not explain.", fix="start it without --no-explain.")
+    found = {name: statistics[name] for name in ("prompt_tokens", "hit_tokens")} | {"tokens_by_cause": causes}
+    heading = Text(f"{server.url}: {found['prompt_tokens']:,} prompt tokens since its start.\n")
+    return Report(found, lambda: [heading, causes_table(causes)])
+
+
+def _sequences_report(server: Server, request_id: str) -> Report:
+    answer = server.ask(f"/v1/cache/explain/{quote(request_id, safe='')}")
+
+    def shown() -> Iterator[RenderableType]:
+        for explanation in answer["explanations"]:
+            yield sequence_heading(explanation["sequence"], explanation)
+            yield reasons_table(explanation)
+            yield ""
+
+    return Report(answer, shown)
+
+
+def _replay(source: str, request_id: str | None, cache: ReplayedCache) -> Report:
+    from quire.cli.explain_replay import request_report, summary_report
     from quire.cli.replay_grid import grid_of
     from quire.cli.replay_table import progress_bar
     from quire.sim.comparison import replay_one
@@ -107,10 +117,4 @@ def _replay(source: str, request_id: str | None, cache: ReplayedCache, as_json: 
     trace = open_trace(source, limit=cache.limit, seed=cache.seed)
     with progress_bar(len(trace)) as progress:
         result = replay_one(trace, grid, progress)
-    explained = Explained(trace, grid.models[0].name, result)
-    if as_json:
-        print(json.dumps(explained.summary() if request_id is None else explained.request(request_id)))
-        return
-    console = Console()
-    for part in explained.summary_tables() if request_id is None else explained.request_tables(request_id):
-        console.print(part)
+    return summary_report(trace, result) if request_id is None else request_report(trace, result, request_id)

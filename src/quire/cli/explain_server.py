@@ -24,27 +24,23 @@ class Server:
             parts = urllib.parse.SplitResult("", "", "", "", "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidInput(f"'{url}' is not a server's address.", fix="write it as http://127.0.0.1:8000.")
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def explanation(self, request_id: str) -> Any:
-        """What it knows of a request. Raises what `ask` raises."""
-        return self.ask(f"/v1/cache/explain/{urllib.parse.quote(request_id, safe='')}")
-
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON at `path`, or the answer to a body. Raises the server's own error, or InvalidInput without one."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)
+        request = urllib.request.Request(self.url + path, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
                 return json.load(response)
         except urllib.error.HTTPError as answer:
-            raise _error_of(answer, self._url) from None
+            raise _error_of(answer, self.url) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise InvalidInput(f"{self._url} does not answer: {reason}.", fix="is `quire serve` running?") from None
+            raise InvalidInput(f"{self.url} does not answer: {reason}.", fix="is `quire serve` running?") from None
 
 
 def _error_of(answer: urllib.error.HTTPError, url: str) -> QuireError:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from quire.cli.report import plain_table
 from quire.plan.budget import counted
 
 _MEANINGS = {
@@ -28,16 +29,14 @@ _STYLES = {"hit": "green", "evicted": "red", "group": "yellow", "namespace": "ye
 
 
 def reasons_table(explanation: Mapping[str, Any]) -> Table:
-    """A row for each reason of an explanation (`Explanation.to_dict`), in the order of the prompt; evictions that are
-    neighbours share one where they were for the same request, or where there would be too many."""
-    table = _table("from", "to", "tokens", "cause", "detail")
+    """A row for each reason of an explanation (`Explanation.to_dict`), in the order of the prompt. Neighbouring
+    evictions share one where they were for the same request, or where there would be too many."""
+    rows = []
     for reason in merged_evictions(explanation["reasons"]):
         start, tokens, cause = reason["start"], reason["tokens"], reason["cause"]
-        detail = reason.get("detail", _MEANINGS[cause])
-        table.add_row(
-            f"{start:,}", f"{start + tokens - 1:,}", f"{tokens:,}", Text(cause, _STYLES.get(cause, "")), detail
-        )
-    return table
+        detail = Text(reason.get("detail", _MEANINGS[cause]))
+        rows.append((start, start + tokens - 1, tokens, Text(cause, _STYLES.get(cause, "")), detail))
+    return plain_table(("from", "to", "tokens", "cause", "detail"), rows, left=("cause", "detail"), wraps=("detail",))
 
 
 def merged_evictions(reasons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -81,10 +80,12 @@ def _tokens(reasons: Sequence[Mapping[str, Any]]) -> int:
 def causes_table(causes: Mapping[str, int]) -> Table:
     """A row for each cause, and what they are together."""
     total = sum(causes.values())
-    table = _table("tokens", "share", "cause", "what it is")
-    for cause, tokens in causes.items():
-        share = f"{tokens / total:.1%}" if total else ""
-        table.add_row(f"{tokens:,}", share, Text(cause, _STYLES.get(cause, "")), _MEANINGS[cause])
+    rows = [
+        (tokens, f"{tokens / total:.1%}" if total else "", Text(cause, _STYLES.get(cause, "")), _MEANINGS[cause])
+        for cause, tokens in causes.items()
+    ]
+    last = "what it is"
+    table = plain_table(("tokens", "share", "cause", last), rows, left=("cause", last), wraps=(last,))
     table.add_row(f"{total:,}", "", "", "all prompt tokens", style="dim")
     return table
 
@@ -93,11 +94,3 @@ def sequence_heading(name: str, explanation: Mapping[str, Any]) -> Text:
     """Which sequence, and how much of it was reused."""
     prompt, hit = explanation["prompt_tokens"], explanation["hit_tokens"]
     return Text(f"{name}: {counted(prompt, 'prompt token')}, {hit:,} of them reused ({hit / prompt:.1%}).\n")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in columns:
-        words = name in ("cause", "detail", "what it is")
-        table.add_column(name, justify="left" if words else "right", no_wrap=name not in ("detail", "what it is"))
-    return table

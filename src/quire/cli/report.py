@@ -1,4 +1,4 @@
-"""How commands end badly: a short panel (or a JSON object) on stderr and an exit code, never a traceback."""
+"""What commands print: tables for people, JSON for machines, and a panel with an exit code where they fail."""
 
 from __future__ import annotations
 
@@ -6,18 +6,89 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from quire.errors import QuireError
 
 EXIT_DEFECT = 1
 EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command found: `data` as JSON, or what `shown` makes of it for people; and the exit code."""
+
+    data: Any
+    shown: Callable[[], Iterable[RenderableType]]
+    exit_code: int = 0
+
+    def print(self, *, as_json: bool) -> None:
+        """Print it on the standard output. Raises typer.Exit with an exit code that is not 0."""
+        if as_json:
+            print(json.dumps(self.data))
+        else:
+            console = Console(highlight=False)
+            for part in self.shown():
+                console.print(part)
+        if self.exit_code:
+            raise typer.Exit(self.exit_code)
+
+
+def plain_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    left: Collection[str] | None = None,
+    wraps: Collection[str] = (),
+    title: str = "",
+) -> Table:
+    """A table without lines. The columns of `left`, or else the first one, are aligned on the left, the others on the
+    right. Only those of `wraps` break lines where there is too little room. With a title, columns are closer."""
+    gap = 1 if title else 2
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, gap, 0, 0), pad_edge=False
+    )
+    for name in columns:
+        is_left = name in (columns[:1] if left is None else left)
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=name not in wraps, overflow="fold")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    return table
+
+
+def cell(value: Any) -> str | Text:
+    """A value of a table: thousands apart, yes and no, a dash for nothing."""
+    if isinstance(value, str | Text):
+        return value
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.10g}" if isinstance(value, float) else f"{value:,}"
+
+
+def named_rows(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Names in bold, and a text beside each."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def panel(content: RenderableType, title: str, style: str = "none") -> Panel:
+    """A frame as wide as its content, with a title in bold."""
+    return Panel(content, title=f"[bold]{title}[/bold]", title_align="left", border_style=style, expand=False)
 
 
 @contextmanager
@@ -36,7 +107,7 @@ def reported(*, as_json: bool, debug: bool = False) -> Iterator[None]:
         if debug:
             traceback.print_exception(error)
         known = error if isinstance(error, QuireError) else _defect(error)
-        show_error(known, as_json=as_json)
+        _show_error(known, as_json=as_json)
         raise typer.Exit(known.exit_code) from None
 
 
@@ -48,8 +119,8 @@ def _defect(error: Exception) -> QuireError:
     return defect
 
 
-def show_error(error: QuireError, *, as_json: bool) -> None:
-    """Print what failed, what would help and the code to search for."""
+def _show_error(error: QuireError, *, as_json: bool) -> None:
+    """What failed, what would help and the code to search for."""
     if as_json:
         body = {"message": error.message, "fix": error.fix, "code": error.code, "exit_code": error.exit_code}
         print(json.dumps({"error": body}), file=sys.stderr)

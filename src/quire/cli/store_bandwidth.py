@@ -8,7 +8,7 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -60,12 +60,10 @@ def measure_store(store: Store, record_bytes: int, total_bytes: int, batch: int)
             raise StoreError(f"the store does not return records of {record_bytes} bytes, just written.")
 
     try:
-        put_seconds = _seconds(put, [keys[at : at + batch] for at in range(0, count, batch)])
-        get_seconds = _seconds(
-            get, [[keys[number] for number in order[at : at + batch]] for at in range(0, count, batch)]
-        )
-        put_alone = _median(put, [[key] for key in keys[count:]])
-        get_alone = _median(get, [[key] for key in keys[count:]])
+        put_seconds = sum(_times(put, [keys[at : at + batch] for at in range(0, count, batch)]))
+        shuffled = [keys[number] for number in order]
+        get_seconds = sum(_times(get, [shuffled[at : at + batch] for at in range(0, count, batch)]))
+        put_alone, get_alone = (statistics.median(_times(move, [[key] for key in keys[count:]])) for move in (put, get))
     finally:
         store.remove(keys)
     moved = count * record_bytes
@@ -98,9 +96,9 @@ def measure_disk(folder: Path, record_bytes: int, total_bytes: int, threads: int
                     return time.perf_counter() - started
 
                 put_seconds, get_seconds = run(os.pwritev, range(count)), run(os.preadv, order)
-                row = rows[:1]
-                put_alone = _median(lambda n: os.pwritev(file, row, n * size), range(min(count, _ALONE)))
-                get_alone = _median(lambda n: os.preadv(file, row, n * size), range(min(count, _ALONE)))
+                one, some = rows[:1], range(min(count, _ALONE))
+                put_alone = statistics.median(_times(lambda n: os.pwritev(file, one, n * size), some))
+                get_alone = statistics.median(_times(lambda n: os.preadv(file, one, n * size), some))
         finally:
             os.close(file)
     except OSError as error:
@@ -121,20 +119,14 @@ def _rows(count: int, num_bytes: int) -> list[memoryview]:
     return [view[row * stride : row * stride + num_bytes] for row in range(count)]
 
 
-def _seconds(step: Callable[[list[StoreKey]], None], batches: list[list[StoreKey]]) -> float:
-    started = time.perf_counter()
-    for batch in batches:
-        step(batch)
-    return time.perf_counter() - started
-
-
-def _median(step: Callable[..., object], each: Sequence[object]) -> float:
+def _times(step: Callable[..., object], each: Iterable[object]) -> list[float]:
+    """The seconds of each call."""
     times = []
     for item in each:
         started = time.perf_counter()
         step(item)
         times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return times
 
 
 def measure_directory(

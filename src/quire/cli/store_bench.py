@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
-from quire.cli.store_options import StoreUrl, opened
+from quire.cli.report import Report, plain_table
+from quire.cli.store import StoreUrl, opened, shown_url
 from quire.engine.setting import Bytes, Settings, setting
 from quire.errors import StoreError
+from quire.plan.budget import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from quire.cli.store_bandwidth import Bandwidth
+
+_MOST_BATCH_BYTES = 16 << 20
 
 
 class BenchSettings(Settings):
@@ -27,8 +28,14 @@ class BenchSettings(Settings):
     batch: int = setting(64, "Records in a call; fewer of large ones, up to 16 MiB.", ge=1)
     threads: int = setting(4, "Threads of a directory, and of the plain disk.", ge=1)
 
+    def measured(self) -> Iterator[tuple[int, int]]:
+        """Bytes of a record, and records in a call, for each size."""
+        for size in self.sizes.split(","):
+            num_bytes = parse_bytes(size)
+            yield num_bytes, max(1, min(self.batch, _MOST_BATCH_BYTES // num_bytes))
 
-def bench(store: StoreUrl, settings: BenchSettings, *, as_json: bool) -> None:
+
+def bench(url: StoreUrl, settings: BenchSettings) -> Report:
     """Measure put and get: GB/s in batches, milliseconds of one record alone, by record size.
 
     Of a directory, a new store inside it is measured with O_DIRECT and without, each beside plain reads and writes of
@@ -39,68 +46,48 @@ def bench(store: StoreUrl, settings: BenchSettings, *, as_json: bool) -> None:
 
     [dim]Example:[/dim] quire store bench valkey://127.0.0.1:6379/0 --sizes 64KiB,1MiB --json
     """
-    from quire.plan.budget import parse_bytes
-    from quire.tiers.stores.registry import directory_of, without_secrets
+    from quire.tiers.stores.registry import directory_of
 
-    url, batch, threads = store.url, settings.batch, settings.threads
-    record_sizes = [parse_bytes(size) for size in settings.sizes.split(",")]
-    path = directory_of(url)
-    with Console(stderr=True, quiet=as_json).status("Measuring ...") as status:
-        if path is None:
-            rows = _of_server(url, record_sizes, settings.total, batch, status)
-        else:
-            rows = _of_directory(Path(path), record_sizes, settings.total, batch, threads, status)
-    data = {"url": without_secrets(url), "threads": threads, "total_bytes": settings.total, "rows": rows}
-    if as_json:
-        print(json.dumps(data))
-    else:
-        _print(data)
+    folder = directory_of(url.url)
+    with Console(stderr=True).status("Measuring ..."):
+        found = _of_server(url.url, settings) if folder is None else _of_directory(Path(folder), settings)
+        rows = list(found)
+    data = {"url": shown_url(url.url), "threads": settings.threads, "total_bytes": settings.total, "rows": rows}
+    columns = ("", "record", "put GB/s", "of the disk", "get GB/s", "of the disk", "one put", "one get")
+    return Report(data, lambda: [plain_table(columns, map(_cells, rows))])
 
 
-def _of_server(url: str, sizes: list[int], total_bytes: int, batch: int, status: Status) -> list[dict[str, Any]]:
+def _of_server(url: str, settings: BenchSettings) -> Iterator[dict[str, Any]]:
     from quire.cli.store_bandwidth import measure_store
 
-    rows = []
     with opened(url) as store:
-        for size in sizes:
-            status.update(f"Measuring records of {size:,} bytes ...")
-            found = measure_store(store, size, total_bytes, _records_in(batch, size))
-            rows.append(_as_dict(type(store).__name__, found, None))
-    return rows
+        for size, batch in settings.measured():
+            yield _row(type(store).__name__, measure_store(store, size, settings.total, batch), None)
 
 
-def _of_directory(
-    folder: Path, sizes: list[int], total_bytes: int, batch: int, threads: int, status: Status
-) -> list[dict[str, Any]]:
+def _of_directory(folder: Path, settings: BenchSettings) -> Iterator[dict[str, Any]]:
     from quire.cli.store_bandwidth import measure_directory, measure_disk
 
     if not folder.is_dir():
         what = "is not a directory" if folder.exists() else "is not there"
         raise StoreError(f"'{folder}' {what}.", fix="give a directory on the disk that is to be measured.")
-    rows = []
+    total, threads = settings.total, settings.threads
     for direct in (True, False):
-        for size in sizes:
-            how = "direct" if direct else "buffered"
-            status.update(f"Measuring records of {size:,} bytes, {how} ...")
+        for size, batch in settings.measured():
             try:
-                disk = measure_disk(folder, size, total_bytes, threads, direct=direct)
-                found = measure_directory(folder, size, total_bytes, _records_in(batch, size), threads, direct=direct)
+                disk = measure_disk(folder, size, total, threads, direct=direct)
+                found = measure_directory(folder, size, total, batch, threads, direct=direct)
             except StoreError:
                 if not direct:
                     raise
-                break  # a filesystem without O_DIRECT, of which there is nothing to tell
-            rows.append(_as_dict(how, found, disk))
-    return rows
+                break  # a filesystem without O_DIRECT
+            yield _row("direct" if direct else "buffered", found, disk)
 
 
-def _records_in(batch: int, size: int) -> int:
-    return max(1, min(batch, (16 << 20) // size))
-
-
-def _as_dict(how: str, found: Bandwidth, disk: Bandwidth | None) -> dict[str, Any]:
-    row = {"how": how, "record_bytes": found.record_bytes, "store": _plain(found), "disk": None, "ratio": None}
+def _row(how: str, found: Bandwidth, disk: Bandwidth | None) -> dict[str, Any]:
+    row = {"how": how, "record_bytes": found.record_bytes, "store": _rates(found), "disk": None, "ratio": None}
     if disk is not None:
-        row["disk"] = _plain(disk)
+        row["disk"] = _rates(disk)
         row["ratio"] = {
             "put": round(found.put_bytes_per_second / disk.put_bytes_per_second, 3),
             "get": round(found.get_bytes_per_second / disk.get_bytes_per_second, 3),
@@ -108,7 +95,7 @@ def _as_dict(how: str, found: Bandwidth, disk: Bandwidth | None) -> dict[str, An
     return row
 
 
-def _plain(found: Bandwidth) -> dict[str, Any]:
+def _rates(found: Bandwidth) -> dict[str, Any]:
     return {
         "records": found.num_records,
         "put_gb_per_second": round(found.put_bytes_per_second / 1e9, 3),
@@ -118,24 +105,16 @@ def _plain(found: Bandwidth) -> dict[str, Any]:
     }
 
 
-def _print(data: dict[str, Any]) -> None:
-    from quire.plan.budget import format_bytes
-
-    console = Console(highlight=False)
-    table = Table.grid(padding=(0, 2))
-    for title in ("", "record", "put GB/s", "of the disk", "get GB/s", "of the disk", "one put", "one get"):
-        table.add_column(f"[bold]{title}[/bold]", justify="left" if title == "" else "right")
-    table.add_row(*(str(column.header) for column in table.columns))
-    for row in data["rows"]:
-        store, ratio = row["store"], row["ratio"]
-        table.add_row(
-            row["how"],
-            format_bytes(row["record_bytes"]),
-            f"{store['put_gb_per_second']:.2f}",
-            "-" if ratio is None else f"{ratio['put']:.0%}",
-            f"{store['get_gb_per_second']:.2f}",
-            "-" if ratio is None else f"{ratio['get']:.0%}",
-            f"{store['put_ms']:.2f} ms",
-            f"{store['get_ms']:.2f} ms",
-        )
-    console.print(table)
+def _cells(row: dict[str, Any]) -> tuple[str | None, ...]:
+    store, ratio = row["store"], row["ratio"]
+    put, get = (None, None) if ratio is None else (f"{ratio['put']:.0%}", f"{ratio['get']:.0%}")
+    return (
+        row["how"],
+        format_bytes(row["record_bytes"]),
+        f"{store['put_gb_per_second']:.2f}",
+        put,
+        f"{store['get_gb_per_second']:.2f}",
+        get,
+        f"{store['put_ms']:.2f} ms",
+        f"{store['get_ms']:.2f} ms",
+    )
