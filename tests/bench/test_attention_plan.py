@@ -1,4 +1,4 @@
-"""The measurement of attention plans at toy size, so that it cannot rot."""
+"""The measurements of attention plans and of verified rows at toy size, so that they cannot rot."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def test_the_measurement_runs(tmp_path: Path) -> None:
     rows = json.loads(written.read_text())["rows"]
     assert len(rows) > 15
     assert all(row["later_us"]["min"] > 0 for row in rows)
+
+
+def test_verified_rows_are_measured(tmp_path: Path) -> None:
+    """It fails by itself where batched rows and segments of each sequence give other outputs."""
+    written = tmp_path / "result.json"
+    command = [sys.executable, str(BENCH.with_name("verify_rows.py")), "--toy", "--json", str(written)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(written.read_text())
+    assert {row["name"][0] for row in rows} == {"1", "8"}
+    assert all(row["batched_us"]["min"] > 0 for row in rows)

@@ -25,8 +25,23 @@ class Shape:
     dtype: torch.dtype = torch.float32
 
 
+def in_tree(parents: Sequence[int], past: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What rows of a tree do not see, `[rows, past + rows]`, and the positions of rows and of all tokens."""
+    hidden, depths = torch.ones(len(parents), len(parents), dtype=torch.bool), []
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            hidden[row] = hidden[parent]
+        hidden[row, row] = False
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    positions = past + torch.tensor(depths)
+    tokens = torch.cat((torch.arange(past), positions))[None, :]
+    return torch.cat((torch.zeros(len(parents), past, dtype=torch.bool), hidden), dim=1), positions[:, None], tokens
+
+
 class PagedCase:
     """Sequences `(context, new tokens)`, the first `shared` tokens of all of them being the same pages.
+
+    `trees` are the parents of each sequence's new rows, from 0 for its first one; by default rows are chains.
 
     Whatever no sequence has written is NaN, frame 0 included, so a stray read shows.
     """
@@ -40,7 +55,9 @@ class PagedCase:
         scattered: bool = True,
         shape: Shape = Shape(),
         seed: int = 0,
+        trees: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        self.trees = trees
         self.sequences = list(sequences)
         self.shape = shape
         generator = np.random.default_rng(seed)
@@ -55,6 +72,13 @@ class PagedCase:
             flat = pool.flatten(0, 1)
             flat[written] = torch.randn(len(written), *flat.shape[1:], dtype=torch.float32).to(shape.dtype)
         counts = [new for _, new in sequences]
+        parents = None
+        if trees is not None:
+            firsts = np.cumsum(counts) - counts
+            found = [
+                np.asarray(tree) + first * (np.asarray(tree) >= 0) for tree, first in zip(trees, firsts, strict=True)
+            ]
+            parents = np.concatenate(found).astype(np.int32)
         new_slots = np.concatenate([s[len(s) - new :] for s, new in zip(self.slots, counts, strict=True)])
         self.batch = PagedBatch(
             query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
@@ -62,6 +86,7 @@ class PagedCase:
             frames=frames,
             slots=new_slots.astype(np.int32),
             page_size=page_size,
+            parents=parents,
         )
         heads = shape.kv_heads * shape.group
         self.query = torch.randn(heads, len(new_slots), shape.key_dim).to(shape.dtype).transpose(0, 1)
@@ -109,6 +134,8 @@ class PagedCase:
                 scores = softcap * (scores / softcap).tanh()
             positions, tokens = torch.arange(context - new, context)[:, None], torch.arange(context)[None, :]
             hidden = tokens > positions
+            if self.trees is not None:
+                hidden, positions, tokens = in_tree(self.trees[r], context - new)
             if window and chunked:
                 hidden |= tokens // window != positions // window
             elif window:

@@ -18,6 +18,7 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.suffixes import Suffixes
+from tests.kernels.paged_case import in_tree
 
 SMALL = {"MIN_SHARED_TOKENS": 16, "MIN_RUN": 8, "MAX_RUN": 64, "MAX_GATHER": 32, "MAX_BATCHED": 128, "BLOCK_ROWS": 8}
 """Sizes at which a context of a hundred tokens meets every case."""
@@ -33,6 +34,7 @@ class Sequence:
     keys: Tensor
     values: Tensor
     frames: list[int] = field(default_factory=list)
+    tree: list[int] = field(default_factory=list)  # parents of the new tokens, where these are drafts that branch
 
 
 class Steps:
@@ -135,6 +137,8 @@ class Steps:
             odd = self.random.random() < 0.08
             counts.append(int(self.random.choice([0, 1, 2, 7, 40])) if odd or not len(sequence.keys) else usual)
             self._write(sequence, counts[-1])
+            branches = counts[-1] > 1 and not self.chunked and self.random.random() < 0.4
+            sequence.tree = [int(self.random.integers(-1, row)) for row in range(counts[-1])] if branches else []
         present = [(sequence, count) for sequence, count in zip(part, counts, strict=True) if len(sequence.keys)]
         if not sum(count for _, count in present):
             return
@@ -146,7 +150,8 @@ class Steps:
         for name, found in (("kept", kept), ("fresh", fresh)):
             error = float((found.double() - wanted).abs().max())
             assert error < TOLERANCE, f"the {name} plan is off by {error}"
-        for sequence, _ in present:
+        for sequence, count in present:
+            self._accept(sequence, count)
             self._forget(sequence)
         self._erase()
 
@@ -155,9 +160,12 @@ class Steps:
         width = max(len(sequence.frames) for sequence, _ in present)
         frames = self.random.integers(0, 5, (len(present), width + 1)).astype(np.int32)  # what is behind them is stale
         slots: list[int] = []
+        parents: list[int] = []
         for table, (sequence, count) in zip(frames, present, strict=True):
             table[: len(sequence.frames)] = sequence.frames
             positions = range(len(sequence.keys) - count, len(sequence.keys))
+            tree = sequence.tree or range(-1, count - 1)
+            parents += [parent + len(slots) if parent >= 0 else -1 for parent in tree]
             slots += [sequence.frames[at // size] * size + at % size for at in positions]
         batch = PagedBatch(
             query_starts=np.concatenate(([0], np.cumsum([count for _, count in present]))).astype(np.int32),
@@ -167,6 +175,7 @@ class Steps:
             page_size=size,
             planner=kept or AttentionPlanner(),
             ids=np.array([sequence.row for sequence, _ in present], dtype=np.int64),
+            parents=np.array(parents, dtype=np.int32) if any(sequence.tree for sequence, _ in present) else None,
         )
         keys, values = (part.flatten(0, 1)[slots] for part in self.pool)
         fields = KVFields(*(PagedField(part) for part in self.pool))
@@ -179,6 +188,8 @@ class Steps:
         scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * 0.3
         positions, tokens = torch.arange(length - count, length)[:, None], torch.arange(length)[None, :]
         hidden = tokens > positions
+        if sequence.tree:
+            hidden, positions, tokens = in_tree(sequence.tree, length - count)
         if self.chunked:
             hidden |= tokens // self.window != positions // self.window
         elif self.window:
@@ -186,6 +197,23 @@ class Steps:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
     # Pages
+
+    def _accept(self, sequence: Sequence, count: int) -> None:
+        """Of drafts that branch, one and those it follows stay, and move to where the past ends."""
+        if not sequence.tree:
+            return
+        past, size, path = len(sequence.keys) - count, self.page_size, [int(self.random.integers(count))]
+        while sequence.tree[path[0]] >= 0:
+            path.insert(0, sequence.tree[path[0]])
+        stays = list(range(past)) + [past + row for row in path]
+        sequence.keys, sequence.values = sequence.keys[stays], sequence.values[stays]
+        for at in range(past, past + count):
+            written = self.pool[:, sequence.frames[at // size], at % size]
+            written[:] = torch.nan
+            if at < len(stays):
+                written[0], written[1] = sequence.keys[at], sequence.values[at]
+        sequence.frames = sequence.frames[: -(-len(stays) // size)]
+        sequence.tree = []
 
     def _write(self, sequence: Sequence, count: int) -> None:
         """New tokens of a sequence, with frames for them."""

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.errors import UnsupportedModel
 from quire.kernels import segments
 from quire.kernels.batch import PagedBatch
 from tests.kernels.paged_case import PagedCase, Shape
@@ -130,6 +131,46 @@ def test_a_few_rows_of_each_of_several_sequences_are_batched():
     assert case.error(scale=0.3) < 1e-5
     assert case.error(scale=0.3, window=40) < 1e-5
     assert len(case.batch.plan(40, torch.device("cpu")).segments) == 1
+
+
+BINARY = [(row - 1) // 2 if row else -1 for row in range(15)]
+FOUR_WIDE = [-1, *(row - 4 if row > 4 else 0 for row in range(1, 13))]  # three deep behind the first
+CHAIN = list(range(-1, 8))
+
+
+@pytest.mark.parametrize("past", [3, 60, 130, 300])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("tree", [BINARY, FOUR_WIDE, CHAIN], ids=["binary", "four wide", "chain"])
+def test_a_draft_sees_the_past_and_the_drafts_it_follows(tree, page_size, past):
+    """Three sequences with different pasts; also within a window, where a position is a depth."""
+    mix = [(past + extra + len(tree), len(tree)) for extra in (0, 1, 37)]
+    case = PagedCase(mix, page_size=page_size, trees=[tree] * 3)
+    assert case.error(scale=0.3) < 1e-5
+    for window in (2, 33):
+        assert case.error(scale=0.3, window=window) < 1e-5
+    unmasked = PagedCase(mix, page_size=page_size)
+    assert ((unmasked.attend(scale=0.3) - case.attend(scale=0.3)).abs().max() > 1e-2) == (tree is not CHAIN)
+
+
+@pytest.mark.parametrize("shared", [0, 320])
+def test_trees_beside_chunks_decodes_and_chains(shared):
+    """A tree of more rows than are batched otherwise, behind a shared prefix or not; parts of the batch keep trees."""
+    large = [(row - 1) // 3 if row else -1 for row in range(40)]
+    trees = [BINARY, [-1], list(range(-1, 49)), list(range(-1, 14)), large, [-1, -1, 0]]
+    mix = [(shared + 90 + 7 * len(tree), len(tree)) for tree in trees]
+    case = PagedCase(mix, page_size=16, shared=shared, trees=trees)
+    for window in (0, 50, 1100):
+        assert case.error(scale=0.3, window=window) < 1e-5
+    chosen = np.array([5, 0])
+    rows, part = case.batch.part(chosen)
+    assert part.parents.tolist() == [-1, -1, 0, *(parent + 3 if parent >= 0 else -1 for parent in BINARY)]
+    assert part.positions().tolist() == case.batch.positions()[rows].tolist()
+
+
+def test_trees_are_refused_in_chunks():
+    case = PagedCase([(40, 3)], page_size=16, trees=[[-1, 0, 0]])
+    with pytest.raises(UnsupportedModel, match="chunked attention"):
+        case.attend(scale=0.3, window=8, chunked=True)
 
 
 def test_a_step_without_rows_of_a_sequence():

@@ -75,7 +75,13 @@ def padding_is_read_from_nowhere(patch: Patch) -> None:
 @mutant("plans", "a draft sees the draft that follows it")
 def rows_see_one_token_too_far(patch: Patch) -> None:
     real = Suffixes.update_masks
-    patch.setattr(Suffixes, "update_masks", lambda suffixes, contexts: real(suffixes, contexts + 1))
+    patch.setattr(Suffixes, "update_masks", lambda suffixes, contexts, *trees: real(suffixes, contexts + 1, *trees))
+
+
+@mutant("plans", "a draft sees drafts of other branches")
+def rows_see_other_branches(patch: Patch) -> None:
+    real = Suffixes.update_masks
+    patch.setattr(Suffixes, "update_masks", lambda suffixes, contexts, *trees: real(suffixes, contexts))
 
 
 @mutant("plans", "where the device has its own copy of a plan, it never hears of new tokens")

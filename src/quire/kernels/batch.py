@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.errors import UnsupportedModel
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.segments import Sequences, Slots, StepPlan, flatten_ranges
+from quire.kernels.segments import Sequences, Slots, StepPlan, Trees, flatten_ranges
 from quire.spec.ids import Ids
 
 T = TypeVar("T")
@@ -29,6 +30,9 @@ class PagedBatch:
 
     `planner` keeps plans of attention between the batches of one group; by default this batch has its own.
     `ids` int64 `[R]`, different and not negative, identify sequences between batches: their places by default.
+    `parents` int32 `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past.
+    Such a row sees the past, the rows that it follows and itself; its position counts these. Without it, each row
+    follows the one before it. Slots are in the order of rows all the same.
     """
 
     query_starts: Ids
@@ -38,6 +42,7 @@ class PagedBatch:
     page_size: int
     planner: AttentionPlanner = field(default_factory=AttentionPlanner)
     ids: Slots | None = None
+    parents: Ids | None = None
     _slots: Tensor | None = field(default=None, repr=False, init=False)
     _planned: Sequences | None = field(default=None, repr=False, init=False)
     _derived: dict[object, Any] = field(default_factory=dict, repr=False, init=False)
@@ -47,6 +52,7 @@ class PagedBatch:
         assert len(self.query_starts) == len(self.context_lens) + 1
         assert len(self.frames) == len(self.context_lens)
         assert len(self.slots) >= self.query_starts[-1]
+        assert self.parents is None or len(self.parents) == self.query_starts[-1]
         assert (np.diff(self.query_starts) <= self.context_lens).all(), (
             "a sequence's new tokens are part of its context"
         )
@@ -63,7 +69,18 @@ class PagedBatch:
 
     def positions(self) -> Slots:
         """The position in its sequence of each of the T rows, int64."""
-        return flatten_ranges(*self.spans())
+        trees = self._sequences().trees
+        if trees is None:
+            return flatten_ranges(*self.spans())
+        return np.repeat(self.spans()[0], np.diff(self.query_starts)) + trees.depths
+
+    def refuse_trees(self, what: str) -> None:
+        """Raise UnsupportedModel where drafts of this batch branch, which `what` cannot compute."""
+        if self._sequences().trees is not None:
+            raise UnsupportedModel(
+                f"drafts of one request that branch cannot be verified by {what}.",
+                fix="propose one draft per position (topk 1) for this model.",
+            )
 
     def slots_on(self, device: torch.device) -> Tensor:
         """`slots` as int64 `[T]` on `device`; copied there once per step."""
@@ -77,14 +94,18 @@ class PagedBatch:
         `chunked`: rows read the keys of their own chunk of `window` tokens, instead of the last `window`. The plan is
         valid until another batch of the same planner asks for one.
         """
-        return self.planner.plan(self._sequences(), window, device, chunked=chunked and window > 0)
+        chunked = chunked and window > 0
+        if chunked:
+            self.refuse_trees("chunked attention")
+        return self.planner.plan(self._sequences(), window, device, chunked=chunked)
 
     def _sequences(self) -> Sequences:
         """The same object for all plans of the step, by which the planner recognises the batch."""
         if self._planned is None:
             starts, contexts = self.query_starts.astype(np.int64), self.context_lens.astype(np.int64)
             lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if self.ids is None else self.ids
-            self._planned = Sequences(starts, lows, contexts, self.frames, ids, self.page_size, np.diff(starts))
+            trees = None if self.parents is None else Trees.of(self.parents, starts)
+            self._planned = Sequences(starts, lows, contexts, self.frames, ids, self.page_size, np.diff(starts), trees)
         return self._planned
 
     def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
@@ -94,14 +115,20 @@ class PagedBatch:
         """
         starts, stops = self.query_starts[sequences].astype(np.int64), self.query_starts[sequences + 1].astype(np.int64)
         rows = flatten_ranges(starts, stops)
+        own_starts = np.concatenate(([0], np.cumsum(stops - starts)))
+        parents = None if self.parents is None else self.parents[rows]
+        if parents is not None:
+            moved = np.repeat(starts - own_starts[:-1], stops - starts)
+            parents = np.where(parents < 0, -1, parents - moved).astype(np.int32)
         batch = PagedBatch(
-            query_starts=np.concatenate(([0], np.cumsum(stops - starts))).astype(np.int32),
+            query_starts=own_starts.astype(np.int32),
             context_lens=self.context_lens[sequences],
             frames=self.frames[sequences],
             slots=self.slots[rows],
             page_size=self.page_size,
             planner=AttentionPlanner() if name is None else self.planner.part(name),
             ids=sequences if self.ids is None else self.ids[sequences],
+            parents=parents,
         )
         return rows, batch
 

@@ -114,7 +114,7 @@ class _CachedPlan:
             self.row_shared_stops = shared_stops
             self._replan(np.flatnonzero(again))
             self.plan = self._assembled(seqs)
-        self.suffixes.update_masks(rows.contexts)
+        self.suffixes.update_masks(rows.contexts, rows.trees)
         return self.plan
 
     # What has changed -------------------------------------------------------------------------------------------------
@@ -133,6 +133,8 @@ class _CachedPlan:
         few: Bools = (seqs.queries >= 1) & (seqs.queries <= segments.MAX_BATCHED_ROWS)
         if self.window > segments.MAX_GATHER:
             few &= (seqs.queries == 1) | ~self._cut(seqs.contexts)
+        if seqs.trees is not None:
+            few |= seqs.trees.branching
         return few
 
     def _cut(self, contexts: Slots) -> Bools:

@@ -84,10 +84,48 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Trees:
+    """Drafts that branch: sequences whose rows do not simply follow each other.
+
+    `branching` `[R]` says which. `depths` int64 `[T]` is the position of a row less the tokens before the step.
+    `sees` `[T, most rows + 2]`: whether a row sees the n-th row of its sequence, which is itself or one that it
+    follows; n = -1 is the past. It says nothing of rows that are in no batched segment.
+    """
+
+    branching: Bools
+    depths: Slots
+    sees: Bools
+
+    @classmethod
+    def of(cls, parents: Ids, starts: Slots) -> Trees | None:
+        """The trees of rows that follow `parents`, as in `PagedBatch`; None where all rows are chains."""
+        counts, rows = np.diff(starts), np.arange(starts[-1])
+        owners = np.repeat(np.arange(len(counts)), counts)
+        firsts = starts[owners]
+        branches = parents != np.where(rows == firsts, -1, rows - 1)
+        if not branches.any():
+            return None
+        assert ((parents == -1) | ((parents >= firsts) & (parents < rows))).all(), "a row follows a row before it"
+        branching = np.bincount(owners[branches], minlength=len(counts)) > 0
+        most = max(MAX_BATCHED_ROWS, int(counts[branching].max()))  # longer chunks are in no batched segment
+        sees = np.zeros((len(rows), most + 2), dtype=np.bool_)
+        sees[:, -1] = True
+        row = ancestor = rows[counts[owners] <= most]
+        depths = rows - firsts
+        depths[row] = -1
+        while len(row):
+            sees[row, ancestor - firsts[row]] = True
+            depths[row] += 1
+            above = parents[ancestor]
+            row, ancestor = row[above >= 0], above[above >= 0]
+        return cls(branching, depths, sees)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
     """Runs of rows `starts[i]:starts[i + 1]`, each the last of a context of positions `lows[i]:contexts[i]`.
 
-    `ids` identify sequences within a step and in the next one. `frames` as in `PagedBatch`.
+    `ids` identify sequences within a step and in the next one. `frames` as in `PagedBatch`, `trees` those of the batch.
     """
 
     starts: Slots
@@ -97,6 +135,7 @@ class Sequences:
     ids: Slots
     page_size: int
     queries: Slots
+    trees: Trees | None = None
 
     def cut(self, size: int) -> Sequences:
         """A sequence per chunk of `size` positions that has rows: rows read their own chunk only.
@@ -125,6 +164,7 @@ class Sequences:
             self.ids[some],
             self.page_size,
             self.queries[some],
+            self.trees,
         )
 
     def slot_runs(self, sequence: int, low: int, high: int) -> tuple[Slots, Slots]:

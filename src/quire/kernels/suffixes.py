@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels import segments
-from quire.kernels.segments import Segment, Slots, Source, buckets, row_index
+from quire.kernels.segments import Segment, Slots, Source, Trees, buckets, row_index
 from quire.spec.ids import Bools
 
 _HIDDEN = np.float32("-inf")
@@ -148,16 +148,26 @@ class Suffixes:
         for block, members in zip(self.blocks, np.split(held, np.cumsum(counts)[:-1]), strict=False):
             block.members = members
 
-    def update_masks(self, contexts: Slots) -> None:
+    def update_masks(self, contexts: Slots, trees: Trees | None = None) -> None:
         """Update the masks of blocks with several rows per sequence."""
         for block in self.blocks:
             if block.seen is None:
                 continue
-            positions = contexts[block.members][:, None] + np.arange(-block.queries, 0)  # of each row
-            keys = (np.arange(block.width) + self.shift[block.members][:, None])[:, None, :]
-            hidden = keys > positions[:, :, None]
+            pasts = contexts[block.members][:, None] - block.queries
+            keys = np.arange(block.width) + self.shift[block.members][:, None]  # position of each column
+            if trees is None:
+                positions = pasts + np.arange(block.queries)  # of each row
+                hidden = keys[:, None, :] > positions[:, :, None]
+            else:
+                assert block.starts is not None
+                rows = block.starts[:, None] + np.arange(block.queries)
+                positions = pasts + trees.depths[rows]
+                new = np.clip(keys - pasts, -1, block.queries)  # the row whose token each column has
+                hidden = ~trees.sees[rows[:, :, None], new[:, None, :]]
+                own = np.take_along_axis(positions, np.minimum(new, block.queries - 1), axis=1)
+                keys = np.where(new < 0, keys, own)
             if self._window:
-                hidden |= keys <= positions[:, :, None] - self._window
+                hidden |= keys[:, None, :] <= positions[:, :, None] - self._window
             np.copyto(block.seen, np.where(hidden, _HIDDEN, np.float32(0)))
             if self._mirrored:
                 assert block.segment.mask is not None

@@ -1,8 +1,8 @@
 """Tiles of a step: rows that are computed together against one list of entries per sequence, without a plan.
 
 An entry covers `per` tokens (1: it is a token), and a row at position p sees the entries of tokens up to p that are
-complete: `(p + 1) // per` of them. All sequences with one new token share tiles, padded to the longest; the rows of
-another sequence are tiles of their own.
+complete: `(p + 1) // per` of them. Sequences with the same few new tokens share tiles, padded to the longest; the
+rows of another sequence are tiles of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import segments
 from quire.kernels.batch import PagedBatch
 from quire.kernels.segments import Slots, to_device
 
@@ -44,16 +45,19 @@ def tiles_of(batch: PagedBatch, sequences: Slots, per: int, device: torch.device
 
 def _cuts(new: Slots, contexts: Slots, sequences: Slots, per: int) -> Iterator[tuple[Slots, Slots, int]]:
     """(sequences, stops, count): the `count` rows before position `stops[i]` of each."""
-    single = sequences[new[sequences] == 1]
-    single = single[np.argsort(contexts[single], kind="stable")]
-    while len(single):
-        fits = np.arange(1, len(single) + 1) * (contexts[single] // per) <= MAX_PAIRS
-        count = len(single) if fits.all() else max(1, int(fits.argmin()))
-        yield single[:count], contexts[single[:count]], 1
-        single = single[count:]
-    for sequence in sequences[new[sequences] > 1].tolist():
+    entries = contexts // per
+    few = (new <= segments.MAX_BATCHED_ROWS) & (new * entries <= MAX_PAIRS)
+    for count in np.unique(new[sequences[few[sequences]]]).tolist():
+        alike = sequences[few[sequences] & (new[sequences] == count)]
+        alike = alike[np.argsort(contexts[alike], kind="stable")]
+        while len(alike):
+            fits = np.arange(1, len(alike) + 1) * count * entries[alike] <= MAX_PAIRS
+            size = len(alike) if fits.all() else int(fits.argmin())
+            yield alike[:size], contexts[alike[:size]], count
+            alike = alike[size:]
+    for sequence in sequences[~few[sequences]].tolist():
         stop = int(contexts[sequence])
-        size = max(1, MAX_PAIRS // (stop // per))
+        size = max(1, MAX_PAIRS // int(entries[sequence]))
         for start in range(stop - int(new[sequence]), stop, size):
             end = min(start + size, stop)
             if end >= per:

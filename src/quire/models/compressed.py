@@ -255,6 +255,7 @@ class _Folding:
 
 def _completed(batch: PagedBatch, ratio: int) -> tuple[Slots, Slots]:
     """(sequence, block) of every block that a step completes."""
+    batch.refuse_trees("compressed attention")
     starts, stops = batch.spans()
     counts = stops // ratio - starts // ratio
     return np.repeat(np.arange(len(starts)), counts), flatten_ranges(starts // ratio, stops // ratio)

@@ -57,6 +57,7 @@ class IndexKeys:
 def index_keys(forward: RunningForward, most: int, device: torch.device) -> list[IndexKeys]:
     """The tiles in which an indexer that selects `most` tokens computes a step, for the call that is to come."""
     stored, batch = forward.rows("index_k", forward.ordinal)
+    batch.refuse_trees("attention with an indexer")
     tiles = batch.derived(("tiles", most), lambda batch: _tiles(batch, most, device))
     return [IndexKeys(stored, batch.slots_on(device), tile) for tile in tiles]
 
