@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
-from quire.errors import PlanError, UnsupportedModel
+from quire.errors import PlanError
 from quire.memory.pool import Pool, torch_dtype
 from quire.spec.layout import PER_PAGE, DType, Field, PageLayout
-from tests.memory.layouts import PAGE_SIZES, layouts
 
 LAYOUT = PageLayout(
     4,
@@ -81,32 +79,3 @@ def test_the_memory_of_a_large_pool_is_there_from_the_start() -> None:
     assert pool.num_bytes == 128 * 2**20
     assert psutil.Process().memory_info().rss - before > 120 * 2**20
     assert not pool.layer("k", 1).any()
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_accepted_rows_move_in_every_layout(page_size: int) -> None:
-    """Every field and layer of the targets is that of the sources before, although some slots are both; nothing else
-    changes. Layouts with entries of several tokens are refused, and nothing changes."""
-    moved = 0
-    sources = np.array([page_size + 3, page_size + 1, 2 * page_size, page_size + 2], dtype=np.int32)
-    targets = np.array([page_size + 1, page_size + 2, page_size + 3, 3 * page_size], dtype=np.int32)
-    for name, layout in layouts(page_size, 2**18):
-        pool = Pool(layout, 6)
-        for _, tensor in pool.tensors:
-            tensor.view(torch.uint8).random_(0, 256)
-        before = {(f.name, layer): pool.layer(f.name, layer).clone() for f in layout.fields for layer in f.layers}
-        whole = all(field.per == 1 for field in layout.fields)
-        if whole:
-            pool.move_rows(sources, targets)
-            moved += 1
-        else:
-            with pytest.raises(UnsupportedModel, match="cannot be moved"):
-                pool.move_rows(sources, targets)
-        for (field, layer), tensor in before.items():
-            expected = tensor.view(torch.uint8).clone()
-            if whole:
-                rows, was = expected.view(7 * page_size, -1), tensor.view(torch.uint8).view(7 * page_size, -1)
-                for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                    rows[target] = was[source]
-            assert torch.equal(pool.layer(field, layer).view(torch.uint8), expected), name
-    assert moved > 20

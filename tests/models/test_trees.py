@@ -9,7 +9,9 @@ import torch
 from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
 from quire.memory.pool import Pool
+from quire.models.forward import move_rows
 from quire.models.hf import LoadedModel
+from tests.memory.layouts import PAGE_SIZES, layouts
 from tests.tiny_hybrids import build_hybrid
 from tests.tiny_latents import build_latent
 from tests.tiny_models import VOCAB_SIZE, build_tiny
@@ -75,7 +77,7 @@ def test_a_draft_has_the_logits_of_its_own_text(name: str) -> None:
         assert (logits[row] - wanted).abs().max() < 1e-3
     sources, targets = (text.slots(PROMPT + np.array(rows)) for rows in (FIRST, range(len(FIRST))))
     for pool in text.pools:
-        pool.move_rows(sources, targets)
+        move_rows(pool, sources, targets)
     accepted = [*prompt.tolist(), *(tokens[at] for at in FIRST), 7]
     wanted = model.plain_logits(torch.tensor(accepted))[-1]
     assert (text.run([7], len(accepted) - 1)[0] - wanted).abs().max() < 1e-3
@@ -89,3 +91,32 @@ def test_what_cannot_verify_branches_says_so(name: str, what: str) -> None:
     text = Text(model_of(name), page_size=128)
     with pytest.raises(UnsupportedModel, match=what):
         text.run(list(range(len(TREE))), 0, TREE)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_accepted_rows_move_in_every_layout(page_size: int) -> None:
+    """Every field and layer of the targets is that of the sources before, although some slots are both; nothing else
+    changes. Layouts with entries of several tokens are refused, and nothing changes."""
+    moved = 0
+    sources = np.array([page_size + 3, page_size + 1, 2 * page_size, page_size + 2], dtype=np.int32)
+    targets = np.array([page_size + 1, page_size + 2, page_size + 3, 3 * page_size], dtype=np.int32)
+    for name, layout in layouts(page_size, 2**18):
+        pool = Pool(layout, 6)
+        for _, tensor in pool.tensors:
+            tensor.view(torch.uint8).random_(0, 256)
+        before = {(f.name, layer): pool.layer(f.name, layer).clone() for f in layout.fields for layer in f.layers}
+        whole = all(field.per == 1 for field in layout.fields)
+        if whole:
+            move_rows(pool, sources, targets)
+            moved += 1
+        else:
+            with pytest.raises(UnsupportedModel, match="cannot be moved"):
+                move_rows(pool, sources, targets)
+        for (field, layer), tensor in before.items():
+            expected = tensor.view(torch.uint8).clone()
+            if whole:
+                rows, was = expected.view(7 * page_size, -1), tensor.view(torch.uint8).view(7 * page_size, -1)
+                for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                    rows[target] = was[source]
+            assert torch.equal(pool.layer(field, layer).view(torch.uint8), expected), name
+    assert moved > 20

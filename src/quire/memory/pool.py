@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import HostMemoryError, PlanError, UnsupportedModel
+from quire.errors import HostMemoryError, PlanError
 from quire.memory.host_pool import populate, reserve, touch
-from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout
 
 _LARGE = 4 * 2**20
@@ -78,20 +76,6 @@ class Pool:
         for _, tensor in self.tensors:
             if tensor.nbytes >= _LARGE:
                 yield from populate(tensor.view(torch.uint8).flatten().numpy())
-
-    def move_rows(self, sources: Ids, targets: Ids) -> None:
-        """Copy what the slot `sources[i]` has in every field and layer to the slot `targets[i]`. All are read before
-        any is written. Raises UnsupportedModel, before any copy, if a field has no entry for each token."""
-        for field, _ in self.tensors:
-            if field.per != 1:
-                raise UnsupportedModel(
-                    f"accepted drafts cannot be moved: an entry of field '{field.name}' is not that of one token.",
-                    fix="propose one draft per position (topk 1) for this model.",
-                )
-        source, target = (torch.from_numpy(slots.astype(np.int64)).to(self.device) for slots in (sources, targets))
-        for _, tensor in self.tensors:
-            rows = tensor.view(torch.uint8).view(len(tensor), (self.num_frames + 1) * self.layout.page_size, -1)
-            rows[:, target] = rows[:, source]
 
     @property
     def num_bytes(self) -> int:

@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import LatentFields, PagedField
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
+from quire.spec.ids import Ids
 from quire.spec.layers import Call
 from quire.spec.layout import scales_of
 
@@ -81,6 +85,21 @@ def paged_field(pool: Pool, name: str, ordinal: int) -> PagedField:
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
     return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name)
+
+
+def move_rows(pool: Pool, sources: Ids, targets: Ids) -> None:
+    """Copy what the slot `sources[i]` has in every field and layer to the slot `targets[i]`. All are read before any is
+    written. Raises UnsupportedModel, before any copy, if a field has no entry for each token."""
+    for field in pool.layout.fields:
+        if field.per != 1:
+            raise UnsupportedModel(
+                f"accepted drafts cannot be moved: an entry of field '{field.name}' is not that of one token.",
+                fix="propose one draft per position (topk 1) for this model.",
+            )
+    source, target = (torch.from_numpy(slots.astype(np.int64)).to(pool.device) for slots in (sources, targets))
+    for _, tensor in pool.tensors:
+        rows = tensor.view(torch.uint8).view(len(tensor), (pool.num_frames + 1) * pool.layout.page_size, -1)
+        rows[:, target] = rows[:, source]
 
 
 class RecordingForward:
