@@ -1,7 +1,7 @@
 """Prometheus metrics: the engine's counters as they are, and what only the server can measure (latencies, statuses).
 
-The engine's numbers are read when a scrape asks, from the snapshot `statistics` returns, so that nothing is counted
-twice and no number exists in two places. Counters restart with the engine process, as Prometheus expects.
+The engine's numbers are read when a scrape asks, from the snapshot that `statistics` returns. No number is counted
+twice. Counters restart with the engine process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from quire.observe.histogram import TOKENS, Histogram
-from quire.observe.tier_metrics import tier_metrics
+
+Statistics = Mapping[str, Any]
+Samples = Mapping[Any, float]
+"""Values by their label, or by the tuple of their labels."""
 
 FRAME_STATES = ("free", "private", "cached", "moving", "quarantined")
-FRAME_COUNTERS = {
-    "dropped": "Frames of cached pages that were dropped while their pages stayed.",
-    "revived": "Frames that such pages got back from requests that had computed them again.",
-    "left": "Frames that requests left for others to begin on.",
-    "skipped": "Places where a request left none, because no frame was to spare.",
-}
+TIERS = ("host", "storage")
+DEFECTS = ("magic", "group", "length", "layout", "key", "digest")
+"""What may be wrong with a record (`quire.memory.record`)."""
 
 COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
@@ -52,81 +52,148 @@ GAUGES = {
     "page_size": "Tokens in a page.",
 }
 
-Snapshot = Callable[[], Mapping[str, Any]]
+FRAME_COUNTERS = {
+    "dropped": "Frames of cached pages that were dropped while their pages stayed.",
+    "revived": "Frames that such pages got back from requests that had computed them again.",
+    "left": "Frames that requests left for others to begin on.",
+    "skipped": "Places where a request left none, because no frame was to spare.",
+}
+
+TIER_COUNTERS = {
+    "declined_tokens": "Prompt tokens that were cached on the host or in storage and computed again, which was faster.",
+    "failed_moves": "Moves between tiers that failed, or brought less than half.",
+    "refused_moves": "Moves that were not begun, because too much was on its way on that link.",
+    "turned_off": "Times that a link turned itself off, trials that failed counted in.",
+    "demoted_pages": "Pages that left the device and stayed on the host.",
+    "lost_frames": "Frames that were stored, of use, and gone from the store; stored again.",
+    "host_evicted_pages": "Pages of which the host gave up its copy for others.",
+}
 
 
 class EngineCollector(Collector):
     """Shows a snapshot of the engine's statistics. A key the engine does not report is left out, not shown as 0."""
 
-    def __init__(self, statistics: Snapshot, healthy: Callable[[], bool]) -> None:
+    def __init__(self, statistics: Callable[[], Statistics], healthy: Callable[[], bool]) -> None:
         self._statistics = statistics
         self._healthy = healthy
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of one scrape."""
         statistics = self._statistics()
-        yield GaugeMetricFamily("quire_healthy", "1 while requests can progress.", value=float(self._healthy()))
+        yield _gauge("healthy", "1 while requests can progress.", self._healthy())
         for key, text in COUNTERS.items():
             if key in statistics:
-                yield CounterMetricFamily(f"quire_{key}", text, value=float(statistics[key]))
+                yield _counter(key, text, statistics[key])
         for key, text in GAUGES.items():
             if key in statistics:
-                yield GaugeMetricFamily(f"quire_{key}", text, value=float(statistics[key]))
+                yield _gauge(key, text, statistics[key])
         if "queue_seconds" in statistics:
-            yield _histogram(
-                "quire_request_queue_time_seconds", "Sequence queued to admitted.", statistics["queue_seconds"]
-            )
-        causes = statistics.get("explained_tokens")
-        if causes:
-            yield self._causes(causes)
+            counted = statistics["queue_seconds"]
+            yield _histogram("request_queue_time_seconds", "Sequence queued to admitted.", {(): counted})
+        if causes := statistics.get("explained_tokens"):
+            text = "Prompt tokens by what became of them; the causes add up to quire_prompt_tokens."
+            yield _counter("prompt_tokens_by_cause", text, causes, "cause")
+        groups, tiers = statistics.get("frames", {}), statistics.get("tiers") or {}
         if statistics.get("num_pages"):
-            yield self._usage(statistics)
-        groups = statistics.get("frames", {})
-        tiers = statistics.get("tiers") or {}
-        yield self._frames({"device": groups, "host": tiers.get("host", {})})
-        if tiers:
-            yield from tier_metrics(tiers, int(statistics["hit_tokens"]))
-        for name, text in FRAME_COUNTERS.items():
-            family = CounterMetricFamily(f"quire_frames_{name}", text, labels=("group",))
-            for group, frames in groups.items():
-                family.add_metric((group,), float(frames.get(name, 0)))
-            yield family
-
-    def _usage(self, statistics: Mapping[str, Any]) -> GaugeMetricFamily:
-        groups = statistics["frames"].values()
-        return GaugeMetricFamily(
-            "quire_kv_cache_usage_ratio",
-            "Frames in use, of all, from 0 to 1, of the fullest group: frames that could be evicted count as free.",
-            value=max(1 - (frames["free"] + frames["evictable"]) / frames["total"] for frames in groups),
-        )
-
-    def _causes(self, causes: Mapping[str, int]) -> CounterMetricFamily:
-        family = CounterMetricFamily(
-            "quire_prompt_tokens_by_cause",
-            "Prompt tokens by what became of them; the causes add up to quire_prompt_tokens.",
-            labels=("cause",),
-        )
-        for cause, tokens in causes.items():
-            family.add_metric((cause,), float(tokens))
-        return family
-
-    def _frames(self, tiers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(
-            "quire_frames",
+            yield _gauge(
+                "kv_cache_usage_ratio",
+                "Frames in use, of all, from 0 to 1, of the fullest group: frames that could be evicted count as free.",
+                max(1 - (frames["free"] + frames["evictable"]) / frames["total"] for frames in groups.values()),
+            )
+        yield _gauge(
+            "frames",
             "Frames of a group in a tier by state; the states of a group add up to its pool.",
-            labels=("tier", "group", "state"),
+            {
+                (tier, group, state): frames.get(state, 0)
+                for tier, found in (("device", groups), ("host", tiers.get("host", {})))
+                for group, frames in found.items()
+                for state in FRAME_STATES
+            },
+            *("tier", "group", "state"),
         )
-        for tier, groups in tiers.items():
-            for group, frames in groups.items():
-                for state in FRAME_STATES:
-                    family.add_metric((tier, group, state), float(frames.get(state, 0)))
-        return family
+        if tiers:
+            yield from _tiers(tiers, statistics["hit_tokens"])
+            yield from _store(tiers)
+            yield from _links(tiers)
+        for key, text in FRAME_COUNTERS.items():
+            counts = {group: frames.get(key, 0) for group, frames in groups.items()}
+            yield _counter(f"frames_{key}", text, counts, "group")
+
+
+def _tiers(tiers: Statistics, hit_tokens: int) -> Iterator[Metric]:
+    """Of the tiers below the device. `hit_tokens` are those of all tiers, the device among them."""
+    for key, text in TIER_COUNTERS.items():
+        yield _counter(f"tier_{key}", text, tiers[key])
+    yield _gauge("tier_host_bytes", "Bytes of host memory.", tiers["host_bytes"])
+    hits = {tier: tiers[f"{tier}_hit_tokens"] for tier in TIERS}
+    yield _counter(
+        "tier_hit_tokens",
+        "Prompt tokens that came from the cache, by where they were; they add up to quire_hit_tokens.",
+        {"device": hit_tokens - sum(hits.values())} | hits,
+        "tier",
+    )
+    yield _counter(
+        "tier_dropped_frames",
+        "Frames of which no copy was made: the host had no room, or the store did not take them that time.",
+        {"host": tiers["unsaved_frames"], "storage": tiers["unstored_frames"]},
+        "tier",
+    )
+    known = {f"{tier}:{defect}": 0 for tier in TIERS for defect in DEFECTS}
+    yield _counter(
+        "tier_corrupt_records",
+        "Records that were not what they should be, by where they were found and what was wrong; none was served.",
+        {tuple(name.split(":")): count for name, count in (known | tiers["defects"]).items()},
+        *("tier", "defect"),
+    )
+
+
+def _store(tiers: Statistics) -> Iterator[Metric]:
+    """What the store has said, and what it has counted itself."""
+    counted = dict(tiers.get("store", {}))
+    failures = counted.pop("failures", {})
+    yield _counter("store_failures", "What went wrong between this process and its store, by kind.", failures, "kind")
+    yield _counter(
+        "store_records", "What became of records in a store that counts them, by this process.", counted, "state"
+    )
+    text = "Records of which the store could say nothing now."
+    yield _counter("tier_unanswered_records", text, tiers["store_refused"], "link")
+    lost = {kind: kind in tiers["store_lost"] for kind in ("read", "write")}
+    yield _gauge("store_lost", "1 while the store has answered nothing for some moves in a row.", lost, "kind")
+    text = "Cached prefixes of which something is on its way to storage or has to wait."
+    yield _gauge("tier_owed_paths", text, tiers["owed_paths"])
+
+
+def _links(tiers: Statistics) -> Iterator[Metric]:
+    """Of the links between tiers. Why one is off is in the log and in `GET /v1/cache/statistics`."""
+    links, bandwidth = tiers["links"], tiers["bandwidth"]
+    yield _gauge(
+        "tier_link_off",
+        "1 while a link has turned itself off, because to compute is quicker.",
+        {link: link in tiers["off"] for link in bandwidth},
+        "link",
+    )
+    moved = {link: counted["bytes"] for link, counted in links.items()}
+    yield _counter("tier_moved_bytes", "Bytes that moved between tiers, by link.", moved, "link")
+    yield _gauge(
+        "tier_bandwidth_bytes_per_second",
+        "Measured bandwidth of a link, without the time to the first byte; absent while nothing was measured.",
+        {link: value for link, value in bandwidth.items() if value is not None},
+        "link",
+    )
+    yield _histogram(
+        "tier_move_seconds",
+        "Seconds of work for a move, without its wait in a queue.",
+        {(link,): {"count": counted["moves"], "sum": counted["seconds"], **counted} for link, counted in links.items()},
+        "link",
+    )
 
 
 class ServerMetrics(Collector):
     """All metrics of one server; each sample says of which model."""
 
-    def __init__(self, statistics: Snapshot, healthy: Callable[[], bool], *, model_name: str, version: str) -> None:
+    def __init__(
+        self, statistics: Callable[[], Statistics], healthy: Callable[[], bool], *, model_name: str, version: str
+    ) -> None:
         self._engine = EngineCollector(statistics, healthy)
         self._model_name = model_name
         self._version = version
@@ -135,7 +202,7 @@ class ServerMetrics(Collector):
         self.request_s = Histogram()
         self.prompt_tokens = Histogram(TOKENS)
         self.generation_tokens = Histogram(TOKENS)
-        self.finished = Counter[str]()  # sequences, by how they ended
+        self.finished = Counter[str](stop=0, length=0, abort=0, error=0)  # sequences, by how they ended
         self.responses = Counter[tuple[str, str]]()  # by route and status
 
     def collect(self) -> Iterator[Metric]:
@@ -154,22 +221,10 @@ class ServerMetrics(Collector):
             ("request_prompt_tokens", "Prompt tokens of a request.", self.prompt_tokens),
             ("request_generation_tokens", "Tokens that a request generated.", self.generation_tokens),
         ):
-            yield _histogram(f"quire_{name}", text, histogram.to_dict())
-        ended = CounterMetricFamily(
-            "quire_request_success", "Sequences that ended, by how.", labels=("finished_reason",)
-        )
-        for reason in dict.fromkeys(("stop", "length", "abort", "error", *self.finished)):
-            ended.add_metric((reason,), self.finished[reason])
-        yield ended
-        responses = CounterMetricFamily(
-            "quire_http_responses", "HTTP responses by route and status.", labels=("route", "status")
-        )
-        for labels, count in self.responses.items():
-            responses.add_metric(labels, count)
-        yield responses
-        build = GaugeMetricFamily("quire_build_info", "1; the version is a label.", labels=("version",))
-        build.add_metric((self._version,), 1.0)
-        yield build
+            yield _histogram(name, text, {(): histogram.to_dict()})
+        yield _counter("request_success", "Sequences that ended, by how.", self.finished, "finished_reason")
+        yield _counter("http_responses", "HTTP responses by route and status.", self.responses, "route", "status")
+        yield _gauge("build_info", "1; the version is a label.", {self._version: 1}, "version")
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -178,8 +233,23 @@ class ServerMetrics(Collector):
         return generate_latest(registry)
 
 
-def _histogram(name: str, text: str, counted: Mapping[str, Any]) -> HistogramMetricFamily:
-    buckets = [(str(float(bound)), float(count)) for bound, count in counted["at_most"]]
-    return HistogramMetricFamily(
-        name, text, buckets=[*buckets, ("+Inf", float(counted["count"]))], sum_value=float(counted["sum"])
-    )
+def _counter(name: str, text: str, found: float | Samples, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(f"quire_{name}", text, labels=labels), found)
+
+
+def _gauge(name: str, text: str, found: float | Samples, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(f"quire_{name}", text, labels=labels), found)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, found: float | Samples) -> Metric:
+    for labels, value in (found if isinstance(found, Mapping) else {(): found}).items():
+        family.add_metric(labels if isinstance(labels, tuple) else (labels,), float(value))
+    return family
+
+
+def _histogram(name: str, text: str, found: Mapping[tuple[str, ...], Statistics], *labels: str) -> Metric:
+    family = HistogramMetricFamily(f"quire_{name}", text, labels=labels)
+    for values, counted in found.items():
+        buckets = [(str(float(bound)), float(count)) for bound, count in counted["at_most"]]
+        family.add_metric(values, [*buckets, ("+Inf", float(counted["count"]))], float(counted["sum"]))
+    return family
