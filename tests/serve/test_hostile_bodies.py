@@ -13,9 +13,9 @@ import pytest
 from starlette.types import Message
 from transformers import PreTrainedTokenizerBase
 
-from quire.engine.output import Logprob
+from quire.engine.output import CompletionOutput, Logprob
 from quire.serve.chat import TEMPLATE_ARGUMENTS
-from quire.serve.completions import LogprobOffsets
+from quire.serve.completions import TextChoices
 from quire.serve.gate import MAX_BODY_BYTES
 from quire.serve.sse import EventStream
 from tests.serve.live_server import LiveServer
@@ -170,7 +170,8 @@ def test_tokens_that_read_alike_keep_their_own_logprobs() -> None:
         9: Logprob(logprob=-2.0, rank=3, decoded_token="\ufffd"),
     }
     for drawn, expected in ((7, ["\ufffd", "a", "token_id:9"]), (9, ["token_id:7", "a", "\ufffd"])):
-        shape = LogprobOffsets().shape([position], [drawn], 3)
+        part = CompletionOutput(index=0, text="", token_ids=[drawn], logprobs=[position])
+        shape = TextChoices(3).logprobs(0, part)
         assert shape is not None
         assert shape["top_logprobs"] == [dict(zip(expected, (-0.5, -1.0, -2.0), strict=True))]
         assert list(shape["top_logprobs"][0]) == expected

@@ -7,8 +7,10 @@ process may die: every open stream then raises `EngineDead`, and `health` says s
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import logging
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,19 @@ from quire.engine.messages import Later, RetainRequest, TokenOutput, prompt_byte
 from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
 from quire.engine.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
 from quire.engine.request_stream import RequestStream
-from quire.engine.wire import ENCODER, Abort, Ask, Beat, Died, Outputs, Ready, Reply, Report, Touched
+from quire.engine.wire import (
+    ENCODER,
+    REPORT_DECODER,
+    Abort,
+    Ask,
+    Beat,
+    Died,
+    Outputs,
+    Ready,
+    Reply,
+    Report,
+    Touched,
+)
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.offload.retention import Granted
 from quire.scheduler.sampling_params import SamplingParams
@@ -60,6 +74,21 @@ class Health:
 
     healthy: bool
     reason: str = ""
+
+
+def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Its result. The process ends without waiting for the thread, which may fetch from the hub."""
+    found: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    found.set_running_or_notify_cancel()
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(found)
 
 
 def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
@@ -101,26 +130,36 @@ class _Progress:
 
 
 class AsyncEngine:
-    """An engine in a process of its own, for the event loop that made it by `await AsyncEngine.start(config)`."""
+    """An engine in a process of its own, for the event loop that made it by `await AsyncEngine.start(config)`.
 
-    def __init__(self, process: EngineProcess, tokenizer: Tokenizer | None, *, stall_after_s: float) -> None:
+    `start_statistics` are the counters at the start; `last_statistics` are those of the last heartbeat, at most a
+    moment old unless a long step runs.
+    """
+
+    def __init__(
+        self, process: EngineProcess, tokenizer: Tokenizer | None, *, stall_after_s: float, on_progress: Progress | None
+    ) -> None:
         self.tokenizer = tokenizer
         self.context_length = 0
         self.eos_token_ids: list[int] = []
         self.start_statistics: dict[str, Any] = {}
+        self.last_statistics: dict[str, Any] = {}
         self._process = process
         self._reports = zmq.asyncio.Socket(shadow=process.reports)
         self._stall_after_s = stall_after_s
+        self._on_progress = on_progress
         self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._counter = itertools.count(1)
         self._progress = _Progress()
-        self._last_statistics: dict[str, Any] = {}
         self._death: QuireError | None = None
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._receiver: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._receiver: asyncio.Task[None] | None = asyncio.create_task(self._receive(), name="quire-reports")
+        loop.add_reader(process.process.sentinel, self._on_exit)
 
     @classmethod
     async def start(
@@ -139,40 +178,26 @@ class AsyncEngine:
         `on_progress` hears of host memory that is being touched.
         """
         process = await asyncio.to_thread(EngineProcess, config, build=build)
-        engine = cls(process, tokenizer, stall_after_s=stall_after_s)
-        loading: asyncio.Task[Tokenizer] | None = None
-        if tokenizer is None and not config.skip_tokenizer_init:
-            loading = asyncio.create_task(asyncio.to_thread(config.load_tokenizer), name="quire-tokenizer")
+        engine = cls(process, tokenizer, stall_after_s=stall_after_s, on_progress=on_progress)
+        loads = tokenizer is None and not config.skip_tokenizer_init
+        loading = _in_daemon_thread(config.load_tokenizer) if loads else None
         try:
-            await engine._wait_ready(on_progress)
+            await engine._ready
             if loading is not None:
                 engine.tokenizer = await loading
         except BaseException:
             if loading is not None:
-                loading.cancel()  # a thread that still loads is left to finish; nothing waits for it
+                loading.cancel()
                 await asyncio.gather(loading, return_exceptions=True)
-            engine._reports.close(linger=0)  # in this thread: it takes the socket out of the event loop
-            await asyncio.to_thread(process.stop, deadline_s=0.5)
+            await engine._end(deadline_s=0.5)
             raise
-        engine._receiver = asyncio.create_task(engine._receive(), name="quire-reports")
-        asyncio.get_running_loop().add_reader(process.process.sentinel, engine._on_exit)
         return engine
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        adapter: str = "",
-        salt: str = "",
-        priority: int = 0,
-        explain: bool = False,
+        self, prompt: Prompt, params: SamplingParams, **options: Any
     ) -> AsyncGenerator[SequenceDelta, None]:
-        """The deltas of one request. Closing or cancelling the generator aborts it."""
-        stream = await self.submit(
-            prompt, params, request_id=request_id, adapter=adapter, salt=salt, priority=priority, explain=explain
-        )
+        """The deltas of one request, with the options of `submit`. Closing or cancelling the generator aborts it."""
+        stream = await self.submit(prompt, params, **options)
         try:
             async for delta in stream:
                 yield delta
@@ -194,7 +219,9 @@ class AsyncEngine:
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
         token_ids = await self._token_ids(prompt)
-        self._check_open()
+        self._check_alive()
+        if self._draining:
+            raise EngineDead("the server is shutting down.", fix="send the request to another one.")
         assembler = RequestAssembler(
             request_id=request_id or f"request-{next(self._counter)}",
             prompt=prompt if isinstance(prompt, str) else None,
@@ -206,7 +233,7 @@ class AsyncEngine:
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
         encoded = [_encoded((request,)) for request in requests]  # what cannot be sent is refused before it is known
-        stream = RequestStream(assembler, forget=self._forget)
+        stream = RequestStream(assembler, on_close=self._close)
         if not self._streams:
             self._progress.touch()
         self._idle.clear()
@@ -248,8 +275,8 @@ class AsyncEngine:
 
     async def statistics(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """The engine's counters now."""
-        self._last_statistics = await self.ask(Core.statistics, timeout_s=timeout_s)
-        return self._last_statistics
+        self.last_statistics = await self.ask(Core.statistics, timeout_s=timeout_s)
+        return self.last_statistics
 
     async def retain(
         self,
@@ -272,11 +299,6 @@ class AsyncEngine:
         )
         return await self.ask(Core.retain, request)
 
-    @property
-    def last_statistics(self) -> dict[str, Any]:
-        """The counters of the engine's last heartbeat: at most a moment old unless a long step runs."""
-        return self._last_statistics
-
     def health(self) -> Health:
         """Whether a request made now could be answered."""
         if self._death is not None:
@@ -286,7 +308,7 @@ class AsyncEngine:
         waited_s = time.monotonic() - self._progress.at_s
         if self._streams and waited_s > self._stall_after_s:
             work = "has work but makes no progress" if self._progress.has_work else "does not answer"
-            waits = self._last_statistics.get("waiting_reason", "")
+            waits = self.last_statistics.get("waiting_reason", "")
             return Health(
                 healthy=False,
                 reason=f"the engine {work} for {waited_s:.0f} s ({len(self._streams)} sequences are open; "
@@ -304,46 +326,25 @@ class AsyncEngine:
                 logger.warning("%d sequences did not finish in time and are aborted", len(self._streams))
         closed = EngineDead("the server is shutting down; the request was aborted.", fix="send it again later.")
         self._fail_all(closed)
-        asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
+        await self._end()
+        self._death = self._death or closed
+
+    async def _end(self, *, deadline_s: float | None = None) -> None:
+        """Stop the process, and listen to it no longer."""
         if self._receiver is not None:
+            asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
             self._receiver = None
-            self._reports.close(linger=0)
-            await asyncio.to_thread(self._process.stop)
-        self._death = self._death or closed
+            self._reports.close(linger=0)  # in this thread: it takes the socket out of the event loop
+            await asyncio.to_thread(self._process.stop, deadline_s=deadline_s)
 
     # Reports of the engine process.
-
-    async def _wait_ready(self, on_progress: Progress | None) -> None:
-        while True:
-            report = await self._next_report()
-            if isinstance(report, Ready):
-                self.context_length = report.context_length
-                self.eos_token_ids = report.eos_token_ids
-                self.start_statistics = self._last_statistics = report.statistics
-                self._progress.touch()
-                self._process.hide()
-                return
-            if isinstance(report, Touched) and on_progress is not None:
-                on_progress(report.done, report.total)
-            if isinstance(report, Died):
-                logger.debug("engine start-up failed:\n%s", report.error.details)
-                raise report.error.rebuild()
-
-    async def _next_report(self) -> Report | None:
-        """The next report; raises `EngineDead` when the process ended without one. For the time before `Ready`."""
-        while not await self._reports.poll(200):
-            if not self._process.alive and not await self._reports.poll(0):
-                raise self._process.death()
-        return self._process.decode(await self._reports.recv_multipart())
 
     async def _receive(self) -> None:
         try:
             while True:
-                report = self._process.decode(await self._reports.recv_multipart())
-                if report is not None:
-                    self._on_report(report)
+                self._on_report(REPORT_DECODER.decode(await self._reports.recv()))
         except Exception as error:  # every open request must hear of it, whatever it is
             logger.exception("reading the engine's reports failed")
             self._die(EngineDead(f"the engine's reports cannot be read: {error}", fix="restart the server."))
@@ -360,12 +361,22 @@ class AsyncEngine:
                 answer = self._questions.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(value) if error is None else answer.set_exception(error.rebuild())
+            case Touched(done, total):
+                if self._on_progress is not None:
+                    self._on_progress(done, total)
+            case Ready():
+                self.context_length, self.eos_token_ids = report.context_length, report.eos_token_ids
+                self.start_statistics = self.last_statistics = report.statistics
+                self._progress.touch()
+                self._process.hide()
+                self._ready.set_result(None)
+            case Died(error) if not self._ready.done():
+                logger.debug("engine start-up failed:\n%s", error.details)
+                self._ready.set_exception(error.rebuild())
             case Died(error):
                 logger.error("the engine stopped:\n%s", error.details)
                 cause = error.rebuild()
                 self._die(EngineDead(f"the engine stopped: {cause.message}", fix="restart the server."))
-            case Ready() | Touched():
-                raise AssertionError("the engine reported its start twice")
 
     def _deliver(self, output: TokenOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -384,7 +395,7 @@ class AsyncEngine:
             self._process.send(Abort([output.request_id], stopped=True))
 
     def _on_beat(self, beat: Beat) -> None:
-        self._last_statistics = beat.statistics
+        self.last_statistics = beat.statistics
         if beat.progress != self._progress.mark or not self._streams:
             self._progress.touch()
         self._progress.mark, self._progress.has_work = beat.progress, beat.has_work
@@ -399,7 +410,9 @@ class AsyncEngine:
         self._die(self._process.death())
 
     def _die(self, error: QuireError) -> None:
-        if self._death is None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        elif self._death is None:
             logger.error("%s", error)
             self._death = error
             self._fail_all(error)
@@ -407,8 +420,8 @@ class AsyncEngine:
     def _fail_all(self, error: QuireError) -> None:
         for stream in set(self._streams.values()):
             stream.fail(error)
-        if self._death is None:
-            self._send_abort(list(self._streams))
+        if self._death is None and self._streams:
+            self._process.send(Abort(list(self._streams)))
         self._streams.clear()
         self._idle.set()
         for answer in list(self._questions.values()):
@@ -417,16 +430,12 @@ class AsyncEngine:
 
     # Requests.
 
-    def _forget(self, assembler: RequestAssembler) -> None:
-        open_ids = [i for i in assembler.unfinished_ids() if i in self._streams]
+    def _close(self, request: RequestAssembler) -> None:
+        open_ids = [name for name in request.unfinished_ids() if name in self._streams]
         for request_id in open_ids:
             self._remove(request_id)
-        if self._death is None:
-            self._send_abort(open_ids)
-
-    def _send_abort(self, request_ids: list[str]) -> None:
-        if request_ids:
-            self._process.send(Abort(request_ids))
+        if self._death is None and open_ids:
+            self._process.send(Abort(open_ids))
 
     def _remove(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
@@ -436,11 +445,6 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDead(self._death.message, fix=self._death.fix)
-
-    def _check_open(self) -> None:
-        self._check_alive()
-        if self._draining:
-            raise EngineDead("the server is shutting down.", fix="send the request to another one.")
 
     async def _token_ids(self, prompt: Prompt) -> Ids:
         if isinstance(prompt, str):

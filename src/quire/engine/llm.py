@@ -228,7 +228,7 @@ class LLM:
 
     def _run(self, assemblers: list[RequestAssembler], bar: Progress) -> list[RequestOutput]:
         task = bar.add_task("sequences", total=sum(assembler.params.n for assembler in assemblers))
-        sequences = {request_id: found for assembler in assemblers for request_id, found in assembler.by_id()}
+        sequences = {request_id: found for each in assemblers for request_id, found in each.sequences.items()}
         try:
             while self.engine.has_work():
                 outputs = self.engine.step()
@@ -246,7 +246,7 @@ class LLM:
             self._abort(assemblers)
             raise
         for assembler in assemblers:
-            for sequence in assembler.sequences:
+            for sequence in assembler.sequences.values():
                 if sequence.finish_reason == "error":
                     raise QuireError(f"request {assembler.request_id} failed: {sequence.error}")
         return [assembler.output() for assembler in assemblers]

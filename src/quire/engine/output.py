@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.engine.messages import EngineRequest, TokenLogprobs, TokenOutput
 from quire.observe.explain import Explanation
@@ -72,26 +72,17 @@ class RequestOutput:
     finished: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceDelta:
-    """What one engine step added to sequence `index`. The deltas of a sequence joined are its final output.
+@dataclass(slots=True, kw_only=True)
+class SequenceDelta(CompletionOutput):
+    """What one engine step added to a sequence. The deltas of a sequence joined are its final output.
 
-    `must_abort`: the text ended on a stop string, which the engine cannot see; its sequence still runs.
+    `must_abort`: the text ended on a stop string, which the engine cannot see; its sequence still runs. `error` and
+    `status`, the HTTP status, are those of a sequence that finished with "error".
     """
 
-    index: int
-    text: str = ""
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[dict[int, Logprob]] | None = None
-    num_cached_tokens: int = 0
-    num_host_tokens: int = 0
-    num_storage_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
     must_abort: bool = False
     error: str = ""
     status: int = 500
-    explanation: Explanation | None = None
 
 
 class TextStream:
@@ -194,10 +185,7 @@ class SequenceAssembler:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
-        self.num_cached_tokens = 0
-        self.num_host_tokens = 0
-        self.num_storage_tokens = 0
+        self.cached = (0, 0, 0)  # prompt tokens from the cache; of these, from host memory and from storage
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error = ""  # why, when `finish_reason` is "error"
@@ -220,179 +208,136 @@ class SequenceAssembler:
 
     def push(self, output: TokenOutput) -> SequenceDelta:
         """Add one step's tokens; what they add to the output."""
-        if self.finished:
-            return SequenceDelta(index=self.index, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
-        if output.num_cached_tokens:
-            self.num_cached_tokens = output.num_cached_tokens
-            self.num_host_tokens, self.num_storage_tokens = output.num_host_tokens, output.num_storage_tokens
-        self.explanation = output.explanation or self.explanation
-        first_token = len(self.token_ids)
-        pieces: list[str] = []
-        for i, token_id in enumerate(output.token_ids):
-            self.token_ids.append(token_id)
-            if self.logprobs is not None and output.logprobs is not None:
-                self._add_logprobs(token_id, output.logprobs[i])
-            ends = output.finish_reason == "stop" and i == len(output.token_ids) - 1 and token_id == output.stop_token
-            if self._stream and (not ends or self._params.include_stop_str_in_output):
-                pieces.append(self._show(self._stream.push(token_id)))
-                if self._has_ended():
+        first_token, first_piece, ended = len(self.token_ids), len(self._pieces), self.finished
+        if not ended:
+            if output.num_cached_tokens:
+                self.cached = (output.num_cached_tokens, output.num_host_tokens, output.num_storage_tokens)
+            self.explanation = output.explanation or self.explanation
+            for i, token_id in enumerate(output.token_ids):
+                if self.logprobs is not None and output.logprobs is not None:
+                    self.logprobs.append(self._position(token_id, output.logprobs[i]))
+                is_last = output.finish_reason == "stop" and i == len(output.token_ids) - 1
+                is_stop = is_last and token_id == output.stop_token
+                ended = self.push_token(token_id, shown=not is_stop or self._params.include_stop_str_in_output)
+                if ended:
                     break
-        must_abort = self._has_ended() and output.finish_reason is None
-        if output.finish_reason is not None and not self._has_ended():
-            pieces.append(self._finish(output))
-        text = "".join(pieces)
-        self._pieces.append(text)
+            if output.finish_reason is not None and not ended:
+                self._finish(output)
         return SequenceDelta(
             index=self.index,
-            text=text,
+            text="".join(self._pieces[first_piece:]),
             token_ids=self.token_ids[first_token:],
             logprobs=None if self.logprobs is None else self.logprobs[first_token:],
-            num_cached_tokens=self.num_cached_tokens,
-            num_host_tokens=self.num_host_tokens,
-            num_storage_tokens=self.num_storage_tokens,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            must_abort=must_abort,
+            must_abort=ended and output.finish_reason is None,
             error=self.error,
             status=output.status,
             explanation=self.explanation,
         )
 
-    def push_token(self, token_id: int) -> bool:
-        """Add one token of which the engine has nothing else to say; whether the text ends with it, on a stop string,
-        which the engine cannot see."""
+    def push_token(self, token_id: int, *, shown: bool = True) -> bool:
+        """Add one token; whether the text ends with it, on a stop string, which the engine cannot see."""
         if self.finished:
             return False
         self.token_ids.append(token_id)
-        if self._stream:
-            self._pieces.append(self._show(self._stream.push(token_id)))
-        return self.finished
+        if self._stream and shown:
+            self._show(self._stream.push(token_id))
+        return self.finish_reason is not None
 
     def completion(self) -> CompletionOutput:
         """The sequence as it stands."""
+        total = None
+        if self.logprobs is not None:
+            drawn = zip(self.logprobs, self.token_ids, strict=True)
+            total = sum((found[token_id].logprob for found, token_id in drawn), start=0.0)
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=list(self.token_ids),
             logprobs=self.logprobs,
-            cumulative_logprob=self.cumulative_logprob,
+            cumulative_logprob=total,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             explanation=self.explanation,
         )
 
-    def _has_ended(self) -> bool:
-        return self.finish_reason is not None
-
-    def _show(self, text: str) -> str:
+    def _show(self, text: str) -> None:
         """Pass final text through the stop strings; ends the sequence when one is complete."""
-        if len(self.token_ids) < self._params.min_tokens:
-            return text
-        shown, stop = self._stop.push(text)
-        if stop is not None:
-            self.finish_reason, self.stop_reason = "stop", stop
-        return shown
+        if len(self.token_ids) >= self._params.min_tokens:
+            text, stop = self._stop.push(text)
+            if stop is not None:
+                self.finish_reason, self.stop_reason = "stop", stop
+        self._pieces.append(text)
 
-    def _finish(self, output: TokenOutput) -> str:
+    def _finish(self, output: TokenOutput) -> None:
         """End as the engine says, unless the text that was held back completes a stop string."""
-        rest = self._show(self._stream.flush()) if self._stream else ""
-        if self._has_ended():
-            return rest
-        self.finish_reason, self.error = output.finish_reason, output.error
-        if output.stop_token is not None and output.stop_token in self._params.stop_token_ids:
-            self.stop_reason = output.stop_token
-        return rest + self._stop.flush()
+        if self._stream:
+            self._show(self._stream.flush())
+        if not self.finished:
+            self.finish_reason, self.error = output.finish_reason, output.error
+            if output.stop_token is not None and output.stop_token in self._params.stop_token_ids:
+                self.stop_reason = output.stop_token
+            self._pieces.append(self._stop.flush())
 
-    def _add_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> None:
-        assert self.logprobs is not None
-        assert self.cumulative_logprob is not None
-        position = {token_id: self._logprob(token_id, logprobs.logprob, logprobs.rank)}
-        for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
-            if top_id not in position:
-                position[top_id] = self._logprob(top_id, logprob, rank)
-        self.logprobs.append(position)
-        self.cumulative_logprob += logprobs.logprob
-
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        text = self._decoder.decode([token_id], skip_special_tokens=False) if self._decoder else ""
-        return Logprob(logprob=logprob, rank=rank, decoded_token=text)
+    def _position(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+        """The log-probabilities at one position: first of the token drawn, then of the most likely ones."""
+        top = zip(found.top_ids, found.top_logprobs, range(1, len(found.top_ids) + 1), strict=True)
+        position: dict[int, Logprob] = {}
+        for each, logprob, rank in ((token_id, found.logprob, found.rank), *top):
+            if each not in position:
+                text = self._decoder.decode([each], skip_special_tokens=False) if self._decoder else ""
+                position[each] = Logprob(logprob=logprob, rank=rank, decoded_token=text)
+        return position
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestAssembler:
-    """One prompt and the assemblers of its `n` sequences, which the engine runs as `n` requests of their own."""
+    """One prompt and its `n` sequences by the engine's id of each: the engine runs them as requests of their own."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: Ids
     params: SamplingParams
     decoder: Decoder | None
-    sequences: list[SequenceAssembler] = field(init=False)
+    sequences: dict[str, SequenceAssembler] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sequences = [SequenceAssembler(self.params, self.decoder, index=i) for i in range(self.params.n)]
+        assemblers = [SequenceAssembler(self.params, self.decoder, index=i) for i in range(self.params.n)]
+        self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
 
     @property
-    def finished(self) -> bool:
-        """Whether every sequence has ended."""
-        return all(sequence.finished for sequence in self.sequences)
+    def cached(self) -> tuple[int, int, int]:
+        """Prompt tokens from the cache, of these from host memory and from storage: those of the sequence with the
+        fewest, because the others reuse what it computes."""
+        return min((each.cached for each in self.sequences.values()), key=lambda cached: cached[0])
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens the request found in the cache: of the sequence that found least, as the rest find its own."""
-        return self._first.num_cached_tokens
-
-    @property
-    def _first(self) -> SequenceAssembler:
-        return min(self.sequences, key=lambda sequence: sequence.num_cached_tokens)
-
-    def engine_requests(
-        self, *, adapter: str = "", salt: str = "", priority: int = 0, explain: bool = False
-    ) -> list[EngineRequest]:
-        """The requests to give to the engine, one for each sequence, in the order of their index."""
+    def engine_requests(self, **options: Any) -> list[EngineRequest]:
+        """The requests to give to the engine, one for each sequence. `options` are further fields of them."""
         prompt = self.prompt_token_ids.tobytes()
         return [
-            EngineRequest(
-                request_id=sequence_id(self.request_id, index),
-                prompt=prompt,
-                params=self.params,
-                index=index,
-                adapter=adapter,
-                salt=salt,
-                priority=priority,
-                explain=explain,
-            )
-            for index in range(self.params.n)
+            EngineRequest(request_id=name, prompt=prompt, params=self.params, index=each.index, **options)
+            for name, each in self.sequences.items()
         ]
-
-    def by_id(self) -> list[tuple[str, SequenceAssembler]]:
-        """The sequences with the engine's id of each."""
-        return [(sequence_id(self.request_id, sequence.index), sequence) for sequence in self.sequences]
 
     def unfinished_ids(self) -> list[str]:
         """Engine ids of the sequences that still run."""
-        return [sequence_id(self.request_id, s.index) for s in self.sequences if not s.finished]
+        return [name for name, each in self.sequences.items() if not each.finished]
 
     def push(self, output: TokenOutput) -> SequenceDelta:
         """Add one step's tokens of one of this request's sequences."""
-        request_id, _, index = output.request_id.rpartition("-")
-        assert request_id == self.request_id, f"output of '{output.request_id}' given to '{self.request_id}'"
-        return self.sequences[int(index)].push(output)
+        return self.sequences[output.request_id].push(output)
 
     def output(self) -> RequestOutput:
         """The request as it stands."""
+        cached, host, storage = self.cached
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids.tolist(),
-            outputs=[sequence.completion() for sequence in self.sequences],
-            num_cached_tokens=self.num_cached_tokens,
-            num_host_tokens=self._first.num_host_tokens,
-            num_storage_tokens=self._first.num_storage_tokens,
-            finished=self.finished,
+            outputs=[each.completion() for each in self.sequences.values()],
+            num_cached_tokens=cached,
+            num_host_tokens=host,
+            num_storage_tokens=storage,
+            finished=not self.unfinished_ids(),
         )
-
-
-def sequence_id(request_id: str, index: int) -> str:
-    """The engine's id of sequence `index` of a request."""
-    return f"{request_id}-{index}"

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -25,7 +24,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,7 +39,6 @@ from quire.engine.wire import (
     COMMAND_DECODER,
     ENCODER,
     EXIT_DEFECT,
-    REPORT_DECODER,
     Abort,
     Ask,
     Beat,
@@ -68,6 +65,7 @@ BEAT_S = 0.5
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
+_NAME_LENGTH = 32  # of a socket below the folder for temporary files, at most
 _EMPTY_STEPS_BEFORE_REST = 64
 _REST_MS = 2
 
@@ -113,32 +111,14 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    method.__name__: Verb.of(method)
-    for method in (
-        Core.add,
-        Core.statistics,
-        Core.explain,
-        Core.retain,
-        Core.release,
-        Core.retained,
-        Core.flush,
-        Core.set_weights_epoch,
-    )
+    name: Verb.of(getattr(Core, name))
+    for name in ("add", "statistics", "explain", "retain", "release", "retained", "flush", "set_weights_epoch")
 }
 
 Progress = Callable[[int, int], None]
 """Bytes of host memory that are there, and how many will be."""
 
 BuildCore = Callable[[EngineConfig, Progress], Core]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
-    """Where the two processes meet. `secret` opens every message: on loopback others could connect too."""
-
-    commands: str
-    reports: str
-    secret: bytes
 
 
 def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
@@ -160,14 +140,16 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, *, build: BuildCore = build_engine_core) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stop_s = config.stop_seconds
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))
-        self._secret = secrets.token_bytes(16)
-        self._commands, commands = self._bind(zmq.PUSH, "commands")
-        self.reports, reports = self._bind(zmq.PULL, "reports")
-        wiring = Wiring(commands=commands, reports=reports, secret=self._secret)
+        too_long = len(tempfile.gettempdir()) > zmq.IPC_PATH_MAX_LEN - _NAME_LENGTH
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp" if too_long else None))
+        self._commands, self.reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        addresses = [f"ipc://{self._folder / name}" for name in ("commands", "reports")]
+        for socket, address in zip((self._commands, self.reports), addresses, strict=True):
+            socket.set_hwm(0)
+            socket.bind(address)
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_engine,
-            args=(config, wiring, build, logging.getLogger().level),
+            args=(config, *addresses, build, logging.getLogger().level),
             name="quire-engine",
             daemon=True,
         )
@@ -176,30 +158,14 @@ class EngineProcess:
         # Runs at interpreter exit too, before multiprocessing would wait for a child that ignores SIGTERM.
         self._finalizer = weakref.finalize(self, _clean_up, self.process, self._folder)
 
-    @property
-    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """The zmq context of `reports`."""
-        return self._context
-
-    @property
-    def alive(self) -> bool:
-        """Whether the child still runs."""
-        return self.process.is_alive()
-
     def send(self, command: Command) -> None:
         """Hand a command to the child; never blocks. Dropped when the child is gone, which `process.sentinel` tells."""
         with contextlib.suppress(zmq.Again):
-            self._commands.send_multipart([self._secret, ENCODER.encode(command)], zmq.NOBLOCK)
+            self._commands.send(ENCODER.encode(command), zmq.NOBLOCK)
 
     def hide(self) -> None:
         """Both ends are connected: unlink the sockets' names, so that nothing stays behind however we end."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def decode(self, frames: Sequence[bytes]) -> Report | None:
-        """A message read from `reports`; None when it is not from our child."""
-        if len(frames) != 2 or not secrets.compare_digest(frames[0], self._secret):
-            return None
-        return REPORT_DECODER.decode(frames[1])
 
     def death(self) -> EngineDead:
         """The error that says how the child ended."""
@@ -228,17 +194,6 @@ class EngineProcess:
         self.reports.close(linger=0)
         self._context.term()
 
-    def _bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.set_hwm(0)
-        address = f"ipc://{self._folder / name}"
-        try:
-            socket.bind(address)
-        except zmq.ZMQError:  # no unix sockets here, or the folder's name is too long for one
-            socket.bind("tcp://127.0.0.1:*")
-            address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return socket, address
-
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
@@ -264,16 +219,16 @@ def _clean_up(process: BaseProcess, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_engine(config: EngineConfig, wiring: Wiring, build: BuildCore, log_level: int) -> None:
+def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: BuildCore, log_level: int) -> None:
     """Main function of the child, which logs what its parent does."""
     logging.basicConfig(level=log_level, format=LOG_FORMAT)
     _live_and_die_with_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((commands, wiring.commands), (reports, wiring.reports)):
+    for socket, address in ((commands, commands_at), (reports, reports_at)):
         socket.set_hwm(0)
         socket.connect(address)
-    link = _Link(commands, reports, wiring.secret)
+    link = _Link(commands, reports)
     exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
@@ -313,24 +268,21 @@ def _live_and_die_with_parent() -> None:
 class _Link:
     """The child's end of the two sockets."""
 
-    def __init__(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes], secret: bytes) -> None:
+    def __init__(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
         self._commands = commands
         self._reports = reports
-        self._secret = secret
 
     def report(self, report: Report) -> None:
-        self._reports.send_multipart([self._secret, ENCODER.encode(report)])
+        self._reports.send(ENCODER.encode(report))
 
     def commands(self, timeout_ms: int) -> list[Command]:
         """All commands that have arrived, after waiting for the first one for at most `timeout_ms`."""
         arrived: list[Command] = []
         while self._commands.poll(0 if arrived else timeout_ms):
-            frames = self._commands.recv_multipart()
-            if len(frames) == 2 and secrets.compare_digest(frames[0], self._secret):
-                try:
-                    arrived.append(COMMAND_DECODER.decode(frames[1]))
-                except Exception:
-                    logger.exception("a command could not be read and is ignored")
+            try:
+                arrived.append(COMMAND_DECODER.decode(self._commands.recv()))
+            except Exception:
+                logger.exception("a command could not be read and is ignored")
         return arrived
 
 

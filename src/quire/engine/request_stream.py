@@ -16,24 +16,15 @@ from quire.errors import QuireError
 class RequestStream:
     """The deltas of one request, for all its sequences, in the order they came. Made by `AsyncEngine.submit`.
 
-    Its owner calls `close` when done; a stream closed before its end aborts what still runs.
+    `request` has all that has arrived. Its owner calls `close` when done; a stream closed before its end aborts what
+    still runs.
     """
 
-    def __init__(self, assembler: RequestAssembler, *, forget: Callable[[RequestAssembler], None]) -> None:
-        self._assembler = assembler
-        self._forget = forget
+    def __init__(self, request: RequestAssembler, *, on_close: Callable[[RequestAssembler], None]) -> None:
+        self.request = request
+        self._on_close = on_close
         self._queue: asyncio.Queue[SequenceDelta | QuireError] = asyncio.Queue()
-        self._num_open = assembler.params.n
-
-    @property
-    def request_id(self) -> str:
-        """The id it was submitted under."""
-        return self._assembler.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
-        return len(self._assembler.prompt_token_ids)
+        self._num_open = request.params.n
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -51,14 +42,12 @@ class RequestStream:
 
     def output(self) -> RequestOutput:
         """All that has arrived so far, put together."""
-        return self._assembler.output()
+        return self.request.output()
 
     def close(self) -> None:
         """Abort what still runs and forget the request. Idempotent."""
-        self._forget(self._assembler)
+        self._on_close(self.request)
         self._num_open = 0
-
-    # The engine's side.
 
     def fail(self, error: QuireError) -> None:
         """The request ends with an error, which its reader gets."""
@@ -66,18 +55,13 @@ class RequestStream:
 
     def push(self, output: TokenOutput) -> SequenceDelta:
         """Tokens arrived; returns what they add, which its reader gets too."""
-        delta = self._assembler.push(output)
+        delta = self.request.push(output)
         if delta.finish_reason == "error":
-            self.fail(_request_error(delta))
+            code, _, message = delta.error.partition(": ")
+            has_code = code.startswith("QUIRE-")
+            error = QuireError(message if has_code else delta.error)
+            error.code, error.status = code if has_code else error.code, delta.status
+            self.fail(error)
         else:
             self._queue.put_nowait(delta)
         return delta
-
-
-def _request_error(delta: SequenceDelta) -> QuireError:
-    code, _, message = delta.error.partition(": ")
-    if not code.startswith("QUIRE-"):
-        code, message = QuireError.code, delta.error
-    error = QuireError(message)
-    error.code, error.status = code, delta.status
-    return error

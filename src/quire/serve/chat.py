@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from quire.engine.async_engine import Tokenizer
-from quire.engine.output import Logprob
-from quire.errors import InvalidInput, QuireError
+from quire.engine.output import CompletionOutput, Logprob
+from quire.errors import InvalidInput
 from quire.serve.completions import most_likely
-from quire.serve.errors import BadField, error_body
-from quire.serve.generation import Generation, Service
+from quire.serve.errors import BadField
+from quire.serve.generation import Service, answer
 from quire.serve.openapi import ChatAnswer
 from quire.serve.protocol import ChatBody, Message
-from quire.serve.sse import DONE, EventStream, event, while_connected
 from quire.spec.ids import Ids
 
-TEMPLATE_ARGUMENTS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+TEMPLATE_ARGUMENTS = frozenset((
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+))  # fmt: skip
 """Names that mean something to the tokenizer itself, not to the model's template: a client's own template would be a
 program of theirs, run here."""
 
@@ -57,14 +39,7 @@ def chat_router(service: Service) -> APIRouter:
         body.check()
         params = body.params()
         prompt = await chat_prompt(service.engine.tokenizer, body.messages, body.chat_template_kwargs or {})
-        submit = Generation.submit(service, [prompt], params, body, kind="chatcmpl", client_id=request.state.request_id)
-        generation = await while_connected(request, submit)
-        if body.stream:
-            return EventStream(_events(service, body, generation), on_close=generation.close)
-        try:
-            return JSONResponse(await while_connected(request, _answer(service, body, generation)))
-        finally:
-            generation.close()
+        return await answer(service, request, body, params, [prompt], MessageChoices(body.top_logprobs or 0))
 
     return router
 
@@ -86,80 +61,33 @@ async def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Message], 
     return await asyncio.to_thread(partial(tokenizer.apply_chat_template, plain, **variables))
 
 
-async def _answer(service: Service, body: ChatBody, generation: Generation) -> dict[str, Any]:
-    outputs = await generation.finish()
-    choices = []
-    for completion in outputs[0].outputs:
-        choice = {
-            "index": completion.index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": _logprobs(completion.logprobs, completion.token_ids, body.num_top_logprobs),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-            **body.explanation(completion),
-        }
-        if body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        choices.append(choice)
-    head = _head(service, generation, "chat.completion")
-    return {**head, "choices": choices, "usage": generation.usage()}
+class MessageChoices:
+    """Choices with a message, in chunks a delta, and OpenAI's newer shape of logprobs: an object for each token."""
 
+    kind = "chatcmpl"
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    opening: dict[str, Any] | None = {"role": "assistant", "content": ""}  # noqa: RUF012 - nothing changes it
 
-async def _events(service: Service, body: ChatBody, generation: Generation) -> AsyncGenerator[bytes, None]:
-    head = _head(service, generation, "chat.completion.chunk")
-    if body.include_usage:
-        head["usage"] = None
-    try:
-        for index in range(body.n or 1):
-            yield event(head | {"choices": [_chunk(index, {"role": "assistant", "content": ""})]})
-        async for index, delta in generation.deltas():
-            logprobs = _logprobs(delta.logprobs, delta.token_ids, body.num_top_logprobs)
-            if not (delta.text or logprobs or delta.finish_reason or (body.return_token_ids and delta.token_ids)):
-                continue
-            chunk = _chunk(index, {"content": delta.text} if delta.text else {})
-            chunk |= {
-                "logprobs": logprobs,
-                "finish_reason": delta.finish_reason,
-                "stop_reason": delta.stop_reason,
-                **body.explanation(delta),
-            }
-            if body.return_token_ids:
-                chunk["token_ids"] = list(delta.token_ids)
-            yield event(head | {"choices": [chunk]})
-        if body.include_usage:
-            yield event(head | {"choices": [], "usage": generation.usage()})
-    except QuireError as error:
-        yield event(error_body(error))
-    finally:
-        generation.close()
-    yield DONE
+    def __init__(self, num_top: int) -> None:
+        self._num_top = num_top
 
+    def content(self, part: CompletionOutput, *, whole: bool) -> dict[str, Any]:
+        """The message of a choice, or what is new of it."""
+        if whole:
+            return {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+        return {"delta": {"content": part.text} if part.text else {}}
 
-def _head(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
-    return {
-        "id": generation.request_id,
-        "object": kind,
-        "created": generation.created,
-        "model": service.model_name,
-    }
-
-
-def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _logprobs(
-    positions: Sequence[dict[int, Logprob]] | None, token_ids: Sequence[int], num_top: int
-) -> dict[str, Any] | None:
-    """OpenAI's newer shape of logprobs: one object for each token."""
-    if not positions:
-        return None
-    content = [
-        _token(position[token_id])
-        | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, num_top)]}
-        for position, token_id in zip(positions, token_ids, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+    def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
+        """One object for each token."""
+        if not part.logprobs:
+            return None
+        content = [
+            _token(position[token_id])
+            | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, self._num_top)]}
+            for position, token_id in zip(part.logprobs, part.token_ids, strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
 
 def _token(logprob: Logprob) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the engine: its prompts, their streams, its usage and its latencies."""
+"""One HTTP request on its way through the engine, and its answer: whole, or as events while tokens come."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
 
 from quire.engine.async_engine import AsyncEngine, Prompt
-from quire.engine.output import RequestOutput, SequenceDelta
+from quire.engine.output import CompletionOutput, SequenceAssembler, SequenceDelta
 from quire.engine.request_stream import RequestStream
 from quire.errors import QuireError, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
-from quire.serve.errors import BadField
+from quire.serve.errors import BadField, error_body
 from quire.serve.protocol import MAX_CHOICES, GenerationBody
+from quire.serve.sse import DONE, EventStream, event, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,85 @@ class Service:
             )
 
 
+class Choices(Protocol):
+    """What differs between the two generation routes: names, and how a choice is shown."""
+
+    kind: str
+    answer_object: str
+    chunk_object: str
+    opening: dict[str, Any] | None
+
+    def content(self, part: CompletionOutput, *, whole: bool) -> dict[str, Any]: ...
+    def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None: ...
+
+
+async def answer(
+    service: Service,
+    request: Request,
+    body: GenerationBody,
+    params: SamplingParams,
+    prompts: Sequence[Prompt],
+    choices: Choices,
+) -> Response:
+    """Generate what a checked body asks for, until the client leaves."""
+    submit = Generation.submit(service, prompts, params, body, kind=choices.kind, client_id=request.state.request_id)
+    generation = await while_connected(request, submit)
+    if body.stream:
+        return EventStream(_events(service, body, generation, choices), on_close=generation.close)
+    try:
+        outputs = await while_connected(request, generation.finish())
+        found = [_choice(body, choices, index, part, whole=True) for index, part in enumerate(outputs)]
+        head = _head(service, generation, choices.answer_object)
+        return JSONResponse(head | {"choices": found, "usage": generation.usage()})
+    finally:
+        generation.close()
+
+
+async def _events(
+    service: Service, body: GenerationBody, generation: Generation, choices: Choices
+) -> AsyncGenerator[bytes, None]:
+    head = _head(service, generation, choices.chunk_object)
+    if body.include_usage:
+        head["usage"] = None
+    try:
+        for index in range(body.n or 1) if choices.opening is not None else ():
+            first = {"index": index, "delta": choices.opening, "logprobs": None, "finish_reason": None}
+            yield event(head | {"choices": [first]})
+        async for index, delta in generation.deltas():
+            if delta.text or delta.logprobs or delta.finish_reason or (body.return_token_ids and delta.token_ids):
+                yield event(head | {"choices": [_choice(body, choices, index, delta, whole=False)]})
+        if body.include_usage:
+            yield event(head | {"choices": [], "usage": generation.usage()})
+    except QuireError as error:
+        yield event(error_body(error))
+    finally:
+        generation.close()
+    yield DONE
+
+
+def _head(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
+    return {
+        "id": generation.request_id,
+        "object": kind,
+        "created": generation.created,
+        "model": service.model_name,
+    }
+
+
+def _choice(
+    body: GenerationBody, choices: Choices, index: int, part: CompletionOutput, *, whole: bool
+) -> dict[str, Any]:
+    choice = {
+        "index": index,
+        **choices.content(part, whole=whole),
+        "logprobs": choices.logprobs(index, part),
+        "finish_reason": part.finish_reason,
+        "stop_reason": part.stop_reason,
+        **body.explanation(part),
+    }
+    return choice | {"token_ids": part.token_ids} if body.return_token_ids else choice
+
+
 class Generation:
     """The engine's side of one HTTP request. Choice `i` is sequence `i % n` of prompt `i // n`.
 
@@ -47,22 +130,18 @@ class Generation:
     """
 
     def __init__(
-        self, service: Service, params: SamplingParams, num_prompts: int, *, kind: str, client_id: str
+        self, service: Service, request_id: str, streams: Sequence[RequestStream], *, client_id: str, started_s: float
     ) -> None:
-        self.request_id = f"{kind}-{uuid.uuid4().hex}"
+        self.request_id = request_id
         self.created = int(time.time())
-        self._client_id = client_id
         self._service = service
-        self._params = params
-        self._streams: list[RequestStream | None] = [None] * num_prompts
-        self._started_s = time.perf_counter()
-        self._first_token_s: float | None = None
+        self._client_id = client_id
+        self._streams = streams
+        self._requests = [stream.request for stream in streams]
+        self._started_s = started_s  # by `time.perf_counter`
+        self._first_token_s: float | None = None  # since the start, as the next ones
         self._last_token_s: dict[int, float] = {}  # by choice
-        self._finish_reasons: dict[int, str] = {}  # by choice
-        self._ended_s: float | None = None
-        self._num_output_tokens = 0
-        self._cached: dict[int, tuple[int, int, int]] = {}  # by prompt: tokens, of these from the host, from storage
-        self._has_tiers = bool(service.engine.start_statistics.get("tiers"))
+        self._is_closed = False
 
     @classmethod
     async def submit(
@@ -83,13 +162,15 @@ class Generation:
                 param="n",
                 fix="send several requests.",
             )
-        generation = cls(service, params, len(prompts), kind=kind, client_id=client_id)
+        started_s = time.perf_counter()
+        request_id = f"{kind}-{uuid.uuid4().hex}"
+        streams: dict[int, RequestStream] = {}
 
-        async def submit_one(i: int) -> None:
-            generation._streams[i] = await service.engine.submit(
-                prompts[i],
+        async def submit_one(i: int, prompt: Prompt) -> None:
+            streams[i] = await service.engine.submit(
+                prompt,
                 params,
-                request_id=f"{generation.request_id}-{i}",
+                request_id=f"{request_id}-{i}",
                 salt=body.cache_salt or "",
                 priority=body.priority or 0,
                 explain=bool(body.explain),
@@ -97,27 +178,25 @@ class Generation:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for i in range(len(prompts)):
-                    group.create_task(submit_one(i))
-        except BaseExceptionGroup as failures:
-            generation.close()
-            raise failures.exceptions[0] from None
-        except BaseException:
-            generation.close()
-            raise
-        return generation
+                for i, prompt in enumerate(prompts):
+                    group.create_task(submit_one(i, prompt))
+        except BaseException as error:
+            for stream in streams.values():
+                stream.close()
+            raise (error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error) from None
+        in_order = [streams[i] for i in range(len(prompts))]
+        return cls(service, request_id, in_order, client_id=client_id, started_s=started_s)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
         """(choice, delta) as they come, of all prompts together."""
-        streams = self._open_streams()
-        if len(streams) == 1:
-            async for delta in streams[0]:
-                yield self._note(0, delta)
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                yield self._timed(0, delta)
             return
         queue: asyncio.Queue[tuple[int, SequenceDelta] | QuireError | None] = asyncio.Queue()
-        pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+        pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
         try:
-            num_open = len(streams)
+            num_open = len(pumps)
             while num_open:
                 item = await queue.get()
                 if isinstance(item, QuireError):
@@ -125,47 +204,41 @@ class Generation:
                 if item is None:
                     num_open -= 1
                 else:
-                    yield self._note(*item)
+                    yield self._timed(*item)
         finally:
             for pump in pumps:
                 pump.cancel()
 
-    async def finish(self) -> list[RequestOutput]:
-        """Wait for the end; the outputs, prompt by prompt."""
+    async def finish(self) -> list[CompletionOutput]:
+        """Wait for the end; the sequences in the order of the choices."""
         async for _ in self.deltas():
             pass
-        return [stream.output() for stream in self._open_streams()]
+        return [output for request in self._requests for output in request.output().outputs]
 
     def usage(self) -> dict[str, Any]:
         """Tokens read, generated, and served from the cache, so far; with tiers also from which of them."""
-        num_prompt_tokens = sum(stream.num_prompt_tokens for stream in self._open_streams())
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self._requests)
+        num_output_tokens = sum(len(each.token_ids) for each in self._sequences())
+        cached, host, storage = map(sum, zip(*(request.cached for request in self._requests), strict=True))
+        details: dict[str, Any] = {"cached_tokens": cached}
+        if self._service.engine.start_statistics.get("tiers"):
+            details["cached_tokens_by_tier"] = {"device": cached - host - storage, "host": host, "storage": storage}
         return {
             "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": self._num_output_tokens,
-            "total_tokens": num_prompt_tokens + self._num_output_tokens,
-            "prompt_tokens_details": self._cached_tokens(),
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": details,
         }
 
-    def _cached_tokens(self) -> dict[str, Any]:
-        cached, host, storage = (sum(counts) for counts in zip((0, 0, 0), *self._cached.values(), strict=True))
-        if not self._has_tiers:
-            return {"cached_tokens": cached}
-        by_tier = {"device": cached - host - storage, "host": host, "storage": storage}
-        return {"cached_tokens": cached, "cached_tokens_by_tier": by_tier}
-
     def close(self) -> None:
-        """Abort what still runs, and take down what became of the request. Idempotent."""
+        """Abort what still runs, and record what became of the request. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for stream in self._streams:
-            if stream is not None:
-                stream.close()
-        if self._ended_s is None and all(self._streams):
-            self._ended_s = time.perf_counter() - self._started_s
-            self._take_down(self._ended_s)
-
-    def _take_down(self, seconds: float) -> None:
-        usage, metrics = self.usage(), self._service.metrics
-        choices = range(len(self._streams) * self._params.n)
-        reasons = Counter(self._finish_reasons.get(choice, "abort") for choice in choices)
+            stream.close()
+        seconds, usage, metrics = time.perf_counter() - self._started_s, self.usage(), self._service.metrics
+        reasons = Counter(each.finish_reason or "abort" for each in self._sequences())
         metrics.finished.update(reasons)
         metrics.prompt_tokens.observe(usage["prompt_tokens"])
         metrics.generation_tokens.observe(usage["completion_tokens"])
@@ -183,28 +256,20 @@ class Generation:
             ", ".join(reason if count == 1 else f"{count} {reason}" for reason, count in sorted(reasons.items())),
         )
 
-    def _open_streams(self) -> list[RequestStream]:
-        return [stream for stream in self._streams if stream is not None]
+    def _sequences(self) -> list[SequenceAssembler]:
+        return [sequence for request in self._requests for sequence in request.sequences.values()]
 
-    def _note(self, prompt: int, delta: SequenceDelta) -> tuple[int, SequenceDelta]:
-        choice = prompt * self._params.n + delta.index
+    def _timed(self, prompt: int, delta: SequenceDelta) -> tuple[int, SequenceDelta]:
+        choice = prompt * self._requests[prompt].params.n + delta.index
         if delta.token_ids:
-            self._time(choice, time.perf_counter() - self._started_s)
-        if delta.finish_reason is not None:
-            self._finish_reasons[choice] = delta.finish_reason
-        self._num_output_tokens += len(delta.token_ids)
-        found = (delta.num_cached_tokens, delta.num_host_tokens, delta.num_storage_tokens)
-        self._cached[prompt] = min(self._cached.get(prompt, found), found, key=lambda cached: cached[0])
+            now = time.perf_counter() - self._started_s
+            if self._first_token_s is None:
+                self._first_token_s = now
+                self._service.metrics.first_token_s.observe(now)
+            if choice in self._last_token_s:
+                self._service.metrics.inter_token_s.observe(now - self._last_token_s[choice])
+            self._last_token_s[choice] = now
         return choice, delta
-
-    def _time(self, choice: int, now: float) -> None:
-        """A token of a choice came, so many seconds after the request."""
-        if self._first_token_s is None:
-            self._first_token_s = now
-            self._service.metrics.first_token_s.observe(now)
-        if choice in self._last_token_s:
-            self._service.metrics.inter_token_s.observe(now - self._last_token_s[choice])
-        self._last_token_s[choice] = now
 
 
 async def _pump(
