@@ -97,10 +97,18 @@ def bodies() -> str:
     for name, schema in _openapi()["components"]["schemas"].items():
         if name in ANSWERS or not schema.get("properties"):
             continue
-        lines += [f"### {name}", "", _one_line(schema.get("description", "")), "", "| field | type |", "|---|---|"]
+        lines += [
+            f"### {name}",
+            "",
+            _one_line(schema.get("description", "")),
+            "",
+            "| field | type | meaning |",
+            "|---|---|---|",
+        ]
         needed = schema.get("required", ())
         for field, found in schema["properties"].items():
-            lines.append(f"| `{field}`{', required' if field in needed else ''} | {_type(found)} |")
+            about = _one_line(found.get("description", ""))
+            lines.append(f"| `{field}`{', required' if field in needed else ''} | {_type(found)} | {about} |")
         lines.append("")
     return "\n".join(lines).rstrip()
 

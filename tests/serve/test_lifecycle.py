@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from openai import APIStatusError, AuthenticationError
 
@@ -57,6 +58,34 @@ def test_a_graceful_end_finishes_open_streams(number: signal.Signals) -> None:
         assert not live.children_left()
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", live.port), timeout=1)
+
+
+SLOW_START = """
+import time
+from quire.engine.config import EngineConfig
+EngineConfig.load_tokenizer = lambda self: time.sleep(60)
+from quire.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_start_that_fetches_is_stopped_at_once(number: signal.Signals) -> None:
+    """The tokenizer stands for what is fetched from a hub that is slow."""
+    server = subprocess.Popen([sys.executable, "-c", SLOW_START, "serve", "--port", "0"], stderr=subprocess.PIPE)
+    with server:
+        process = psutil.Process(server.pid)
+        deadline = time.monotonic() + 60
+        while not (children := process.children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        began = time.monotonic()
+        server.send_signal(number)
+        assert server.wait(10) == 128 + number
+        assert time.monotonic() - began < 2
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
 
 
 def test_at_the_deadline_open_requests_are_aborted_and_told() -> None:

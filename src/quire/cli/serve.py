@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -52,9 +54,12 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
 
     try:
         with without_torch():
-            run(engine, server, on_ready=on_ready, on_progress=on_progress)
+            exit_code = run(engine, server, on_ready=on_ready, on_progress=on_progress)
     finally:
         loading.stop()
+    if exit_code:  # a signal during the start: a thread may still load the tokenizer, and would be waited for
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
 def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:

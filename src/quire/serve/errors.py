@@ -26,6 +26,8 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
+_SAME = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+"""Names that have another name here, where they are not known."""
 
 UNKNOWN_FIELD = "unknown_field"
 """Pydantic's type of the error of an object with a field that it does not have; `ctx` has its `name`, and those
@@ -42,7 +44,7 @@ class BadField(InvalidInput):
 
 def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) -> BadField:
     """The error for a field that nothing knows, with the nearest name that is known."""
-    near = get_close_matches(name, known, n=1)
+    near = [_SAME[name]] if name in _SAME else get_close_matches(name, known, n=1)
     return BadField(
         f"{name[:60]} is no field of this request.",
         param=(param or name)[:120],

@@ -22,72 +22,35 @@ MAX_CHOICES = 512
 
 _NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
-REFUSED: dict[str, tuple[object, ...]] = {
+REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "custom_logit_processor",
+    "documents", "ebnf", "echo", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "json_schema", "logits_processors", "lora_path", "mm_processor_kwargs", "no_stop_trim", "prediction",
+    "prompt_embeds", "regex", "return_tokens_as_token_ids", "stop_regex", "structured_outputs", "suffix", "tools",
+    "use_beam_search", "vllm_xargs", "web_search_options",
+), _NOTHING) | {
     "add_generation_prompt": (None, True),
     "add_special_tokens": (None, True),
-    "allowed_token_ids": _NOTHING,
-    "audio": _NOTHING,
-    "bad_words": _NOTHING,
     "best_of": (None, 1),
-    "chat_template": _NOTHING,
-    "continue_final_message": _NOTHING,
-    "custom_logit_processor": _NOTHING,
-    "documents": _NOTHING,
     "dry_multiplier": (None, 0, 0.0),
-    "echo": _NOTHING,
-    "ebnf": _NOTHING,
     "function_call": (*_NOTHING, "none"),
-    "functions": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "json_schema": _NOTHING,
     "length_penalty": (None, 1, 1.0),
-    "logits_processors": _NOTHING,
-    "lora_path": _NOTHING,
-    "mm_processor_kwargs": _NOTHING,
     "modalities": (*_NOTHING, ["text"]),
-    "no_stop_trim": _NOTHING,
-    "prediction": _NOTHING,
-    "prompt_embeds": _NOTHING,
     "prompt_logprobs": (None,),
     "reasoning_effort": (*_NOTHING, "none"),
-    "regex": _NOTHING,
     "response_format": (*_NOTHING, {"type": "text"}),
-    "return_tokens_as_token_ids": _NOTHING,
     "sampling_seed": (None,),
-    "stop_regex": _NOTHING,
-    "structured_outputs": _NOTHING,
-    "suffix": _NOTHING,
     "tool_choice": (*_NOTHING, "none"),
-    "tools": _NOTHING,
     "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1, 1.0),
-    "use_beam_search": _NOTHING,
     "verbosity": (None, "medium"),
-    "vllm_xargs": _NOTHING,
-    "web_search_options": _NOTHING,
-}
+}  # fmt: skip
 """Fields that would change the answer, and the values with which they would not."""
 
-IGNORED = frozenset(
-    {
-        "detokenize",
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "rid",
-        "safety_identifier",
-        "service_tier",
-        "skip_reading_prefix_cache",
-        "spaces_between_special_tokens",
-        "store",
-        "user",
-    }
-)
+IGNORED = frozenset((
+    "detokenize", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
+    "safety_identifier", "service_tier", "skip_reading_prefix_cache", "spaces_between_special_tokens", "store", "user",
+))  # fmt: skip
 """Fields that other servers know and that change nothing in the answer of this one."""
 
 
@@ -103,7 +66,13 @@ Text = Annotated[str, AfterValidator(_encodable)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TemplateVariables = dict[Text, Text | bool | int | float | None]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+def field(about: str, default: Any = None, **rules: Any) -> Any:
+    """A field that may be left out, and its meaning for the reference."""
+    return Field(default, description=about, **rules)
 
 
 def _say_closed(schema: dict[str, Any], model: type[ClosedObject]) -> None:
@@ -133,7 +102,7 @@ class StreamOptions(ClosedObject):
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
     neutral: ClassVar[tuple[object, ...]] = _NOTHING
 
-    include_usage: bool | None = None
+    include_usage: bool | None = field("End with a chunk that has the `usage`.")
 
 
 class Explained(Protocol):
@@ -155,30 +124,30 @@ class GenerationBody(BaseModel):
 
     refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED
 
-    model: Text | None = None
-    stream: bool | None = None
+    model: Text | None = field("The model that is served; no other.")
+    stream: bool | None = field("Answer in events, as tokens come.")
     stream_options: StreamOptions | None = None
-    n: Int32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
-    max_tokens: Int32 | None = None
-    min_tokens: Int32 | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, Bias] | None = None
-    cache_salt: Text | None = None
-    priority: Int32 | None = None
-    return_token_ids: bool | None = None
-    explain: bool | None = None
+    n: Int32 | None = field("Sequences for each prompt; they share its pages.")
+    temperature: float | None = field("0 takes the most likely token; default 1.")
+    top_p: float | None = field("Draw from the tokens that make up this probability.")
+    top_k: Int32 | None = field("Draw from so many tokens; 0 or -1: from all.")
+    min_p: float | None = field("Leave out tokens below this share of the most likely one's probability.")
+    seed: Seed | None = field("Same seed, same tokens, whatever else runs.")
+    max_tokens: Int32 | None = field("Most tokens to generate: default 16, in a chat to the end of the context.")
+    min_tokens: Int32 | None = field("Tokens before which nothing stops the sequence.")
+    stop: Text | list[Text] | None = field("Strings that end the sequence.")
+    stop_token_ids: list[TokenId] | None = field("Tokens that end it, beside the model's own.")
+    include_stop_str_in_output: bool | None = field("Show what ended it.")
+    skip_special_tokens: bool | None = field("Leave special tokens out of the text; default true.")
+    ignore_eos: bool | None = field("Go on after the model's end-of-sequence token.")
+    repetition_penalty: float | None = field("Above 1: tokens that were used, in the prompt too, are less likely.")
+    presence_penalty: float | None = field("Taken from the logit of each token that was generated, -2 to 2.")
+    frequency_penalty: float | None = field("The same, times how often it was.")
+    logit_bias: dict[str, Bias] | None = field("Added to the logits of these token ids, -100 to 100.")
+    cache_salt: Text | None = field("Prompts share cached pages only with those of the same salt.")
+    priority: Int32 | None = field("Higher goes first, and is preempted last.")
+    return_token_ids: bool | None = field("Give the `token_ids` of each choice.")
+    explain: bool | None = field("Say in an `explanation` why no more of the prompt was cached.")
 
     @property
     def include_usage(self) -> bool:
@@ -203,25 +172,7 @@ class GenerationBody(BaseModel):
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """How to draw; `more` are the fields that the two endpoints name differently."""
-        given = {
-            "n": self.n,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "max_tokens": self.max_tokens,
-            "min_tokens": self.min_tokens,
-            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "skip_special_tokens": self.skip_special_tokens,
-            "ignore_eos": self.ignore_eos,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self._logit_bias(),
-        }
+        given = {name: getattr(self, name) for name in _SAMPLING} | {"logit_bias": self._logit_bias()}
         fields = {name: value for name, value in (given | more).items() if value is not None or name in more}
         try:
             return SamplingParams(**fields)
@@ -240,11 +191,14 @@ class GenerationBody(BaseModel):
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
 
+_SAMPLING = GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)
+
+
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`: one prompt or several, as text or token ids."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
-    logprobs: Int32 | None = None
+    prompt: Text | list[Text] | list[int] | list[list[int]] = field("Text or token ids, of one prompt or several.", ...)
+    logprobs: Int32 | None = field("Most likely tokens to show at each position; 0: the one drawn.")
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one for each request of the engine."""
@@ -300,21 +254,16 @@ class ChatBody(GenerationBody):
 
     refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED | {"add_special_tokens": (None, False)}
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Int32 | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int32 | None = None
-    chat_template_kwargs: dict[Text, Text | bool | int | float | None] | None = None
-
-    @property
-    def num_top_logprobs(self) -> int:
-        """Alternatives to report for each token."""
-        return self.top_logprobs or 0
+    messages: list[Message] = field("The conversation, for the model's chat template.", ..., min_length=1)
+    max_completion_tokens: Int32 | None = field("The newer name of `max_tokens`; it wins.")
+    logprobs: bool | None = field("Show log-probabilities.")
+    top_logprobs: Int32 | None = field("Most likely tokens to show at each position; needs `logprobs`.")
+    chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
 
     def params(self) -> SamplingParams:
         """Without a limit, an answer may go on to the end of the context."""
         if self.top_logprobs is not None and not self.logprobs:
             raise BadField("top_logprobs needs logprobs to be true.", param="top_logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        logprobs = self.num_top_logprobs if self.logprobs else None
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=limit, logprobs=logprobs)

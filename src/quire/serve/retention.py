@@ -1,7 +1,7 @@
-"""`POST /v1/cache/retain`, `release`, `flush` and `epoch`, `GET /v1/cache/retained`: what is to be kept and forgotten.
+"""`POST /v1/cache/retain`, `release`, `flush` and `epoch`, `GET /v1/cache/retained`: what to keep and what to delete.
 
-Whoever may use the server may ask, for the namespace whose salt they know. What is kept is released by an id that only
-the answer tells; what is listed tells neither ids nor tokens nor salts.
+A client may ask for each namespace whose salt it knows. What is kept is released by an id that only the answer has; the
+list has neither ids nor tokens nor salts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.engine.process import Core
 from quire.serve.chat import chat_prompt
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
-from quire.serve.protocol import ClosedObject, Int32, Message, Text, TokenId
+from quire.serve.protocol import ClosedObject, Int32, Message, TemplateVariables, Text, TokenId, field
 from quire.spec.events import Namespace
 
 Salt = Annotated[Text | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
@@ -28,18 +28,18 @@ _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
 
 class RetainBody(ClosedObject):
-    """A prompt in one of three forms, whose it is, and for how long it is to be kept."""
+    """A prompt in one of three forms, its namespace, and for how long it is to be kept."""
 
-    ttl_seconds: Annotated[float, Field(allow_inf_nan=False)]
+    ttl_seconds: float = field("Seconds for which it is kept.", ..., allow_inf_nan=False)
     prompt: Text | list[TokenId] | None = None
     prompt_token_ids: list[TokenId] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    chat_template_kwargs: dict[Text, Text | bool | int | float | None] | None = None
-    model: Text | None = None
-    cache_salt: Salt = None
-    adapter: Text | None = None
-    priority: Int32 | None = None
-    pin: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
+    model: Text | None = field("The model that is served; no other.")
+    cache_salt: Salt = field("The salt of the requests that will use it; `salt` is the same.")
+    adapter: Text | None = field("This version loads none: leave it out.")
+    priority: Int32 | None = field("Higher is released later, where running requests need the room.")
+    pin: bool | None = field("Keep it also where running requests need the room.")
 
     async def tokens(self, service: Service) -> Prompt:
         """What is to be kept. Raises BadField unless it is given in exactly one form."""
@@ -49,10 +49,8 @@ class RetainBody(ClosedObject):
             raise BadField(f"one of {', '.join(_PROMPTS)} is required; {found}.", param=(given or _PROMPTS)[-1])
         if self.messages is not None:
             return await chat_prompt(service.engine.tokenizer, self.messages, self.chat_template_kwargs or {})
-        if self.prompt_token_ids is not None:
-            return self.prompt_token_ids
-        assert self.prompt is not None
-        return self.prompt
+        found_prompt: Prompt = getattr(self, given[0])
+        return found_prompt
 
 
 class ReleaseBody(ClosedObject):
@@ -64,9 +62,9 @@ class ReleaseBody(ClosedObject):
 class FlushBody(ClosedObject):
     """A namespace, by its salt or adapter or both, or everything. "" is the salt of requests without one."""
 
-    cache_salt: Salt = None
-    adapter: Text | None = None
-    all: bool | None = None
+    cache_salt: Salt = field("The salt of the namespace; `salt` is the same.")
+    adapter: Text | None = field("Its adapter.")
+    all: bool | None = field("Everything.")
 
     def namespace(self) -> Namespace | None:
         """What to flush; None is everything. Raises BadField unless it is clear which."""
@@ -83,19 +81,19 @@ class FlushBody(ClosedObject):
 class EpochBody(ClosedObject):
     """How often the weights were replaced."""
 
-    weights_epoch: Annotated[int, Field(ge=0, lt=MOST_EPOCHS)]
+    weights_epoch: int = field("Pages of another epoch are never found.", ..., ge=0, lt=MOST_EPOCHS)
 
 
 def retention_router(service: Service) -> APIRouter:
     """The routes, for `service`."""
-    router = APIRouter()
+    router, engine = APIRouter(), service.engine
 
     @router.post("/v1/cache/retain")
     async def retain(body: RetainBody) -> dict[str, Any]:
         """Keep what is cached of a prompt. `granted_tokens` says how much, `host_tokens` what of that is below the
         device now, and `reason` why not more; it may be nothing."""
         service.check_model(body.model)
-        granted = await service.engine.retain(
+        granted = await engine.retain(
             await body.tokens(service),
             ttl_seconds=body.ttl_seconds,
             adapter=body.adapter or "",
@@ -103,36 +101,29 @@ def retention_router(service: Service) -> APIRouter:
             priority=body.priority or 0,
             pin=bool(body.pin),
         )
-        return {
-            "id": granted.retention_id or None,
-            "granted_tokens": granted.granted_tokens,
-            "asked_tokens": granted.asked_tokens,
-            "expires_in_seconds": granted.expires_in_seconds,
-            "pinned": granted.pinned,
-            "host_tokens": granted.host_tokens,
-            "reason": granted.reason,
-        }
+        found = asdict(granted)
+        return {"id": found.pop("retention_id") or None, **found}
 
     @router.post("/v1/cache/release")
     async def release(body: ReleaseBody) -> dict[str, Any]:
         """Keep it no longer. `released` is false where it had expired, was given up, or was never kept."""
-        return {"id": body.id, "released": await service.engine.ask(Core.release, body.id)}
+        return {"id": body.id, "released": await engine.ask(Core.release, body.id)}
 
     @router.get("/v1/cache/retained")
     async def retained() -> dict[str, Any]:
         """What is kept, in the order in which it would be released, and the budget."""
-        return asdict(await service.engine.ask(Core.retained))
+        return asdict(await engine.ask(Core.retained))
 
     @router.post("/v1/cache/flush")
     async def flush(body: FlushBody) -> dict[str, Any]:
         """Forget what is cached of a namespace, or everything, in every tier. Running requests go on; no other
         request finds what they hold."""
-        return asdict(await service.engine.ask(Core.flush, body.namespace()))
+        return asdict(await engine.ask(Core.flush, body.namespace()))
 
     @router.post("/v1/cache/epoch")
     async def epoch(body: EpochBody) -> dict[str, Any]:
         """The weights were replaced: nothing that was cached before is found any more, on any tier."""
-        done = await service.engine.ask(Core.set_weights_epoch, body.weights_epoch)
+        done = await engine.ask(Core.set_weights_epoch, body.weights_epoch)
         return {"weights_epoch": body.weights_epoch, **asdict(done)}
 
     return router

@@ -77,15 +77,17 @@ def serve(
     on_ready: Callable[[Running], None] | None = None,
     on_progress: Progress | None = None,
     start: StartEngine = AsyncEngine.start,
-) -> None:
-    """Serve until SIGINT or SIGTERM. Raises what keeps it from starting, and `EngineDead` never: /health tells.
+) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code: 0, or 130 or 143 where the signal came before the engine was ready.
 
-    `on_progress` hears of host memory that is being touched, `on_ready` of when requests are answered.
+    Raises what keeps it from starting, and `EngineDead` never: /health tells. `on_progress` hears of host memory that
+    is being touched, `on_ready` of when requests are answered. After a signal during the start, a thread may still load
+    the tokenizer.
     """
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         starting = start(config, stall_after_s=server.stall_after_s, on_progress=on_progress)
-        runner.run(_serve(config, server, listener, on_ready, starting))
+        return runner.run(_serve(config, server, listener, on_ready, starting))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -102,24 +104,31 @@ async def _serve(
     listener: socket.socket,
     on_ready: Callable[[Running], None] | None,
     starting: Coroutine[Any, Any, AsyncEngine],
-) -> None:
-    stopping = asyncio.Event()
+) -> int:
     loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[signal.Signals] = loop.create_future()
     http: _Server | None = None
 
     def on_signal(number: signal.Signals) -> None:
-        if stopping.is_set() and http is not None:
+        if http is None:
+            logger.warning("%s: the start ends", number.name)
+        elif stopping.done():
             logger.warning("%s again: open requests are dropped", number.name)
             http.force_exit = True
         else:
             logger.warning("%s: no new requests; open ones get %g s to finish", number.name, server.drain_s)
-        stopping.set()
+        if not stopping.done():
+            stopping.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    engine = await _started(starting, stopping)
-    if engine is None:
-        return
+    task = asyncio.create_task(starting)
+    await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return 128 + stopping.result()
+    engine = task.result()
     try:
         origins = (server.cors_origins or "").split(",")
         app = create_app(
@@ -143,28 +152,13 @@ async def _serve(
             await asyncio.sleep(0.01)
         if on_ready is not None and http.started:
             on_ready(Running(url=_url(listener), engine=engine, model_name=config.model_name))
-        waiting = asyncio.create_task(stopping.wait())
-        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         await engine.shutdown(drain_s=server.drain_s)
         await serving
+        return 0
     finally:
         await engine.shutdown()
-
-
-async def _started(start: Coroutine[Any, Any, AsyncEngine], stopping: asyncio.Event) -> AsyncEngine | None:
-    """The engine, or None when a signal came first."""
-    starting = asyncio.create_task(start)
-    waiting = asyncio.create_task(stopping.wait())
-    await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if not starting.done():
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
-        return None
-    return starting.result()
 
 
 def _url(listener: socket.socket) -> str:
