@@ -127,6 +127,7 @@ def test_what_users_of_others_type_works(
         (("--trust-remote-code",), "never runs code"),
         (("--disable-radix-cache",), "--no-prefix-caching"),
         (("--hicache-size", "10"), "--host-memory"),
+        (("--enforce-eager",), "runs eagerly.type nothing in its place"),
         (("--max-model-len", "long"), "number of tokens"),
         (("MODEL", "--model", "other"), "given twice"),
     ],
@@ -190,11 +191,15 @@ def test_no_message_has_a_secret(run: Run, tmp_path: Path, text: str) -> None:
     assert (done.exit_code, "123456789" in done.stdout + done.stderr) == (2, False), done.stderr
 
 
-def test_one_file_serves_all_commands(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+def test_one_file_serves_all_commands(
+    run: Run, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "quire.yaml"
     path.write_text(f"port: 8001\nmodel: {tiny_model}\nkv_memory: 1MiB\n")
     done = run("generate", "Hi", "--max-tokens", 1, "--config", path)
     assert done.exit_code == 0, done.stderr
+    assert f"{path}: 'port' is a setting of another command, and is skipped" in caplog.text
+    assert "kv_memory" not in caplog.text
 
 
 def test_debug_logs_everything(served: Any) -> None:

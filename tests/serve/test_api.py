@@ -206,6 +206,7 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
     ("completions", {"prompt": "a", "echo": True}, 400, "echo", "leave echo out"),
     ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "use temperature"),
     ("completions", {"prompt": "a", "max_token": 5}, 400, "max_token", "use max_tokens"),
+    ("completions", {"prompt": "a", "max_completion_tokens": 5}, 400, "max_completion_tokens", "use max_tokens"),
     ("completions", {"prompt": "a", "xyz": {}}, 400, "xyz", "leave it out"),
     ("completions", {"prompt": "a", "regex": "a+"}, 400, "regex", "would change the answer"),
     ("completions", {"prompt": "a", "typical_p": 0.5}, 400, "typical_p", "would change the answer"),

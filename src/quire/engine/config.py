@@ -57,6 +57,7 @@ _KV_MEMORY_INSTEAD = (
     "or give the bytes of the KV pools: --kv-memory 40GiB. "
     "`quire plan MODEL --gpu h100-80gb --mem-fraction-static 0.85` says how many those are."
 )
+_EAGER = "Quire captures no graphs, so every step runs eagerly."
 _SHARE = (
     "is a share of the GPU for weights, activations and pools together; Quire takes the bytes of the KV pools alone."
 )
@@ -93,8 +94,8 @@ class EngineConfig(Settings):
         "disable_radix_cache": ("--disable-radix-cache is another name here.", "use --no-prefix-caching."),
         "pipeline_parallel_size": ("--pipeline-parallel-size: this version runs on one device.", "leave it out."),
         "data_parallel_size": ("--data-parallel-size: this version runs on one device.", "leave it out."),
-        "enforce_eager": ("--enforce-eager: Quire captures no graphs.", "leave it out."),
-        "disable_cuda_graph": ("--disable-cuda-graph: Quire captures no graphs.", "leave it out."),
+        "enforce_eager": (f"--enforce-eager: {_EAGER}", "type nothing in its place."),
+        "disable_cuda_graph": (f"--disable-cuda-graph: {_EAGER}", "type nothing in its place."),
         "enable_chunked_prefill": (
             "--enable-chunked-prefill: long prompts are always computed in chunks.",
             "leave it out; --max-num-batched-tokens bounds a chunk.",

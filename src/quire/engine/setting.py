@@ -6,6 +6,7 @@ Commands, files, environment variables and the reference table derive from it. N
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +17,8 @@ from pydantic.fields import FieldInfo
 
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes, parse_tokens
+
+logger = logging.getLogger(__name__)
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 """Bytes, also as text: `8GiB`."""
@@ -91,7 +94,7 @@ def own_names(
     where: str = "settings",
     elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
-    """What was given, by names of fields, without names that other models have, `elsewhere`.
+    """What was given, by names of fields. Names that only other models have, `elsewhere`, are skipped, and logged.
 
     Raises InvalidInput for a name that is unknown, foreign or given twice.
     """
@@ -104,6 +107,7 @@ def own_names(
         if name not in known:
             refuse_foreign(models, name)
             if name in elsewhere:
+                logger.warning("%s: '%s' is a setting of another command, and is skipped", where, key)
                 continue
             near = get_close_matches(name, known, 1)
             fix = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(sorted(set(known.values())))}."
