@@ -1,7 +1,7 @@
 """The engine for an event loop: requests in, streams of deltas out, while the steps run in a process of their own.
 
 States: running -> draining (no new requests; `shutdown` waits for the open ones) -> closed. At any moment the engine
-process may die: every open stream then raises `EngineDead`, and `health` says so from then on.
+process may die: every open stream then raises `EngineDead`, and `health` reports it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Ts = TypeVarTuple("Ts")
 logger = logging.getLogger(__name__)
 
 STALL_AFTER_S = 120.0
-"""Default time without progress, with work at hand, after which the engine counts as stuck."""
+"""Default time without progress, with pending work, after which the engine counts as stuck."""
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -61,7 +61,7 @@ Prompt = str | Sequence[int] | Ids
 
 
 class Tokenizer(Decoder, Protocol):
-    """What the engine and the server ask of a tokenizer."""
+    """The methods of a tokenizer that the engine and the server use."""
 
     def encode(self, text: str) -> Ids: ...
 
@@ -70,7 +70,7 @@ class Tokenizer(Decoder, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether requests can progress; when not, why not."""
+    """Whether requests can progress; if not, why not."""
 
     healthy: bool
     reason: str = ""
@@ -92,7 +92,7 @@ def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
-    """Raises InvalidInput for what cannot be sent: integers beyond 64 bits, lone surrogates, odd types."""
+    """Raises InvalidInput for values that cannot be sent: integers beyond 64 bits, lone surrogates, other types."""
     try:
         return msgspec.Raw(ENCODER.encode(arguments))
     except UnicodeEncodeError as error:
@@ -119,7 +119,7 @@ def _not_utf8(name: str, error: UnicodeEncodeError) -> InvalidInput:
 
 @dataclass(slots=True)
 class _Progress:
-    """When the engine last got anywhere."""
+    """The time of the engine's last progress."""
 
     mark: int = -1
     has_work: bool = False
@@ -130,7 +130,7 @@ class _Progress:
 
 
 class AsyncEngine:
-    """An engine in a process of its own, for the event loop that made it by `await AsyncEngine.start(config)`.
+    """An engine in a process of its own, for the event loop that started it by `await AsyncEngine.start(config)`.
 
     `start_statistics` are the counters at the start; `last_statistics` are those of the last heartbeat, at most a
     moment old unless a long step runs.
@@ -171,11 +171,11 @@ class AsyncEngine:
         stall_after_s: float = STALL_AFTER_S,
         on_progress: Progress | None = None,
     ) -> AsyncEngine:
-        """Start the engine process and wait until it can serve. Raises what the engine raised while starting.
+        """Start the engine process and wait until it can serve. Raises the error that the engine raised at its start.
 
-        The tokenizer is the configuration's, loaded here while the process loads the weights, unless one is given.
-        When both fail the engine's error is raised: a model that cannot run mostly has no tokenizer to load either.
-        `on_progress` hears of host memory that is being touched.
+        By default the configuration's tokenizer is used, loaded here while the process loads the weights. If both fail,
+        the engine's error is raised: a model that cannot run often has no tokenizer either. `on_progress` is called
+        while host memory is touched.
         """
         process = await asyncio.to_thread(EngineProcess, config, build=build)
         engine = cls(process, tokenizer, stall_after_s=stall_after_s, on_progress=on_progress)
@@ -232,7 +232,7 @@ class AsyncEngine:
         requests = assembler.engine_requests(adapter=adapter, salt=salt, priority=priority, explain=explain)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
-        encoded = [_encoded((request,)) for request in requests]  # what cannot be sent is refused before it is known
+        encoded = [_encoded((request,)) for request in requests]  # refused before it is registered
         stream = RequestStream(assembler, on_close=self._close)
         if not self._streams:
             self._progress.touch()
@@ -253,8 +253,8 @@ class AsyncEngine:
         async def ask(self, verb: Callable[[Core, *Ts], T], *arguments: *Ts, timeout_s: float = ...) -> T: ...
 
     async def ask(self, verb: Callable[..., Any], *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """What a verb of the engine's core returns. Raises what it raises, and `EngineDead` when the engine has ended
-        or does not answer in time."""
+        """Call a method of the engine's core, and return its result. Raises what that raises, and `EngineDead` if the
+        engine has ended or does not answer in time."""
         try:
             answer = await asyncio.wait_for(self._send(verb.__name__, _encoded(arguments)), timeout_s)
         except TimeoutError:
@@ -265,7 +265,7 @@ class AsyncEngine:
         return VERBS[verb.__name__].answer.decode(answer)
 
     def _send(self, verb: str, arguments: msgspec.Raw) -> asyncio.Future[msgspec.Raw]:
-        """Send a question; its answer."""
+        """Send a question; returns its answer."""
         self._check_alive()
         number = next(self._counter)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
@@ -288,7 +288,7 @@ class AsyncEngine:
         priority: int = 0,
         pin: bool = False,
     ) -> Granted:
-        """Keep what is cached of a prompt for so long, and say how much that is and why not more (`ask`)."""
+        """Retain the cached part of a prompt for so long; the answer says how much that is and why not more (`ask`)."""
         request = RetainRequest(
             prompt=prompt_bytes(await self._token_ids(prompt)),
             ttl_seconds=ttl_seconds,
@@ -336,7 +336,7 @@ class AsyncEngine:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
             self._receiver = None
-            self._reports.close(linger=0)  # in this thread: it takes the socket out of the event loop
+            self._reports.close(linger=0)  # in this thread: it removes the socket from the event loop
             await asyncio.to_thread(self._process.stop, deadline_s=deadline_s)
 
     # Reports of the engine process.
@@ -345,7 +345,7 @@ class AsyncEngine:
         try:
             while True:
                 self._on_report(REPORT_DECODER.decode(await self._reports.recv()))
-        except Exception as error:  # every open request must hear of it, whatever it is
+        except Exception as error:  # every open request must get this error, whatever it is
             logger.exception("reading the engine's reports failed")
             self._die(EngineDead(f"the engine's reports cannot be read: {error}", fix="restart the server."))
 
@@ -401,7 +401,7 @@ class AsyncEngine:
         self._progress.mark, self._progress.has_work = beat.progress, beat.has_work
 
     def _on_exit(self) -> None:
-        """The process is gone. Its last words may still be in the socket, so that they come first."""
+        """The process is gone. Its last reports may still be in the socket, so these are read first."""
         asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
         asyncio.get_running_loop().call_later(0.1, self._bury)
 

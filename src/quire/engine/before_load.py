@@ -1,8 +1,8 @@
-"""Before the load: what of the tiers can be refused is refused before weights are read, which may take minutes.
+"""Checks of tier settings before weights are read, which may take minutes.
 
 The store is opened here, so that a bad URL, a server that does not answer, a directory that cannot be written or a
-missing package ends a start at once. So do sizes that cannot be had, or that hold no page of the model. Nothing here
-loads torch.
+missing package ends a start at once. The same holds for sizes that are not available, or that hold no page of the
+model. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _SOME_KV_BYTES = 2**40  # for layouts, which do not depend on it
 
 
 class Storage(NamedTuple):
-    """A store that was opened, None where there is none, and what may be kept there, None where a server knows.
-    The caller closes the store."""
+    """The opened store, None if there is none, and its capacity in bytes, None if a server determines it. The caller
+    closes the store."""
 
     store: Store | None
     num_bytes: int | None
 
 
 def open_tiers(config: EngineConfig) -> Storage:
-    """Open the store, and check what can be checked of host memory and of sizes without the weights.
+    """Open the store, and check of host memory and sizes what can be checked without the weights.
 
-    Raises HostMemoryError, StoreError, InvalidInput, or PlanError where a tier would hold no page.
+    Raises HostMemoryError, StoreError, InvalidInput, or PlanError if a tier would hold no page.
     """
     if isinstance(config.host_memory, int):
         memory = host_memory()
@@ -73,8 +73,8 @@ def open_tiers(config: EngineConfig) -> Storage:
 
 
 def storage_size(config: EngineConfig) -> int | None:
-    """Bytes that may be kept: as configured; of a new directory half of what its disk has free and 32 GiB at most;
-    None where the store has a size of its own."""
+    """The capacity in bytes: as configured; for a new directory half of the free disk and at most 32 GiB; None if the
+    store has its own."""
     path = directory_of(config.storage) if config.storage is not None else None
     try:
         if config.storage_size is not None or path is None or holds_store(Path(path)):
@@ -86,8 +86,8 @@ def storage_size(config: EngineConfig) -> int | None:
 
 
 def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_bytes: int | None) -> None:
-    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works, and StoreError
-    where no size was given and the disk is full."""
+    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works, and StoreError if
+    no size was given and the disk is full."""
     path = directory_of(config.storage) if config.storage is not None else None
     if path is None or num_bytes is None:
         return
@@ -107,10 +107,10 @@ def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_by
 
 
 def check_model(config: EngineConfig) -> Plan | None:
-    """Refuse a model that is not there, one without a tokenizer, and KV memory that holds no page.
+    """Refuse a model that does not exist, one without a tokenizer, and KV memory that holds no page.
 
-    Returns the plan of the engine where its KV memory is given and the configuration says enough; else the load finds
-    out. Raises ModelLoadError or PlanError.
+    Returns the plan of the engine if its KV memory is given and the configuration suffices; otherwise the load
+    determines it. Raises ModelLoadError or PlanError.
     """
     folder = model_folder(config.model)
     known = catalogue_model(config.model)
@@ -137,8 +137,8 @@ def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Pla
 
 
 def _plan_of(config: EngineConfig) -> MemoryPlan | None:
-    """A plan with the layouts that the engine will have, if the configuration is here and says enough; else the load
-    finds out."""
+    """A plan with the layouts that the engine will have, if the configuration is available and suffices; otherwise
+    None."""
     if not config.has_tiers:
         return None
     with suppress(QuireError):

@@ -1,4 +1,4 @@
-"""EngineConfig: every setting of an engine, declared and checked once, on the way in."""
+"""EngineConfig: every setting of an engine, declared and checked once at the entry."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from quire.plan.plan import PlanSettings
 
 STORE_DRAIN_S = 30.0
-"""What bytes on their way to storage may take to arrive when an engine ends."""
+"""Seconds that transfers to storage may take when an engine ends."""
 
 FLUSH_S = 5.0
-"""What the answer to a flush waits for storage to have removed everything."""
+"""Seconds that the answer to a flush waits until storage has removed everything."""
 
 _STOP_S = 5.0
 _ADD = {
@@ -64,10 +64,10 @@ _SHARE = (
 
 
 class EngineConfig(Settings):
-    """Settings of one engine. Frozen; construct with `engine_config`, which turns a bad value into `InvalidInput`.
+    """Settings of one engine. Frozen; create it with `engine_config`, which turns a bad value into `InvalidInput`.
 
-    None lets the engine choose and say so. `host_memory` is one total in bytes for all groups. What contradicts itself,
-    or would do nothing, is refused.
+    None lets the engine choose and report its choice. `host_memory` is one total in bytes for all groups. Settings that
+    contradict each other, or would have no effect, are refused.
     """
 
     ENVIRONMENT: ClassVar[bool] = True
@@ -309,7 +309,7 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _tiers_agree(self) -> EngineConfig:
-        """A setting that would do nothing is refused: it is a mistake."""
+        """A setting that would have no effect is refused: it is a mistake."""
         if self.has_tiers and not self.enable_prefix_caching:
             raise InvalidInput(
                 "host memory and storage keep cached prefixes, and prefix caching is off.",
@@ -326,7 +326,7 @@ class EngineConfig(Settings):
 
     @classmethod
     def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
-        """Settings of tiers that are not there, each with what it needs."""
+        """Settings of tiers that are not configured, each with the option that it needs."""
         storage = given.get("storage") is not None
         there = {
             "storage": storage,
@@ -337,21 +337,21 @@ class EngineConfig(Settings):
 
     @property
     def has_tiers(self) -> bool:
-        """Whether anything is kept below the device."""
+        """Whether pages are stored on any lower tier."""
         return self.host_memory is not None or self.storage is not None
 
     @property
     def stop_seconds(self) -> float:
-        """What an engine may take to end: with storage, until what is on its way there has arrived."""
+        """Seconds that an engine may take to end: with storage, until pending transfers have arrived."""
         return _STOP_S if self.storage is None else _STOP_S + STORE_DRAIN_S
 
     @property
     def model_name(self) -> str:
-        """The name clients use: as served, that of a bundled model, or the last part of the model's path or hub id."""
+        """The name for clients: as served, that of a bundled model, or the last part of the model's path or hub id."""
         return self.served_model_name or bundled_name(self.model) or self.model.rstrip("/").rsplit("/", 1)[-1]
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer, with the chat template that was named. Imports transformers. Raises ModelLoadError."""
+        """The tokenizer, with the configured chat template. Imports transformers. Raises ModelLoadError."""
         from quire.models.tokenizer import load_tokenizer
 
         revision = self.revision if self.tokenizer is None else None
@@ -359,12 +359,12 @@ class EngineConfig(Settings):
 
 
 def engine_config(**settings: Any) -> EngineConfig:
-    """The settings, by name or alias. Raises InvalidInput naming each bad one, what it got and what is allowed."""
+    """The settings, by name or alias. Raises InvalidInput that names each bad one, its value and the valid values."""
     return EngineConfig.read(settings)
 
 
 def plan_settings(config: EngineConfig) -> PlanSettings:
-    """What planning is told of an engine's settings, but for its budget."""
+    """The settings of an engine that planning needs, except its budget."""
     from quire.plan.plan import PlanSettings
 
     return PlanSettings(
@@ -382,5 +382,5 @@ def plan_settings(config: EngineConfig) -> PlanSettings:
 
 
 def _fraction(value: float | None) -> Fraction | None:
-    """A ratio as it was written, not as floating point keeps it."""
+    """A ratio as it was written, without rounding to floating point."""
     return None if value is None else Fraction(str(value))

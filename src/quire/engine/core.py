@@ -1,4 +1,4 @@
-"""EngineCore: the step loop. Schedule, launch, settle; tokens in, tokens out. The one place that wires everything."""
+"""EngineCore: the step loop. Schedule, launch, settle; tokens in, tokens out. It connects all parts of the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)
 
-_AUTO_SHARE_CPU = 0.25  # of the memory available at start
+_AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
 _AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
 _AUTO_MOST_CPU = 4 * 2**30
 _MOVES_S = 0.005  # to wait for bytes when there is nothing to compute
@@ -50,11 +50,11 @@ _MOVES_S = 0.005  # to wait for bytes when there is nothing to compute
 class EngineCore:
     """One engine: a model, its pools, its queues. Single-threaded; `step` is called while `has_work`.
 
-    Raises the QuireErrors of loading, planning and allocating on construction. After it, a bad request is refused
-    alone, and a step that fails (a device out of memory, say) ends the requests of that step. `model` is one that is
-    loaded already, for engines that share weights; by default the configuration's is loaded. `storage` is what
-    `open_tiers` has opened, and is the engine's from now on; by default it opens it itself, before it loads anything.
-    `progress` hears of host memory that is being touched (`EngineTiers`).
+    Raises the QuireErrors of loading, planning and allocating on construction. After that, a bad request is refused
+    alone, and a step that fails (for example for lack of device memory) ends the requests of that step. `model` is a
+    loaded model, for engines that share weights; by default the configured one is loaded. `storage` is the result of
+    `open_tiers`, which the engine owns from now on; by default it opens it itself, before it loads anything. `progress`
+    is called while host memory is touched (`EngineTiers`).
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class EngineCore:
             threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
         self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
         self._in_flight: Launched | None = None
-        self._settled_at = 0.0  # when the last step did, by `time.perf_counter`
+        self._settled_at = 0.0  # when the last step settled, by `time.perf_counter`
         self._ended: list[TokenOutput] = []
         self._queued: dict[str, float] = {}  # when a sequence that was not admitted yet was added
         self.queue_s = Histogram()
         self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
 
     def _wire(self) -> None:
-        """The cache on its pools, and everything that uses it."""
+        """Create the cache on its pools, and everything that uses it."""
         config = self.config
         self.cache = KVCache(
             self.plan,
@@ -143,7 +143,7 @@ class EngineCore:
         )
 
     def _populate(self) -> None:
-        """Take the pools' memory from the system beside the first steps: it may take seconds."""
+        """Make the system provide the pools' memory beside the first steps: it may take seconds."""
         for pool in self.pools:
             for _ in pool.populate():
                 if self._closed.is_set():
@@ -162,7 +162,7 @@ class EngineCore:
         return min(self.config.max_running_requests, self.plan.max_requests)
 
     def add(self, message: EngineRequest) -> None:
-        """Queue a sequence. Raises QuireError if it can never run; then nothing has changed."""
+        """Queue a sequence. Raises QuireError if it can never run; nothing has changed then."""
         try:
             self.scheduler.add(self._request(message))
         except QuireError:
@@ -171,9 +171,9 @@ class EngineCore:
         self._queued[message.request_id] = time.perf_counter()
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
-        """End a sequence at any moment; unknown and finished ids are ignored. Its last output says "abort".
+        """End a sequence at any moment; unknown and finished ids are ignored. Its last output has the reason "abort".
 
-        `stopped`: its text ended on a stop string, which only its reader sees; that counts as finished.
+        With `stopped`, its text ended on a stop string, which only its reader sees; that counts as finished.
         """
         if self.scheduler.abort(request_id) is not None:
             self._queued.pop(request_id, None)
@@ -181,17 +181,17 @@ class EngineCore:
             self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort"))
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to report."""
+        """Whether `step` has work or reports."""
         return self.scheduler.has_requests or self._in_flight is not None or bool(self._ended)
 
     def has_moves(self) -> bool:
-        """Whether bytes are on their way between tiers, so that `step` should be called now and then."""
+        """Whether transfers between tiers are in flight, so that `step` should be called now and then."""
         tiers = self.offload.tiers if self.tiers is not None else None
         return tiers is not None and (not tiers.mover.idle or tiers.deletion.is_due or tiers.archiver.is_due)
 
     def close(self) -> None:
-        """Stop: what is on its way to a store gets there, for `STORE_DRAIN_S` at most, and threads end. May be called
-        twice; no request may be running."""
+        """Stop: pending transfers to a store end, within `STORE_DRAIN_S`, and threads end. May be called twice; no
+        request may be running."""
         self._closed.set()
         if self.tiers is not None:
             if self.offload.tiers is not None:
@@ -206,7 +206,7 @@ class EngineCore:
             self.offload.tiers.deletion.end()
 
     def _tell_unstored(self) -> None:
-        """Say what of the host could not be stored any more."""
+        """Log what of the host could not be stored any more."""
         pending = len(self.offload.tiers.archiver.pending) if self.offload.tiers is not None else 0
         if pending:
             logger.warning(
@@ -214,7 +214,7 @@ class EngineCore:
             )
 
     def _tell_unforgotten(self) -> None:
-        """Say what of the last flushes is still stored."""
+        """Log which records of the last flushes are still stored."""
         states = [*self.offload.tiers.deletion.scopes.values()] if self.offload.tiers is not None else []
         if hidden := states.count(Stored.HIDDEN):
             logger.warning(
@@ -254,7 +254,7 @@ class EngineCore:
         try:
             return self.runner.launch(step, self._in_flight)
         except AssertionError:
-            raise  # a broken invariant of ours: nothing after it can be trusted
+            raise  # a broken invariant: no later result can be trusted
         except Exception as error:
             logger.exception("a step of %d requests failed", len(step))
             outputs.noted += [self._fail(request, error) for request in step.requests]
@@ -269,14 +269,14 @@ class EngineCore:
         self._report(found, logprobs, outputs)
 
     def _measure(self, launched: Launched) -> None:
-        """Learn from a step that has settled what prompts cost, unless it waited for more than the device: for bytes.
-        It began when it was launched, or when the one before it was done."""
+        """Measure the cost of prompts from a settled step, unless it waited for bytes. It began when it was launched,
+        or when the one before it was done."""
         began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
         if launched.step.computes_prompts and not launched.waits:
             self.offload.ahead.computed(launched.step.num_tokens, self._settled_at - began)
 
     def _explain(self, request: Request, outputs: StepOutputs) -> None:
-        """Keep why no more of a request's prompt was cached, and tell its client where that asked."""
+        """Store why no more of a request's prompt was cached, and send it to the client if the request asks for it."""
         if request.explanation is None:
             return
         self.explanations.add(request.request_id, request.explanation)
@@ -291,7 +291,7 @@ class EngineCore:
             outputs.noted.append(told)
 
     def _report(self, found: Settled, logprobs: dict[str, list[TokenLogprobs]], outputs: StepOutputs) -> None:
-        """Report the tokens of each request: all that matters of most is their one token."""
+        """Report the tokens of each request; most have one token and nothing else to report."""
         self._counts["output_tokens"] += len(found.tokens)
         ids, tokens = [request.request_id for request in found.requests], found.tokens.tolist()
         apart = set(found.noted)
@@ -333,7 +333,7 @@ class EngineCore:
     # -- keeping and forgetting
 
     def retain(self, message: RetainRequest) -> Granted:
-        """Keep what is cached of a prefix (`Retention.retain`). Raises InvalidInput; then nothing has changed."""
+        """Retain the cached part of a prefix (`Retention.retain`). Raises InvalidInput; nothing has changed then."""
         _refuse_adapter(message.adapter)
         tokens = np.frombuffer(message.prompt, dtype=np.int32)
         namespace = Namespace(message.adapter, message.salt)
@@ -342,7 +342,7 @@ class EngineCore:
         )
 
     def release(self, retention_id: str) -> bool:
-        """Keep it no longer; False where there is nothing of that id."""
+        """Release a retention; returns False if there is none with that id."""
         return self.offload.retention.release(retention_id)
 
     def retained(self) -> RetainedList:
@@ -350,21 +350,21 @@ class EngineCore:
         return self.offload.retention.listing()
 
     def flush(self, namespace: Namespace | None) -> Later[Flushed]:
-        """Forget what is cached of a namespace, or of all, in every tier, and what was to be kept of it. Running
-        requests go on; no other request finds what they hold. The store is asked to: what is known later is whether it
-        has, or StoreError where it would be found again after a restart."""
+        """Delete the cached pages of a namespace, or all, in every tier, and its retentions. Running requests continue;
+        no other request finds their pages. The answer comes later: the state in the store, or StoreError if the records
+        would be found again after a restart."""
         done = self.offload.flush(namespace)
         return Later(
             poll=lambda waits: self.offload.flushed(done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
         )
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
-        """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier.
+        """The weights were replaced, `epoch` times: pages cached before are never found again, on any tier.
 
-        To be called where the weights are replaced, with no step between the two. Requests that run go on, and nothing
-        that they compute is found by others: a part of it is of the old weights. What is stored of another epoch stays
-        for engines that are at it. Nothing happens where it is the epoch already. Raises InvalidInput for a number that
-        is none, and then nothing has changed.
+        Call it when the weights are replaced, with no step in between. Running requests continue, and no other request
+        finds their pages: a part of these is of the old weights. Stored pages of another epoch stay for engines with
+        that epoch. Nothing changes if it is the epoch already. Raises InvalidInput for an invalid number; nothing has
+        changed then.
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
             raise InvalidInput(f"weights_epoch must be a whole number from 0 to 2**63 - 1, got {epoch!r}.")
@@ -381,7 +381,7 @@ class EngineCore:
     # -- looking
 
     def statistics(self) -> dict[str, Any]:
-        """Counters and gauges, flat but for `frames`: by group, the frames of each owner."""
+        """Counters and gauges, flat except `frames`: by group, the frames of each owner."""
         cache = asdict(self.cache.statistics())
         cache["tiers"] = self.offload.tiers.statistics() if self.offload.tiers is not None else None
         if self.tiers is not None and cache["tiers"] is not None:
@@ -463,7 +463,7 @@ class EngineCore:
         if config.kv_memory is not None:
             return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
         plan = make_plan(spec, replace(settings, kv_memory=self._free_bytes()))
-        # Nobody asked for these bytes, so no more are taken than all requests at their longest can use.
+        # No size was given, so the pools get no more bytes than all requests at their longest can use.
         useful = plan.bytes_for(config.max_running_requests * plan.context)
         return plan if plan.kv_bytes <= useful else make_plan(spec, replace(settings, kv_memory=useful))
 

@@ -1,7 +1,7 @@
-"""What this process may still take of the host's memory: the least of what is free and what its containers leave.
+"""The memory that this process can still allocate on the host: the minimum of the system's and its containers' limits.
 
-A control group limits everything below it, so a process has as many limits as its group has ancestors. What a group is
-charged for includes files that the system has read and would drop at once; they are not in the way.
+A control group limits everything below it, so a process has a limit for each ancestor of its group. A group is also
+charged for cached files, which the system would drop at once; they count as available.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATIENCE_S = 300.0  # a process that touches a terabyte takes a minute
 
 
 class _Version(NamedTuple):
-    """The files of one version of control groups: limits, what is charged, and the dropped-at-once part of it."""
+    """The files of one version of control groups: limits, charges, and the part of the charges that can be dropped."""
 
     limits: tuple[str, ...]
     usage: str
@@ -65,9 +65,9 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 @contextmanager
 def alone_on_this_host(folder: Path | None = None) -> Iterator[None]:
-    """A lock while memory is measured and taken: without it, two processes would each be granted the same memory.
+    """A lock while memory is measured and allocated: without it, two processes could both get the same memory.
 
-    `folder` has the lock's file; the default is the folder for temporary files. A process that cannot write there takes
+    `folder` has the lock's file; the default is the folder for temporary files. A process that cannot write there uses
     no lock. No process waits longer than `_PATIENCE_S`. A process that dies releases the lock.
     """
     try:
@@ -102,7 +102,7 @@ def _wait_for(file: int) -> None:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Each limit, and what of it is used."""
+    """Each limit, and how much of it is used."""
     for version, mount, folder in _groups(root):
         while True:
             yield from _limits_of(folder, version)
@@ -121,7 +121,7 @@ def _limits_of(folder: Path, version: _Version) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """Of each hierarchy that may limit memory: where it is mounted, and the folder of this process's group in it."""
+    """For each hierarchy that may limit memory: its mount point, and the folder of this process's group in it."""
     paths = dict(_own_paths(root))
     for line in _lines(root / "proc/self/mountinfo"):
         # 32 31 0:29 /docker/1f /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
@@ -149,7 +149,7 @@ def _own_paths(root: Path) -> Iterator[tuple[_Version, str]]:
 
 
 def _below(mount: Path, mounted: str, path: str) -> Path:
-    """The folder of the group at `path` where the group `mounted` is at `mount`; `mount` if it is not below that."""
+    """The folder of the group at `path`, if the group `mounted` is at `mount`; `mount` if it is not below that."""
     found, top = PurePosixPath(path), PurePosixPath(mounted)
     if ".." in found.parts or not found.is_relative_to(top):
         return mount

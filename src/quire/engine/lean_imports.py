@@ -1,7 +1,7 @@
-"""Importing transformers without torch's compiler, which takes most of the time of the import. Decision 035 says why.
+"""Imports transformers without torch's compiler, which takes most of the time of the import. Decision 035 says why.
 
-An engine on the CPU compiles nothing. Its process leaves the compiler's decorators out, and loads the compiler when
-something asks for more of it. The server's process only tokenises: it has no torch at all.
+An engine on the CPU compiles nothing. Its process omits the compiler's decorators, and loads the compiler when
+something else of it is used. The server's process only tokenises: it has no torch at all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
 def without_compiler(device: str) -> None:
-    """For a process that has one engine on this device: on the CPU, transformers loads neither torch's compiler nor its
-    collective operations. Does nothing for another device, or where transformers is loaded already."""
+    """For a process with one engine on this device: on the CPU, transformers loads neither torch's compiler nor its
+    collective operations. Does nothing for another device, or if transformers is loaded already."""
     import torch
 
     if "transformers" in sys.modules or not (device == "cpu" or (device == "auto" and not torch.cuda.is_available())):
@@ -38,7 +38,7 @@ def without_compiler(device: str) -> None:
 
 
 class _Unloaded(ModuleType):
-    """Torch's compiler, until something but its marks is asked for."""
+    """A stand-in for torch's compiler, until something other than its decorators is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _MARKS:
@@ -58,8 +58,8 @@ def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) ->
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """For the process of `quire serve`: transformers finds no torch, unless it is imported already. What transformers
-    is loaded meanwhile stays without torch."""
+    """For the process of `quire serve`: transformers finds no torch, unless torch is imported already. Parts of
+    transformers that are loaded meanwhile stay without torch."""
     if "torch" in sys.modules:
         yield
         return

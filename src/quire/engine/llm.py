@@ -1,4 +1,4 @@
-"""LLM: the engine in this process, for scripts. The field's own shape, so that users can switch."""
+"""LLM: the engine in this process, for scripts. It has the usual interface, so that users can switch."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class LLM:
         [output] = llm.generate("Tell me of Bath.", SamplingParams(temperature=0, max_tokens=32))
         print(output.outputs[0].text, output.num_cached_tokens)
 
-    Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one. The plan it runs on is
-    printed on standard error, unless `show_plan` is off. Raises QuireError where
-    the model cannot be loaded, the pools do not fit, or a prompt can never run.
+    Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one. The plan is printed on
+    standard error, unless `show_plan` is off. Raises QuireError if the model cannot be loaded, the pools do not fit, or
+    a prompt can never run.
 
-    With storage, what was cached last may still be on its way there when a script ends. `close`, a `with` block and the
-    interpreter's end all wait for it, for a bounded time.
+    With storage, transfers of the newest pages may still be in flight when a script ends. `close`, a `with` block and
+    the interpreter's end all wait for them, for a bounded time.
     """
 
     def __init__(self, model: str | None = None, *, show_plan: bool = True, **settings: Any) -> None:
@@ -83,7 +83,7 @@ class LLM:
         A prompt is a text, `{"prompt_token_ids": [...]}`, `{"prompt": text}`, or a list of token ids. All prompts are
         checked before any runs: if one can never run, QuireError is raised and none has run. Prompts with another
         `salt` share no pages; higher `priority` goes first. `outputs[i].explanation` says why no more of the prompt was
-        cached, unless the engine was made with `explain` off.
+        cached, unless the engine was created with `explain` off.
         """
         if not self._closing.alive:
             raise EngineDead("this LLM was closed.", fix="make another one, or close it later.")
@@ -114,9 +114,9 @@ class LLM:
     def retain(
         self, prompt: Prompt, *, ttl_seconds: float, salt: str = "", priority: int = 0, pin: bool = False
     ) -> Granted:
-        """Keep what is cached of a prompt for so long: the answer says how much that is, and why not more.
+        """Retain the cached part of a prompt for so long: the answer says how much that is, and why not more.
 
-        It is released earlier, lower `priority` first, where running requests need the room, unless it is a `pin`.
+        It is released earlier, lower `priority` first, if running requests need the room, unless it is a `pin`.
         """
         tokens = self._tokens(prompt)[1].tobytes()
         return self.engine.retain(
@@ -124,14 +124,14 @@ class LLM:
         )
 
     def release(self, retention_id: str) -> bool:
-        """Keep it no longer; False where there is nothing of that id, or not any more."""
+        """Release a retention; returns False if there is none with that id."""
         return self.engine.release(retention_id)
 
     def flush(self, *, salt: str | None = None) -> Flushed:
-        """Forget what is cached under a salt ("" is that of prompts without one), or everything, in every tier.
+        """Delete the pages cached under a salt ("" for prompts without one), or all pages, in every tier.
 
-        Waits for the store, some seconds at most: `storage` of the answer says what has become of what was stored.
-        Raises StoreError where it would be found again after a restart.
+        Waits some seconds for the store at most: `storage` of the answer is the state of the stored records. Raises
+        StoreError if they would be found again after a restart.
         """
         later = self.engine.flush(None if salt is None else Namespace(salt=salt))
         while (found := later.poll(time.monotonic() < later.until_s)) is None:
@@ -141,12 +141,12 @@ class LLM:
         return found
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
-        """The weights have been replaced, so often: nothing that was cached before is found any more, on any tier."""
+        """The weights were replaced, `epoch` times: pages cached before are never found again, on any tier."""
         return self.engine.set_weights_epoch(epoch)
 
     @property
     def plan(self) -> Plan:
-        """The plan that the pools are built from and prompts are admitted by."""
+        """The plan from which the pools are built and by which prompts are admitted."""
         return self.engine.capacity
 
     def statistics(self) -> dict[str, Any]:
@@ -154,8 +154,8 @@ class LLM:
         return self.engine.statistics()
 
     def close(self) -> None:
-        """Let what is on its way to storage arrive, and end the threads. May be called twice; nothing can be generated
-        after it."""
+        """Wait for transfers to storage, and end the threads. May be called twice; nothing can be generated after
+        it."""
         self._closing()
 
     def __enter__(self) -> Self:
@@ -198,7 +198,7 @@ class LLM:
         )
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Ids]:
-        """A prompt's text, where it has one, and its tokens."""
+        """A prompt's text, if it has one, and its tokens."""
         text: str | None = None
         ids: Any = prompt
         if isinstance(prompt, Mapping):
@@ -252,7 +252,7 @@ class LLM:
         return [assembler.output() for assembler in assemblers]
 
     def _abort(self, assemblers: list[RequestAssembler]) -> None:
-        """End what is left of these requests and drop their last outputs."""
+        """Abort these requests and drop their last outputs."""
         for assembler in assemblers:
             for request_id in assembler.unfinished_ids():
                 self.engine.abort(request_id)
@@ -262,7 +262,7 @@ class LLM:
 
 @contextmanager
 def _host_memory_bar(*, shown: bool) -> Iterator[OnProgress | None]:
-    """How much of the host memory is there, on a terminal; gone when all of it is."""
+    """Progress of touching host memory, on a terminal; removed at the end."""
     console = Console(stderr=True)
     if not shown or not console.is_terminal:
         yield None

@@ -1,4 +1,4 @@
-"""A ledger that is measured: what weights and a full step really take on this machine's device."""
+"""Measures the ledger of a plan: what weights and a full step use on this machine's device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quire.models.hf import LoadedModel, load_model
 from quire.plan.devices import Device, Line, working_memory
 from quire.spec.pages import pages_for
 
-_PAGE_SIZE = 16  # or more, where a page must hold a block of tokens that share an entry
+_PAGE_SIZE = 16  # or more, if a page must hold a block of tokens that share an entry
 _GRAPH_BATCH = 256  # requests of the largest graph that would be captured
-_SAMPLE_S = 0.001  # between looks at the process's memory
+_SAMPLE_S = 0.001  # between samples of the process's memory
 
 
 def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Device, tuple[Line, ...]]:
     """Load the model `name`, run one step of up to `chunk` prompt tokens, and return the device and its ledger's lines.
 
-    On a GPU the device's memory is all of it, and "other" is what the driver and other programs hold; on a CPU it is
-    what was available before loading. Raises the QuireErrors of loading.
+    On a GPU the device's memory is all of it, and "other" is used by the driver and other programs; on a CPU it is the
+    memory available before loading. Raises the QuireErrors of loading.
     """
     found = resolve_device(device)
     lines: list[Line] = []
@@ -61,7 +61,7 @@ def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Devi
 
 
 def _step_bytes(model: LoadedModel, tokens: int) -> int:
-    """The most that one prompt of `tokens` takes while it is computed, beside weights and pools."""
+    """The most memory that one prompt of `tokens` uses while it is computed, beside weights and pools."""
     page_size = model.spec.page_size(_PAGE_SIZE)
     pages = pages_for(tokens, page_size)
     groups = model.spec.groups(page_size)
@@ -69,7 +69,7 @@ def _step_bytes(model: LoadedModel, tokens: int) -> int:
     for pool in pools:
         for field in pool.layout.fields:
             for layer in field.layers:
-                pool.layer(field.name, layer).fill_(0)  # memory counts as held when it is first written
+                pool.layer(field.name, layer).fill_(0)  # memory counts as used when it is first written
     slots = np.arange(tokens, dtype=np.int32) + page_size  # frame 0 is the padding
     paged = PagedBatch(
         query_starts=np.array([0, tokens], dtype=np.int32),
@@ -95,7 +95,7 @@ class _Peak:
 
 @contextmanager
 def _peak(device: torch.device) -> Iterator[_Peak]:
-    """The most memory held inside the block, beyond what was held at its start: by the device, or by this process."""
+    """The most memory in use inside the block, beyond that at its start: of the device, or of this process."""
     found = _Peak()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

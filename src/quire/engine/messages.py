@@ -1,4 +1,4 @@
-"""What crosses the boundary of the engine core: requests in, tokens out. Plain structs, also the wire format."""
+"""Messages between the engine core and its callers: requests in, tokens out. Plain structs, also the wire format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
 
 class RetainRequest(msgspec.Struct, kw_only=True):
-    """A prefix to keep: token ids as in `EngineRequest`, whose they are, and how (`quire.offload.retention`)."""
+    """A prefix to retain: token ids as in `EngineRequest`, its namespace, and the terms (`quire.offload.retention`)."""
 
     prompt: bytes
     ttl_seconds: float
@@ -51,7 +51,7 @@ class RetainRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position: of the token drawn (`logprob`, `rank` from 1), and of the most likely ones."""
+    """Log-probabilities at one position: of the drawn token (`logprob`, `rank` from 1), and of the most likely ones."""
 
     logprob: float
     rank: int
@@ -82,10 +82,10 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class StepOutputs(msgspec.Struct):
-    """What one step brought, for all sequences at once.
+    """The result of one step, for all sequences at once.
 
-    `request_ids[i]` got the one token `token_ids[i]` and nothing else that its reader has not heard of: most sequences,
-    in most steps. `noted` are those of which there is more to say.
+    `request_ids[i]` got the one token `token_ids[i]` and has nothing else to report: most sequences, in most steps.
+    `noted` are those with more to report.
     """
 
     noted: list[TokenOutput] = []
@@ -104,8 +104,8 @@ class StepOutputs(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Later(Generic[T]):
-    """An answer that storage has a part in. `poll(True)` gives it, or None while it may still become a better one;
-    `poll(False)`, which is due at `until_s` of `time.monotonic`, gives it as it is. Both raise what keeps it away."""
+    """An answer that depends on storage. `poll(True)` returns it, or None while it may still improve; `poll(False)`,
+    which is due at `until_s` of `time.monotonic`, returns it as it is. Both raise the error that prevents an answer."""
 
     poll: Callable[[bool], T | None]
     until_s: float

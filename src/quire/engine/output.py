@@ -1,10 +1,10 @@
-"""What a caller gets: the text and tokens of a request, put together from the engine's `TokenOutput`s.
+"""What a caller gets: the text and tokens of a request, assembled from the engine's `TokenOutput`s.
 
     TokenOutput --TextStream--> characters that can no longer change --StopStrings--> characters safe to show --> delta
 
-A delta never ends inside a character (a token may hold half of one) nor inside what may yet turn out to be a stop
-string: both are held back until the next token, or the end, decides. The same classes serve the in-process `LLM` and
-the server, so that both cut text at the same place.
+A delta never ends inside a character (a token may be half of one) nor inside a possible stop string: both are held back
+until the next token, or the end. The same classes serve the in-process `LLM` and the server, so that both cut text at
+the same place.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 
 _REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER_TAIL = 3  # bytes of an unfinished UTF-8 character; some tokenizers show one mark for each of them
+_LONGEST_CHARACTER_TAIL = 3  # bytes of an unfinished UTF-8 character; some tokenizers return one mark for each of them
 _WINDOW_TOKENS = 16  # tokens decoded again with every new one, at most twice this
 
 
 class Decoder(Protocol):
-    """The one thing text assembly asks of a tokenizer."""
+    """The only method of a tokenizer that text assembly uses."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -43,8 +43,8 @@ class CompletionOutput:
     """One generated sequence. `logprobs[i]` maps token ids to their log-probability at generated position `i`.
 
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token that ended
-    it, None when that was the model's own end-of-sequence token. `explanation` says why no more of its prompt was
-    cached, where that was asked for.
+    it, None for the model's own end-of-sequence token. `explanation` says why no more of its prompt was cached, if the
+    request asked for it.
     """
 
     index: int
@@ -59,7 +59,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """One prompt with its `n` sequences. `num_cached_tokens` are the prompt tokens that came from the cache: of these,
+    """One prompt with its `n` sequences. `num_cached_tokens` are the prompt tokens from the cache: of these,
     `num_host_tokens` from host memory, `num_storage_tokens` from storage, and the others were on the device."""
 
     request_id: str
@@ -88,8 +88,8 @@ class SequenceDelta(CompletionOutput):
 class TextStream:
     """Tokens in, text out, as early as it is final.
 
-    Only a short window of the last tokens is decoded for each new one; it starts some tokens back because decoders
-    look at neighbours (a leading space belongs to the word, a character spans tokens).
+    Each new token is decoded with a short window of the last tokens, because decoders depend on neighbours (a leading
+    space belongs to the word, a character spans tokens).
     """
 
     def __init__(self, decoder: Decoder, *, skip_special_tokens: bool) -> None:
@@ -99,7 +99,7 @@ class TextStream:
         self._num_shown = 0  # characters of the window's text that were returned
 
     def push(self, token_id: int) -> str:
-        """Add a token; the text that became final."""
+        """Add a token; returns the text that became final."""
         self._window.append(token_id)
         text = self._decode(self._window)
         delta = self._show(text, _final_length(text))
@@ -108,7 +108,7 @@ class TextStream:
         return delta
 
     def flush(self) -> str:
-        """The end: whatever was held back, as it stands."""
+        """The end: returns the text that was held back."""
         text = self._decode(self._window)
         return self._show(text, len(text))
 
@@ -118,7 +118,7 @@ class TextStream:
         return delta
 
     def _trim(self, text: str) -> None:
-        """Drop the window's older half where that leaves the text at its end as it is."""
+        """Drop the window's older half, if the text at its end stays the same."""
         tail_tokens = self._window[-_WINDOW_TOKENS // 2 :]
         tail = self._decode(tail_tokens)
         num_hidden = len(text) - self._num_shown
@@ -140,9 +140,9 @@ def _final_length(text: str) -> int:
 
 
 class StopStrings:
-    """Looks for the stop string that is complete first (of two that end together, the longer).
+    """Finds the stop string that is complete first (of two that end together, the longer).
 
-    The answer depends on the text alone, not on how it was cut into tokens.
+    The answer depends on the text alone, not on its division into tokens.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool) -> None:
@@ -166,7 +166,7 @@ class StopStrings:
         return text[: len(text) - num_held], None
 
     def flush(self) -> str:
-        """What was held back: the text ended before it could become a stop string."""
+        """The text that was held back: it ended before it could become a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -179,7 +179,7 @@ class StopStrings:
 
 
 class SequenceAssembler:
-    """Builds one sequence from its `TokenOutput`s. With no decoder the text stays empty."""
+    """Builds one sequence from its `TokenOutput`s. Without a decoder the text stays empty."""
 
     def __init__(self, params: SamplingParams, decoder: Decoder | None, *, index: int = 0) -> None:
         self.index = index
@@ -188,7 +188,7 @@ class SequenceAssembler:
         self.cached = (0, 0, 0)  # prompt tokens from the cache; of these, from host memory and from storage
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.error = ""  # why, when `finish_reason` is "error"
+        self.error = ""  # why, if `finish_reason` is "error"
         self.explanation: Explanation | None = None
         self._params = params
         self._decoder = decoder
@@ -207,7 +207,7 @@ class SequenceAssembler:
         return "".join(self._pieces)
 
     def push(self, output: TokenOutput) -> SequenceDelta:
-        """Add one step's tokens; what they add to the output."""
+        """Add one step's tokens; returns what they add to the output."""
         first_token, first_piece, ended = len(self.token_ids), len(self._pieces), self.finished
         if not ended:
             if output.num_cached_tokens:
@@ -246,7 +246,7 @@ class SequenceAssembler:
         return self.finish_reason is not None
 
     def completion(self) -> CompletionOutput:
-        """The sequence as it stands."""
+        """The sequence as it is now."""
         total = None
         if self.logprobs is not None:
             drawn = zip(self.logprobs, self.token_ids, strict=True)
@@ -271,7 +271,7 @@ class SequenceAssembler:
         self._pieces.append(text)
 
     def _finish(self, output: TokenOutput) -> None:
-        """End as the engine says, unless the text that was held back completes a stop string."""
+        """End as the engine says, unless the held-back text completes a stop string."""
         if self._stream:
             self._show(self._stream.flush())
         if not self.finished:
@@ -329,7 +329,7 @@ class RequestAssembler:
         return self.sequences[output.request_id].push(output)
 
     def output(self) -> RequestOutput:
-        """The request as it stands."""
+        """The request as it is now."""
         cached, host, storage = self.cached
         return RequestOutput(
             request_id=self.request_id,

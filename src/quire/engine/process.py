@@ -4,10 +4,10 @@
     EngineProcess.start  --spawn-->        build the core      --Ready | Died-->
     send(Ask | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Reply | Beat ...-->
 
-The child blocks in `poll` while it has nothing to do and ends when its parent does. One bad request, or one that
-cannot be read, is refused and takes nothing else with it; an exception of the step loop itself, or a broken invariant
-wherever it shows, is the end of the engine (`Died`). Heartbeats carry a progress mark, so that the parent can tell an
-engine that waits for work from one that has work and gets nowhere.
+The child blocks in `poll` while it has no work, and ends when its parent does. One bad request, or one that cannot be
+read, is refused alone. An exception of the step loop itself, or a broken invariant anywhere, ends the engine (`Died`).
+Heartbeats have a progress mark, so that the parent can distinguish an engine without work from one that makes no
+progress.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from quire.spec.events import Namespace
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
-"""Longest time between two beats of an engine that is between steps."""
+"""Longest time between two heartbeats of an engine between steps."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -71,7 +71,7 @@ _REST_MS = 2
 
 
 class Core(Protocol):
-    """What the process runs: `EngineCore`, or a stand-in of a test."""
+    """The interface of what the process runs: `EngineCore`, or a stand-in of a test."""
 
     @property
     def context_length(self) -> int: ...
@@ -83,7 +83,7 @@ class Core(Protocol):
     def has_moves(self) -> bool: ...
     def close(self) -> None: ...
 
-    # Verbs, which the owner may ask for.
+    # Methods that the owner may call.
     def add(self, request: EngineRequest) -> None: ...
     def statistics(self) -> dict[str, Any]: ...
     def explain(self, request_id: str) -> dict[str, Explanation]: ...
@@ -95,7 +95,7 @@ class Core(Protocol):
 
 
 class Verb(NamedTuple):
-    """How the arguments of a verb are read in the engine's process, and its answer in the owner's."""
+    """How the arguments of a method are decoded in the engine's process, and its answer in the owner's."""
 
     arguments: msgspec.msgpack.Decoder[tuple[Any, ...]]
     answer: msgspec.msgpack.Decoder[Any]
@@ -116,13 +116,13 @@ VERBS = {
 }
 
 Progress = Callable[[int, int], None]
-"""Bytes of host memory that are there, and how many will be."""
+"""Touched bytes of host memory, and the total."""
 
 BuildCore = Callable[[EngineConfig, Progress], Core]
 
 
 def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
-    """The real core; imported here so that only the child loads torch, which takes longer than to be refused."""
+    """The real core; imported here so that only the child loads torch, which takes longer than a refusal."""
     from quire.engine.before_load import open_tiers
 
     storage = open_tiers(config)
@@ -159,12 +159,12 @@ class EngineProcess:
         self._finalizer = weakref.finalize(self, _clean_up, self.process, self._folder)
 
     def send(self, command: Command) -> None:
-        """Hand a command to the child; never blocks. Dropped when the child is gone, which `process.sentinel` tells."""
+        """Hand a command to the child; never blocks. Dropped if the child has ended (`process.sentinel`)."""
         with contextlib.suppress(zmq.Again):
             self._commands.send(ENCODER.encode(command), zmq.NOBLOCK)
 
     def hide(self) -> None:
-        """Both ends are connected: unlink the sockets' names, so that nothing stays behind however we end."""
+        """Both ends are connected: unlink the sockets' names, so that no file is left in any case."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def death(self) -> EngineDead:
@@ -181,8 +181,8 @@ class EngineProcess:
         return EngineDead(f"the engine process {how}; no request can progress.", fix=fix)
 
     def stop(self, *, deadline_s: float | None = None) -> None:
-        """Ask the child to end, and end it when it has not by the deadline: by default when what it has on its way to
-        storage should have arrived (`EngineConfig.stop_seconds`). Blocks; idempotent."""
+        """Ask the child to end, and kill it at the deadline: by default when transfers to storage should have ended
+        (`EngineConfig.stop_seconds`). Blocks; idempotent."""
         if self.process.is_alive():
             self.send(Shutdown())
             seconds = self._stop_s if deadline_s is None else deadline_s
@@ -197,7 +197,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Start a child that no Ctrl-C can hit before it has said that it leaves signals to its parent."""
+    """Start a child that ignores Ctrl-C from its first moment on."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -220,7 +220,7 @@ def _clean_up(process: BaseProcess, folder: Path) -> None:
 
 
 def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: BuildCore, log_level: int) -> None:
-    """Main function of the child, which logs what its parent does."""
+    """Main function of the child, which logs as its parent does."""
     logging.basicConfig(level=log_level, format=LOG_FORMAT)
     _live_and_die_with_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -248,11 +248,11 @@ def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: B
     reports.close(linger=2_000)
     context.term()
     sys.stderr.flush()
-    os._exit(exit_code)  # taking the interpreter and torch apart would take seconds, and nothing of it is left to save
+    os._exit(exit_code)  # taking the interpreter and torch down would take seconds, and nothing has to be saved
 
 
 def _live_and_die_with_parent() -> None:
-    """Leave Ctrl-C and SIGTERM to the parent, which drains first, and end at once when it is gone."""
+    """Leave Ctrl-C and SIGTERM to the parent, which drains first, and end at once when the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -300,7 +300,7 @@ class StepLoop:
         self._was_idle = True
 
     def run(self) -> None:
-        """Until a `Shutdown` command. An exception of the core's step leaves through here."""
+        """Until a `Shutdown` command. An exception of the core's step passes through here."""
         while self._running:
             for command in self._link.commands(self._patience_ms()):
                 self._obey(command)
@@ -312,7 +312,7 @@ class StepLoop:
         self._answer_later(ends=True)
 
     def _patience_ms(self) -> int:
-        """How long to wait for commands: as long as it takes when idle, not at all while steps bring something."""
+        """How long to wait for commands: without limit if idle, not at all while steps have results."""
         if not self._core.has_work():
             return _REST_MS if self._core.has_moves() else int(BEAT_S * 1000)
         return _REST_MS if self._num_empty_steps >= _EMPTY_STEPS_BEFORE_REST else 0
@@ -325,7 +325,7 @@ class StepLoop:
             self._link.report(Outputs(outputs))
 
     def _beat(self) -> None:
-        """Say that the loop turns: every `BEAT_S`, and at once when the last work is done."""
+        """Send a heartbeat: every `BEAT_S`, and at once when the last work is done."""
         now, has_work = time.monotonic(), self._core.has_work()
         became_idle = not has_work and not self._was_idle
         if now - self._beat_at_s < BEAT_S and not became_idle:
@@ -357,17 +357,17 @@ class StepLoop:
         return getattr(self._core, ask.verb)(*arguments)
 
     def _answer_later(self, *, ends: bool = False) -> None:
-        """Answer what was not known before, as it is where that was long ago, or the engine ends."""
+        """Send answers that have become known, and overdue ones as they are; all of them if the engine ends."""
         for number, later in list(self._later.items()):
             self._answer(number, partial(_poll, later, waits=not ends and time.monotonic() < later.until_s))
 
     def _answer(self, number: int, found: Callable[[], Any]) -> None:
-        """Report what `found` returns, or why it cannot; one question that finds a defect must not end the others."""
+        """Report what `found` returns, or its error; one question that meets a defect must not end the others."""
         self._later.pop(number, None)
         try:
             value = found()
             reply = None if isinstance(value, Later) else Reply(number, msgspec.Raw(ENCODER.encode(value)))
-        except AssertionError:  # a broken invariant ends the engine: what it would answer from now on is not known
+        except AssertionError:  # a broken invariant ends the engine: later answers could be wrong
             raise
         except Exception as error:
             if not isinstance(error, QuireError):
@@ -380,6 +380,6 @@ class StepLoop:
 
 
 def _poll(later: Later[Any], *, waits: bool) -> Any:
-    """The answer, or itself while there is none."""
+    """The answer, or the object itself while there is none."""
     found = later.poll(waits)
     return later if found is None else found

@@ -14,10 +14,10 @@ from quire.errors import QuireError
 
 
 class RequestStream:
-    """The deltas of one request, for all its sequences, in the order they came. Made by `AsyncEngine.submit`.
+    """The deltas of one request, for all its sequences, in the order of their arrival. Made by `AsyncEngine.submit`.
 
-    `request` has all that has arrived. Its owner calls `close` when done; a stream closed before its end aborts what
-    still runs.
+    `request` has all that has arrived. Its owner calls `close` at the end; a stream closed early aborts what still
+    runs.
     """
 
     def __init__(self, request: RequestAssembler, *, on_close: Callable[[RequestAssembler], None]) -> None:
@@ -41,11 +41,11 @@ class RequestStream:
         return delta
 
     def output(self) -> RequestOutput:
-        """All that has arrived so far, put together."""
+        """All deltas so far, joined."""
         return self.request.output()
 
     def close(self) -> None:
-        """Abort what still runs and forget the request. Idempotent."""
+        """Abort what still runs and remove the request. Idempotent."""
         self._on_close(self.request)
         self._num_open = 0
 

@@ -31,8 +31,8 @@ from quire.tiers.transfer import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A launched step. `began` is when, by `time.perf_counter`, and `waits` says that it waits for bytes from below the
-    device."""
+    """A launched step. `began` is the time of its launch by `time.perf_counter`; `waits` says that it waits for loads
+    from lower tiers."""
 
     step: Step
     fence: int
@@ -48,7 +48,7 @@ class Launched:
         return tokens
 
     def logprobs(self) -> dict[str, list[TokenLogprobs]]:
-        """Log-probabilities of drawn tokens by request id, of the requests that asked."""
+        """Log-probabilities of drawn tokens by request id, of the requests that asked for them."""
         found: dict[str, list[TokenLogprobs]] = {}
         for row in self.drawn.logprobs if self.drawn is not None else ():
             request = self.step.requests[int(self.step.drawers[row])]
@@ -59,8 +59,8 @@ class Launched:
 
 
 def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
-    """The device's memory: a pool for each group, not touched yet. Raises PlanError where it is not to be had, and
-    HostMemoryError where the host lacks the memory for pools on a CPU, which would be found out later."""
+    """Allocate the device's memory: a pool for each group, not touched yet. Raises PlanError if there is too little,
+    and HostMemoryError if the host lacks the memory for pools on a CPU, which would show only later."""
     if device.type == "cpu":
         memory = host_memory()
         check_cpu_pools(plan.pool_bytes, available=memory.available, limit=memory.limit, total=memory.total)
@@ -71,7 +71,7 @@ def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
 
 
 class ModelRunner:
-    """Runs on the pools' tensors. `launch` returns at once where the device computes on its own."""
+    """Runs on the pools' tensors. `launch` returns at once if the device computes asynchronously."""
 
     def __init__(
         self, model: LoadedModel, cache: KVCache, sampler: Sampler, device: torch.device, pools: tuple[Pool, ...]
@@ -91,7 +91,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step, previous: Launched | None) -> Launched:
-        """Start a step. `previous` is the step in flight, whose tokens this one's may continue."""
+        """Start a step. `previous` is the step in flight, whose tokens this one may continue."""
         began = time.perf_counter()
         fence = self._cache.open_fence()
         try:
@@ -117,7 +117,7 @@ class ModelRunner:
         return Launched(step, fence, drawn, began, waits)
 
     def _loads(self, step: Step) -> tuple[Transfer, ...]:
-        """What is still on its way to the device for the requests of a step."""
+        """Loads to the device that are in flight for the requests of a step."""
         if not self._loading:
             return ()
         return tuple({load for kv in [kv for kv in step.batch.kvs if kv.loads] for load in kv.loads})
@@ -148,15 +148,15 @@ class ModelRunner:
         return found
 
     def _frames(self, requests: RunningBatch, ends: Lengths, place: int) -> Ids:
-        """The page tables of a batch on the host, where reading is planned. Where that is the device, they are its own;
-        a device elsewhere has its own too, for kernels that read pages by row, and is not waited for here."""
+        """The page tables of a batch on the host, where reads are planned. On a CPU they are the device's own. Another
+        device has its own too, for kernels that read pages by row, and is not waited for here."""
         if self._tables.host is None:
             return self._cache.rows.page_table(requests, ends, self._following[place])
         frames: Ids = self._tables.host[place, :, : pages_for(int(ends.max(initial=1)), self._cache.page_size)]
         return frames[requests.rows]
 
     def _input_ids(self, step: Step, previous: Launched | None) -> Tensor:
-        """Token ids of the step, int64 `[tokens]`; those that only the device knows yet are copied there."""
+        """Token ids of the step, int64 `[tokens]`; those that only the device has yet are copied there."""
         tensor = torch.from_numpy(step.tokens).to(self._device, non_blocking=True)
         if len(step.future):
             assert previous is not None and previous.drawn is not None, "a token is pending and no step is in flight"

@@ -1,6 +1,6 @@
 """Sampler: from logits to tokens, for a whole batch at once.
 
-A draw is a function of (seed, sequence index, position) and the logits alone: the uniform number behind it is a hash,
+A draw is a function of (seed, sequence index, position) and the logits alone. The uniform number behind it is a hash,
 not a generator's state, and it is inverted in the order of the vocabulary whatever filters apply. So a request draws
 the same tokens alone, in any batch, and after a preemption.
 """
@@ -20,19 +20,19 @@ from quire.engine.messages import TokenLogprobs
 from quire.scheduler.request import Request
 from quire.scheduler.step import TERMS, Places, Terms
 
-_MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted whole
+_MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted as a whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens drawn for a batch, int64 `[rows]` on the device, and log-probabilities for the rows that asked."""
+    """Tokens drawn for a batch, int64 `[rows]` on the device, and log-probabilities for rows that need them."""
 
     tokens: Tensor
     logprobs: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]
 
     def row_logprobs(self, row: int) -> TokenLogprobs | None:
-        """What `TokenOutput.logprobs` reports for one row; waits for the device."""
+        """The content of `TokenOutput.logprobs` for one row; waits for the device."""
         if row not in self.logprobs:
             return None
         chosen, rank, values, ids = self.logprobs[row]
@@ -40,7 +40,7 @@ class Drawn:
 
 
 class Sampler:
-    """Draws one token at each place. `eos_token_ids` are what `min_tokens` holds back."""
+    """Draws one token at each place. `eos_token_ids` are suppressed by `min_tokens`."""
 
     def __init__(self, eos_token_ids: Sequence[int], seed: int = 0) -> None:
         self._eos = list(eos_token_ids)
@@ -63,7 +63,7 @@ class Sampler:
         return Drawn(tokens, {i: _logprobs(row, tokens[i], places.requests[i]) for i, row in logprobs.items()})
 
     def _adjust(self, row: Tensor, request: Request, place: int) -> None:
-        """Penalties, bias and held-back tokens of one request, in place. Most requests have none."""
+        """Penalties, bias and suppressed tokens of one request, in place. Most requests have none."""
         params = request.params
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=row.device)
@@ -75,9 +75,9 @@ class Sampler:
 
 
 class _Draws:
-    """What the terms of some requests say of their draws, worked out once for all steps in which they are together.
+    """The sampling terms of some requests, computed once for all steps that have the same requests.
 
-    `rows` are those that are not greedy, None where all are.
+    `rows` are those that are not greedy, None if all are.
     """
 
     def __init__(self, terms: Terms, seed: int, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class _Draws:
         return _invert(probabilities, torch.from_numpy(self._uniform(outputs)).to(logits.device))
 
     def _uniform(self, outputs: Lengths) -> npt.NDArray[np.float64]:
-        """One number in [0, 1) per draw, hashed from the request's seed and index and the draw's place."""
+        """One number in [0, 1) per draw, hashed from the request's seed and index and the draw's position."""
         where = self._indices + outputs[self._at].astype(np.uint64)
         state = _mix(self._seeds ^ _mix(where))
         return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -126,7 +126,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class _Filters:
-    """Top-k, top-p and min-p of the rows that have any, `rows` among those that are drawn."""
+    """Top-k, top-p and min-p of the rows that have any; `rows` are their indices among those that are drawn."""
 
     def __init__(self, terms: Terms, rows: Rows, device: torch.device) -> None:
         some = terms[rows]
@@ -138,20 +138,20 @@ class _Filters:
 
     @classmethod
     def of(cls, terms: Terms, device: torch.device) -> _Filters | None:
-        """The filters of these requests; None where there are none."""
+        """The filters of these requests; None if there are none."""
         rows = ((terms["top_k"] > 0) | (terms["top_p"] < 1.0) | (terms["min_p"] > 0.0)).nonzero()[0]
         return cls(terms, rows, device) if len(rows) else None
 
     def apply(self, probabilities: Tensor) -> None:
-        """Set what they leave out to zero."""
+        """Set excluded values to zero."""
         some = probabilities[self._rows]
         least = self._least_kept(some)
         probabilities[self._rows] = torch.where(some >= least[:, None], some, 0.0)
 
     def _least_kept(self, probabilities: Tensor) -> Tensor:
-        """Per row, the smallest probability that top-k, then top-p of what that kept, then min-p leave in. Equals stay.
+        """Per row, the smallest probability that passes top-k, then top-p of what that kept, then min-p. Equals stay.
 
-        A threshold, so that neither the order of equals nor the other rows matter.
+        It is a threshold, so that neither the order of equals nor the other rows matter.
         """
         vocabulary, top_p = probabilities.shape[-1], self._top_p
         top_k = self._top_k.clamp(max=vocabulary)
@@ -167,9 +167,9 @@ class _Filters:
 
 
 def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The last of the leading values of each row that top-k and top-p keep: at least one, as many as their share takes.
+    """The last of the leading values of each row that top-k and top-p keep: at least one value is kept.
 
-    Top-p is a share of what top-k kept. The columns may be the likeliest of more: without top-k that share is of 1.
+    Top-p is a share of what top-k kept. The columns may be the most likely of more: without top-k that share is of 1.
     """
     width = descending.shape[-1]
     kept = torch.arange(width, device=descending.device)[None, :] < top_k[:, None]
@@ -179,10 +179,10 @@ def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index at which each row's cumulative weight passes its uniform share of the total, int64 `[rows]`."""
+    """Index at which each row's cumulative weight exceeds its uniform share of the total, int64 `[rows]`."""
     cumulative = weights.cumsum(-1)
     found = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    last = (weights > 0).long().cumsum(-1).argmax(-1)  # rounding may pass the last possible token
+    last = (weights > 0).long().cumsum(-1).argmax(-1)  # rounding may exceed the last possible token
     return torch.minimum(found, last)
 
 

@@ -1,4 +1,4 @@
-"""How a setting is declared: once, as a field with help, a group and other names.
+"""Declares a setting once: a field with help, a group and other names.
 
 Commands, files, environment variables and the reference table derive from it. Nothing here loads numpy or torch.
 """
@@ -44,7 +44,7 @@ def setting(
 ) -> Any:
     """The field of a setting.
 
-    `about` is a sentence in which `{choices}` lists the allowed words. `option` is the option's name where it is not
+    `about` is a sentence in which `{choices}` lists the valid words. `option` is the option's name if it differs from
     the field's, None for a setting without one; `aliases` are further options. `otherwise` says what a default of None
     means. No message quotes the value of a `secret` one. `bounds` are pydantic's.
     """
@@ -61,10 +61,10 @@ def setting(
 
 
 class Settings(BaseModel):
-    """Settings of one part, frozen. `read` checks them and says what is wrong as `InvalidInput`.
+    """Settings of one part, frozen. `read` checks them and raises InvalidInput for bad ones.
 
-    `FOREIGN` are names that other servers have and this one has not: what they are, and what to give instead.
-    `ENVIRONMENT`: each setting is read from a variable `QUIRE_NAME` too.
+    `FOREIGN` are names of other servers' options that this server lacks: what they are, and what to use instead. With
+    `ENVIRONMENT`, each setting is also read from a variable `QUIRE_NAME`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
@@ -83,7 +83,7 @@ class Settings(BaseModel):
 
     @classmethod
     def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
-        """Of the settings given, those that do nothing beside the others, each with what it needs."""
+        """The given settings that have no effect beside the others, each with what it needs."""
         del given
         return {}
 
@@ -119,7 +119,7 @@ def own_names(
 
 
 def refuse_foreign(models: Sequence[type[Settings]], name: str) -> None:
-    """Raise InvalidInput, with what to give instead, where `name` is one that other servers have."""
+    """Raise InvalidInput, with what to use instead, if `name` is an option of other servers."""
     for model in models:
         if name in model.FOREIGN:
             what, fix = model.FOREIGN[name]
@@ -144,7 +144,7 @@ def option_names(model: type[Settings], field: str) -> list[str]:
 
 
 def shown_of(model: type[Settings], field: str) -> dict[str, Any]:
-    """What `setting` was told of a field."""
+    """The arguments of `setting` for a field."""
     extra = model.model_fields[field].json_schema_extra
     assert isinstance(extra, dict), f"{field} is not declared with `setting`"
     return extra
@@ -159,7 +159,7 @@ def kind_of(field: FieldInfo) -> Any:
 
 
 def choices_of(field: FieldInfo) -> list[str]:
-    """The words that a field allows; empty where others do too."""
+    """The valid words of a field; empty if other values are valid too."""
     kind = kind_of(field)
     if get_origin(kind) is Literal:
         return [str(choice) for choice in get_args(kind)]
@@ -167,7 +167,7 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 
 def metavar_of(model: type[Settings], field: str) -> str:
-    """What stands for a setting's value in a command's help."""
+    """The placeholder of a setting's value in a command's help."""
     found = model.model_fields[field]
     inner = [kind for kind in get_args(found.annotation) if get_origin(kind) is Annotated]
     rules = [*found.metadata, *(rule for kind in inner for rule in kind.__metadata__)]
@@ -183,7 +183,7 @@ def help_of(field: FieldInfo) -> str:
 
 
 def default_of(model: type[Settings], field: str) -> str:
-    """What is taken where a setting is not given; empty where there is nothing to say."""
+    """The value that is used if a setting is not given; empty if there is nothing to say."""
     default = model.model_fields[field].default
     if default is None or default == [] or default is False:
         return str(shown_of(model, field)["otherwise"])
@@ -191,7 +191,7 @@ def default_of(model: type[Settings], field: str) -> str:
 
 
 def _refusal(model: type[Settings], error: ValidationError, spelled: Callable[[str], str]) -> InvalidInput:
-    """The first cause that has words of its own, else each setting with what it got and what is allowed."""
+    """The first cause that has its own message, else each setting with its value and the valid ones."""
     details = error.errors()
     for detail in details:
         cause = detail.get("ctx", {}).get("error")
@@ -203,7 +203,7 @@ def _refusal(model: type[Settings], error: ValidationError, spelled: Callable[[s
 
 
 def _got(model: type[Settings], detail: Mapping[str, Any]) -> str:
-    """The value that was refused, without what it holds of secrets."""
+    """The refused value, without secrets in it."""
     from quire.tiers.stores.registry import without_secrets  # only a refusal needs it
 
     field = str(detail["loc"][0])

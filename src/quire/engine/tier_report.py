@@ -1,5 +1,5 @@
-"""What the tiers below the device hold, as the engine resolved its settings, and what a store has counted: for people,
-and for machines. No torch."""
+"""The capacity of lower tiers, as the engine resolved its settings, and the counters of a store: for people, and for
+machines. No torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import without_secrets
 
 STORE_COUNTS = ("hits", "misses", "stored", "evicted", "lost", "overtaken", "reclaimed")
-"""Records, of stores that count them."""
+"""Counters of records, for stores that count them."""
 
 
 def tiers_as_dict(
     config: EngineConfig, plan: MemoryPlan, frames: Sequence[int], record_bytes: Sequence[int], num_bytes: int
 ) -> dict[str, Any]:
-    """The resolved tiers. `frames` of the host and `record_bytes` are by group, `num_bytes` what the host pool takes.
+    """The resolved tiers. `frames` of the host and `record_bytes` are by group; `num_bytes` is the host pool's size.
 
-    Tokens are those that the tier has room for if every group had to keep all of its pages; `notes` say what was chosen
-    for the caller, and what will bring little.
+    Tokens are those that the tier has room for if every group had to store all of its pages. `notes` say what was
+    chosen for the caller, and what will have little effect.
     """
     groups = {
         group.name: {"frames": count, "bytes": count * size, "whole": reach_of(group.reach, plan.page_size).whole}
@@ -96,8 +96,8 @@ def _storage(storage: Mapping[str, Any]) -> str:
 
 
 def store_counts(store: object) -> dict[str, Any]:
-    """What a store has counted since it was opened, as far as it counts: `failures` between it and its medium, by kind,
-    and what became of records. Nothing where there is no store."""
+    """The counters of a store since it was opened: `failures` between it and its medium, by kind, and the fate of
+    records. Empty if there is no store."""
     failures = dict(getattr(store, "failures", {}))
     if not isinstance(store, DirectoryStore):
         return {"failures": failures}

@@ -1,4 +1,4 @@
-"""EngineTiers: host memory, a store and the mover between them, as an engine's settings ask for them."""
+"""EngineTiers: host memory, a store and the mover between them, from an engine's settings."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from quire.tiers.transfer import LANES, Lane
 
 logger = logging.getLogger(__name__)
 
-_FORGET_S = 2.0  # for deletions while the engine closes; marks in the store name what is left
+_FORGET_S = 2.0  # for deletions while the engine closes; tombstones in the store name what is left
 
 
 class EngineTiers:
     """Owns the host pool, the mover's threads and the store, until `close`.
 
-    `progress` hears of host memory that has been touched, in bytes, and of how much it will be. Raises HostMemoryError
-    where the host has no room; then the store is still its opener's.
+    `progress` is called with the touched bytes of host memory and the total. Raises HostMemoryError if the host has no
+    room; the caller still owns the store then.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EngineTiers:
         with ExitStack() as undo:
             with alone_on_this_host():
                 memory, pinned = host_memory(), pools[0].device.type == "cuda"
-                untouched = 0 if pinned else plan.pool_bytes  # pools on a CPU, which take their memory later
+                untouched = 0 if pinned else plan.pool_bytes  # pools on a CPU, which allocate their memory later
                 self.num_bytes = host_budget(
                     asked,
                     available=max(0, memory.available - untouched),
@@ -82,7 +82,7 @@ class EngineTiers:
         )
 
     def statistics(self) -> dict[str, Any]:
-        """Bandwidths in bytes per second where they are known, and why links that are off are."""
+        """Bandwidths in bytes per second, if known, and why lanes that are off are off."""
         return {
             "resolved": self.resolved,
             "host_bytes": self._host.num_bytes,
@@ -94,9 +94,9 @@ class EngineTiers:
         }
 
     def close(self, settle: Callable[[], object], end_forgetting: Callable[[], None]) -> None:
-        """Let what is on its way to the store arrive, for a while, and stop. `settle` takes note of what has, and
-        `end_forgetting` stops deletions, which may be long. Where the store hangs in a call, it and the
-        host memory that the call may write to are left to the process's end."""
+        """Wait for a while for transfers to the store, and stop. `settle` processes ended transfers, and
+        `end_forgetting` stops deletions, which may be long. If the store hangs in a call, it and the host memory that
+        the call may write to stay until the process ends."""
         began = time.monotonic()
         while (settle() or not self.mover.idle) and time.monotonic() < began + STORE_DRAIN_S:
             if time.monotonic() > began + _FORGET_S:

@@ -1,4 +1,4 @@
-"""What an engine process and its owner say to each other: commands one way, reports the other, errors whole."""
+"""Messages between an engine process and its owner: commands one way, reports the other, errors whole."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 class WireError(msgspec.Struct, kw_only=True):
     """A `QuireError` on its way to another process, where `rebuild` makes it an exception of the same class."""
 
-    kind: str  # the name of its class; "" for an exception that is none of ours, a defect
+    kind: str  # the name of its class; "" for an exception of another package, a defect
     message: str
     fix: str = ""
     details: str = ""  # the traceback, for the log
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """The message form of an exception that was just caught."""
+        """The message form of a caught exception."""
         details = "".join(traceback.format_exception(error))
         if isinstance(error, QuireError):
             return cls(kind=type(error).__name__, message=error.message, fix=error.fix, details=details)
@@ -41,7 +41,7 @@ class WireError(msgspec.Struct, kw_only=True):
     def rebuild(self) -> QuireError:
         """The exception, of the class that was raised."""
         kind = getattr(errors, self.kind, QuireError) if self.kind else QuireError
-        if issubclass(kind, MemoryError):  # whose instances only their own constructor makes
+        if issubclass(kind, MemoryError):  # classes whose instances only their own constructor makes
             found = QuireError(self.message, fix=self.fix)
             found.code, found.status, found.exit_code = kind.code, kind.status, kind.exit_code
             found.args = (str(found).replace(QuireError.code, kind.code, 1),)
@@ -54,7 +54,7 @@ class WireError(msgspec.Struct, kw_only=True):
 
 
 class Ask(msgspec.Struct, tag=True):
-    """Command: call a verb of the core (`VERBS`); answered by the `Reply` of the same number."""
+    """Command: call a method of the core (`VERBS`); the `Reply` of the same number answers it."""
 
     number: int
     verb: str
@@ -62,18 +62,18 @@ class Ask(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Command: end these sequences; unknown ids are ignored. `stopped`: their text ended on a stop string."""
+    """Command: end these sequences; unknown ids are ignored. With `stopped`, their text ended on a stop string."""
 
     request_ids: list[str]
     stopped: bool = False
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """Command: leave the loop now; what runs is dropped."""
+    """Command: leave the loop now; running requests are dropped."""
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Report: the engine is built and serves; what there is to know of it."""
+    """Report: the engine is built and serves; a description of it."""
 
     context_length: int
     eos_token_ids: list[int]
@@ -81,20 +81,20 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Touched(msgspec.Struct, tag=True):
-    """Report, before `Ready`: so many bytes of host memory are there, of so many that will be."""
+    """Report, before `Ready`: touched bytes of host memory, and the total."""
 
     done: int
     total: int
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """Report: what one step brought."""
+    """Report: the result of one step."""
 
     outputs: StepOutputs
 
 
 class Beat(msgspec.Struct, tag=True):
-    """Sent between steps. `progress` changes whenever the engine got anywhere since the last beat."""
+    """Sent between steps. `progress` changes whenever the engine made progress since the last beat."""
 
     has_work: bool
     progress: int
@@ -102,8 +102,8 @@ class Beat(msgspec.Struct, tag=True):
 
 
 class Reply(msgspec.Struct, tag=True):
-    """Report: what the verb of an `Ask` returned, or why it did not; then nothing has changed, but for a flush, which
-    goes on."""
+    """Report: the result of the method of an `Ask`, or its error; then nothing has changed, except for a flush, which
+    continues."""
 
     number: int
     value: msgspec.Raw = NOTHING
@@ -111,7 +111,7 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class Died(msgspec.Struct, tag=True):
-    """Report: the engine could not be built, or its loop ended by an exception; the process ends."""
+    """Report: the engine could not be built, or an exception ended its loop; the process ends."""
 
     error: WireError
 

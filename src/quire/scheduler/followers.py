@@ -1,7 +1,7 @@
-"""Leaders: running requests that are computing what waiting ones could reuse, so that these wait for it.
+"""Leaders: running requests whose prompts other requests wait for, in order to reuse their pages.
 
-A waiting request looks for a leader when it is considered. Then it remembers its leader and how far it follows it, and
-is not considered again before the leader has committed so many pages, or leads no more.
+A waiting request looks for a leader when it is considered. It then stores its leader and how many pages it waits for.
+It is considered again when the leader has committed these pages, or is no leader any more.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from quire.spec.ids import Ids
 
 
 class Leaders:
-    """Of one scheduler. `renew` before waiting requests are looked at; `join` for each that begins meanwhile."""
+    """Of one scheduler. Call `renew` before waiting requests are considered, and `join` for each that begins."""
 
     def __init__(self, cache: KVCache, rows: RunningRows) -> None:
         self._cache = cache
         self._rows = rows
         self._all: list[Request] = []
-        self._computing: set[RequestKV] = set()  # those that compute what was known when they were admitted
+        self._computing: set[RequestKV] = set()  # those that compute tokens known at their admission
 
     def num_computing(self) -> int:
         """Requests that are computing a prompt now."""
         return int(np.count_nonzero(self._rows.in_prefill())) if self._cache.share_prefixes else 0
 
     def renew(self) -> None:
-        """Find the leaders of now: requests that compute a prompt, or that still store a state at the end of a page."""
+        """Find the leaders: requests that compute a prompt, or still store a state at the end of a page."""
         self._all, self._computing = [], set()
         if not self._cache.share_prefixes:
             return
@@ -47,15 +47,15 @@ class Leaders:
             self._computing.add(request.kv)
 
     def is_waited_for(self, following: Following) -> bool:
-        """Whether its leader has nothing new for a request that follows so."""
+        """Whether the leader of this request has committed nothing new for it."""
         kv = following.leader
         return kv in self._computing and kv.shares and kv.lease.num_pages < following.num_pages
 
     def of(self, request: Request, hit: PrefixHit) -> tuple[Request, Following | None] | None:
-        """A running request that is computing more of this one's prefix than is cached, worth waiting for; and what to
-        remember, None where the request is to be considered again in the next step."""
+        """A running request that computes more of this one's prefix than is cached, if that is worth waiting for; and
+        the state to store, None if the request is to be considered again in the next step."""
         size = self._cache.page_size
-        missed = slice(hit.num_pages * size, (hit.num_pages + 1) * size)  # the page that a leader has to have at least
+        missed = slice(hit.num_pages * size, (hit.num_pages + 1) * size)  # the page that a leader has to reach at least
         first = request.tokens[missed].tobytes()
         for other in self._all:
             kv = other.kv

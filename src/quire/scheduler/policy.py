@@ -16,7 +16,7 @@ class SchedulingPolicy(Protocol):
     """Orders the waiting requests, which come sorted by `Request.order`."""
 
     def arrange(self, waiting: Sequence[Request], cached: Callable[[Request], int]) -> Sequence[Request]:
-        """The order in which to try to admit them; `cached` gives the tokens of a request's prompt that are cached."""
+        """The order in which to try to admit them; `cached` gives the number of cached tokens of a request's prompt."""
 
 
 class FirstComeFirstServed:
@@ -27,7 +27,7 @@ class FirstComeFirstServed:
 
 
 class LongestPrefixMatch:
-    """What reuses most first, while it is cached; by arrival among equals, and when the queue is long."""
+    """The longest cached prefix first; by arrival among equals, and if the queue is long."""
 
     def arrange(self, waiting: Sequence[Request], cached: Callable[[Request], int]) -> Sequence[Request]:
         if len(waiting) > LONGEST_SORTED_QUEUE:
@@ -39,7 +39,7 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {"fcfs": FirstComeFirstSer
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
-    """The policy of that name. Raises InvalidInput, listing the names there are."""
+    """The policy of that name. Raises InvalidInput, which lists the names."""
     if name not in POLICIES:
         raise InvalidInput(f"unknown scheduling policy '{name}'.", fix=f"use one of {', '.join(POLICIES)}.")
     return POLICIES[name]()

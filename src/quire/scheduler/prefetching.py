@@ -1,6 +1,6 @@
 """Prefetching: pages of waiting requests' prompts are fetched from storage, and held until these requests begin.
 
-The first requests of the queue read ahead, and others when they are considered.
+The first requests of the queue prefetch, and others when they are considered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from quire.offload.prefetch import ReadAhead
 from quire.scheduler.request import Request
 
 _NEXT = 32
-"""Waiting requests, from the first, that begin to read ahead as soon as there is room for that."""
+"""Waiting requests, from the first, that prefetch as soon as there is room."""
 
 
 class Prefetching:
@@ -45,7 +45,7 @@ class Prefetching:
                 self.start(request)
 
     def awaits(self, request: Request) -> bool:
-        """Whether a request still waits for its prefetch. Where the fetched pages begin several prompts, each request
+        """Whether a request still waits for its prefetch. If several prompts begin with the fetched pages, each request
         fetches the rest of its own."""
         prefetch = request.prefetch
         if prefetch is None:

@@ -16,12 +16,12 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 KNOWN, LAUNCHED, SETTLED, PENDING = range(4)
-"""What `Request.lengths` counts, in this order."""
+"""The entries of `Request.lengths`, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """A request waits until `leader` has committed `num_pages` pages; it had `num_cached` tokens cached before."""
+    """A request waits until `leader` has committed `num_pages` pages; `num_cached` tokens were cached before."""
 
     leader: RequestKV
     num_pages: int
@@ -37,13 +37,13 @@ class RequestState(Enum):
 
 
 class Request:
-    """A sequence's tokens and how far they are: known, launched, settled.
+    """A sequence's tokens and how many of them are known, launched and settled.
 
         |-- settled --|-- launched, not settled --|-- known, not launched --|  others may be `pending`
         0             num_settled                 num_launched              num_tokens
 
-    `pending` tokens are drawn by a step in flight and are not on the host yet. Settled tokens are in the cache for
-    good; only they are committed. While it runs, tokens and lengths are views of its row in `RunningRows`, where steps
+    `pending` tokens are drawn by a step in flight and are not on the host yet. Settled tokens do not change any more;
+    only they are committed. While it runs, tokens and lengths are views of its row in `RunningRows`, where steps
     advance all requests at once.
     """
 
@@ -73,14 +73,14 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None
-        self.read_ahead = False  # whether storage was asked for its prompt
+        self.read_ahead = False  # whether its prompt was looked up in storage
         self.prefetch: Prefetch | None = None  # of pages of its prompt from storage, while it waits
-        self.prefetched: list[Prefetch] = []  # those that have ended, whose pages are held until it begins
-        self.follows: Following | None = None  # the leader it waits for, when it was considered last
+        self.prefetched: list[Prefetch] = []  # ended prefetches whose pages are held until it begins
+        self.follows: Following | None = None  # the leader it waits for, when it was last considered
         self.is_new = True  # until it is one of `Step.admitted`
         self.num_cached = -1  # of its first admission; -1 before
         self.num_host = self.num_storage = 0  # of these, from host memory and from storage
-        self.explanation: Explanation | None = None  # of its first admission, where the cache explains
+        self.explanation: Explanation | None = None  # of its first admission, if the cache explains
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None
@@ -89,13 +89,13 @@ class Request:
         self._lengths: Lengths = np.array([len(prompt), 0, 0, 0], dtype=np.int64)
 
     def bind(self, tokens: Ids, lengths: Lengths) -> None:
-        """It runs: from now on its tokens and its lengths are in these arrays, which have room for all of them."""
+        """The request runs: from now on its tokens and lengths are in these arrays, which have room for all."""
         tokens[: self.num_tokens] = self.tokens
         lengths[:] = self._lengths
         self._tokens, self._lengths = tokens, lengths
 
     def unbind(self) -> None:
-        """It runs no more, and has copies of its tokens and lengths."""
+        """The request stops running, and gets copies of its tokens and lengths."""
         self._tokens, self._lengths = self.tokens.copy(), self._lengths.copy()
 
     @property
@@ -125,7 +125,7 @@ class Request:
 
     @property
     def num_settled(self) -> int:
-        """Tokens of which the step that computed them has finished."""
+        """Tokens whose step has finished."""
         return int(self._lengths[SETTLED])
 
     @property
@@ -145,9 +145,9 @@ class Request:
 
     @property
     def in_prefill(self) -> bool:
-        """Whether tokens known before it was last admitted are still to be settled."""
+        """Whether tokens known before its last admission are still to be settled."""
         return self.num_known - self.num_launched > 1 or self.num_settled < self.num_prompt_tokens
 
     def start_at(self, num_tokens: int) -> None:
-        """So many of its first tokens are cached, or 0 after a preemption."""
+        """How many of its first tokens are cached, or 0 after a preemption."""
         self._lengths[LAUNCHED] = self._lengths[SETTLED] = num_tokens

@@ -1,6 +1,6 @@
-"""RunningRows: tokens, lengths and terms of all running requests, by the row that each has in the cache.
+"""RunningRows: tokens, lengths and terms of all running requests, by their row in the cache.
 
-A step reads and advances them with a few operations on arrays, however many requests are in it. `Request` shows its own
+A step reads and advances them with a few operations on arrays, however many requests it has. `Request` shows its own
 row.
 """
 
@@ -25,8 +25,8 @@ _order = attrgetter("order")
 class RunningRows:
     """One row for each request that the cache has room for, of `width` tokens. `serials` are the cache's.
 
-    Memory is taken as rows are written, so a row costs what its longest request does. `running` are the requests in
-    the order of `Request.order`, `kvs` and `order` their records of the cache and their rows.
+    Memory is allocated as rows are written, so a row costs as much as its longest request. `running` are the requests
+    in the order of `Request.order`; `kvs` and `order` are their cache records and rows.
     """
 
     def __init__(self, serials: Lengths, width: int) -> None:
@@ -76,7 +76,7 @@ class RunningRows:
         return self._all
 
     def of(self, requests: Sequence[Request], first: StepRows | None = None) -> StepRows:
-        """These requests, for steps, after those of `first`."""
+        """A batch of these requests, for steps, after those of `first`."""
         kvs = [request.kv for request in requests if request.kv is not None]
         rows = np.array([kv.row for kv in kvs], dtype=np.intp)
         if first is None:
@@ -88,8 +88,8 @@ class RunningRows:
         return StepRows(requests, kvs, rows, self.serials[rows], self.terms, self.width)
 
     def ready(self, batch: StepRows) -> Lengths:
-        """Tokens of each that could be launched now, drafts not counted: none once the last one it may draw is on its
-        way, or while it depends on what is."""
+        """Tokens of each request that could be launched now, without drafts: none once its last token is pending, or
+        while its next draw depends on pending tokens."""
         rows = batch.rows
         pending = self.pending[rows]
         known = self.known[rows] + pending
@@ -98,7 +98,7 @@ class RunningRows:
         return ready
 
     def in_prefill(self) -> Bools:
-        """As `Request.in_prefill`, of each that runs, in order."""
+        """`Request.in_prefill` of each running request, in order."""
         rows = self.order
         known = self.known[rows] + self.pending[rows]
         found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < self.terms["prompt"][rows])
@@ -115,7 +115,7 @@ class RunningRows:
         self.drafts[row] = len(tokens)
 
     def drafts_of(self, batch: StepRows, most: int) -> Lengths:
-        """How many drafts each of these has; the last ones are forgotten where they are more than `most` in all."""
+        """How many drafts each of these has; if they are more than `most` in all, the last ones are dropped."""
         drafts = self.drafts[batch.rows]
         kept: Lengths = np.clip(most - (np.cumsum(drafts) - drafts), 0, drafts)
         self.drafts[batch.rows] = kept
@@ -133,7 +133,7 @@ class RunningRows:
     def step(self, batch: StepRows, counts: Lengths | None = None) -> Step:
         """Launch `counts[i]` tokens of each, drafts among them; without counts, one token of each.
 
-        What is launched is counted as such, and what it draws as pending.
+        What is launched is counted so, and its draws are counted as pending.
         """
         rows = batch.rows
         starts = self.launched[rows]
@@ -189,10 +189,10 @@ class RunningRows:
         )
 
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None) -> tuple[Settled, Lengths, list[int]]:
-        """A step has finished; it drew `tokens`, of which work i keeps its first `kept[i]`: all, if not given.
+        """A step has finished; it drew `tokens`, of which work i keeps its first `kept[i]`, by default all.
 
-        Requests that are done have their `finish_reason` now, and keep no token after it. Returns what they got, how
-        many tokens of each work have settled (-1 where its row is not the request's any more), and works that are done.
+        Requests that are done get their `finish_reason`, and no token after it. Returns their tokens, the number of
+        settled tokens of each work (-1 if its row has another request now), and the works that are done.
         """
         batch, draw_counts = step.batch, step.draw_counts
         live = self.serials[batch.rows] == batch.serials
@@ -208,9 +208,7 @@ class RunningRows:
         elif not all_live:
             some = live[owners]
             owners, tokens = owners[some], tokens[some]
-        every = (
-            slice(None) if len(owners) == len(batch) and not several else owners
-        )  # a view is made faster than a copy
+        every = slice(None) if len(owners) == len(batch) and not several else owners  # a view is cheaper than a copy
         after = self.known[batch.rows[every]] + (1 if within is None else 1 + within)
         self.flat[batch.base[every] + (after - 1)] = tokens
         outputs = after - batch.prompt[every]
@@ -254,7 +252,7 @@ def _end(
     ends: Bools,
     kept: Lengths,
 ) -> list[int]:
-    """The requests of these draws are done, each with the first of its draws that ends it. Returns their works."""
+    """The requests that these draws end, each with the first draw that ends it. Returns their works."""
     done = []
     for at in ends.nonzero()[0].tolist():
         work = int(owners[at])

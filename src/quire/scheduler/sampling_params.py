@@ -15,7 +15,7 @@ _MOST_ID = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How a prompt goes on: what is drawn, and when it ends. Raises InvalidInput for a bad value, with the range.
+    """How the tokens of a sequence are drawn, and when it ends. Raises InvalidInput with the valid range.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep everything. `max_tokens` None means "to the end of the
     context". `seed` makes the draw a function of (seed, index, position) alone, whatever else runs in the batch.
@@ -84,7 +84,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def _list_of(name: str, values: Any, kind: type) -> list[Any]:
-    """A copy of a list setting, None meaning empty."""
+    """A copy of a list setting; None becomes empty."""
     if values is None:
         return []
     if not isinstance(values, (list, tuple, set, frozenset)) or not all(isinstance(value, kind) for value in values):

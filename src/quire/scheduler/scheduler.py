@@ -1,13 +1,13 @@
 """Scheduler: which requests run next, on which pages. Continuous batching with chunked prefill.
 
 A step takes running requests first, those that decode before those that prefill, then admits waiting ones while tokens
-and pages last. When pages run out, the running request that comes last in `Request.order` gives its memory back and
-waits again; what it had committed stays cached. The first in that order is never preempted, so something always
-finishes. While a step is in flight nothing is preempted: its settling may bring the pages.
+and pages last. If pages run out, the last running request in `Request.order` frees its memory and waits again; its
+committed pages stay cached. The first in that order is never preempted, so that some request always finishes. While a
+step is in flight nothing is preempted: the step may free pages when it settles.
 
-A request is admitted only with room for its whole known prompt; otherwise it stays in the queue with a reason. Pages
-of its prompt in storage are fetched while it waits (`quire.scheduler.prefetching`). Pages on the host are loaded once
-it is admitted, and it computes as soon as they are on their way.
+A request is admitted only if its whole known prompt fits; otherwise it stays in the queue with a reason. Pages of its
+prompt in storage are fetched while it waits (`quire.scheduler.prefetching`). Pages on the host are loaded at admission,
+and it computes as soon as they are on their way.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from quire.spec.pages import pages_for
 
 
 class _NextStep:
-    """Works of the step that is being made, which have room: requests that decode, with their drafts where there are
-    any, then others with their counts."""
+    """Works of the step that is being made, which have room: decodes with their drafts, if any, then others with their
+    counts."""
 
     def __init__(self) -> None:
         self.decodes: StepRows | None = None
@@ -54,7 +54,7 @@ class _NextStep:
         self.num_tokens += sum(counts)
 
     def drop(self, request: Request) -> None:
-        """It has no room any more."""
+        """The step has no room any more."""
         if self.decodes is not None and request in self.decodes.requests:
             others = np.array([at for at, r in enumerate(self.decodes.requests) if r is not request], dtype=np.intp)
             drafts = self._drafts[others] if self._drafts is not None else None
@@ -66,7 +66,7 @@ class _NextStep:
             self.num_tokens -= self._counts.pop(at)
 
     def counts(self) -> Lengths | None:
-        """Tokens of each work, None where each has one and decodes."""
+        """Tokens of each work; None if each has one and decodes."""
         if self.decodes is None:
             return np.array(self._counts, dtype=np.int64)
         if not self._counts and self._drafts is None:
@@ -76,8 +76,8 @@ class _NextStep:
 
 
 class Scheduler:
-    """The queues of one engine. Single-threaded, like the cache it allocates from. `ahead` is what brings prefixes from
-    tiers below the device (`Offloading.ahead`)."""
+    """The queues of one engine. Single-threaded, as the cache is. `ahead` fetches prefixes from lower tiers
+    (`Offloading.ahead`)."""
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any request waits or runs."""
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
         """Queue a request that the plan admits. Raises what `MemoryPlan.check_request` raises, or InvalidInput for an
-        id in use; then nothing was queued."""
+        id in use; nothing was queued then."""
         if request.request_id in self._requests:
             raise InvalidInput(f"request id '{request.request_id}' is in use.", fix="send another id.")
         self._cache.plan.check_request(request.num_prompt_tokens, request.max_tokens)
@@ -138,9 +138,9 @@ class Scheduler:
         self._prefetching.start(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request wherever it is; its memory comes back at once, or when the step in flight has settled.
+        """End a request in any state; its memory is free at once, or when the step in flight has settled.
 
-        What has settled stays cached: a client that goes away, or stops at a string, may come back.
+        Settled tokens stay cached: a client that disconnects, or ends at a stop string, may return.
         """
         request = self._requests.get(request_id)
         if request is not None:
@@ -149,9 +149,9 @@ class Scheduler:
         return request
 
     def draft(self, request: Request, tokens: Ids) -> int:
-        """These may be the next tokens of a running request that waits for none: its next step computes them too, and
-        `settle` says how many were right. Returns how many it computes, as far as the plan reserves room and the
-        request may still draw."""
+        """These may be the next tokens of a running request without pending tokens: its next step computes them too,
+        and `settle` gets the number of accepted ones. Returns how many it computes, as far as the plan reserves room
+        and the request may still draw."""
         room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
         ready = request.state is RequestState.RUNNING and not request.pending
         ready = ready and request.num_tokens - request.num_launched == 1
@@ -163,13 +163,13 @@ class Scheduler:
     # -- one step
 
     def schedule(self) -> Step:
-        """Decide the next step and allocate for it. May be empty: everything waits for the step in flight."""
+        """Decide the next step and allocate for it. It may be empty: all requests wait for the step in flight."""
         next_step = _NextStep()
         self._ahead.settle_moves()
         self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
         looks = bool(self._waiting) and self._quiet_at != self._admission_state()
-        # Before the step is made: a commit may give a request pages that are still on their way to the device.
+        # Before the step is made: a commit may give a request pages that are still arriving on the device.
         if looks:
             self._commit_settled()
         running = self._launchable()
@@ -185,10 +185,10 @@ class Scheduler:
         return self._step(next_step)
 
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None = None) -> Settled:
-        """The step has finished. It drew `tokens`, one for each of `step.draws`, of which work i keeps the first
-        `kept[i]`, at least one where it drew any; without `kept` all of them.
+        """The step has finished. The step drew `tokens`, one for each of `step.draws`, of which work i keeps the first
+        `kept[i]`, by default all, and at least one if it drew any.
 
-        Commits what has settled and ends requests that are done. Returns the tokens of each request.
+        Commits settled tokens and ends requests that are done. Returns the tokens of each request.
         """
         found, settled, done = self._rows.settle(step, np.asarray(tokens, dtype=np.int64), kept)
         requests, committing = step.requests, self._committing(step, settled)
@@ -203,8 +203,8 @@ class Scheduler:
     # -- inside
 
     def _committing(self, step: Step, settled: Lengths) -> Rows:
-        """Works that are committed now, in order, of those of which so many tokens have settled: prompts, page by page,
-        and requests that set frames free by it, or that draw after drafts."""
+        """Works to commit now, in order, given the number of settled tokens of each: prompts, page by page, and
+        requests whose commit frees frames, or that draw after drafts."""
         admission, rows = self._cache.admission, step.batch.rows
         if step.is_decode and not admission.frees_early:
             return rows[:0]
@@ -216,13 +216,13 @@ class Scheduler:
             if step.is_decode:
                 return freeing
         whole = filled & (step.counts > 1)
-        whole |= (step.draw_counts > 1) & (settled >= 0)  # its states need to know which drafts were right
+        whole |= (step.draw_counts > 1) & (settled >= 0)  # its states need the number of accepted drafts
         if admission.frees_early:
             whole[freeing] = True
         return whole.nonzero()[0]
 
     def _commit(self, requests: Sequence[Request]) -> None:
-        """What has settled of these requests can be reused."""
+        """Settled tokens of these requests can be reused."""
         kvs = [request.kv for request in requests if request.kv is not None]
         if kvs:
             rows = [kv.row for kv in kvs]
@@ -232,7 +232,7 @@ class Scheduler:
             self._rows.committed[rows] = settled // self._cache.page_size
 
     def _launchable(self) -> StepRows:
-        """Running requests whose prefix is there, or arriving layer by layer. Where one's cannot be had, it begins
+        """Running requests whose prefix is resident, or arriving layer by layer. A request whose prefix is lost begins
         again."""
         if not self._ahead.loads:
             return self._rows.together()
@@ -250,8 +250,8 @@ class Scheduler:
         return running.part(np.array(there, dtype=np.intp))
 
     def _grant_decodes(self, next_step: _NextStep, running: StepRows, ready: Lengths) -> None:
-        """Allocate for requests that go on by one token each, and their drafts. Mostly they are those of the step
-        before, and none of them is looked at."""
+        """Allocate for requests that continue by one token each, and their drafts. Usually they are those of the step
+        before, and none of them is examined."""
         places = (ready == 1).nonzero()[0][: self._max_tokens]
         if len(places) == len(running):
             decodes = running
@@ -280,8 +280,8 @@ class Scheduler:
         return self._cache.admission.at_once(request.kv, min(ready, limit))
 
     def _grant(self, next_step: _NextStep, requests: list[Request], counts: list[int]) -> None:
-        """Allocate for these, in one operation, and put them into the step. Where they do not fit, preempt until the
-        rest does; while a step is in flight, take the first ones that fit."""
+        """Allocate for these, in one operation, and add them to the step. If they do not fit, preempt until the rest
+        fits; while a step is in flight, add the first ones that fit."""
         while requests:
             try:
                 self._allocate(requests, counts)
@@ -300,7 +300,7 @@ class Scheduler:
         next_step.add(requests, counts)
 
     def _allocate_first(self, requests: Sequence[Request], counts: Sequence[int]) -> int:
-        """Allocate for as many of the first ones as fit, where not all do. Returns how many. O(log) attempts."""
+        """Allocate for as many of the first ones as fit, if not all do. Returns how many. O(log) attempts."""
         fit, short = 0, len(requests)  # the first `fit` have room; the first `short` do not fit
         while short - fit > 1:
             middle = (fit + short) // 2
@@ -312,7 +312,7 @@ class Scheduler:
         return fit
 
     def _allocate(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Room for so many more tokens of each, or OutOfPages with nothing changed."""
+        """Make room for so many more tokens of each, or raise OutOfPages with nothing changed."""
         kvs = [request.kv for request in requests if request.kv is not None]
         if self._per_step == 1:
             self._cache.extend(kvs, counts)
@@ -350,23 +350,23 @@ class Scheduler:
         self._rows.unbind(request)
         request.kv = None
         self._cache.finish(kv, None if failed else request.tokens[:settled], returns=True)
-        request.read_ahead = False  # storage may have what was damaged, and what it leaves may go before its turn comes
+        request.read_ahead = False  # storage may have the damaged pages
         if failed:
-            self._ahead.settle_moves()  # what was damaged is forgotten now, and can be fetched
+            self._ahead.settle_moves()  # the damaged pages are deleted now, and can be fetched
         request.state = RequestState.WAITING
         request.start_at(0)
         request.wait_reason = reason
         self._wait(request)
 
     def _admission_state(self) -> tuple[int, ...]:
-        """What has to change before a request that waits may be admitted: something came back or became cached, a
-        prompt is computed, or other requests wait or run."""
+        """What has to change before a waiting request may be admitted: pages were freed or cached, a prompt is
+        computed, or the waiting or running requests change."""
         computing = self._leaders.num_computing()
         return (self._cache.num_changes, self._arrivals, len(self._waiting), self.num_running, computing)
 
     def _admit(self, next_step: _NextStep) -> bool:
-        """Admit waiting requests, in the policy's order. True where nothing would come of looking again before
-        `_admission_state` changes."""
+        """Admit waiting requests, in the policy's order. True if another attempt is useless until `_admission_state`
+        changes."""
         hits: dict[str, PrefixHit] = {}
         self._leaders.renew()
 
@@ -398,7 +398,7 @@ class Scheduler:
                 deferred += 1
                 continue
             hit = match(request)
-            # Also where the step has no tokens left: a leader marks the place that a follower waits for.
+            # Also if the step has no tokens left: a leader marks the place that a follower waits for.
             leader = self._leaders.of(request, hit)
             if leader is not None:
                 request.wait_reason = f"waits for the prefix that {leader[0].request_id} is computing"
@@ -420,7 +420,7 @@ class Scheduler:
         return quiet
 
     def _follows(self, request: Request) -> bool:
-        """Whether it waits for a leader of which there is nothing new."""
+        """Whether it waits for a leader that has committed nothing new."""
         return request.follows is not None and self._leaders.is_waited_for(request.follows)
 
     def _begin(self, next_step: _NextStep, request: Request, hit: PrefixHit, limit: int) -> None:
@@ -447,9 +447,9 @@ class Scheduler:
             self._grant(next_step, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
     def _commit_settled(self) -> None:
-        """Commit what running requests have computed, for the waiting ones. Where no waiting prompt begins with the
-        same page, it is committed at once later and not page by page. A request that lacks room may get it from pages
-        that turn out to be cached twice."""
+        """Commit what running requests have computed, for the waiting ones. If no waiting prompt begins with the same
+        page, it is committed at once later and not page by page. A request that lacks room may get it from duplicates
+        that a commit frees."""
         if not self._cache.share_prefixes:
             return
         rows, order = self._rows, self._rows.order
@@ -468,14 +468,14 @@ class Scheduler:
             del self._asked[request.opening]
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether its whole known prompt fits beside what running requests were promised and their next pages."""
+        """Whether its whole known prompt fits, beside what is reserved for running requests and their next pages."""
         plan, size = self._cache.plan, self._cache.page_size
         rows = self._rows.order
         reached = -(-(self._rows.known[rows] + self._rows.pending[rows]) // size)
         needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
         spare = pages_for(plan.tokens_per_step, size)
         request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
-        # Running requests end. Pages that waiting requests hold could keep the first of them out for ever.
+        # Running requests end. Pages held for waiting requests could block the first of them for ever.
         while request.wait_reason and not len(rows) and self._ahead.release_prefetched():
             request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
         return not request.wait_reason

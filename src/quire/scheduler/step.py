@@ -1,16 +1,16 @@
 """Step: what one turn of the engine computes, as arrays. The scheduler makes it, runner and kernels read it, and
-`Scheduler.settle` takes it back with the tokens that were drawn.
+`Scheduler.settle` gets it back with the drawn tokens.
 
-A step has *works*, each of another request, those that go on by one token each first. Work i computes `counts[i]`
-tokens from position `starts[i]` on; all works lie one after the other in the flat batch:
+A step has *works*, each of another request; those with one token each come first. Work i computes `counts[i]` tokens
+from position `starts[i]` on; all works lie one after the other in the flat batch:
 
     work          0   1   2 - - - - - -   3 - - -
     flat          .   .   . . . . . . .   . . . .
     offsets       0   1   2               9        13
     draws         ^   ^               ^      ^ ^ ^        flat places after which a token is drawn
 
-A work draws nothing (a prompt that goes on), one token, or several: after its last known token it may compute drafts,
-and then it draws after that token and after each draft. How many of these are kept is known when the step has settled.
+A work draws no token (a chunk of a prompt), one token, or several: after its last known token it may compute drafts,
+and it draws after that token and after each draft. The number of accepted ones is known when the step has settled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from quire.scheduler.request import Request
 from quire.spec.ids import Bools, Ids
 
 MOST_STOPS = 4
-"""Stop tokens that a request may have and is still compared with all others at once."""
+"""Stop tokens of a request up to which all requests are compared at once."""
 
 TERMS = np.dtype(
     [
         ("prompt", np.int64),  # tokens of it
         ("limit", np.int64),  # tokens at which it ends
         ("least", np.int64),  # outputs before which no stop token ends it
-        ("most_pending", np.int64),  # pending tokens with which it still goes on
+        ("most_pending", np.int64),  # pending tokens with which it may still continue
         ("stops", np.int32, (MOST_STOPS,)),  # padded with -1
-        ("many_stops", np.bool_),  # it has more of them
+        ("many_stops", np.bool_),  # it has more stop tokens
         ("stops_early", np.bool_),  # it has any
         ("temperature", np.float64),
         ("top_p", np.float64),
@@ -87,7 +87,7 @@ def terms_of(request: Request) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """The draws of a step: for each the terms of its request, and the index among the request's outputs.
+    """The draws of a step: the terms of each request, and the index among the request's outputs.
 
     `terms` is the same object in two steps in which the same requests draw one token each.
     """
@@ -101,7 +101,7 @@ class Places:
 
 
 class StepRows(RunningBatch):
-    """The batch of requests that are in steps together, and what is the same in all these steps.
+    """The batch of requests in consecutive steps, and the data that is the same in all these steps.
 
     `base` is where the tokens of each row begin in `RunningRows.flat`. `table` has the `TERMS` of all rows.
     """
@@ -140,12 +140,12 @@ class StepRows(RunningBatch):
     def terms(self) -> Terms:
         """The entry of `TERMS` of each request, read once."""
         if self._terms is None:
-            self._terms = self._table.take(self.rows)  # a tenth of what indexing costs
+            self._terms = self._table.take(self.rows)  # a tenth of the cost of indexing
         return self._terms
 
     def stopping(self, owners: Rows, tokens: Lengths, outputs: Lengths) -> Bools:
-        """Which of these tokens, drawn for the requests `owners` as their outputs number `outputs` (from 1), are the
-        last ones of their requests."""
+        """Which of these tokens are the last ones of their requests: drawn for the requests `owners`, as outputs number
+        `outputs` (from 1)."""
         terms = self.terms
         found: Bools = (terms["stops"][owners] == tokens[:, None]).any(axis=1)
         for at in terms["many_stops"][owners].nonzero()[0].tolist():
@@ -153,7 +153,7 @@ class StepRows(RunningBatch):
         return found & (outputs >= terms["least"][owners])
 
     def part(self, places: Rows) -> StepRows:
-        """Some of them, in order."""
+        """The batch of the requests at these places, in order."""
         at = places.tolist()
         requests, kvs = map(self.requests.__getitem__, at), map(self.kvs.__getitem__, at)
         rows, serials = self.rows[places], self.serials[places]
@@ -162,13 +162,13 @@ class StepRows(RunningBatch):
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """See this module. Lengths are int64; `offsets` is `[works + 1]`, what is flat `[num_tokens]`.
+    """See this module. Lengths are int64; `offsets` is `[works + 1]`, flat arrays are `[num_tokens]`.
 
     `tokens` are the input ids; `future` are the flat places of those that a step in flight still draws. `draw_counts`
-    says how many tokens each work draws, `drawers` the work of each draw. `parents`, where drafts are a tree, is for
-    each flat place the one before it; None: each follows the one before. With `is_decode` every work is the last
-    token that its request has room for, as after `KVCache.extend(batch, 1)`. `admitted` are the
-    requests that were admitted in it for the first time.
+    is the number of draws of each work, `drawers` the work of each draw. If drafts are a tree, `parents` is the
+    preceding flat place of each; None: each follows the one before. With `is_decode` every work is the last token that
+    its request has room for, as after `KVCache.extend(batch, 1)`. `admitted` are the requests whose first admission was
+    for this step.
     """
 
     batch: StepRows
@@ -195,7 +195,7 @@ class Step:
 
     @property
     def ends(self) -> Lengths:
-        """Where each work ends: tokens of its request once it is done."""
+        """Where each work ends: tokens of its request when it is done."""
         return self.starts + self.counts
 
     @property
@@ -205,7 +205,7 @@ class Step:
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether any request computes more than it has drawn, or may have."""
+        """Whether any request computes drafts, or may do so."""
         return bool((self.counts > np.maximum(self.draw_counts, 1)).any())
 
     @property
@@ -218,7 +218,7 @@ class Step:
         return Places(terms, self.positions[self.draws] + 1 - prompt, requests)
 
     def continued(self, previous: Step) -> Rows:
-        """For each of `future` the draw of the step before that gives its token: the request's last one."""
+        """For each of `future`, the draw of the step before that gives its token: the request's last one."""
         draw_of = np.zeros(int(previous.batch.rows.max()) + 1, dtype=np.intp)
         draw_of[previous.batch.rows[previous.drawers]] = np.arange(len(previous.drawers))
         works = np.searchsorted(self.offsets, self.future, side="right") - 1
@@ -228,10 +228,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled:
-    """The result of a step: `tokens`, those that were kept, request by request.
+    """The result of a step: `tokens`, the accepted ones, request by request.
 
-    `counts[i]` of them, at least one, are those of `requests[i]`; `noted` says for which of these it was the first
-    time, or the last.
+    `counts[i]` of them, at least one, belong to `requests[i]`; `noted` lists the requests that got their first or last
+    tokens.
     """
 
     requests: list[Request]
