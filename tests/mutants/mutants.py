@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -451,11 +451,7 @@ def a_cap_shrinks_one_side(patch: Patch) -> None:
 
 @mutant("planner", "a window pool below its window and a page starts, and the first long request waits for ever")
 def small_windows_are_accepted(patch: Patch) -> None:
-    def check(solve: HybridSWAPoolConfigurator, config: Any) -> Any:
-        tokens = [pool.frames * config.page_size for pool in config.pools if pool.name == "window"]
-        return replace(config, swa_max_total_num_tokens=min(tokens, default=None))
-
-    patch.setattr(HybridSWAPoolConfigurator, "_check", check)
+    patch.setattr(HybridSWAPoolConfigurator, "_check", lambda solve, config: None)
 
 
 @mutant("planner", "draft layers have keys and values that nobody budgeted")

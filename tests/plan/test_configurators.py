@@ -160,7 +160,8 @@ def test_a_window_pool_that_holds_no_request_is_refused() -> None:
 def test_fewer_states_than_a_request_uses_are_for_one_request(size: int, requests: int) -> None:
     """It runs with the one it writes; checkpoints are optional work."""
     solve = configurator(FULL, STATE, max_mamba_cache_size=size)
-    assert solve.calculate_pool_sizes(GIB, 16).max_running_requests == requests
+    slots = solve.calculate_pool_sizes(GIB, 16).state_slots
+    assert slots == size and solve.options.requests_in(slots) == requests
 
 
 def test_no_state_is_refused() -> None:
@@ -194,7 +195,7 @@ def test_drafted_states_are_kept_for_every_request_and_the_padding_row() -> None
     speculation = SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)
     solve = configurator(FULL, STATE, max_mamba_cache_size=30, speculation=speculation)
     config = solve.calculate_pool_sizes(GIB, 16)
-    assert config.max_running_requests == 10
+    assert config.state_slots == 30 and solve.options.requests_in(30) == 10
     assert frames(config)["state-draft"] + 1 == 4 * (10 + 1)
 
 

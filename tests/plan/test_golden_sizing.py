@@ -264,7 +264,7 @@ def window_is_too_small(case: Case) -> bool:
 
 def compared(config: MemoryPoolConfig, output: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Ours and theirs, for every figure that both have."""
-    entries = dict(config.compressed_max_total_num_tokens)
+    entries = config.compressed_max_total_num_tokens
     ours = {
         "max_total_num_tokens": config.max_total_num_tokens,
         "full_max_total_num_tokens": config.full_max_total_num_tokens,

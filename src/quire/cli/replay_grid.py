@@ -133,7 +133,7 @@ def _active_parameters(name: str, model: PlannedModel) -> int:
     routed = sum(
         part.num_parameters
         for layer in model.weights.layers
-        for part in layer.parts
+        for part in layer
         if part.module in ("experts", "experts_beside")
     )
     return model.weights.num_parameters - (routed - routed * chosen // experts if experts else 0)

@@ -58,35 +58,47 @@ class PoolSize:
 class MemoryPoolConfig:
     """What a configurator resolved; sizes are of one rank, tokens those that the ranks sharing pages hold together.
 
-    `max_total_num_tokens` is what the server can hold at once. `full_max_total_num_tokens` and
-    `swa_max_total_num_tokens` are the tokens of the full and of the window pools, None where there is no such pool;
-    `state_slots` counts recurrent states; `compressed_max_total_num_tokens` has pairs of a compression ratio and its
-    entries. `max_running_requests` is None where neither a pool nor the settings limit requests.
+    `max_total_num_tokens` is what the server can hold at once, in pages of `tokens_per_page`.
     """
 
     max_total_num_tokens: int
-    page_size: int
+    tokens_per_page: int
     pools: tuple[PoolSize, ...]
     coeff: Fraction
     bias: int
-    full_max_total_num_tokens: int | None = None
-    swa_max_total_num_tokens: int | None = None
-    state_slots: int | None = None
-    max_running_requests: int | None = None
-    compressed_max_total_num_tokens: tuple[tuple[int, int], ...] = ()
 
     @property
     def bytes(self) -> int:
         """Bytes of all pools' tensors."""
         return sum(pool.bytes for pool in self.pools)
 
+    @property
+    def full_max_total_num_tokens(self) -> int | None:
+        """Tokens of the full pools; None without any."""
+        return self.max_total_num_tokens if any(pool.group.reach.kind == "full" for pool in self.pools) else None
+
+    @property
+    def swa_max_total_num_tokens(self) -> int | None:
+        """Tokens of the smallest window pool; None without any."""
+        return min((pool.frames * self.tokens_per_page for pool in self.pools if _slides(pool.group)), default=None)
+
+    @property
+    def state_slots(self) -> int | None:
+        """Recurrent states, those after drafted tokens not counted; None without any."""
+        return next((pool.frames for pool in self.pools if pool.group.reach.kind == "state"), None)
+
+    @property
+    def compressed_max_total_num_tokens(self) -> dict[int, int]:
+        """Entries of the full pools by compression ratio."""
+        fields = [field for pool in self.pools if not _slides(pool.group) for field in pool.group.layout.fields]
+        return {per: self.max_total_num_tokens // per for per in sorted({f.per for f in fields} - {1, PER_PAGE})}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRule:
     """How a pool follows the tokens.
 
-    It has `floor(tokens * per_token)` frames, at least `minimum` and at most `maximum`, `fixed` more, and one for
-    padding.
+    It has `floor(tokens * per_token)` frames, from `minimum` to `maximum`, `fixed` more, and one for padding.
     """
 
     group: GroupSpec
@@ -166,17 +178,9 @@ class PoolOptions:
             raise InvalidInput(f"a step of {self.chunk} prompt tokens.", fix="allow at least 1.")
 
     def window_tokens(self, reach: ReachSpec, page_size: int) -> int:
-        """Tokens of one request that a window pool holds at most while it decodes.
-
-        Its window, the page the window's start falls into, and the reserve of a step.
-        """
+        """Tokens of a decoding request in a window pool: its window, the page that begins in, a step's reserve."""
         step = page_size * self.token_ranks
         return reach.tokens + step + ragged(reach, step) + get_alloc_reserve_per_decode(self.speculation, step)
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Tokens of one request that a step verifies at once; 0 without speculation."""
-        return self.speculation.num_draft_tokens if self.speculation is not None else 0
 
     @property
     def states_per_request(self) -> int:
@@ -194,8 +198,7 @@ class PoolOptions:
 class MemoryPoolConfigurator:
     """Sizes the pools of one rank. Subclasses say how one kind of group follows the tokens; the solve is here.
 
-    `groups_at` gives the groups at a page size. Both entry points raise PlanError where a pool would be below its
-    minimum, and what `groups_at` raises.
+    Both entry points raise PlanError where a pool would be below its minimum, and what `groups_at` raises.
     """
 
     def __init__(self, groups_at: GroupsAt, options: PoolOptions) -> None:
@@ -255,22 +258,19 @@ class MemoryPoolConfigurator:
         return PoolRule(group=group, per_token=Fraction(1, step), why=f"one frame per {step:,} tokens")
 
     def _config(self, rules: Sequence[PoolRule], tokens: int, page_size: int) -> MemoryPoolConfig:
-        pools = tuple(PoolSize(group=rule.group, frames=rule.frames(tokens), why=rule.why) for rule in rules)
         coeff, bias = _line(rules, tokens=tokens)
         config = MemoryPoolConfig(
             max_total_num_tokens=tokens,
-            page_size=page_size,
-            pools=pools,
+            tokens_per_page=page_size * self.options.token_ranks,
+            pools=tuple(PoolSize(group=rule.group, frames=rule.frames(tokens), why=rule.why) for rule in rules),
             coeff=coeff,
             bias=bias,
-            full_max_total_num_tokens=tokens if any(pool.group.reach.kind == "full" for pool in pools) else None,
-            max_running_requests=self.options.max_running_requests,
         )
-        return self._check(config)
-
-    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
-        """The configuration with what a subclass adds. Raises PlanError where a pool cannot hold one request."""
+        self._check(config)
         return config
+
+    def _check(self, config: MemoryPoolConfig) -> None:
+        """Raise PlanError where a pool cannot hold one request."""
 
     def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> PlanError:
         need = sum(rule.most_bytes(step) for rule in rules)
@@ -333,20 +333,17 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
             + (f"; and {chunk * step:,} tokens for the prompt tokens of one step" if chunk else ""),
         )
 
-    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
-        step = config.page_size * self.options.token_ranks
-        windows = [pool for pool in config.pools if _slides(pool.group)]
-        for pool in windows:
+    def _check(self, config: MemoryPoolConfig) -> None:
+        step = config.tokens_per_page
+        for pool in config.pools if not self.options.windows_only else ():
             need = pool.group.reach.tokens + step + ragged(pool.group.reach, step)
-            if not self.options.windows_only and pool.frames * step <= need:
+            if _slides(pool.group) and pool.frames * step <= need:
                 raise PlanError(
                     f"the pool '{pool.name}' would hold {pool.frames * step:,} tokens, and one request needs more than "
                     f"{need:,}: its window of {pool.group.reach.tokens:,} and a page of {step:,}.",
                     fix="raise the ratio of window to full tokens, or leave it out to have it derived; or raise the "
                     "KV memory.",
                 )
-        tokens = min((pool.frames * step for pool in windows), default=None)
-        return replace(config, swa_max_total_num_tokens=tokens)
 
 
 class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
@@ -375,15 +372,21 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         slots = self._slots_in(int(min(shares)), state.layout.bytes_per_frame)
         return [*others, *self._fixed(state, slots, f"{float(ratio):g} bytes of state per byte of the other pools")]
 
+    @property
+    def _drafted(self) -> int:
+        """States that a step of one request adds: one after each token that it verifies."""
+        return self.options.speculation.num_draft_tokens if self.options.speculation is not None else 0
+
     def _slots_in(self, state_bytes: int, size: int) -> int:
         """Slots K of `(K + 1) + (K / s + 1) * D` states in `state_bytes`: s states per request, D drafted tokens."""
-        drafted = self.options.drafted_tokens
-        whole = Fraction(state_bytes, size) - 1 - drafted
-        return max(0, int(whole / (1 + Fraction(drafted, self.options.states_per_request))))
+        whole = Fraction(state_bytes, size) - 1 - self._drafted
+        return max(0, int(whole / (1 + Fraction(self._drafted, self.options.states_per_request))))
 
     def _fixed(self, state: GroupSpec, slots: int, why: str) -> list[PoolRule]:
         rule = PoolRule(group=state, per_token=Fraction(0), fixed=slots, why=why)
-        return [rule, *self._draft_rules(state, Fraction(0), self._running(slots))]
+        running = self.options.requests_in(slots)
+        running = min(running, self.options.max_running_requests or running)
+        return [rule, *self._draft_rules(state, Fraction(0), running)]
 
     def _derived(self, state: GroupSpec, page_size: int) -> list[PoolRule]:
         options, asked = self.options, self.options.max_running_requests
@@ -397,7 +400,7 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
 
     def _draft_rules(self, state: GroupSpec, per_token: Fraction, requests: int) -> list[PoolRule]:
         """The pool of states after each drafted token: D for every running request and for the padding row."""
-        drafted = self.options.drafted_tokens
+        drafted = self._drafted
         rule = PoolRule(
             group=replace(state, name=f"{state.name}-draft"),
             per_token=per_token * drafted,
@@ -407,12 +410,8 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         )
         return [rule] if drafted else []
 
-    def _running(self, slots: int) -> int:
-        most = self.options.requests_in(slots)
-        return min(most, self.options.max_running_requests or most)
-
-    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
-        config = super()._check(config)
+    def _check(self, config: MemoryPoolConfig) -> None:
+        super()._check(config)
         state = next(pool for pool in config.pools if pool.group.reach.kind == "state")
         if state.frames < 1:
             raise PlanError(
@@ -420,22 +419,13 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
                 fix=f"give at least {format_bytes((1 + PADDING) * state.bytes_per_frame)} to states: raise the KV "
                 "memory or the ratio of states.",
             )
-        return replace(config, state_slots=state.frames, max_running_requests=self._running(state.frames))
 
 
 class CompressedPoolConfigurator(HybridSWAPoolConfigurator):
-    """Windows of raw latents and compressors' rings, beside compressed latents that have one entry per several tokens.
+    """Windows of raw latents and compressors' rings, beside latents with one entry per several tokens.
 
-    The layouts price the entries; the configuration also says how many of each ratio there are.
+    Layouts price them.
     """
-
-    def _check(self, config: MemoryPoolConfig) -> MemoryPoolConfig:
-        config = super()._check(config)
-        ratios = {
-            field.per for pool in config.pools if not _slides(pool.group) for field in pool.group.layout.fields
-        } - {1, PER_PAGE}  # rings are per page, and beside the entries where windows have no pool of their own
-        entries = tuple((ratio, config.max_total_num_tokens // ratio) for ratio in sorted(ratios))
-        return replace(config, compressed_max_total_num_tokens=entries)
 
 
 def create_memory_pool_configurator(

@@ -118,7 +118,8 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "max_total_num_tokens": config.max_total_num_tokens,
         "full_max_total_num_tokens": plan.full_tokens,
         "swa_max_total_num_tokens": plan.window_tokens,
-        "compressed_max_total_num_tokens": {str(k): v for k, v in config.compressed_max_total_num_tokens} or None,
+        "compressed_max_total_num_tokens": {str(k): v for k, v in config.compressed_max_total_num_tokens.items()}
+        or None,
         "max_running_requests": plan.max_running_requests,
         "state_slots": plan.state_slots,
         "pools": [_pool_as_dict(pool, plan.page_size) for pool in config.pools],

@@ -1,14 +1,13 @@
-"""What one layer keeps of the tokens it has seen, as data: heads, latents, states. A kind lists the parts of a frame.
+"""What one layer keeps of the tokens it has seen, as data: heads, latents, states. Each call lists its parts.
 
-A part is one array of one layer, with the group it belongs to and how it is stored. Price, pools and fingerprints all
-come from parts; nothing else in Quire multiplies heads by dimensions.
+Price, pools and fingerprints all come from parts; nothing else in Quire multiplies heads by dimensions.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
+from typing import Self
 
 from quire.errors import InvalidInput
 from quire.spec.group import ReachSpec
@@ -24,14 +23,15 @@ _FULL = ReachSpec()
 _STATE = ReachSpec("state")
 _LATENT_BLOCK = 128  # numbers of a latent, or of an indexer's key, that share one float32 scale
 _COMPRESSED_BLOCK = 64  # numbers of a compressed latent that share one scale byte
+_SCALE_BYTES = 8  # a row of them is a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One array of one layer: `shape` per entry, one entry per `per` tokens. `kv_format` as in `Field`."""
+    """One array of one layer, and its group: `shape` per entry, one entry per `per` tokens. The rest as in `Field`."""
 
     group: str
-    reach: ReachSpec
+    reach: ReachSpec = _FULL
     name: str
     shape: tuple[int, ...]
     dtype: DType
@@ -39,14 +39,21 @@ class Part:
     kv_format: KVFormat | None = None
 
 
-class Call(Protocol):
+class Call(ABC):
     """One attention, latent or recurrent call of a forward pass, with what it keeps."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
         """The arrays it keeps on this rank. Raises InvalidInput where the format does not fit its widths."""
 
-    def on_rank(self, tp: int) -> Call:
-        """The share of one of `tp` tensor-parallel ranks. Raises InvalidInput where it cannot be split."""
+    def on_rank(self, tp: int) -> Self:
+        """The share of one of `tp` tensor-parallel ranks: of latents, which all heads read, the whole.
+
+        Raises InvalidInput where it cannot be split.
+        """
+        return self
 
 
 def split_heads(heads: int, tp: int, what: str) -> int:
@@ -65,22 +72,22 @@ def split_heads(heads: int, tp: int, what: str) -> int:
 
 
 def formatted(
-    name: str, shape: tuple[int, ...], kv_format: KVFormat, *, group: str, reach: ReachSpec, per: int = 1
+    name: str, shape: tuple[int, ...], kv_format: KVFormat, *, group: str, reach: ReachSpec = _FULL, per: int = 1
 ) -> tuple[Part, ...]:
     """The parts of vectors `shape` stored as `kv_format`: the numbers, and their scales where it has them."""
     *outer, width = shape
-    part = partial(Part, group=group, reach=reach, per=per)
-    parts = [
-        part(
-            name=name,
-            shape=(*outer, kv_format.stored_width(width)),
-            dtype=kv_format.storage,
-            kv_format=kv_format if kv_format.encodes else None,
-        )
-    ]
-    if kv_format.scale is not None:
-        parts.append(part(name=scales_of(name), shape=(*outer, kv_format.scale_width(width)), dtype=kv_format.scale))
-    return tuple(parts)
+    stored = (*outer, kv_format.stored_width(width))
+    encoding = kv_format if kv_format.encodes else None
+    numbers = Part(
+        group=group, reach=reach, name=name, shape=stored, dtype=kv_format.storage, per=per, kv_format=encoding
+    )
+    if kv_format.scale is None:
+        return (numbers,)
+    return numbers, _scales(numbers, (*outer, kv_format.scale_width(width)), kv_format.scale)
+
+
+def _scales(numbers: Part, shape: tuple[int, ...], dtype: DType) -> Part:
+    return replace(numbers, name=scales_of(numbers.name), shape=shape, dtype=dtype, kv_format=None)
 
 
 def fp8_row(width: int, most: int, scale: DType) -> KVFormat:
@@ -92,8 +99,19 @@ def fp8_row(width: int, most: int, scale: DType) -> KVFormat:
     return KVFormat(name=f"fp8_e4m3 by {block}", storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=scale)
 
 
+def _scaled_row(
+    name: str, width: int, most: int, scale: DType, *, group: str, reach: ReachSpec = _FULL, per: int = 1
+) -> tuple[Part, ...]:
+    """A row of `fp8_row` and its scales, one for `most` numbers; scale bytes are rounded up to 8."""
+    row, scales = fp8_row(width, most, scale), -(-width // most)
+    if scale is DType.UINT8:
+        scales = -(-scales // _SCALE_BYTES) * _SCALE_BYTES
+    numbers = Part(group=group, reach=reach, name=name, shape=(width,), dtype=row.storage, per=per, kv_format=row)
+    return numbers, _scales(numbers, (scales,), scale)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
+class AttentionCall(Call):
     """Attention over keys and values per head.
 
     `window` w > 0: a query at position p reads keys `p - w < k <= p`; `chunked`: it reads those of its own chunk of w
@@ -119,16 +137,15 @@ class AttentionCall:
         values = formatted("v", (self.kv_heads, self.value_dim), kv_format, group=group, reach=self.reach)
         if not self.index_dim:
             return keys + values
-        index = Part(group=INDEXER_GROUP, reach=_FULL, name="index_k", shape=(self.index_dim,), dtype=model_dtype)
-        return (*keys, *values, index)
+        return (*keys, *values, Part(group=INDEXER_GROUP, name="index_k", shape=(self.index_dim,), dtype=model_dtype))
 
     def on_rank(self, tp: int) -> AttentionCall:
-        """KV heads are split; the indexer's one key is held by every rank."""
+        """KV heads are split; every rank holds the indexer's one key."""
         return replace(self, kv_heads=split_heads(self.kv_heads, tp, "KV heads"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentCall:
+class LatentCall(Call):
     """Multi-head latent attention (MLA): one latent of `rank` numbers and one rotary key per token, for all heads.
 
     `sparse`: attention reads the tokens that an indexer selects (DSA, NSA). `index_dim` > 0: this layer owns an
@@ -143,29 +160,21 @@ class LatentCall:
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
         """Fields "latent" and "rope", and "index_k" of the indexer.
 
-        Its keys are FP8 with one float32 scale per 128, but float32 in a float32 model that keeps its dtype.
         FP8 of sparse attention keeps the rotary key in bfloat16 and one float32 scale per 128 numbers of the latent:
         656 bytes for 512 + 64, as the field's sparse kernels read it.
         """
+        rope: tuple[Part, ...]
         if self.sparse and _is_fp8_row(kv_format):
-            row = (
-                *_scaled_fp8("latent", self.rank, FULL_GROUP),
-                Part(group=FULL_GROUP, reach=_FULL, name="rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),
-            )
+            latent = _scaled_row("latent", self.rank, _LATENT_BLOCK, DType.FLOAT32, group=FULL_GROUP)
+            rope = (Part(group=FULL_GROUP, name="rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),)
         else:
-            row = (
-                *formatted("latent", (self.rank,), kv_format, group=FULL_GROUP, reach=_FULL),
-                *formatted("rope", (self.rope_dim,), kv_format, group=FULL_GROUP, reach=_FULL),
-            )
-        return row + (_index_keys(self.index_dim, kv_format, model_dtype) if self.index_dim else ())
-
-    def on_rank(self, tp: int) -> LatentCall:
-        """Every rank holds the whole latent: all heads read it."""
-        return self
+            latent = formatted("latent", (self.rank,), kv_format, group=FULL_GROUP)
+            rope = formatted("rope", (self.rope_dim,), kv_format, group=FULL_GROUP)
+        return (*latent, *rope, *_index_keys(self.index_dim, kv_format, model_dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateCall:
+class StateCall(Call):
     """A recurrent layer (Mamba, gated delta net, short convolution): a state of fixed size, whatever the length.
 
     The convolution holds the last `kernel - 1` inputs of `channels` channels, which are split over ranks, and of
@@ -183,26 +192,25 @@ class StateCall:
 
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
         """Fields "conv" in the model's dtype and "ssm" in `state_dtype`, one entry per page; never quantised."""
-        found: list[Part] = []
-        if self.kernel > 1:
-            shape = (self.channels + self.groups * self.group_channels, self.kernel - 1)
-            found.append(_state_part("conv", shape, model_dtype))
-        if self.heads:
-            found.append(_state_part("ssm", (self.heads, *self.matrix), self.state_dtype))
-        return tuple(found)
+        channels = self.channels + self.groups * self.group_channels
+        arrays = (
+            ("conv", (channels, self.kernel - 1), model_dtype, self.kernel > 1),
+            ("ssm", (self.heads, *self.matrix), self.state_dtype, self.heads > 0),
+        )
+        return tuple(
+            Part(group=STATE_GROUP, reach=_STATE, name=name, shape=shape, dtype=dtype, per=PER_PAGE)
+            for name, shape, dtype, is_kept in arrays
+            if is_kept
+        )
 
     def on_rank(self, tp: int) -> StateCall:
         """Channels, bundles and heads are split."""
-        if self.channels % tp:
-            raise InvalidInput(
-                f"{self.channels} convolution channels cannot be split over {tp} ranks.",
-                fix=f"use a tensor parallelism that divides {self.channels}.",
-            )
-        if self.heads % tp:
-            raise InvalidInput(
-                f"{self.heads} state heads cannot be split over {tp} ranks.",
-                fix=f"use a tensor parallelism that divides {self.heads}.",
-            )
+        for number, what in ((self.channels, "convolution channels"), (self.heads, "state heads")):
+            if number % tp:
+                raise InvalidInput(
+                    f"{number} {what} cannot be split over {tp} ranks.",
+                    fix=f"use a tensor parallelism that divides {number}.",
+                )
         return replace(
             self,
             channels=self.channels // tp,
@@ -212,7 +220,7 @@ class StateCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedCall:
+class CompressedCall(Call):
     """Compressed attention (DeepSeek-V4): raw latents of a window, and one compressed latent per `ratio` tokens.
 
     `ratio` 0: the window only. The compressor keeps a ring of the inputs it has not folded yet, once per page of the
@@ -243,18 +251,15 @@ class CompressedCall:
 
     def _row(self, prefix: str, kv_format: KVFormat, group: str, reach: ReachSpec, per: int) -> tuple[Part, ...]:
         """One latent row. FP8: 448 + 8 scale bytes (one per 64, rounded up to 8) + a bfloat16 rotary key = 584."""
-        if _is_fp8_row(kv_format):
-            scales = -(-self.nope_dim // (8 * _COMPRESSED_BLOCK)) * 8
-            part = partial(Part, group=group, reach=reach, per=per)
-            row = fp8_row(self.nope_dim, _COMPRESSED_BLOCK, DType.UINT8)
+        latent, rope = f"{prefix}latent", f"{prefix}rope"
+        if not _is_fp8_row(kv_format):
             return (
-                part(name=f"{prefix}latent", shape=(self.nope_dim,), dtype=row.storage, kv_format=row),
-                part(name=scales_of(f"{prefix}latent"), shape=(scales,), dtype=DType.UINT8),
-                part(name=f"{prefix}rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),
+                *formatted(latent, (self.nope_dim,), kv_format, group=group, reach=reach, per=per),
+                *formatted(rope, (self.rope_dim,), kv_format, group=group, reach=reach, per=per),
             )
         return (
-            *formatted(f"{prefix}latent", (self.nope_dim,), kv_format, group=group, reach=reach, per=per),
-            *formatted(f"{prefix}rope", (self.rope_dim,), kv_format, group=group, reach=reach, per=per),
+            *_scaled_row(latent, self.nope_dim, _COMPRESSED_BLOCK, DType.UINT8, group=group, reach=reach, per=per),
+            Part(group=group, reach=reach, name=rope, shape=(self.rope_dim,), dtype=DType.BFLOAT16, per=per),
         )
 
     def _ring(self, name: str, width: int, reach: ReachSpec) -> Part:
@@ -262,10 +267,6 @@ class CompressedCall:
         blocks = 2 if self.overlap else 1
         shape = (blocks * self.ratio * (2 if self.rollback else 1), 2 * blocks * width)
         return Part(group=WINDOW_GROUP, reach=reach, name=name, shape=shape, dtype=DType.FLOAT32, per=PER_PAGE)
-
-    def on_rank(self, tp: int) -> CompressedCall:
-        """Every rank holds the whole latent: all heads read it."""
-        return self
 
 
 def _is_fp8_row(kv_format: KVFormat) -> bool:
@@ -278,22 +279,10 @@ def _is_fp8_row(kv_format: KVFormat) -> bool:
     return kv_format.bits == 8
 
 
-def _state_part(name: str, shape: tuple[int, ...], dtype: DType) -> Part:
-    return Part(group=STATE_GROUP, reach=_STATE, name=name, shape=shape, dtype=dtype, per=PER_PAGE)
-
-
 def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 1) -> tuple[Part, ...]:
     """The keys of an indexer. Serving in half precision keeps them as FP8; float32 is asked for to be exact."""
+    if not width:
+        return ()
     if kv_format.storage is model_dtype is DType.FLOAT32:
-        return (Part(group=INDEXER_GROUP, reach=_FULL, name="index_k", shape=(width,), dtype=model_dtype, per=per),)
-    return _scaled_fp8("index_k", width, INDEXER_GROUP, per)
-
-
-def _scaled_fp8(name: str, width: int, group: str, per: int = 1) -> tuple[Part, ...]:
-    """FP8 numbers with one float32 scale per 128."""
-    scales = -(-width // _LATENT_BLOCK)
-    row = fp8_row(width, _LATENT_BLOCK, DType.FLOAT32)
-    return (
-        Part(group=group, reach=_FULL, name=name, shape=(width,), dtype=row.storage, per=per, kv_format=row),
-        Part(group=group, reach=_FULL, name=scales_of(name), shape=(scales,), dtype=DType.FLOAT32, per=per),
-    )
+        return (Part(group=INDEXER_GROUP, name="index_k", shape=(width,), dtype=model_dtype, per=per),)
+    return _scaled_row("index_k", width, _LATENT_BLOCK, DType.FLOAT32, group=INDEXER_GROUP, per=per)

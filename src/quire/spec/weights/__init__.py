@@ -41,7 +41,7 @@ def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightE
         bits, hidden = read_bits(config, plain), config.size(*HIDDEN_SIZE)
         modules = modules_of_layers(config, described_layers(config, _ANY_CONTEXT))
         layers = tuple(layer_weights(config, layer, bits, [f"layers.{layer.index}"]) for layer in modules)
-        if any(part.num_parameters < 0 for layer in layers for part in layer.parts):
+        if any(each.num_parameters < 0 for layer in layers for each in layer):
             raise config.unpriced("has sizes that do not go together", "hidden_size")
         embedding = config.size("vocab_size") * config.size("word_embed_proj_dim", default=hidden)
         learned = config.implied.get("learned_positions")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MIXERS = frozenset(
     {"attention", "attention_down", "indexer", "compressor", "mamba", "delta", "kda", "lightning", "conv"}
@@ -14,18 +15,17 @@ _MIXERS = frozenset(
 """Modules that mix tokens, which attention data parallelism divides over fewer ranks than the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleWeights:
+class ModuleWeights(NamedTuple):
     """Parameters of one layer that are stored alike and divided alike.
 
     `ways` is the largest number of ranks that divide them: the KV heads for key and value projections, 1 for what every
-    rank holds whole. `bits` is what one parameter takes with its share of the scales.
+    rank holds whole. `bits` is what one parameter takes with its share of the scales; 0: not known yet.
     """
 
     module: str
     num_parameters: int
-    ways: int
-    bits: float
+    ways: int = 1
+    bits: float = 0
 
     def bytes_on_rank(self, tp: int, attention_tp: int) -> int:
         """Bytes on one of `tp` ranks, the fullest; `attention_tp` of them share what mixes tokens."""
@@ -33,20 +33,8 @@ class ModuleWeights:
         return math.ceil(self.num_parameters * self.bits / 8 / min(ranks, self.ways))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """The parts of one layer."""
-
-    parts: tuple[ModuleWeights, ...]
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the layer."""
-        return sum(part.num_parameters for part in self.parts)
-
-    def bytes_on_rank(self, tp: int, attention_tp: int | None = None) -> int:
-        """Bytes on one of `tp` ranks, of which `attention_tp` (None: all) share what mixes tokens."""
-        return sum(part.bytes_on_rank(tp, attention_tp or tp) for part in self.parts)
+LayerWeights = tuple[ModuleWeights, ...]
+"""The modules of one layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +56,12 @@ class WeightEstimate:
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, without draft layers: published sizes leave them out, too."""
-        return self.embedding + self.head + self.other + sum(layer.num_parameters for layer in self.layers)
+        return (
+            self.embedding
+            + self.head
+            + self.other
+            + sum(each.num_parameters for layer in self.layers for each in layer)
+        )
 
     def bytes_on_rank(
         self, tp: int = 1, layers: range | None = None, *, draft: bool = False, attention_tp: int | None = None
@@ -76,7 +69,6 @@ class WeightEstimate:
         """Bytes on one rank of a group of `tp` that holds `layers` (None: all), a stage of a pipeline.
 
         With attention data parallelism `attention_tp` of the ranks share what mixes tokens, and all of them the rest.
-
         The stage of the first layer holds the embedding and `other`, which tensor parallelism does not divide; that of
         the last layer holds the head, a copy of the embedding where both are one, and with `draft` the draft layers.
         Raises ValueError for a stage that is not a run of the model's layers, or tp < 1.
@@ -86,9 +78,9 @@ class WeightEstimate:
             raise ValueError(f"tp is 1 or more, a stage a run of the {len(self.layers)} layers; got {tp} and {stage}")
         is_first, is_last = stage.start == 0, stage.stop == len(self.layers)
         divided, whole = (self.embedding, self.other) if is_first else (0, 0)
-        held = list(self.layers[stage.start : stage.stop])
+        held = self.layers[stage.start : stage.stop]
         if is_last:
             divided += self.head or (0 if is_first else self.embedding)
             held += self.draft_layers if draft else ()
         plain = math.ceil(divided * self.bits / 8 / tp) + math.ceil(whole * self.bits / 8)
-        return plain + sum(layer.bytes_on_rank(tp, attention_tp) for layer in held)
+        return plain + sum(each.bytes_on_rank(tp, attention_tp or tp) for layer in held for each in layer)

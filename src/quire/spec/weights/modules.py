@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from quire.spec.config_reader import DRAFT_LAYERS, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, ConfigReader
 from quire.spec.families import Layer, state
-from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, StateCall
+from quire.spec.layers import AttentionCall, CompressedCall, LatentCall, StateCall
 from quire.spec.weights.bits import Bits
-from quire.spec.weights.estimate import LayerWeights, ModuleWeights
+from quire.spec.weights.estimate import LayerWeights
+from quire.spec.weights.estimate import ModuleWeights as Module
 
+_OTHERS = ("mlp", "moe")
 _LONE = {
     "M": "state", "mamba": "state", "linear_attention": "state", "*": "attention", "attention": "attention",
     "full_attention": "attention", "-": "mlp", "mlp": "mlp", "E": "moe", "moe": "moe",
@@ -20,17 +21,9 @@ _LONE = {
 """The module of a layer that has only one, by its letter in a pattern or its name in a list."""
 
 
-class Count(NamedTuple):
-    """Parameters of a module before their storage is known. `ways` as in `ModuleWeights`."""
-
-    module: str
-    parameters: int
-    ways: int = 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerModules:
-    """What one layer consists of: the calls of its mixers, and the names of its other modules in `_OTHERS`."""
+    """What one layer consists of: the calls of its mixers, and the names of its other modules."""
 
     index: int
     calls: Layer
@@ -103,20 +96,7 @@ def _is_sparse(config: ConfigReader, index: int) -> bool:
     return (index + 1) % step == 0 and index % config.size("moe_layer_freq", default=1) == 0
 
 
-def _mixer(config: ConfigReader, call: Call) -> list[Count]:
-    match call:
-        case AttentionCall():
-            return _attention(config, call)
-        case LatentCall():
-            return _latent_attention(config, call)
-        case CompressedCall():
-            return _compressed_attention(config, call)
-        case StateCall():
-            return _recurrence(config, call)
-    raise AssertionError(call)
-
-
-def _attention(config: ConfigReader, call: AttentionCall) -> list[Count]:
+def _attention(config: ConfigReader, call: AttentionCall) -> list[Module]:
     hidden, heads, value_matrices = config.size(*HIDDEN_SIZE), config.size(*NUM_HEADS), 1
     if call.window and config.has("swa_num_key_value_heads"):
         heads = config.size("swa_num_attention_heads", default=heads)
@@ -124,76 +104,76 @@ def _attention(config: ConfigReader, call: AttentionCall) -> list[Count]:
         value_matrices = 0  # keys serve as values
     gate = heads * call.value_dim if config.get("attn_output_gate", default=config.implied.get("gated_query")) else 0
     return [
-        Count("attention", hidden * (heads * (call.key_dim + call.value_dim) + gate), heads),
-        Count("attention", hidden * call.kv_heads * (call.key_dim + call.value_dim * value_matrices), call.kv_heads),
+        Module("attention", hidden * (heads * (call.key_dim + call.value_dim) + gate), heads),
+        Module("attention", hidden * call.kv_heads * (call.key_dim + call.value_dim * value_matrices), call.kv_heads),
         *_indexer(config, call.index_dim, hidden),
     ]
 
 
-def _latent_attention(config: ConfigReader, call: LatentCall) -> list[Count]:
+def _latent_attention(config: ConfigReader, call: LatentCall) -> list[Module]:
     hidden, heads, rank = config.size(*HIDDEN_SIZE), config.size(*NUM_HEADS), call.rank
     nope, value = config.size("qk_nope_head_dim"), config.size("v_head_dim")
     q_rank = config.size("q_lora_rank", default=0)
     gate = hidden * value if config.has("mla_use_output_gate") else 0
     per_head = (q_rank or hidden) * (nope + call.rope_dim) + rank * (nope + value) + value * hidden + gate
     return [
-        Count("attention", heads * per_head, heads),
-        Count("attention_down", hidden * (q_rank + rank + call.rope_dim)),
+        Module("attention", heads * per_head, heads),
+        Module("attention_down", hidden * (q_rank + rank + call.rope_dim)),
         *_indexer(config, call.index_dim, q_rank or hidden),
     ]
 
 
-def _compressed_attention(config: ConfigReader, call: CompressedCall) -> list[Count]:
+def _compressed_attention(config: ConfigReader, call: CompressedCall) -> list[Module]:
     """Low-rank queries and outputs around compressed keys. Blocks that overlap are compressed twice."""
     hidden, heads, head_dim = config.size(*HIDDEN_SIZE), config.size(*NUM_HEADS), call.nope_dim + call.rope_dim
     q_rank, o_rank, streams = config.size("q_lora_rank"), config.size("o_lora_rank"), config.size("hc_mult", default=0)
     index_heads = config.size("index_n_heads") if call.index_dim else 0
     compressor = 2 * hidden * ((2 if call.overlap else 1) * head_dim + 2 * call.index_dim) if call.ratio else 0
     return [
-        Count("attention", heads * head_dim * (q_rank + o_rank), heads),
-        Count("attention", config.size("o_groups") * o_rank * hidden, config.size("o_groups")),
-        Count("attention_down", hidden * (q_rank + head_dim)),
-        Count("compressor", compressor),
-        Count("streams", 2 * (2 + streams) * streams * streams * hidden),
-        Count("indexer", index_heads * (q_rank * call.index_dim + hidden)),
+        Module("attention", heads * head_dim * (q_rank + o_rank), heads),
+        Module("attention", config.size("o_groups") * o_rank * hidden, config.size("o_groups")),
+        Module("attention_down", hidden * (q_rank + head_dim)),
+        Module("compressor", compressor),
+        Module("streams", 2 * (2 + streams) * streams * streams * hidden),
+        Module("indexer", index_heads * (q_rank * call.index_dim + hidden)),
     ]
 
 
-def _indexer(config: ConfigReader, width: int, query_width: int) -> list[Count]:
+def _indexer(config: ConfigReader, width: int, query_width: int) -> list[Module]:
     """The projections that select tokens for sparse attention; every rank holds them whole."""
     if not width:
         return []
     sparse = ConfigReader(config.get("sparse_attention_config", default=config.text))
     heads = sparse.size("index_n_heads", "sparse_num_index_heads")
-    return [Count("indexer", heads * query_width * width + config.size(*HIDDEN_SIZE) * (width + heads))]
+    return [Module("indexer", heads * query_width * width + config.size(*HIDDEN_SIZE) * (width + heads))]
 
 
-def _recurrence(config: ConfigReader, call: StateCall) -> list[Count]:
+def _recurrence(config: ConfigReader, call: StateCall) -> list[Module]:
     """A recurrent layer: its projections, from the shapes of the state that it keeps."""
     hidden, heads, inner, kernel = config.size(*HIDDEN_SIZE), call.heads, call.channels, call.kernel
     mixed = inner + call.groups * call.group_channels  # what the convolution reads
     match state.read(config, None)[0]:
         case "mamba2":
-            return [Count("mamba", hidden * (2 * inner + mixed + heads) + mixed * (kernel + 1) + inner, heads)]
+            return [Module("mamba", hidden * (2 * inner + mixed + heads) + mixed * (kernel + 1) + inner, heads)]
         case "mamba":
             rank = config.size("mamba_dt_rank", "time_step_rank", default=math.ceil(hidden / 16))
-            return [Count("mamba", inner * (3 * hidden + kernel + 2 * rank + 3 * call.matrix[-1] + 4), inner)]
+            return [Module("mamba", inner * (3 * hidden + kernel + 2 * rank + 3 * call.matrix[-1] + 4), inner)]
         case "delta":
-            return [Count("delta", hidden * (mixed + 2 * inner + 2 * heads) + mixed * kernel, call.groups)]
+            return [Module("delta", hidden * (mixed + 2 * inner + 2 * heads) + mixed * kernel, call.groups)]
         case "kda":  # a gated delta net with gates of low rank, the output's possibly of full rank
             own = ConfigReader(config.get("linear_attn_config", default={}))
             width, is_full = heads * call.matrix[0], own.has("use_full_rank_gate")
             low_rank = (1 if is_full else 2) * call.matrix[0]
             split = (5 if is_full else 4) * hidden * width + 3 * width * kernel + hidden * heads + low_rank * width
-            return [Count("delta", split, heads), Count("delta", low_rank * hidden)]
+            return [Module("delta", split, heads), Module("delta", low_rank * hidden)]
         case "lightning":
-            return [Count("attention", 5 * hidden * heads * call.matrix[0], heads)]
+            return [Module("attention", 5 * hidden * heads * call.matrix[0], heads)]
         case "conv":
-            return [Count("conv", hidden * (4 * hidden + kernel), hidden)]
+            return [Module("conv", hidden * (4 * hidden + kernel), hidden)]
     raise config.unpriced("has gated linear recurrent layers", "lru_width")
 
 
-def _mlp(config: ConfigReader, index: int) -> list[Count]:
+def _mlp(config: ConfigReader, index: int) -> list[Module]:
     hidden, is_plain = config.size(*HIDDEN_SIZE), config.implied.get("plain_mlp", False)
     block = config.entry("block_configs", index)
     if block:
@@ -210,10 +190,10 @@ def _mlp(config: ConfigReader, index: int) -> list[Count]:
     if config.has("block_auto_adjust_ff_dim"):
         factor, step = config.number("block_ffn_dim_multiplier", default=1.0), config.size("block_multiple_of")
         width = step * math.ceil(int(factor * int(2 * width / 3)) / step)
-    return [Count("mlp", (2 if is_plain else 3) * hidden * width, width)]
+    return [Module("mlp", (2 if is_plain else 3) * hidden * width, width)]
 
 
-def _moe(config: ConfigReader, index: int) -> list[Count]:
+def _moe(config: ConfigReader) -> list[Module]:
     hidden, experts = config.size(*HIDDEN_SIZE), _num_experts(config)
     matrices = 2 if config.implied.get("plain_mlp") else 3
     width = config.size("moe_intermediate_size", "intermediate_size")
@@ -226,33 +206,36 @@ def _moe(config: ConfigReader, index: int) -> list[Count]:
     )  # fmt: skip
     routed = "experts_beside" if config.has("enable_moe_block") else "experts"
     return [
-        Count(routed, experts * matrices * (latent or hidden) * width, width),
-        Count("shared", matrices * hidden * shared, max(1, shared)),
-        Count("router", experts * hidden + 2 * hidden * latent),
+        Module(routed, experts * matrices * (latent or hidden) * width, width),
+        Module("shared", matrices * hidden * shared, max(1, shared)),
+        Module("router", experts * hidden + 2 * hidden * latent),
     ]
-
-
-def _projection(config: ConfigReader, index: int) -> list[Count]:
-    return [Count("projection", 2 * config.size(*HIDDEN_SIZE) ** 2)]
-
-
-_OTHERS: Mapping[str, Callable[[ConfigReader, int], list[Count]]] = {
-    "mlp": _mlp,
-    "moe": _moe,
-    "projection": _projection,
-}
 
 
 def layer_weights(config: ConfigReader, layer: LayerModules, bits: Bits, roots: list[str]) -> LayerWeights:
     """The weights of a layer, which the checkpoint knows under one of `roots`."""
-    counts: list[Count] = []
+    hidden = config.size(*HIDDEN_SIZE)
+    modules: list[Module] = []
     for call in layer.calls:
-        counts += _mixer(config, call)
+        match call:
+            case AttentionCall():
+                modules += _attention(config, call)
+            case LatentCall():
+                modules += _latent_attention(config, call)
+            case CompressedCall():
+                modules += _compressed_attention(config, call)
+            case StateCall():
+                modules += _recurrence(config, call)
     for name in layer.others:
-        counts += _OTHERS[name](config, layer.index)
-    counts.append(Count("norm", (len(layer.calls) + len(layer.others)) * config.size(*HIDDEN_SIZE)))
-    parts = (ModuleWeights(module=m, num_parameters=n, ways=ways, bits=bits(m, roots)) for m, n, ways in counts if n)
-    return LayerWeights(parts=tuple(parts))
+        match name:
+            case "mlp":
+                modules += _mlp(config, layer.index)
+            case "moe":
+                modules += _moe(config)
+            case "projection":
+                modules.append(Module("projection", 2 * hidden**2))
+    modules.append(Module("norm", (len(layer.calls) + len(layer.others)) * hidden))
+    return tuple(each._replace(bits=bits(each.module, roots)) for each in modules if each.num_parameters)
 
 
 def draft_layers(config: ConfigReader, layers: list[LayerModules], bits: Bits) -> Iterator[LayerWeights]:

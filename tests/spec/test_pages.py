@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.spec.ids import PADDING_PAGE
 from quire.spec.pages import floor_to_page, pages_for
 
 sizes = st.integers(1, 300)
@@ -25,7 +24,3 @@ def test_pages_hold_the_tokens_and_not_one_page_more(num_tokens: int, page_size:
     assert (pages_for(num_tokens, page_size) - 1) * page_size < num_tokens
     assert 0 <= num_tokens - floor_to_page(num_tokens, page_size) < page_size
     assert floor_to_page(num_tokens, page_size) % page_size == 0
-
-
-def test_the_padding_page_is_zero() -> None:
-    assert PADDING_PAGE == 0
