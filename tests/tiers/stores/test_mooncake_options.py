@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from quire.errors import InvalidInput
+from quire.testing.contracts.records import make_keys
+from quire.tiers.store import Answer
 from quire.tiers.stores import mooncake as mooncake_store
 
 
@@ -28,17 +32,49 @@ def test_two_sizes() -> None:
         mooncake_store.open("mooncake://host?segment=1GiB", 1 << 30)
 
 
-def test_lanes_hold_their_batches() -> None:
+class FakeClient:
+    """A pool that takes everything, and notes where in the registered memory the records of each call are."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[int, int]]] = []
+        self.start = self.num_bytes = 0
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        self.start, self.num_bytes = address, num_bytes
+        return 0
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [0] * len(names)
+
+    def batch_put_from(self, names: list[str], addresses: list[int], sizes: list[int], _: object) -> list[int]:
+        assert len(names) == len(addresses) == len(sizes)
+        self.calls.append([(at - self.start, size) for at, size in zip(addresses, sizes, strict=True)])
+        return [0] * len(names)
+
+
+@pytest.mark.parametrize(
+    ("most", "most_bytes", "batches"),
+    [(9, 200, [[0], [1], [2], [4], [5, 6, 7]]), (3, 1 << 30, [[0], [1, 2], [4, 5, 6], [7]])],
+)
+def test_lanes_hold_their_batches(
+    monkeypatch: pytest.MonkeyPatch, most: int, most_bytes: int, batches: list[list[int]]
+) -> None:
     """Batches are as large as a lane and a call allow, in order, and what never fits is in none."""
-    bounce = mooncake_store.Bounce(1 << 20, 2)
-    assert bounce.lane_bytes == 1 << 19
-    sizes = [1 << 19, 100, 65, (1 << 19) + 1, (1 << 19) - 200, 64, 64, 64]
-    assert list(bounce.batches(sizes, 9, 200)) == [[0], [1], [2], [4], [5, 6, 7]]
-    batches = list(bounce.batches(sizes, 3, 1 << 30))
-    assert batches == [[0], [1, 2], [4, 5, 6], [7]]
-    with bounce.lane() as lane:
-        for batch in batches:
-            places = lane.places([sizes[index] for index in batch])
-            ends = [place + sizes[index] for place, index in zip(places, batch, strict=True)]
-            assert all(end <= start for end, start in zip(ends, places[1:], strict=False))
-            assert ends[-1] <= lane.memory.nbytes
+    monkeypatch.setattr(mooncake_store, "_MOST_PIECES", most)
+    monkeypatch.setattr(mooncake_store, "_BATCH_BYTES", most_bytes)
+    client = FakeClient()
+    replication = SimpleNamespace(replica_num=1)
+    store = mooncake_store.MooncakeStore(client, replication, "here", bounce_bytes=(1 << 20) + 1, listing="")
+    assert client.num_bytes == 1 << 20
+    lane_bytes = client.num_bytes // 2
+    sizes = [lane_bytes, 100, 65, lane_bytes + 1, lane_bytes - 200, 64, 64, 64]
+    keys = make_keys(len(sizes))
+    assert store.prepare(keys, sizes) == [Answer.RETRY if size > lane_bytes else Answer.MISS for size in sizes]
+    answers = [Answer.RETRY if size > lane_bytes else Answer.HIT for size in sizes]
+    assert store.put(keys, [bytes(size) for size in sizes]) == answers
+    assert store.complete(keys, [True] * 8) == [Answer.MISS if size > lane_bytes else Answer.HIT for size in sizes]
+    assert [[size for _, size in call] for call in client.calls] == [[sizes[at] for at in batch] for batch in batches]
+    for call in client.calls:
+        ends = [place + size for place, size in call]
+        assert all(end <= start for end, (start, _) in zip(ends, call[1:], strict=False))
+        assert call[0][0] // lane_bytes == (ends[-1] - 1) // lane_bytes, "in one lane"

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from queue import LifoQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from typing_extensions import Buffer
 
@@ -50,12 +50,14 @@ from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
 _PREFIX = "quire/"
 _MOST_PIECES = 1024  # after a batch of more than 2048 the transport refuses all batches for a while
+_NUM_LANES = 2
 _BATCH_BYTES = 4 << 20  # bytes through a lane at once: more is evicted from the CPU caches before it is copied
 _ALIGNED = 64
 _LOCAL_BYTES = 16 << 20  # the library's own buffer, for calls that are not used here
 _REST_SECONDS = 2.0
 _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
-_Move = Callable[[list[StoreKey], list[memoryview]], list[Answer]]
+_Move = Callable[[list[StoreKey], list[memoryview], list[int]], list[Answer]]
+"""Moves records through the bounce buffer, at these offsets in it."""
 _NO_ROOM, _TOO_SMALL, _NOT_READY, _UNKNOWN, _NO_MASTER, _NO_ANSWER = -200, -600, -703, -704, -900, -901
 
 
@@ -129,10 +131,16 @@ class MooncakeStore(RemoteStore):
         self._listing = listing
         self._rests_until = 0.0
         self._calls = Calls()
-        self._bounce = Bounce(bounce_bytes, 2)
-        if client.register_buffer(self._bounce.address, self._bounce.num_bytes) != 0:
+        self._lane_bytes = bounce_bytes // _NUM_LANES // mmap.PAGESIZE * mmap.PAGESIZE
+        num_bytes = _NUM_LANES * self._lane_bytes
+        self._memory = memoryview(mmap.mmap(-1, num_bytes))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._idle_lanes: LifoQueue[int] = LifoQueue()  # by offset; each is for one batch at a time
+        for start in range(0, num_bytes, self._lane_bytes):
+            self._idle_lanes.put(start)
+        if client.register_buffer(self._address, num_bytes) != 0:
             self.close()
-            raise StoreError(f"{where} does not register {self._bounce.num_bytes} bytes.", fix="lower `bounce`.")
+            raise StoreError(f"{where} does not register {num_bytes} bytes.", fix="lower `bounce`.")
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         """HIT or MISS. `exists` leases records against eviction and so counts as a use. It looks up the last key first,
@@ -171,23 +179,31 @@ class MooncakeStore(RemoteStore):
         """Leave the pool, after calls in flight. Records in memory of this process are lost."""
         if self._calls.close():
             self._drop_announced()
-            self._client.unregister_buffer(self._bounce.address)
+            self._client.unregister_buffer(self._address)
             self._client.close()
 
     def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
         """RETRY for a record too large for `bounce`."""
-        fits = [size <= self._bounce.lane_bytes for size in sizes]
+        fits = [size <= self._lane_bytes for size in sizes]
         return [answer if good else Answer.RETRY for answer, good in zip(self.exists(keys), fits, strict=True)]
 
     def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
         return self._by_lanes(self._put, keys, records)
 
     def _by_lanes(self, move: _Move, keys: Sequence[StoreKey], records: Sequence[memoryview]) -> list[Answer]:
-        """Answers of `move` for batches; RETRY for records larger than a lane."""
+        """The answers of `move` for batches that fit in a lane; RETRY for larger records."""
         answers = [Answer.RETRY] * len(keys)
-        for batch in self._bounce.batches([record.nbytes for record in records], _MOST_PIECES, _BATCH_BYTES):
-            moved = move([keys[index] for index in batch], [records[index] for index in batch])
-            for index, answer in zip(batch, moved, strict=True):
+        fitting = [index for index, record in enumerate(records) if record.nbytes <= self._lane_bytes]
+        rooms = [-(-records[index].nbytes // _ALIGNED) * _ALIGNED for index in fitting]
+        for batch in batches(rooms, _MOST_PIECES, min(self._lane_bytes, _BATCH_BYTES)):
+            some = [fitting[at] for at in batch]
+            lane = self._idle_lanes.get()
+            try:
+                places = list(accumulate((rooms[at] for at in batch), initial=lane))[:-1]
+                moved = move([keys[index] for index in some], [records[index] for index in some], places)
+            finally:
+                self._idle_lanes.put(lane)
+            for index, answer in zip(some, moved, strict=True):
                 answers[index] = answer
         return answers
 
@@ -210,27 +226,24 @@ class MooncakeStore(RemoteStore):
     def _ask_in_parts(self, verb: Callable[..., Sequence[int]], names: Sequence[str], *arguments: object) -> list[int]:
         return [code for some in in_parts(names, _MOST_PIECES) for code in self._ask(verb, some, *arguments)]
 
-    def _put(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
-        with self._bounce.lane() as lane:
-            places = lane.places([record.nbytes for record in records])
-            for place, record in zip(places, records, strict=True):
-                lane.memory[place : place + record.nbytes] = record
-            names, addresses = _names(keys), [lane.address + place for place in places]
-            codes = [_NO_ROOM] * len(keys)
-            for wait in (0.0, *_WAITS_FOR_ROOM):
-                time.sleep(wait)
-                left = [at for at, code in enumerate(codes) if code == _NO_ROOM]
-                again = self._ask(
-                    self._client.batch_put_from,
-                    [names[at] for at in left],
-                    [addresses[at] for at in left],
-                    [records[at].nbytes for at in left],
-                    self._replication,
-                )
-                for at, code in zip(left, again, strict=True):
-                    codes[at] = code
-                if _NO_ROOM not in codes:
-                    break
+    def _put(self, keys: list[StoreKey], records: list[memoryview], places: list[int]) -> list[Answer]:
+        for place, record in zip(places, records, strict=True):
+            self._memory[place : place + record.nbytes] = record
+        names, codes = _names(keys), [_NO_ROOM] * len(keys)
+        for wait in (0.0, *_WAITS_FOR_ROOM):
+            time.sleep(wait)
+            left = [at for at, code in enumerate(codes) if code == _NO_ROOM]
+            again = self._ask(
+                self._client.batch_put_from,
+                [names[at] for at in left],
+                [self._address + places[at] for at in left],
+                [records[at].nbytes for at in left],
+                self._replication,
+            )
+            for at, code in zip(left, again, strict=True):
+                codes[at] = code
+            if _NO_ROOM not in codes:
+                break
         wanted = self._replication.replica_num
         if wanted > 1 and codes[0] == 0:
             with self._usable() as usable:
@@ -238,69 +251,22 @@ class MooncakeStore(RemoteStore):
                     self.failures.add("replicas")
         return [Answer.HIT if code == 0 else Answer.RETRY for code in codes]
 
-    def _receive(self, keys: list[StoreKey], buffers: list[memoryview]) -> list[Answer]:
+    def _receive(self, keys: list[StoreKey], buffers: list[memoryview], places: list[int]) -> list[Answer]:
         sizes = [buffer.nbytes for buffer in buffers]
         asked = {key: at for at, key in reversed(list(enumerate(keys))) if sizes[at]}  # each key is requested once
-        with self._bounce.lane() as lane:
-            places = lane.places(sizes)
-            codes = self._ask(
-                self._client.batch_get_into,
-                _names(list(asked)),
-                [lane.address + places[at] for at in asked.values()],
-                [sizes[at] for at in asked.values()],
-            )
-            code_of = dict(zip(asked, codes, strict=True))
-            answers = [_answer(code_of.get(key, _TOO_SMALL), size) for key, size in zip(keys, sizes, strict=True)]
-            for key, buffer, answer in zip(keys, buffers, answers, strict=True):
-                if answer is Answer.HIT:
-                    place = places[asked[key]]
-                    buffer[:] = lane.memory[place : place + buffer.nbytes]
+        codes = self._ask(
+            self._client.batch_get_into,
+            _names(list(asked)),
+            [self._address + places[at] for at in asked.values()],
+            [sizes[at] for at in asked.values()],
+        )
+        code_of = dict(zip(asked, codes, strict=True))
+        answers = [_answer(code_of.get(key, _TOO_SMALL), size) for key, size in zip(keys, sizes, strict=True)]
+        for key, buffer, answer in zip(keys, buffers, answers, strict=True):
+            if answer is Answer.HIT:
+                place = places[asked[key]]
+                buffer[:] = self._memory[place : place + buffer.nbytes]
         return answers
-
-
-class Lane(NamedTuple):
-    """Part of a bounce buffer, for one batch at a time."""
-
-    memory: memoryview
-    address: int
-
-    def places(self, sizes: Sequence[int]) -> list[int]:
-        """Consecutive offsets of records of these sizes, which fit (see `Bounce.batches`)."""
-        return list(accumulate(map(_room, sizes), initial=0))[:-1]
-
-
-class Bounce:
-    """Memory that records pass through, cut into lanes, each for one thread at a time."""
-
-    def __init__(self, num_bytes: int, num_lanes: int) -> None:
-        self.lane_bytes = num_bytes // num_lanes // mmap.PAGESIZE * mmap.PAGESIZE
-        self.num_bytes = self.lane_bytes * num_lanes
-        self._map = mmap.mmap(-1, self.num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        memory = memoryview(self._map)
-        self._idle: LifoQueue[Lane] = LifoQueue()
-        for start in range(0, self.num_bytes, self.lane_bytes):
-            self._idle.put(Lane(memory[start : start + self.lane_bytes], self.address + start))
-
-    @contextmanager
-    def lane(self) -> Iterator[Lane]:
-        """A lane for the block; waits for one."""
-        lane = self._idle.get()
-        try:
-            yield lane
-        finally:
-            self._idle.put(lane)
-
-    def batches(self, sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[list[int]]:
-        """As `batches`, for records that pass through one lane together. Records larger than a lane are in none."""
-        fitting = [index for index, size in enumerate(sizes) if _room(size) <= self.lane_bytes]
-        rooms = [_room(sizes[index]) for index in fitting]
-        for batch in batches(rooms, most, min(self.lane_bytes, most_bytes)):
-            yield [fitting[at] for at in batch]
-
-
-def _room(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _answer(code: int, num_bytes: int) -> Answer:

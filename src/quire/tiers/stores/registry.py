@@ -27,34 +27,31 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 def directory_of(url: str) -> str | None:
     """The path, if a URL is a local directory: a path, `dir:PATH` or a `file:` URL; else None. Raises InvalidInput for
     an empty path, a `file:` URL of another host, and a server's URL without slashes, whose password would show."""
-    path = _directory_of(url)
-    if path == "":
-        raise InvalidInput("the directory of a store has no name.", fix="write dir:/var/cache/quire.")
-    return path
-
-
-def _directory_of(url: str) -> str | None:
     found = _SCHEME.match(url)
-    if found is None:
-        return url
-    scheme, rest = found[1].lower(), url[found.end() :]
+    scheme, rest = (found[1].lower(), url[found.end() :]) if found is not None else ("", url)
+    has_slashes = found is not None and found[2] is not None
+    path = url
     if scheme == "file":
-        host = rest.partition("/")[0] if found[2] else ""
+        host = rest.partition("/")[0] if has_slashes else ""
         if host not in ("", "localhost"):
             shown = without_secrets(url)
             host = shown.partition("://")[2].partition("/")[0]
             raise InvalidInput(
                 f"'{shown}' names a directory of the host '{host}'.", fix="write file:///var/cache/quire."
             )
-        return unquote(rest.removeprefix(host))
-    if url.startswith("dir:"):
-        return rest
-    if scheme in _BACKENDS and not found[2]:
+        path = unquote(rest.removeprefix(host))
+    elif url.startswith("dir:"):
+        path = rest
+    elif has_slashes:
+        return None
+    elif scheme in _BACKENDS:
         raise InvalidInput(
             f"the URL of a store begins with {scheme}://, and this one with {scheme}:.",
             fix=f"write both slashes, or dir:PATH for a directory whose name begins with {scheme}:.",
         )
-    return None if found[2] else url
+    if not path:
+        raise InvalidInput("the directory of a store has no name.", fix="write dir:/var/cache/quire.")
+    return path
 
 
 def register_store(scheme: str, opener: Opener) -> None:

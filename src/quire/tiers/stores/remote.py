@@ -32,8 +32,6 @@ class RemoteStore(Store):
         self.failures = failures
         self._announced: dict[StoreKey, _Announced] = {}
 
-    # -- of each server
-
     def _claim(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
         """The answers of `prepare` for distinct keys."""
         return self.exists(keys)
@@ -44,8 +42,6 @@ class RemoteStore(Store):
 
     def _unclaim(self, keys: list[StoreKey]) -> None:
         """Claimed records will not be sent."""
-
-    # -- of all
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         """The server is not asked about announced keys, and makes room when the bytes arrive."""
@@ -61,7 +57,9 @@ class RemoteStore(Store):
         try:
             answers.update(zip(mine, self._claim(list(mine), list(mine.values())), strict=True))
         finally:
-            self._take([key for key, answer in answers.items() if answer is not Answer.MISS])
+            for key, answer in answers.items():
+                if answer is not Answer.MISS:
+                    self._announced.pop(key, None)
         return [answers.get(key, Answer.PENDING) for key in keys]
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
@@ -77,14 +75,15 @@ class RemoteStore(Store):
         answers = [Answer.MISS] * len(keys)
         sending: dict[int, memoryview] = {}
         dropped: list[StoreKey] = []
-        for index, (announced, good) in enumerate(zip(self._take(keys), ok, strict=True)):
+        for index, (key, good) in enumerate(zip(keys, ok, strict=True)):
+            announced = self._announced.pop(key, None)
             if announced is None:
                 continue
             answers[index] = Answer.RETRY if good else Answer.MISS
             if good and announced.record is not None:
                 sending[index] = announced.record
             else:
-                dropped.append(keys[index])
+                dropped.append(key)
         self._unclaim(dropped)
         sent = self._send([keys[index] for index in sending], list(sending.values()))
         for index, answer in zip(sending, sent, strict=True):
@@ -92,12 +91,8 @@ class RemoteStore(Store):
         return answers
 
     def _drop_announced(self) -> None:
-        keys = list(self._announced)
-        self._take(keys)
-        self._unclaim(keys)
-
-    def _take(self, keys: Sequence[StoreKey]) -> list[_Announced | None]:
-        return [self._announced.pop(key, None) for key in keys]
+        dropped, self._announced = self._announced, {}
+        self._unclaim(list(dropped))
 
 
 def key_of(name: str) -> StoreKey | None:

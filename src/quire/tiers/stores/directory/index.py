@@ -1,4 +1,4 @@
-"""Index: the place of each record, in SQLite, shared by all processes that have the directory open.
+"""Index: the place of each record, in SQLite, shared by all processes that have the directory open (`Owners`).
 
     slabs    files of equal slots; `fresh` is the first slot that was never used
     free     slots that were given back
@@ -10,6 +10,9 @@ Invariant: a slot below `fresh` is in exactly one of `free` and `records`; any o
 
 from __future__ import annotations
 
+import fcntl
+import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,9 +136,6 @@ class Index:
                 connection.close()
 
 
-# -- reading
-
-
 def rows_where(connection: sqlite3.Connection, condition: str, values: Sequence[Any]) -> list[Row]:
     """Records that meet a condition, which may end in an order and a limit."""
     return list(map(Row._make, connection.execute(f"SELECT {_COLUMNS} FROM records WHERE {condition}", values)))
@@ -193,9 +193,6 @@ SELECT
 """
 
 
-# -- steps of a transaction
-
-
 def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row]:
     """Insert rows; returns them with their new ids."""
     last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
@@ -228,9 +225,6 @@ def empty_slab(connection: sqlite3.Connection, slab: int, slot_bytes: int) -> in
     """Delete all records of a slab, visible or not; returns their number."""
     connection.execute("DELETE FROM free WHERE slot_bytes = ? AND slab = ?", (slot_bytes, slab))
     return connection.execute("DELETE FROM records WHERE slab = ?", (slab,)).rowcount
-
-
-# -- opening
 
 
 def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
@@ -283,3 +277,64 @@ def _make_or_check(connection: sqlite3.Connection, path: Path) -> None:
             f"the store in '{path.parent}' has version {version}, and this is for version {VERSION}.",
             fix="give another directory, or remove this one; a store can be filled again.",
         )
+
+
+class Owners:
+    """The processes that have the directory open, this one by `name`. Each locks its own file, and the lock ends with
+    the process. It is a lock and not a process id, because ids are reused and differ between containers. A file is
+    unlinked only under its lock."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError if files cannot be created or locked."""
+        self._folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+        while True:
+            self.name = secrets.token_hex(8)
+            self._file = os.open(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+            except OSError:
+                self.close()
+                raise
+            if os.fstat(self._file).st_nlink:
+                return
+            os.close(self._file)  # it was unlinked before it was locked
+
+    def is_dead(self, name: str) -> bool:
+        """Whether that owner has ended or closed the store; False if this is unknown."""
+        if name == self.name:
+            return False
+        try:
+            with _locked(self._folder / name):
+                return True
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
+    def remove_dead(self) -> None:
+        """Remove the files of dead owners, after their unfinished records were dropped."""
+        for path in list(self._folder.iterdir()):
+            with suppress(OSError), _locked(path):
+                path.unlink()
+
+    def count(self) -> int:
+        """The number of live owners, with this one."""
+        return sum(not self.is_dead(path.name) for path in list(self._folder.iterdir()))
+
+    def close(self) -> None:
+        """Release the lock, so that other processes see this owner as dead."""
+        with suppress(OSError):
+            (self._folder / self.name).unlink(missing_ok=True)
+            os.close(self._file)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock of an owner's file, for the block. Raises OSError while the owner is alive."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)

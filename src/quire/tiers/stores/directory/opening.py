@@ -13,8 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.stores.directory.index import Busy, Index, release, rows_where
-from quire.tiers.stores.directory.owners import Owners
+from quire.tiers.stores.directory.index import Busy, Index, Owners, release, rows_where
 from quire.tiers.stores.directory.slab_allocator import SlabAllocator
 from quire.tiers.stores.directory.slab_files import SlabFiles, make_file
 

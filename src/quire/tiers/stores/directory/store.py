@@ -2,7 +2,7 @@
 
     index.sqlite   the place of each record (`index`), and a reserve to open it on a full disk (`opening`)
     slabs/         the bytes (`slab_files`, `slab_allocator`)
-    owners/        the processes that have the directory open (`owners`)
+    owners/        the processes that have the directory open (`index`)
 
 The index reserves a slot for a writer. The record in it becomes visible in one transaction. So a process that is killed
 leaves a whole record or an invisible one, whose slot another process reclaims. A slot is reused only in a transaction
@@ -28,7 +28,6 @@ from typing_extensions import Buffer
 from quire.errors import StoreError
 from quire.tiers.store import Answer, Entry, Store, StoreKey, bytes_of, prepare_once
 from quire.tiers.stores.calls import Calls
-from quire.tiers.stores.directory.compaction import compact
 from quire.tiers.stores.directory.index import (
     FACTS,
     Busy,
@@ -43,7 +42,7 @@ from quire.tiers.stores.directory.index import (
     rows_where,
 )
 from quire.tiers.stores.directory.opening import TRY_AGAIN, keep_reserve, open_directory
-from quire.tiers.stores.directory.slab_allocator import slot_size
+from quire.tiers.stores.directory.slab_allocator import compact, slot_size
 from quire.tiers.stores.directory.slab_files import Place
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
@@ -104,65 +103,50 @@ class DirectoryStore(Store):
         self._files, self._owners = self._allocator.files, self._allocator.owners
         self.direct = self._files.direct
 
-    # -- writing
-
     @_answering
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         return prepare_once(keys, sizes, self._prepare)
 
     def _prepare(self, keys: list[StoreKey], sizes: list[int]) -> list[Answer]:
-        answers = [RETRY] * len(keys)
-        times = self._uses.now(len(keys))
-        left = [at for at, size in enumerate(sizes) if size > 0]
+        names = [key.pack() for key in keys]
+        with_room = zip(names, sizes, self._uses.now(len(keys)), strict=True)
+        wanted = {name: (size, used) for name, size, used in with_room if size > 0}
+        answers: dict[bytes, Answer] = {}
         has_more_room = True
         with suppress(Busy):
-            while has_more_room and left:
+            while has_more_room and wanted:
                 with self._index.writing() as index:
-                    found, made = self._reserve(index, [(at, keys[at].pack(), sizes[at], times[at]) for at in left])
+                    found, rows = self._reserve(index, wanted)
                     has_more_room = bool(self._allocator.dropped)
-                for at, answer in found.items():
-                    answers[at] = answer
-                for at, row in made.items():
-                    answers[at] = MISS
-                    self._prepared[keys[at]] = row
-                left = [at for at in left if answers[at] is RETRY]
+                self._prepared.update((StoreKey.unpack(row.name), row) for row in rows)
+                answers |= found | dict.fromkeys((row.name for row in rows), MISS)
+                wanted = {name: each for name, each in wanted.items() if name not in answers}
         self._files.close_removed()
         if self._uses.are_due:
             self._flush_uses()
-        return answers
+        return [answers.get(name, RETRY) for name in names]
 
     def _reserve(
-        self, index: sqlite3.Connection, wanted: list[tuple[int, bytes, int, int]]
-    ) -> tuple[dict[int, Answer], dict[int, Row]]:
-        """By position: answers for records that exist, and rows for the others, as far as there is room. `wanted` are
-        (position, name, bytes, time of use)."""
-        found = find_rows(index, [name for _, name, _, _ in wanted])
+        self, index: sqlite3.Connection, wanted: dict[bytes, tuple[int, int]]
+    ) -> tuple[dict[bytes, Answer], list[Row]]:
+        """Answers for records that exist, and rows for the others, as far as there is room. `wanted` has the bytes and
+        the time of use by name."""
+        found = find_rows(index, list(wanted))
         if any(row.owner is not None and self._owners.is_dead(row.owner) for row in found.values()):
             self._allocator.reclaim_dead(index)
             found = find_rows(index, list(found))
-        answers: dict[int, Answer] = {}
-        used: dict[int, int] = {}
-        by_slot: dict[int, list[tuple[int, bytes, int, int]]] = defaultdict(list)
-        for each in wanted:
-            at, name, size, used_at = each
-            row = found.get(name)
-            if row is None:
-                by_slot[slot_size(size)].append(each)
-            elif row.owner is None:
-                answers[at] = HIT
-                used[row.id] = used_at
-            else:
-                answers[at] = PENDING
-        self._uses.note(list(used), list(used.values()))
-        made: dict[int, Row] = {}
-        for slot_bytes, some in by_slot.items():
-            slots = self._allocator.alloc(index, slot_bytes, len(some))
-            rows = [
-                Row(0, name, *slot, slot_bytes, size, used_at, self._owners.name)
-                for (_, name, size, used_at), slot in zip(some, slots, strict=False)
-            ]
-            made.update(zip([at for at, *_ in some], insert_rows(index, rows), strict=False))
-        return answers, made
+        visible = [row for row in found.values() if row.owner is None]
+        self._uses.note([row.id for row in visible], [wanted[row.name][1] for row in visible])
+        by_slot: dict[int, list[bytes]] = defaultdict(list)
+        for name, (size, _) in wanted.items():
+            if name not in found:
+                by_slot[slot_size(size)].append(name)
+        made: list[Row] = []
+        for slot_bytes, names in by_slot.items():
+            slots = zip(names, self._allocator.alloc(index, slot_bytes, len(names)), strict=False)
+            new = [Row(0, name, *slot, slot_bytes, *wanted[name], self._owners.name) for name, slot in slots]
+            made += insert_rows(index, new)
+        return {row.name: HIT if row.owner is None else PENDING for row in found.values()}, made
 
     @_answering
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
@@ -216,8 +200,6 @@ class DirectoryStore(Store):
         except Busy:
             self._index.to_drop.update(ids, (row.id for row in bad))
             return set()
-
-    # -- reading
 
     @_answering
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
@@ -283,8 +265,6 @@ class DirectoryStore(Store):
     def _flush_uses(self) -> None:
         with suppress(Busy), self._index.writing(wait=False) as index:  # else another time
             self._uses.flush(index)
-
-    # -- the rest
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         visible: list[Row] = []
