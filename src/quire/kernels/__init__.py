@@ -1,1 +1,1 @@
-"""Math on tensors: attention over paged pools, and writes into them. Nothing is allocated, no model is known."""
+"""Math on tensors: attention over paged pools, and writes into them. No model is known here."""

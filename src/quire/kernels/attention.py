@@ -15,7 +15,7 @@ from quire.kernels.segments import MAX_BATCHED, Segment, Source, StepPlan
 from quire.kernels.workspace import Workspace
 
 _WIDEN_ROWS = {torch.bfloat16: 16, torch.float16: 1}
-"""Rows from which converting keys once costs less than multiplying without instructions for their dtype."""
+"""Rows from which it pays to convert the keys once, if the CPU lacks instructions for their dtype."""
 
 _workspace = Workspace()
 
@@ -33,11 +33,11 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention output `[T, heads, value_dim]` of every row over what `reader` reads, in the dtype of `query`.
+    """Attention output `[T, heads, value_dim]` of every row over the tokens of `reader`, in the dtype of `query`.
 
     `query` `[T, heads, key_dim]`; `key` `[T, kv_heads, key_dim]` and `value` `[T, kv_heads, value_dim]` are the new
-    tokens as writing them returned them. A row at position p reads keys `p - window < k <= p`; `chunked`, those of its
-    own chunk of `window` tokens up to p. `sinks` `[heads]` are logits of an extra key without value.
+    tokens as the writing function returned them. A row at position p reads keys `p - window < k <= p`; `chunked`, those
+    of its own chunk of `window` tokens up to p. `sinks` `[heads]` are logits of an extra key without value.
     """
     step = _Step(query, key, value, reader, scale, softcap)
     plan = batch.plan(window or 0, query.device, chunked=chunked)
@@ -66,11 +66,11 @@ def paged_attention_lse(
 def attend_tile(
     query: Tensor, reader: KVReader, index: Tensor, hidden: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of groups of rows over tokens of their own, of which there is one head: output and log-sum-exp.
+    """Attention of groups of rows over tokens of their own, with one KV head: output and log-sum-exp.
 
     The rows of group g, `query[g]` of `query` `[groups, rows, heads, dim]`, read the tokens in the g-th equal part of
-    the slots `index`, int64, but for those that `hidden` `[groups, rows, tokens]` says. Returns float32
-    `[groups, rows, heads, value_dim]` and `[groups, rows, heads]`; a row that sees nothing gives zeros and -inf.
+    the slots `index`, int64, except those in `hidden` `[groups, rows, tokens]`. Returns float32 `[groups, rows, heads,
+    value_dim]` and `[groups, rows, heads]`; a row that sees no token gives zeros and -inf.
     """
     groups, rows, heads, dim = query.shape
     empty = query.new_zeros(0, 1, dim)
@@ -93,7 +93,7 @@ def attend_tile(
 def attend_selected(
     query: Tensor, reader: KVReader, slots: Tensor, hidden: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`attend_tile` where every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
+    """`attend_tile` if every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
 
     `slots` int64 and `hidden` are `[T, n]`. Returns float32 `[T, heads, value_dim]` and `[T, heads]`.
     """
@@ -109,9 +109,9 @@ def attend_selected(
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
-    """One attention of float32 outputs `[..., heads, dim]` over different keys and their log-sum-exps `[..., heads]`.
+    """Merges float32 outputs `[..., heads, dim]` over different keys, by their log-sum-exps `[..., heads]`.
 
-    `sinks` `[heads]` as in `paged_attention`. Some part of every row must have seen a key.
+    `sinks` `[heads]` as in `paged_attention`. Each row must have seen a key in some part.
     """
     scores = torch.stack([lse for _, lse in parts])
     total = torch.logsumexp(scores, dim=0)
@@ -125,7 +125,7 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None
 
 
 class _Step:
-    """The tensors of one call, and the partial attention of one segment of it."""
+    """The tensors of one call, and the partial attention of one segment."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Step:
         self._tokens: tuple[Tensor, Tensor] = self.new
 
     def merged(self, plan: StepPlan, *, keep_lse: bool) -> _Merged:
-        """All segments of a plan. Without `keep_lse`, the log-sum-exp of finished rows is not kept up."""
+        """All segments of a plan. Without `keep_lse`, the log-sum-exp of finished rows is not updated."""
         value_dim = self.new[1].shape[-1]
         merged = _Merged(self.query, value_dim, start_empty=plan.start_empty, keep_lse=keep_lse)
         for segment in plan.segments:
@@ -205,7 +205,7 @@ class _Step:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Partial attention in whichever way computes this case; see `sdpa_flash`."""
+        """Partial attention by the function that supports this case; see `sdpa_flash`."""
         if self.flash:
             if query.shape[-2] >= self.widen_from:
                 query, key, value = query.float(), _widened("wide_key", key), _widened("wide_value", value)
@@ -213,7 +213,7 @@ class _Step:
         return sdpa_math(query, key, value, scale=self.scale, causal=causal, mask=mask, softcap=self.softcap)
 
     def _read(self, source: Source) -> tuple[Tensor, Tensor]:
-        """Keys and values `[tokens, kv_heads, dim]` of a source; read once for segments in a row that share it."""
+        """Keys and values `[tokens, kv_heads, dim]` of a source; read once for consecutive segments that share it."""
         if source is self._source:
             return self._tokens
         dtype = self.query.dtype
@@ -249,14 +249,14 @@ class _Merged:
             if self.keep_lse or not segment.last:
                 self.lse[rows] = lse
             return
-        before, merged = self.lse[rows], self.out[rows]  # copies where `rows` is an index
+        before, merged = self.lse[rows], self.out[rows]  # copies if `rows` is an index
         weight = torch.sigmoid(lse - before).unsqueeze(-1)
         self.out[rows] = torch.lerp(merged, out.float(), weight)
         if self.keep_lse or not segment.last:
             self.lse[rows] = torch.logaddexp(before, lse)
 
     def result(self, sinks: Tensor | None) -> Tensor:
-        """`[T, heads, value_dim]`; a sink takes its share of every row's weight and gives nothing."""
+        """`[T, heads, value_dim]`; a sink adds to the weight of every row and has no value."""
         if sinks is not None:
             self.out.mul_(torch.sigmoid(self.lse - sinks.float().view(self.lse.shape[1:])).unsqueeze(-1))
         return self.out.flatten(1, 2)

@@ -1,4 +1,4 @@
-"""PagedBatch: where the rows of one step come from and where their keys and values live. Host arrays, built once."""
+"""PagedBatch: the rows of one step, and where their keys and values are. Host arrays, built once."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class PagedBatch:
     """`R` sequences packed into one flat batch of `T` rows, for one step and one group. All layers share it.
 
     `query_starts` int32 `[R + 1]`: rows `query_starts[r]:query_starts[r + 1]` are the new tokens of sequence r.
-    `context_lens` int32 `[R]`: tokens of sequence r once this step has written, its new tokens being the last of them.
+    `context_lens` int32 `[R]`: tokens of sequence r after this step has written, its new tokens being the last of them.
     `frames` int32 `[R, max_pages]`: row r is the frame of each page, valid up to `ceil(context_lens[r] / page_size)`.
-    `slots` int32 `[T]`: `frame * page_size + offset` that each row's key and value are written to.
-    The arrays are not copied and must not change while the batch is in use.
+    `slots` int32 `[T]`: `frame * page_size + offset` to which each row's key and value are written. The arrays are not
+    copied and must not change while the batch is in use.
 
-    `planner` keeps plans of attention between the batches of one group; by default this batch has its own.
-    `ids` int64 `[R]`, different and not negative, identify sequences between batches: their places by default.
-    `parents` int32 `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past.
-    Such a row sees the past, the rows that it follows and itself; its position counts these. Without it, each row
-    follows the one before it. Slots are in the order of rows all the same.
+    `planner` keeps plans of attention between the batches of one group; by default this batch has its own. `ids` int64
+    `[R]`, distinct and not negative, identify sequences between batches: their places by default. `parents` int32
+    `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past. Such a row sees the
+    past, the rows that it follows and itself; its position counts these. Without it, each row follows the one before
+    it. Slots are in the order of rows all the same.
     """
 
     query_starts: Ids
@@ -63,7 +63,7 @@ class PagedBatch:
         return int(self.query_starts[-1])
 
     def spans(self) -> tuple[Slots, Slots]:
-        """Positions `starts[r]:stops[r]` int64 that the rows of sequence r have."""
+        """The positions of the rows of sequence r are `starts[r]:stops[r]`, int64."""
         stops = self.context_lens.astype(np.int64)
         return stops - np.diff(self.query_starts), stops
 
@@ -89,10 +89,10 @@ class PagedBatch:
         return self._slots
 
     def plan(self, window: int, device: torch.device, *, chunked: bool = False) -> StepPlan:
-        """How to attend with `window` (0: everything). Built on first use, then shared by all layers of the step.
+        """The plan for attention with `window` (0: everything), built on first use and shared by the layers of a step.
 
         `chunked`: rows read the keys of their own chunk of `window` tokens, instead of the last `window`. The plan is
-        valid until another batch of the same planner asks for one.
+        valid until another batch of the same planner requests one.
         """
         chunked = chunked and window > 0
         if chunked:
@@ -111,7 +111,7 @@ class PagedBatch:
     def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
         """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone.
 
-        Plans are kept between the parts that have the same `name`, of which a batch has one, and for no other.
+        Plans are kept between parts with the same `name`, of which a batch has one, and for no other.
         """
         starts, stops = self.query_starts[sequences].astype(np.int64), self.query_starts[sequences + 1].astype(np.int64)
         rows = flatten_ranges(starts, stops)
@@ -133,7 +133,7 @@ class PagedBatch:
         return rows, batch
 
     def derived(self, name: Hashable, build: Callable[[PagedBatch], T]) -> T:
-        """What `build` makes of this batch; made on first use, then shared by all layers of the step."""
+        """The result of `build` for this batch; built on first use, then shared by all layers of the step."""
         if name not in self._derived:
             self._derived[name] = build(self)
         found: T = self._derived[name]

@@ -1,4 +1,4 @@
-"""Numbers as a KVFormat stores them, and back: plain FP8, and blocks of FP8 or FP4 numbers that share a scale."""
+"""Encodes and decodes numbers by a KVFormat: plain FP8, and blocks of FP8 or FP4 numbers that share a scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _workspace = Workspace()
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The values a narrow element can take. Everything up to `reach` rounds to `largest`: half a step beyond it."""
+    """The values of a narrow element. All numbers up to `reach` round to `largest`: half a step beyond it."""
 
     largest: float
     reach: float
@@ -35,22 +35,23 @@ _E8M0_NAN = 255
 
 
 def encode(values: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
-    """`values` `[..., width]` as they are stored: `[..., stored_width]`, and scales `[..., scale_width]` or None.
+    """`values` `[..., width]` in stored form: `[..., stored_width]`, and scales `[..., scale_width]` or None.
 
     Plain formats convert the dtype. FP8 without scales rounds to nearest, ties to even, and saturates: infinities and
     what exceeds the largest finite number become that number; NaN stays NaN.
 
-    With scales, every number is divided by its block's and rounded so. A scale comes from the block's largest number:
+    With scales, every number is divided by its block's and rounded in the same way. A scale is computed from the
+    block's largest number:
 
-    - E8M0: the smallest power of two, from 2**-127, at which that number is no more than half a step beyond the
-      largest of the element: nothing saturates. (OCP Microscaling 1.0, 6.3 suggests the exponent of the number alone,
-      which saturates all between 464 and 512 times a power of two, or 7 and 8 times in E2M1.)
-    - E4M3 (NVFP4): a sixth of it, rounded to nearest and never zero. The number itself is off by a seventeenth at most,
-      with subnormal scales by a fifth. There is no second scale per tensor: numbers beyond 6 * 448 saturate.
-    - float32: a 448th of it (for E4M3 elements), no less than 2**-126.
+    - E8M0: the smallest power of two, from 2**-127, at which that number is no more than half a step above the largest
+      element: nothing saturates. (OCP Microscaling 1.0, 6.3 suggests the exponent of the number alone, which saturates
+      all between 464 and 512 times a power of two, or 7 and 8 times in E2M1.)
+    - E4M3 (NVFP4): a sixth of it, rounded to nearest and never zero. The number itself has an error of a seventeenth at
+      most, with subnormal scales of a fifth. There is no second scale per tensor: numbers beyond 6 * 448 saturate.
+    - float32: a 448th of it (for E4M3 elements), at least 2**-126.
 
-    A block of zeros takes the smallest scale. A block with a NaN or an infinity gets a NaN scale and decodes to NaN:
-    four-bit numbers have no NaN. A block's codes do not depend on the batch. Raises InvalidInput where `width` does not
+    A block of zeros gets the smallest scale. A block with a NaN or an infinity gets a NaN scale and decodes to NaN:
+    four-bit numbers have no NaN. A block's codes do not depend on the batch. Raises InvalidInput if `width` does not
     fit the format.
     """
     kv_format.stored_width(values.shape[-1])
@@ -65,10 +66,10 @@ def encode(values: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
 def decode(
     stored: Tensor, scales: Tensor | None, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """The numbers `[..., width]` in `dtype` of what `encode` returned; the product with a scale is taken in float32.
+    """The numbers `[..., width]` in `dtype` of what `encode` returned; the product with a scale is computed in float32.
 
     A finite number that `dtype` cannot hold after rounding (float16, at the end of its range) saturates. `out`, a
-    contiguous tensor of the result's shape and type, is filled and returned where it is given.
+    contiguous tensor of the result's shape and type, is filled and returned if given.
     """
     if scales is None:
         return _numbers(stored, kv_format, dtype, out)
@@ -81,7 +82,7 @@ def decode(
 
 
 def largest_of(kv_format: KVFormat) -> float:
-    """The largest number of a format: what is beyond it is stored as this."""
+    """The largest number of a format: larger ones are stored as this."""
     grid = _grid(kv_format)
     if grid is None:
         return torch.finfo(_storage_dtype(kv_format)).max
@@ -102,12 +103,12 @@ def _scales_of(blocks: Tensor, kv_format: KVFormat) -> Tensor:
     amax = torch.where(amax.isinf(), torch.nan, amax)
     if kv_format.scale is DType.UINT8:
         return _e8m0_scales(amax, grid)
-    # A tensor, since CUDA divides by a number as it multiplies by its reciprocal, and would round unlike other devices.
+    # A tensor: CUDA divides by a number by multiplying with its reciprocal, and rounds unlike other devices.
     scales = amax / amax.new_full((), grid.largest)
     if kv_format.scale is DType.FLOAT32:
         return scales.clamp_min(_SMALLEST_NORMAL)
     assert kv_format.scale is DType.FLOAT8_E4M3 and grid is _E2M1, f"no rule for the scales of {kv_format.name}"
-    # Nearest is 1 subnormal step up to 1.5 of them, where a largest number of 9 would have to become 6.
+    # Up to 1.5 subnormal steps the nearest is 1, but a largest number of 9 would have to become 6.
     least = torch.where(amax > grid.reach * _SMALLEST_E4M3, 2 * _SMALLEST_E4M3, _SMALLEST_E4M3)
     return torch.maximum(scales, least).clamp_max(_E4M3.largest).to(torch.float8_e4m3fn)
 
@@ -116,7 +117,7 @@ def _e8m0_scales(amax: Tensor, grid: _Grid) -> Tensor:
     """Bytes of the smallest `2**k` with `amax <= reach * 2**k`.
 
     `reach`, not `largest`: in between, the next power stores the same largest number and all others on a coarser grid,
-    and encoding what was decoded would find the smaller power.
+    and encoding decoded numbers would find the smaller power.
     """
     reach, reach_exponent = math.frexp(grid.reach)
     # The floor changes no result: its exponent is clamped anyway. It gives zero one.
@@ -127,7 +128,7 @@ def _e8m0_scales(amax: Tensor, grid: _Grid) -> Tensor:
 
 
 def _factors(scales: Tensor) -> Tensor:
-    """What numbers are multiplied by: scales `[..., blocks]` as float32 `[..., blocks, 1]`."""
+    """The factors of the numbers: scales `[..., blocks]` as float32 `[..., blocks, 1]`."""
     exponents = scales.dtype is torch.uint8
     return (scales.view(torch.float8_e8m0fnu) if exponents else scales).float().unsqueeze(-1)
 
@@ -155,7 +156,7 @@ def _stored(numbers: Tensor, kv_format: KVFormat) -> Tensor:
         return _packed_e2m1(numbers.float())
     grid = _grid(kv_format)
     if grid is not None:
-        # The conversion alone makes infinities of large numbers in E5M2.
+        # The conversion alone turns large numbers into infinities in E5M2.
         numbers = numbers.clamp(-grid.largest, grid.largest)
     return numbers.to(_storage_dtype(kv_format))
 
@@ -167,11 +168,11 @@ def _storage_dtype(kv_format: KVFormat) -> torch.dtype:
 
 
 def _packed_e2m1(numbers: Tensor) -> Tensor:
-    """Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign. Two to a byte, the first in the low half."""
-    # NaN has no code; its block's scale says it. But a NaN made an integer may be anything.
+    """Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign. Two per byte, the first in the low half."""
+    # NaN has no code; the scale of its block is NaN instead. But a NaN converted to an integer may be any number.
     size = numbers.abs().nan_to_num_(nan=0.0)
     # One line for each step between values (1/2, 1, 2); the lowest is the one that holds. Codes and mantissas are even
-    # together, and the offsets are too, so `round` ties as E2M1 does.
+    # together, and so are the offsets, so `round` ties as E2M1 does.
     codes = torch.minimum((size * 2).round_(), size.round() + 2)
     codes = torch.minimum(codes, (size / 2).round_() + 4).clamp_(max=7).to(torch.uint8)
     codes = codes | (numbers.signbit().to(torch.uint8) << 3)
@@ -179,7 +180,7 @@ def _packed_e2m1(numbers: Tensor) -> Tensor:
 
 
 def _numbers(stored: Tensor, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """The elements of `stored` as numbers in `dtype`, without their scales; in `out` where it is given."""
+    """The elements of `stored` as numbers in `dtype`, without their scales; in `out` if given."""
     pairs = kv_format.bits == 4 or stored.shape[-1] % 2 == stored.storage_offset() % 2 == 0
     if kv_format.encodes and dtype in _PAIR and stored.device.type == "cpu" and pairs:
         return _looked_up(stored, kv_format, dtype, out)
@@ -191,19 +192,19 @@ def _unpacked_e2m1(stored: Tensor) -> Tensor:
     """The float32 numbers `[..., 2 * stored_width]` of packed codes."""
     codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
     # The exponent and mantissa of E2M1 are the lowest exponent bits and the highest mantissa bit of E4M3, subnormals
-    # too; only the biases differ, by 6. A table would have to be on the device first.
+    # too; only the biases differ, by 6. A table would have to be copied to the device first.
     numbers = ((codes & 8) << 4) | ((codes & 7) << 2)
     return numbers.view(torch.float8_e4m3fn).float() * 2.0**6
 
 
-# -- tables for the CPU, which converts FP8 number by number: pairs of numbers are looked up, ten times faster
+# -- tables for the CPU, which converts FP8 number by number: a lookup of pairs is ten times faster
 
 _PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
-"""The integer as large as two numbers of a type."""
+"""The integer type as wide as two numbers of a type."""
 
 
 def _looked_up(stored: Tensor, kv_format: KVFormat, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """`_numbers` by a table: of two bytes for FP8, of one for FP4, whose bytes hold two numbers anyway."""
+    """`_numbers` by a table: of two bytes for FP8, of one for FP4, whose bytes have two numbers anyway."""
     codes = stored.contiguous().flatten().view(torch.uint8 if kv_format.bits == 4 else torch.uint16)
     index = _workspace.take("index", torch.int32, stored.device, len(codes)).copy_(codes)
     table = _pairs(kv_format.storage, dtype)

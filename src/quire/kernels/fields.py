@@ -1,6 +1,6 @@
-"""Fields of a pool as kernels write and read them, by slot: one field, and the fields that hold keys and values.
+"""Fields of a pool as kernels write and read them, by slot: one field, and the fields that have keys and values.
 
-Encoded rows are decoded as they are read, into scratch memory; plain ones are read in place.
+Encoded rows are decoded into scratch memory when they are read; plain ones are read in place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _workspace = Workspace()
 class PagedField:
     """The rows of `frames` `[frames, entries, *stored]`, a pool's layer, by slot (`frame * entries + offset`).
 
-    A row is `shape` numbers. With `kv_format` it is stored encoded: `stored` is what `shape` takes, and `scales`
+    A row is `shape` numbers. With `kv_format` it is stored encoded: `stored` is the stored shape, and `scales`
     `[frames, entries, *scale_shape]` is the layer of its scales, if the format has any; entries beyond a row's own
-    scales are padding. `name` keeps the scratch memory of `read` apart from that of other fields.
+    scales are padding. `name` separates the scratch memory of `read` from that of other fields.
     """
 
     __slots__ = ("_kv_format", "_name", "_rows", "_scales")
@@ -47,10 +47,10 @@ class PagedField:
             self._scales = scales.flatten(0, 1)[..., : kv_format.scale_width(width)]
 
     def write(self, slots: Tensor, rows: Tensor) -> Tensor:
-        """Store `rows` `[T, *shape]` at `slots` int64 `[T]`; returns them as a reader of the slots will see them.
+        """Store `rows` `[T, *shape]` at `slots` int64 `[T]`; returns them as a reader of the slots sees them.
 
-        They are rounded as they are stored, so that a row is the same in the step that writes it and in every later
-        one. Where a slot repeats (padding in frame 0), any of its rows may win.
+        They are rounded as they are stored, so that a row is the same in the step that writes it and in later ones. If
+        a slot repeats (padding in frame 0), any of its rows may win.
         """
         if self._kv_format is None:
             stored = rows.to(self._rows.dtype)
@@ -63,7 +63,7 @@ class PagedField:
         return decode(stored, scales, self._kv_format, rows.dtype)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Rows of consecutive slots `[stop - start, *shape]`, in place where they are stored in `dtype`.
+        """Rows of consecutive slots `[stop - start, *shape]`, in place if they are stored in `dtype`.
 
         Encoded rows are decoded into scratch memory, valid until the next read of a field of this name.
         """
@@ -114,7 +114,7 @@ class KVReader(Protocol):
         """Those of consecutive slots."""
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those of slots `index` int64 `[n]`."""
+        """The rows of slots `index` int64 `[n]`."""
 
 
 class KVFields:
@@ -135,7 +135,7 @@ class KVFields:
         return self._keys.write(slots, key), self._values.write(slots, value)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """In place where they are stored in `dtype`."""
+        """In place if they are stored in `dtype`."""
         return self._keys.read(start, stop, dtype), self._values.read(start, stop, dtype)
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ class LatentFields:
     """Latents and rotary keys, side by side as one head: both are the key and the value, `[n, 1, rank + rope_dim]`.
 
     The value needs the latents alone, so the rest of an output is cut off. That costs less than a second read, and
-    fused kernels want equal widths.
+    fused kernels need equal widths.
     """
 
     __slots__ = ("_latents", "_ropes")

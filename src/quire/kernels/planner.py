@@ -1,8 +1,8 @@
-"""AttentionPlanner: how one step's attention splits into segments, kept from step to step and edited where it changed.
+"""AttentionPlanner: splits one step's attention into segments, and edits the plan of the last step where it changed.
 
 The plan of a sequence depends on its page table and length alone. Both are compared with those of the last step: a
 sequence with the same pages keeps its segments, and its new tokens are appended to its suffix. Sequences are found by
-their ids. An id is a hint: where it is wrong, the pages differ, and the sequence is planned again.
+their ids. An id is a hint: if it is wrong, the pages differ, and the sequence is planned again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AttentionPlanner:
         return self._parts.setdefault(name, AttentionPlanner())
 
     def plan(self, sequences: Sequences, window: int, device: torch.device, *, chunked: bool) -> StepPlan:
-        """See `PagedBatch.plan`. O(pages compared + what changed since the last step)."""
+        """See `PagedBatch.plan`. O(pages compared + changes since the last step)."""
         key = (window, chunked, device)
         cached = self._plans.get(key)
         if cached is None:
@@ -65,11 +65,11 @@ class AttentionPlanner:
 
 @dataclass(slots=True, eq=False)
 class _Unshared:
-    """What only one sequence reads, besides its suffix."""
+    """The segments that only one sequence reads, besides its suffix."""
 
     sources: list[Source] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    made_for: tuple[int, bool, bool] | None = None  # the flat row and flags that segments were made for
+    made_for: tuple[int, bool, bool] | None = None  # the flat row and flags that segments were built for
 
 
 class _CachedPlan:
@@ -90,7 +90,7 @@ class _CachedPlan:
         self.row_shared_stops = none  # the same by row
         self.limits = none  # length of its suffix or growing run above which it is planned again
         self.ends = none  # the slot after its growing run, which new tokens extend; -1: no such run
-        self.transient: Bools = np.zeros(0, dtype=np.bool_)  # good for one step only
+        self.transient: Bools = np.zeros(0, dtype=np.bool_)  # valid for one step only
         self.page_tables: Ids = np.zeros((0, 0), dtype=np.int32)
         self.unshared: list[_Unshared] = []
         self.suffixes = Suffixes(window, device)
@@ -143,7 +143,7 @@ class _CachedPlan:
         return cut
 
     def _match(self, seqs: Sequences) -> Sequences:
-        """Reorder the state by row to this step's sequences. Returns the last step's rows so, with -1 where new."""
+        """Reorder the state by row to this step's sequences. Returns each row's last index, -1 for new rows."""
         before = self.rows
         self.ids, self.queries = seqs.ids.copy(), seqs.queries
         self.order = np.flatnonzero(self._few(seqs))
@@ -175,7 +175,7 @@ class _CachedPlan:
         )
 
     def _changed(self, before: Sequences) -> Bools:
-        """Rows whose pages, or whose reading of them, differ from the plan. Updates `page_tables`."""
+        """Rows whose pages, or whose way of reading them, differ from the plan. Updates `page_tables`."""
         rows = self.rows
         cut = self._cut(rows.contexts)
         changed: Bools = (rows.contexts < before.contexts) | (before.contexts < 0) | (rows.lows != before.lows)
@@ -221,7 +221,7 @@ class _CachedPlan:
     # The parts of a plan ----------------------------------------------------------------------------------------------
 
     def _append(self, before: Sequences, kept: Bools) -> None:
-        """Append the new tokens of the rows that are `kept` to what they read."""
+        """Append the new tokens of the rows that are `kept` to their segments."""
         rows = self.rows
         counts = np.where(kept, rows.contexts - before.contexts, 0)
         if (counts == 1).all():
@@ -273,7 +273,7 @@ class _CachedPlan:
     def _split(self, row: int, low: int, high: int) -> Slots:
         """Cut positions `low:high`, which all new tokens see, into runs and gathers.
 
-        Returns the suffix: the rest, and several new tokens. It is empty where new tokens extend the last run.
+        Returns the suffix: the other positions, and several new tokens. It is empty if new tokens extend the last run.
         """
         rows = self.rows
         runs, rest, run_is_last = rows.split_runs(row, low, high)
@@ -288,7 +288,7 @@ class _CachedPlan:
         return np.concatenate((rest[whole:], rows.slots_of(np.array([row]), high_, context)))
 
     def _split_window(self, row: int, low: int, high: int) -> bool:
-        """Cut a window into runs and gathers, for this step only. Returns False where too little of it is in runs."""
+        """Cut a window into runs and gathers, for this step only. Returns False if too little of it is in runs."""
         runs, rest, _ = self.rows.split_runs(row, low, high)
         if self.window <= segments.MAX_BATCHED and 2 * sum(map(len, runs)) < self.window:
             return False
@@ -340,5 +340,5 @@ class _CachedPlan:
 
 
 def _dense(rows: slice | torch.Tensor, sources: list[Source]) -> list[Segment]:
-    """A segment of `rows` per source."""
+    """A segment of `rows` for each source."""
     return [Segment(rows, source, 0, len(source)) for source in sources]

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention over some of the keys. It returns the log-sum-exp too, by which parts are merged.
+"""Scaled dot-product attention over some of the keys. It also returns the log-sum-exp, which is needed to merge parts.
 
 Shapes are `[batch, heads, rows, dim]` throughout, with any strides. Every row must see at least one key.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 
 _FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_SCORES = 1 << 24
-"""Elements of a score matrix the plain path holds at once."""
+"""Elements of a score matrix that the plain path allocates at once."""
 
 
 @cache
 def native_on_cpu(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of `dtype` with instructions of its own, rather than element by element."""
+    """Whether this CPU has instructions for matrix products of `dtype`."""
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype is torch.float16:
@@ -26,7 +26,7 @@ def native_on_cpu(dtype: torch.dtype) -> bool:
 
 
 def flash_usable(query: Tensor, key_dim: int, value_dim: int, softcap: float | None) -> bool:
-    """Whether `sdpa_flash` computes this case."""
+    """Whether `sdpa_flash` supports this case."""
     return query.device.type == "cpu" and key_dim == value_dim and softcap is None and query.dtype in _FLASH_DTYPES
 
 

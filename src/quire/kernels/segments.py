@@ -1,4 +1,4 @@
-"""What a step's attention is cut into: segments whose partial results are merged, and the arithmetic of slots.
+"""The segments of a step's attention, whose partial results are merged, and the arithmetic of slots.
 
     sequence    |<------------ past ------------>|<-- new tokens -->|
                 |shared run|  own run  |        suffix                |
@@ -6,9 +6,9 @@
                 |shared run|  own run  | leftovers|  causal block   |
     read as      dense      dense       gathered    new rows           (more)
 
-*Dense*: every row of the segment sees every key of it, so no mask exists, the keys may come in any order, and rows of
+*Dense*: every row of the segment sees every key of it. So no mask exists, the keys may come in any order, and rows of
 several sequences whose page tables begin alike read those keys once. *Block*: rows of one chunk against keys some of
-which they may not see (a causal square, or the edge of a sliding window). *Batched*: a few rows of each of several
+which are hidden from them (a causal square, or the edge of a sliding window). *Batched*: a few rows of each of several
 sequences, each with its own keys, gathered and padded. Runs of consecutive frames are read in place; scattered slots
 are gathered.
 """
@@ -29,17 +29,17 @@ from quire.spec.pages import pages_for
 Slots = npt.NDArray[np.int64]
 
 MIN_SHARED_TOKENS = 256
-"""Reads a shared run must save (tokens times readers beyond the first) to be worth a segment of its own."""
+"""Reads that a shared run must save (tokens times readers beyond the first) to get a segment of its own."""
 MIN_RUN = 128
-"""Tokens of consecutive slots from which reading in place beats gathering."""
+"""Number of consecutive slots from which reading in place is faster than gathering."""
 MAX_RUN = 4096
-"""Tokens a segment reads in place at once, which bounds what the kernel converts or scores."""
+"""Tokens that a segment reads in place at once, which bounds what the kernel converts or scores."""
 MAX_GATHER = 1024
 """Tokens gathered for dense segments at once: few enough to stay in the CPU's cache until they are read."""
 MAX_BATCHED = 4096
 """Tokens gathered for a batched segment, padding included."""
 MAX_BATCHED_ROWS = 32
-"""New tokens of a sequence up to which it takes part in batched segments."""
+"""New tokens of a sequence up to which it is in batched segments."""
 BLOCK_ROWS = 256
 """Rows of a chunk that share the masks at a window's edge."""
 
@@ -59,9 +59,10 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Rows, what they read, and which of it they see. `first` and `last` say whether others touch the same rows."""
+    """Rows, their source of keys, and the mask between them. `first`, `last`: no earlier or later segment has these
+    rows."""
 
-    rows: slice | Tensor  # of the flat batch; int64 `[n]` where they are not consecutive
+    rows: slice | Tensor  # of the flat batch; int64 `[n]` if they are not consecutive
     source: Source
     start: int  # the keys are tokens `start:stop` of the source
     stop: int
@@ -76,7 +77,7 @@ class Segment:
 class StepPlan:
     """Segments in the order to run them. `start_empty`: some segment is the first of only some of its rows.
 
-    A planner edits its last plan for the next step: a plan is valid in the step it was made for.
+    A planner edits its last plan for the next step: a plan is valid in its own step only.
     """
 
     segments: tuple[Segment, ...]
@@ -140,7 +141,7 @@ class Sequences:
     def cut(self, size: int) -> Sequences:
         """A sequence per chunk of `size` positions that has rows: rows read their own chunk only.
 
-        The last chunk of a sequence keeps its id; the ones before it do not come again.
+        The last chunk of a sequence keeps its id; earlier chunks are complete.
         """
         pasts = self.contexts - self.queries
         first, last = pasts // size, -(-self.contexts // size)
@@ -155,7 +156,7 @@ class Sequences:
         return Sequences(starts, chunks * size, contexts, self.frames[owners], ids, self.page_size, counts)
 
     def take(self, some: Slots) -> Sequences:
-        """Some of the sequences; `starts` has no end."""
+        """A selection of the sequences; `starts` has no end."""
         return Sequences(
             self.starts[some],
             self.lows[some],
@@ -168,7 +169,7 @@ class Sequences:
         )
 
     def slot_runs(self, sequence: int, low: int, high: int) -> tuple[Slots, Slots]:
-        """Begins and ends of the maximal runs of consecutive slots that hold positions `low:high`, in order."""
+        """Starts and ends of the maximal runs of consecutive slots of positions `low:high`, in order."""
         size = self.page_size
         first, stop = low // size, pages_for(high, size)
         frames = self.frames[sequence, first:stop].astype(np.int64)
@@ -191,7 +192,7 @@ class Sequences:
         return found
 
     def sources(self, sequence: int, low: int, high: int, device: torch.device) -> list[Source]:
-        """What a dense segment each reads to cover positions `low:high`: runs in place, the rest gathered."""
+        """The sources of dense segments that cover positions `low:high`: runs in place, the rest gathered."""
         if low >= high:
             return []
         runs, rest, _ = self.split_runs(sequence, low, high)
@@ -220,7 +221,7 @@ class ChunkSegments:
         self.found: list[Segment] = []
 
     def add(self, sequence: int, done: int) -> None:
-        """Plan a sequence from position `done` on: what precedes its rows, then their causal square."""
+        """Plan a sequence from position `done` on: the positions before its rows, then their causal square."""
         start, stop = (int(self._sequences.starts[at]) for at in (sequence, sequence + 1))
         context = int(self._sequences.contexts[sequence])
         if self._window and context > self._window:
@@ -270,7 +271,7 @@ class ChunkSegments:
         return Source(index=to_device(flatten_ranges(begins, ends), self._device))
 
     def _edge_mask(self, rows: int, keys: int, shift: int) -> Tensor:
-        """Row i sees key j of the edge from `j >= i + shift` on (`shift` <= 0 where the context begins inside it)."""
+        """Row i sees key j of the edge from `j >= i + shift` on (`shift` <= 0 if the context begins inside it)."""
         found = self._masks.get((rows, keys, shift))
         if found is None:
             hidden = np.arange(keys)[None, :] < np.arange(rows)[:, None] + shift
@@ -302,7 +303,7 @@ def shared_runs(frames: Ids, full_pages: Slots, page_size: int) -> Iterator[tupl
     Only the first `full_pages[r]` pages of sequence r may be shared. A member of a run is a member of every run before
     it in the same table, so its runs are consecutive from page 0.
     """
-    pending = [(np.flatnonzero(full_pages > 0), 0, 0)]  # members that agree up to `depth`, runs taken up to `first`
+    pending = [(np.flatnonzero(full_pages > 0), 0, 0)]  # members that agree up to `depth`, runs used up to `first`
     while pending:
         candidates, first, depth = pending.pop()
         candidates = candidates[full_pages[candidates] > depth]
@@ -312,7 +313,7 @@ def shared_runs(frames: Ids, full_pages: Slots, page_size: int) -> Iterator[tupl
         order = np.argsort(column, kind="stable")
         bounds = np.concatenate(([0], np.flatnonzero(np.diff(column[order])) + 1, [len(order)]))
         for family in np.flatnonzero(np.diff(bounds) > 1).tolist():
-            members = candidates[order[bounds[family] : bounds[family + 1]]]  # ascending, the sort being stable
+            members = candidates[order[bounds[family] : bounds[family + 1]]]  # ascending, since the sort is stable
             limit = int(full_pages[members].min())
             table = frames[members, depth:limit]
             differs = np.flatnonzero((table != table[0]).any(axis=0))
@@ -339,12 +340,12 @@ def buckets(lengths: Slots) -> Iterator[Slots]:
 
 
 def row_index(rows: Slots, device: torch.device) -> slice | Tensor:
-    """Numbers int64, ascending, as an index: a slice where they are consecutive."""
+    """Numbers int64, ascending, as an index: a slice if they are consecutive."""
     if int(rows[-1]) - int(rows[0]) == len(rows) - 1 and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return to_device(rows, device)
 
 
 def to_device(array: Slots | Bools | npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    """A host array as a tensor, which shares its memory where the device is the CPU."""
+    """A host array as a tensor, which shares its memory if the device is the CPU."""
     return torch.from_numpy(array).to(device, non_blocking=True)

@@ -1,10 +1,10 @@
-"""Linear recurrences of many independent numbers with a state to begin with and the state they end with, in float32.
+"""Linear recurrences of many independent numbers, from a given state to a returned one, in float32.
 
     states[t] = decays[t] * states[t - 1] + inputs[t]
 
-The tokens are laid out as a square: blocks that are scanned side by side, each from zero, and then joined one after the
-other. That takes two steps of Python per square root of the tokens, not one per token, and multiplies decays, which are
-at most 1, and never divides by them: no exponent can overflow.
+The tokens are laid out as a square: blocks are scanned side by side, each from zero, and then joined one after the
+other. That needs two Python steps per square root of the tokens instead of one per token. It multiplies decays, which
+are at most 1, and never divides by them, so no exponent can overflow.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _SEGMENT_NUMBERS = 1 << 20
-"""States of a selective scan held at once, in numbers: tokens of a segment times channels times state size. 4 MiB each
-for them and the decays, which is what a segment costs beside its input."""
+"""Numbers in the states of a selective scan at once: tokens of a segment times channels times state size. They and the
+decays use 4 MiB each, which is the cost of a segment beside its input."""
 
 
 def linear_scan(decays: Tensor, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def linear_scan(decays: Tensor, inputs: Tensor, state: Tensor) -> tuple[Tensor, 
     """
     length = inputs.shape[1]
     blocks, block, extra = _square(length)
-    # A decay of 1 and an input of 0 keep a state: what fills the last block changes nothing.
+    # The last block is filled with a decay of 1 and an input of 0, which keep a state.
     products = pad(decays.float(), (0, 0, 0, extra), value=1.0).clone()
     states = pad(inputs.float(), (0, 0, 0, extra)).clone()
     shape = (len(inputs), blocks, block, inputs.shape[2])
@@ -53,7 +53,7 @@ def selective_scan(
     for start in range(0, length, segment):
         part = slice(start, min(start + segment, length))
         blocks, block, extra = _square(part.stop - part.start)
-        # A step of size 0 keeps the state as it is.
+        # A step of size 0 keeps the state.
         steps, inputs, keys = (pad(t[:, part].float(), (0, 0, 0, extra)) for t in (dt, x, key))
         decays = torch.exp(steps.unsqueeze(-1) * rates)
         states = (steps * inputs).unsqueeze(-1) * keys.unsqueeze(2)
@@ -65,7 +65,7 @@ def selective_scan(
 
 
 def _square(length: int) -> tuple[int, int, int]:
-    """Blocks, tokens of a block, and how many tokens that is beyond `length`."""
+    """Number of blocks, tokens of a block, and how many tokens that is beyond `length`."""
     block = math.isqrt(length - 1) + 1
     blocks = -(-length // block)
     return blocks, block, blocks * block - length
@@ -74,7 +74,7 @@ def _square(length: int) -> tuple[int, int, int]:
 def _scan_blocks(decays: Tensor, states: Tensor, state: Tensor) -> Tensor:
     """Turn the inputs in `states` `[n, blocks, block, *numbers]` into states, in place; returns the last ones.
 
-    `decays`, of the same shape, ends as the products of the decays since each block's start.
+    `decays`, of the same shape, become the products of the decays since each block's start.
     """
     for offset in range(1, states.shape[2]):
         states[:, :, offset].addcmul_(decays[:, :, offset], states[:, :, offset - 1])

@@ -1,4 +1,4 @@
-"""StateBatch: where the recurrent states of one step come from and where they go. Reads and writes pools by frame."""
+"""StateBatch: reads and writes the recurrent states of one step by frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.spec.ids import Ids
 class StateRun:
     """Pieces of one length that are computed together: `count` pieces of `length` rows each, in the order of `rows`.
 
-    `sources` and `targets` are int64 `[count]` on the device, the frames their states come from and go to.
+    `sources` and `targets` are int64 `[count]` on the device, the frames of their states before and after.
     """
 
     rows: slice | Tensor  # of the flat batch: consecutive ones, or int64 `[n]` on the device
@@ -30,11 +30,11 @@ class StateRun:
 class StateBatch:
     """The rows of one step in *pieces*, for one group of states. Host arrays, shared by all layers.
 
-    A piece is a run of consecutive rows of one sequence. Rows `starts[i]:starts[i + 1]` (int32 `[pieces + 1]`) begin
-    with the state in frame `sources[i]` (int32; 0: none, the state is all zeros) and store theirs in frame
-    `targets[i]`, which may be the same frame. The pieces of one sequence are neighbours, in order, and a piece may
-    begin with what the piece before it stored: a sequence that stores a state on its way is cut there. No other two
-    pieces of a step share a frame that one of them writes. Rows from `starts[-1]` on are padding.
+    A piece is a run of consecutive rows of one sequence. Rows `starts[i]:starts[i + 1]` (int32 `[pieces + 1]`) read the
+    state in frame `sources[i]` (int32; 0: none, the state is all zeros) and write theirs to frame `targets[i]`, which
+    may be the same frame. The pieces of one sequence are neighbours, in order, and a piece may read the state that the
+    piece before it wrote: a sequence that stores a checkpoint is cut there. No other two pieces of a step share a frame
+    that one of them writes. Rows from `starts[-1]` on are padding.
     """
 
     starts: Ids
@@ -48,10 +48,10 @@ class StateBatch:
         assert (self.targets > 0).all(), "frame 0 holds no state"
 
     def runs(self, device: torch.device) -> tuple[StateRun, ...]:
-        """The pieces as runs, each after those whose states it begins with. Built once per step.
+        """The pieces as runs, each after those whose states it reads. Built once per step.
 
-        Pieces of one row that wait for nothing, or for the same round of pieces, are one run; longer pieces are runs
-        of their own, so that what a sequence computes does not depend on the lengths of others.
+        Pieces of one row that depend on no piece, or on the same round of pieces, are one run. Longer pieces are runs
+        of their own, so that the result of a sequence does not depend on the lengths of others.
         """
         found = self._runs.get(device)
         if found is None:
@@ -78,7 +78,7 @@ class StateBatch:
         return runs
 
     def _rounds(self) -> Ids:
-        """Per piece, how many pieces must be computed before it because it begins with what they stored."""
+        """Per piece, how many pieces must be computed before it because it reads their states."""
         rounds = np.zeros(len(self.sources), dtype=np.int32)
         follows = (self.sources[1:] == self.targets[:-1]) & (self.sources[1:] != 0)
         for piece in np.flatnonzero(follows).tolist():
@@ -87,7 +87,7 @@ class StateBatch:
 
 
 def read_states(pool_layer: Tensor, sources: Tensor) -> Tensor:
-    """States `[pieces, *shape]`, a copy, of `pool_layer` `[frames, 1, *shape]`; zeros where the source is frame 0."""
+    """States `[pieces, *shape]`, a copy, of `pool_layer` `[frames, 1, *shape]`; zeros if the source is frame 0."""
     states = pool_layer[sources, 0]
     absent = (sources == 0).view(-1, *(1,) * (states.dim() - 1))
     return states.masked_fill_(absent, 0)

@@ -1,10 +1,10 @@
-"""Suffixes: what sequences with few new rows gather, in padded blocks that are kept and edited from step to step.
+"""Suffixes: the gathered part of sequences with few new rows, in padded blocks that are edited from step to step.
 
 A suffix is the last part of a context: a list of slots, one per column, to which each step appends those of its new
-tokens. Sequences with suffixes of similar length share a block, which one batched segment reads. The suffix of a
-window is a ring buffer: position p is in column `p % window`, so that a new token overwrites the one it hides.
+tokens. Sequences with suffixes of similar length share a block, which one batched segment reads. The suffix of a window
+is a ring buffer: position p is in column `p % window`, so that a new token overwrites the one that it hides.
 
-A column without a token repeats a slot of the same sequence and is masked. It must not name a slot that was never
+A column without a token repeats a slot of the same sequence and is masked. It must not repeat a slot that was never
 written: a masked NaN still makes the output NaN.
 """
 
@@ -35,7 +35,7 @@ class _Block:
     base: int
     segment: Segment
     members: Slots  # rows of the suffixes, in the order of their places
-    starts: Slots | None = None  # the flat row of each one's first
+    starts: Slots | None = None  # the flat row of the first of each
     seen: npt.NDArray[np.float32] | None = None  # the mask of several rows each, on the host
 
     @property
@@ -56,7 +56,7 @@ class _Cells:
         self.used = 0
 
     def write(self, at: Slots, slots: Slots) -> None:
-        """Put `slots` into the cells `at` and unmask them."""
+        """Write `slots` into the cells `at` and unmask them."""
         self.index[at] = slots
         self.mask[at] = 0
         if self.mirrored:
@@ -77,7 +77,7 @@ class Suffixes:
     """The suffixes of `n` sequences by their row, `0..n`, and the blocks that hold them."""
 
     def __init__(self, window: int, device: torch.device, *, mirrored: bool | None = None) -> None:
-        """`mirrored`: the device has a copy of its own, by default where it is not the CPU."""
+        """`mirrored`: the device has a copy of its own, by default if it is not the CPU."""
         self._window = window
         self._device = device
         self._mirrored = device.type != "cpu" if mirrored is None else mirrored
@@ -86,7 +86,7 @@ class Suffixes:
         none = np.zeros(0, dtype=np.int64)
         self.shift: Slots = none  # position of a suffix's first column
         self._block: Slots = none  # -1: no suffix
-        self._place: Slots = none  # among the rows of its block
+        self._place: Slots = none  # index among the rows of its block
         self._cell: Slots = none  # the first of its own
         self._width: Slots = none
         self._ring: Bools = np.zeros(0, dtype=np.bool_)
@@ -96,7 +96,7 @@ class Suffixes:
         return np.greater_equal(self._block, 0)
 
     def select(self, rows: Slots) -> None:
-        """Row i becomes what `rows[i]` was, without a suffix where that is -1."""
+        """Row i becomes the former row `rows[i]`, without a suffix if that is -1."""
         for name in ("shift", "_place", "_cell", "_width", "_ring"):
             old = getattr(self, name)
             setattr(self, name, old[rows] if len(old) else np.zeros(len(rows), dtype=old.dtype))
@@ -194,7 +194,7 @@ class Suffixes:
     def _unpacked(self, kinds: set[tuple[int, bool]], contexts: Slots) -> dict[int, Slots]:
         """Unpack blocks that lost a row or are too large, and small ones of the same kind; returns their suffixes.
 
-        `kinds` are (new rows, ring) of the suffixes that are to be packed anyway.
+        `kinds` are (new rows, ring) of the suffixes that are packed anyway.
         """
         held = np.bincount(self._block[self._block >= 0], minlength=len(self.blocks)).tolist()
         large, small = segments.MAX_BATCHED * 3 // 2, segments.MAX_BATCHED // 2
@@ -255,7 +255,7 @@ class Suffixes:
         self._refresh(block)
 
     def _reserve(self, count: int) -> int:
-        """The first of `count` free cells. Where none are left, blocks move together into twice the cells they need."""
+        """The first of `count` free cells. If none are left, blocks move into twice the cells they need."""
         if self._cells.used + count > len(self._cells.index):
             needed = sum(block.count * block.width for block in self.blocks) + count
             old, self._cells = self._cells, _Cells(2 * needed + 1024, self._device, mirrored=self._mirrored)
@@ -271,7 +271,7 @@ class Suffixes:
         return base
 
     def _refresh(self, block: _Block) -> None:
-        """Point the block's segment at its cells."""
+        """Set the cells of the block's segment."""
         index, mask = (part[block.cells] for part in self._cells.on_device)
         segment = block.segment
         segment.source, segment.stop = Source(index=index), block.width

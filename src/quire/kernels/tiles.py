@@ -1,8 +1,8 @@
 """Tiles of a step: rows that are computed together against one list of entries per sequence, without a plan.
 
-An entry covers `per` tokens (1: it is a token), and a row at position p sees the entries of tokens up to p that are
-complete: `(p + 1) // per` of them. Sequences with the same few new tokens share tiles, padded to the longest; the
-rows of another sequence are tiles of their own.
+An entry covers `per` tokens (1: it is a token), and a row at position p sees the complete entries of tokens up to p:
+`(p + 1) // per` of them. Sequences with the same few new tokens share tiles, padded to the longest; the rows of another
+sequence are tiles of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PAIRS = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """`count` rows of each of some sequences, and the `width` entries of each, padded with one that is masked."""
+    """`count` rows of each of some sequences, and the `width` entries of each, padded with a masked one."""
 
     rows: Tensor  # [sequences, count] of the flat batch
     positions: Tensor  # [sequences, count] of the rows
@@ -34,7 +34,7 @@ class Tile:
 
 
 def tiles_of(batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> list[Tile]:
-    """The tiles of those of `sequences` with rows and entries; of one sequence, in the order of its rows."""
+    """The tiles of those of `sequences` with rows and entries; for one sequence, in the order of its rows."""
     new, contexts = np.diff(batch.query_starts).astype(np.int64), batch.context_lens.astype(np.int64)
     sequences = sequences[(new[sequences] > 0) & (contexts[sequences] >= per)]
     return [
@@ -103,6 +103,6 @@ class SelectingRows:
         self._in_page = batch.page_size // per
 
     def slots_of(self, entries: Tensor) -> Tensor:
-        """Slots of the `entries` int64 `[rows, n]` that each row chose."""
+        """Slots of the `entries` int64 `[rows, n]` that each row selected."""
         frames = self._frames[self._owners, entries // self._in_page]
         return frames * self._in_page + entries % self._in_page

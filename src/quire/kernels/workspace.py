@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Workspace(threading.local):
-    """Named scratch tensors, a set per thread. What `take` returned is overwritten by the next `take` of its name."""
+    """Named scratch tensors, a set per thread. The tensor from `take` is overwritten by the next `take` of its name."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}

@@ -21,12 +21,12 @@ IMPLEMENTATION = "quire"
 """Name under which the function is registered; no mask function goes with it, so models build no masks."""
 
 OWN_ATTENTION = "attention_on_pools"
-"""Attribute of an attention module that does not simply keep its keys and values and read them: an `OwnAttention`."""
+"""Attribute of an attention module that does more than store its keys and values and read them: an `OwnAttention`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a model says of one call. `window` w: a row at p reads keys `p - w < k <= p`, or those of its chunk of w."""
+    """The options of one call. `window` w: a row at p reads keys `p - w < k <= p`, or those of its chunk of w."""
 
     scale: float
     window: int = 0
@@ -40,9 +40,9 @@ class OwnAttention(Protocol):
     """The attention of one module."""
 
     def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
-        """Output `[T, heads, value_dim]`, having kept what is new of the T rows; of any value in a dry run.
+        """Store the new data of the T rows and return the output `[T, heads, value_dim]`; in a dry run of any value.
 
-        `query` is `[T, heads, dim]`; `key` and `value` are what the module hands over, rows first.
+        `query` is `[T, heads, dim]`; `key` and `value` are those of the module, rows first.
         """
 
 
@@ -59,7 +59,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a model calls: `query` `[1, heads, T, dim]`, `key` and `value` `[1, kv_heads, T, dim]`, rotated already."""
+    """Called by models: `query` `[1, heads, T, dim]`, `key` and `value` `[1, kv_heads, T, dim]`, rotated already."""
     options = CallOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
@@ -87,7 +87,7 @@ def _plain_attention(forward: Forward, query: Tensor, key: Tensor, value: Tensor
 
 @dataclass(frozen=True, slots=True)
 class KeptKeys:
-    """The keys and values of one call, the step's new ones among them. In a dry run nothing is stored."""
+    """The keys and values of one call, with the step's new ones. In a dry run nothing is stored."""
 
     key: Tensor  # [T, kv_heads, dim], the new ones as a reader of the pool sees them
     value: Tensor
@@ -115,7 +115,7 @@ class KeptKeys:
 def keep(forward: Forward, key: Tensor, value: Tensor, options: CallOptions, *, index_dim: int = 0) -> KeptKeys:
     """Store the new keys and values, `[T, kv_heads, dim]`, as those of the call that begins now.
 
-    `index_dim` is the width of its indexer's keys, which that stores itself.
+    `index_dim` is the width of its indexer's keys, which the indexer stores itself.
     """
     if isinstance(forward, RecordingForward):
         forward.note(
@@ -145,8 +145,8 @@ def install_kv_sharing(model: torch.nn.Module) -> None:
 
 
 class _SharedAttention:
-    """Attention over keys and values that several layers of a `kind` read. The first one keeps them; the others are
-    no calls of their own."""
+    """Attention over keys and values that several layers of a `kind` read. The first one stores them; the others are no
+    calls of their own."""
 
     def __init__(self, kind: str, *, keeps: bool) -> None:
         self._kind = kind

@@ -72,7 +72,7 @@ class _BlockAttention:
 
 
 class _BlockIndexer:
-    """An indexer of the model that keeps its keys on the pools."""
+    """An indexer of the model that stores its keys in the pools."""
 
     def __init__(self, indexer: Any) -> None:
         self._forward = indexer.forward
@@ -80,7 +80,7 @@ class _BlockIndexer:
         self._most_blocks = int(indexer.topk_blocks)
         self.block_size = int(indexer.block_size)
         self.most = self._most_blocks * self.block_size
-        """Tokens of a context that is read whole."""
+        """Tokens of a context up to which all of it is read."""
         self.dim = int(indexer.head_dim)
 
     def __call__(

@@ -25,7 +25,7 @@ from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
-_PAGE_SIZE = 4  # or more, where a page must hold a block of tokens that share an entry
+_PAGE_SIZE = 4  # or more, if a page must hold a block of tokens that share an entry
 _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
 """Per step, the positions each of the two sequences computes."""
 _FRAMES = np.array([[5, 2, 4], [3, 1, 0]], dtype=np.int32)
@@ -38,7 +38,7 @@ _TOLERANCE = {DType.FLOAT32: 2e-3, DType.FLOAT16: 5e-2, DType.BFLOAT16: 2e-1}
 
 
 class CheckedModel(Protocol):
-    """What the check needs of a model."""
+    """The interface of a model that the check uses."""
 
     name: str
     spec: ModelSpec
@@ -50,7 +50,8 @@ class CheckedModel(Protocol):
 
 
 def check_forward(model: CheckedModel) -> None:
-    """Raise ModelCheckFailed unless the paged steps give the plain logits. The pool starts as NaN: no read escapes."""
+    """Raise ModelCheckFailed unless the paged steps give the plain logits. The pool starts as NaN: no wrong read
+    escapes."""
     lengths = [steps[-1] for steps in zip(*_STEPS, strict=True)]
     generator = np.random.default_rng(0)
     tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
@@ -125,7 +126,7 @@ def _states(step: tuple[tuple[int, int], ...], present: list[int]) -> StateBatch
 
 
 def _judge(model: CheckedModel, errors: np.ndarray) -> None:
-    """In float32 every row counts. At lower precision a near tie (of experts, say) may go either way: the median."""
+    """In float32 every row counts. In lower precision the median counts, since near ties may go either way."""
     tolerance = _TOLERANCE[model.spec.dtype]
     error = float(errors.max() if model.spec.dtype is DType.FLOAT32 else np.median(errors))
     if np.isnan(errors).any() or error > tolerance:

@@ -26,7 +26,7 @@ def install_chunks(model: torch.nn.Module) -> None:
 
 
 class _OutsideOnly:
-    """A switch that is off while a forward pass on the pools is going on."""
+    """A switch that is off during a forward pass on the pools."""
 
     def __init__(self, switch: Any) -> None:
         self._switch = bool(switch)

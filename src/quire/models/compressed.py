@@ -1,9 +1,9 @@
 """Compressed attention (DeepSeek-V4): a window of raw rows, and one compressed entry per block of tokens before it.
 
-A compressor folds the inputs of a block, a value and a score per number and token, into one entry once the block is
+A compressor folds the inputs of a block (a value and a score per number and token) into one entry when the block is
 complete; in overlapping blocks also those of the block before. Inputs that a later block needs stay in a ring, which
-every page of the window has for itself, so that a page can be resumed. An indexer folds keys of its own in the same
-way and selects entries by them; without one, all entries are read.
+every page of the window has for itself, so that a request can resume after a page. An indexer folds keys of its own in
+the same way and selects entries by them; without one, all entries are read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quire.models.indexers import by_length
 from quire.spec.layers import CompressedCall
 
 _SELECTION = "selection"
-"""Under which a forward pass shares what an indexer selected with the attention of its layer."""
+"""Key under which a forward pass shares the selection of an indexer with the attention of its layer."""
 
 
 def install_compressors(model: torch.nn.Module) -> None:
-    """Let the compressed attention modules of `model` keep rows, entries and rings on the pools."""
+    """Let the compressed attention modules of `model` store rows, entries and rings in the pools."""
     for module in model.modules():
         if hasattr(module, "compressor") and hasattr(module, "sliding_window") and hasattr(module, "sinks"):
             compressor: Any = module.compressor
@@ -41,7 +41,7 @@ def install_compressors(model: torch.nn.Module) -> None:
 
 
 def _call_of(module: Any) -> CompressedCall:
-    """What a module keeps, by its own shapes."""
+    """The stored widths of a module, from its own shapes."""
     compressor, rope_dim = module.compressor, int(module.config.qk_rope_head_dim)
     indexer = getattr(compressor, "indexer", None)
     return CompressedCall(
@@ -60,7 +60,7 @@ def _split(rows: Tensor, call: CompressedCall) -> tuple[Tensor, Tensor]:
 
 
 class _CompressedAttention:
-    """Attention of one module over its window, and over entries: all there are, or those an indexer selected."""
+    """Attention of one module over its window and over entries: all of them, or those that an indexer selected."""
 
     def __init__(self, call: CompressedCall, compressor: Any) -> None:
         self._call = call
@@ -101,14 +101,14 @@ class _CompressedAttention:
         return out, lse
 
     def _split(self, device: torch.device, batch: PagedBatch) -> tuple[list[Tile], SelectingRows | None]:
-        """The rows that read all entries there are, and those that read selected ones."""
+        """The rows that read all entries, and those that read selected ones."""
         ratio = self._call.ratio
         short, long = by_length(batch, self._most, ratio)
         return tiles_of(batch, short, ratio, device), SelectingRows(batch, long, ratio, device) if len(long) else None
 
 
 class _Compressing:
-    """A compressor of the model whose inputs and entries are on the pools, with its indexer, if it has one."""
+    """A compressor of the model whose inputs and entries are in the pools, with its indexer, if it has one."""
 
     def __init__(self, call: CompressedCall, compressor: Any) -> None:
         self._call = call
@@ -120,7 +120,7 @@ class _Compressing:
     def __call__(
         self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
     ) -> tuple[Tensor, Tensor | None]:
-        """In place of the compressor's `forward`. On the pools the model gets no entries: its attention reads them."""
+        """In place of the compressor's `forward`. With pools the model gets no entries: its attention reads them."""
         if not in_forward():
             found: tuple[Tensor, Tensor | None]
             found = self._forward(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
@@ -139,13 +139,13 @@ class _Compressing:
         return hidden_states.new_zeros(1, 1, 0, width), None
 
     def _store(self, forward: RunningForward, ordinal: int, entries: Tensor) -> None:
-        """Store new entries for the attention call that is to come."""
+        """Store new entries for the next attention call."""
         fields, batch = forward.latents(ordinal, "compressed_")
         fields.write(_new_entries(batch, self._call, entries.device), *_split(entries, self._call))
 
 
 class _Selector:
-    """An indexer of the model that folds its keys on the pools and selects entries by them."""
+    """An indexer of the model that folds its keys in the pools and selects entries by them."""
 
     def __init__(self, call: CompressedCall, indexer: Any) -> None:
         self._call = call
@@ -154,7 +154,7 @@ class _Selector:
         self._most = int(indexer.index_topk)
 
     def select(self, forward: RunningForward, hidden: Tensor, q_residual: Tensor, position_ids: Tensor) -> Tensor:
-        """The entries that each row selects, int64 `[T, n]`, -1 where there is none. Its new keys are stored first."""
+        """The entries that each row selects, int64 `[T, n]`, -1 for none. Its new keys are stored first."""
         indexer, ratio, device = self._indexer, self._call.ratio, hidden.device
         keys = self._folder.fold(forward, "index_compressor", hidden)
         stored, batch = forward.rows("index_k", forward.ordinal)
@@ -179,7 +179,7 @@ class _Selector:
 
 
 class _Folder:
-    """Folds the inputs of blocks that a step completes, and keeps the inputs that later blocks need in rings."""
+    """Folds the inputs of blocks that a step completes, and stores the inputs that later blocks need in rings."""
 
     def __init__(self, module: Any, call: CompressedCall) -> None:
         self._module = module
@@ -216,7 +216,7 @@ class _Folder:
             scores = scores + torch.cat((bias, bias))
             values = torch.cat((values[:, :ratio, :width], values[:, ratio:, width:]), dim=1)
             scores = torch.cat((scores[:, :ratio, :width], scores[:, ratio:, width:]), dim=1)
-            absent = plan.absent.unsqueeze(-1)  # what would be before the first block
+            absent = plan.absent.unsqueeze(-1)  # inputs before the first block
             values, scores = values.masked_fill(absent, 0), scores.masked_fill(absent, float("-inf"))
         else:
             scores = scores + bias

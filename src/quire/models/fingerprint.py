@@ -1,8 +1,8 @@
-"""A fingerprint of loaded weights, and of all that a page's bytes depend on besides its tokens, namespace and layout.
+"""A fingerprint of loaded weights, and of all that a page's bytes depend on besides tokens, namespace and layout.
 
-Each tensor goes through xxh3_128, which runs as fast as memory is read; names, dtypes, shapes and these digests, each
-with its length before it, go through one SHA-256. The result is the same in every process, on every machine and device,
-and however the weights are cut into files; it tells weights apart and does not authenticate them.
+Each tensor is hashed by xxh3_128, which is as fast as reading memory. Names, dtypes, shapes and these digests, each
+with its length before it, are hashed by one SHA-256. The result is the same in every process, on every machine and
+device, and for any division of the weights into files. It distinguishes weights and does not authenticate them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
-"""What is read, and copied from a device, at once. The fingerprint does not depend on it."""
+"""Bytes that are read, and copied from a device, at once. The fingerprint does not depend on it."""
 
 
 def fingerprint_weights(
@@ -23,9 +23,9 @@ def fingerprint_weights(
 ) -> bytes:
     """32 bytes that change with any name, dtype, shape or byte of these tensors, and with nothing else.
 
-    `dtypes` are those that tensors are read as, for weights that a device keeps wider than they were loaded. Tensors of
-    other devices than the CPU are copied to it, `chunk_bytes` at a time. O(bytes); tensors that share memory are read
-    once.
+    `dtypes` are the dtypes in which tensors are hashed, for weights that are held wider than they were loaded. Tensors
+    of other devices than the CPU are copied to it, `chunk_bytes` at a time. O(bytes); tensors that share memory are
+    read once.
     """
     digest = hashlib.sha256(b"quire-weights-1" + len(tensors).to_bytes(8, "little"))
     known: dict[tuple[object, ...], bytes] = {}
@@ -42,8 +42,8 @@ def fingerprint_weights(
 
 
 def identity_of(described: bytes, weights: bytes, weights_epoch: int) -> bytes:
-    """32 bytes for a model: what it was `described` by, the fingerprint of its weights (b"" where nothing that is
-    stored outlives the process that has loaded them), and how often its weights were replaced since."""
+    """32 bytes for a model: its description, the fingerprint of its weights (b"" if no stored page outlives the
+    process), and the number of times that its weights were replaced since."""
     digest = hashlib.sha256(b"quire-model-1")
     for part in (described, weights, weights_epoch.to_bytes(8, "little")):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -59,7 +59,7 @@ def _digest(tensor: Tensor, dtype: torch.dtype, chunk_bytes: int) -> bytes:
 
 
 def _chunks(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """The elements in order, in flat contiguous chunks of about `most`; only what is not contiguous is copied."""
+    """The elements in order, in flat contiguous chunks of about `most`; copies only tensors that are not contiguous."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
         yield from (flat[at : at + most] for at in range(0, len(flat), most))

@@ -1,8 +1,8 @@
-"""The forward pass that is going on: what model code, called by transformers, reads and writes of the pools.
+"""The current forward pass: what model code, called by transformers, reads from the pools and writes to them.
 
 States of the context variable: unset (a call is an error), recording (calls are described and answered with zeros, no
-pool exists yet), running (what is kept goes to the pools and is read from there). Pools are keyed by the ordinal of the
-call within the forward pass: layers may share a module, and a module may be called twice.
+pool exists yet), running (calls store their data in the pools and read from there). Pools are keyed by the ordinal of
+the call within the forward pass: layers may share a module, and a module may be called twice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RunningForward:
     def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch]) -> None:
         self._groups = tuple(zip(pools, batches, strict=True))
         self.ordinal = 0
-        self.shared: dict[str, Any] = {}  # what layers left for later ones of this pass, by their kind
-        self.others: tuple[RunningForward, ...] = ()  # passes that keep the same on pools of their own
+        self.shared: dict[str, Any] = {}  # what layers share with later ones of this pass, by their kind
+        self.others: tuple[RunningForward, ...] = ()  # passes that store the same in pools of their own
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""
@@ -60,7 +60,7 @@ class RunningForward:
         return pool.layer(name, ordinal).squeeze(1), batch
 
     def states(self, ordinal: int) -> tuple[dict[str, Tensor], StateBatch]:
-        """The pool's layer of each field of states that a call keeps, by name, and the batch of their group."""
+        """The pool's layer of each field of states of a call, by name, and the batch of their group."""
         for pool, batch in self._groups:
             if isinstance(batch, StateBatch):
                 found = {
@@ -80,7 +80,7 @@ class RunningForward:
 
 
 def paged_field(pool: Pool, name: str, ordinal: int) -> PagedField:
-    """A field of a call, stored as its pool's layout says, with the field of their scales if they have any."""
+    """A field of a call, stored as its pool's layout says, with the field of its scales if it has any."""
     kv_format = pool.field(name, ordinal).kv_format
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
@@ -103,14 +103,14 @@ def move_rows(pool: Pool, sources: Ids, targets: Ids) -> None:
 
 
 class RecordingForward:
-    """A dry run that finds out which calls a forward pass makes."""
+    """A dry run that records the calls of a forward pass."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.shared: dict[str, Any] = {}
 
     def note(self, call: Call) -> None:
-        """The call that is made now. Its output may be anything of the right shape."""
+        """The description of the current call. Its output may have any values of the right shape."""
         self.calls.append(call)
 
 
@@ -121,7 +121,7 @@ _forward: ContextVar[Forward | None] = ContextVar("quire_forward", default=None)
 
 @contextmanager
 def forward_pass(forward: Forward) -> Iterator[None]:
-    """Calls that model code makes inside belong to `forward`."""
+    """Calls of model code inside the block belong to `forward`."""
     token = _forward.set(forward)
     try:
         yield
@@ -130,12 +130,12 @@ def forward_pass(forward: Forward) -> Iterator[None]:
 
 
 def in_forward() -> bool:
-    """Whether a forward pass is going on. Outside one, a model computes as it would by itself."""
+    """Whether a forward pass on the pools is running. Outside one, a model computes with its own code alone."""
     return _forward.get() is not None
 
 
 def current_forward() -> Forward:
-    """The forward pass that is going on. Raises RuntimeError outside one."""
+    """The forward pass that is running. Raises RuntimeError outside one."""
     forward = _forward.get()
     if forward is None:
         raise RuntimeError("a model on Quire's pools runs only inside LoadedModel.forward")

@@ -1,7 +1,7 @@
 """LoadedModel: a Hugging Face causal language model that computes on Quire's pools. No model code is replaced.
 
-Loading refuses what is known not to run, finds the attention calls by running the model once, and then compares steps
-of mixed, paged, chunked sequences with the model's own forward pass: a model that would silently be wrong is refused.
+Loading refuses models that are known not to run, records the attention calls of one run, and then compares steps of
+mixed, paged, chunked sequences with the model's own forward pass: a model that would silently be wrong is refused.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ INSTALLS = (
     install_compressors,
     install_block_indexers,
 )
-"""What makes modules with attention or recurrence of their own keep it on the pools."""
+"""The functions that let modules with attention or recurrence of their own store their data in the pools."""
 
 
 class LoadedModel:
-    """A checked model. `spec` says what its pools must hold; `forward` runs it on them."""
+    """A checked model. `spec` says what its pools store; `forward` runs it on them."""
 
     def __init__(self, model: Any, *, name: str, max_length: int | None = None, check: bool = True) -> None:
         """Wrap `model`, a transformers causal language model with weights; `load_model` is the usual way here."""
@@ -109,18 +109,18 @@ class LoadedModel:
 
     @cached_property
     def weights_fingerprint(self) -> bytes:
-        """32 bytes that every byte of the weights changes, as they are when it is first read. O(bytes of weights)."""
+        """32 bytes that depend on every byte of the weights at the first call. O(bytes of weights)."""
         return fingerprint_weights(_weights(self._model), self._dtypes)
 
     def weights_changed(self) -> None:
-        """The weights were replaced: their fingerprint is read again when it is asked for next."""
+        """The weights were replaced: their fingerprint is computed again at the next call."""
         self.__dict__.pop("weights_fingerprint", None)
 
     def identity(self, weights_epoch: int = 0, *, exact: bool = False) -> bytes:
-        """32 bytes for what pages depend on besides tokens, namespace and layouts.
+        """32 bytes for everything on which pages depend besides tokens, namespace and layouts.
 
-        Without `exact` the weights are told by the model's name, which does while nothing stored outlives the process.
-        `exact` reads them all, once (`weights_fingerprint`), and not the name: a copy in another folder is the same.
+        Without `exact` the model's name identifies the weights, which suffices if no stored page outlives the process.
+        `exact` hashes all weights, once (`weights_fingerprint`), and not the name: copies in other folders are equal.
         """
         named = ("_name_or_path", "transformers_version")
         config = {key: value for key, value in self.config.items() if key not in named}
@@ -183,14 +183,14 @@ class LoadedModel:
         return calls
 
     def _endless(self) -> int | None:
-        """The context that planning gives a model whose layers have no end of their own: states, windows."""
+        """The context that planning assumes for a model whose layers have no limit of their own: states, windows."""
         try:
             return ModelSpec.from_config(self.config).context_length
         except UnsupportedModel:
             return None
 
     def _read_spec(self) -> ModelSpec:
-        """What planning reads off the configuration; where it cannot, and shapes say everything, what was seen."""
+        """The calls that planning reads from the configuration; if it cannot, and shapes suffice, the recorded ones."""
         try:
             return ModelSpec.from_config(self.config)
         except UnsupportedModel:
@@ -205,7 +205,7 @@ class LoadedModel:
         )
 
     def _compare_with_config(self) -> None:
-        """What planning reads off the configuration must be what the model does: call by call, the same parts."""
+        """The calls that planning reads from the configuration must equal the recorded ones, part by part."""
         planned, found = ([self._parts(call) for call in calls] for calls in (self.spec.calls, self._calls))
         if planned == found:
             return
@@ -219,7 +219,7 @@ class LoadedModel:
         )
 
     def _parts(self, call: Call) -> tuple[Part, ...]:
-        """What a call keeps. A window that no request outgrows is none."""
+        """What a call keeps. A window that no request outgrows is treated as none."""
         if isinstance(call, AttentionCall) and call.window >= self.spec.context_length:
             call = replace(call, window=0, chunked=False)
         return call.parts(plain_format(self.spec.dtype), self.spec.dtype)
@@ -235,13 +235,13 @@ def load_model(
     revision: str | None = None,
     check: bool = True,
 ) -> LoadedModel:
-    """Read, check and return the model in a folder or on the hub, of that revision there.
+    """Read, check and return the model in a folder or on the hub, there of that revision.
 
     `dtype` is one of `DTYPES`; "auto" is the configuration's. `max_length` is the longest context of this deployment,
-    the model's own by default; it matters to rotary embeddings that have a short and a long form. `threads` are those
-    that torch computes with in this process from now on, by default one for a small model on a CPU. Without `check`, a
-    model that would silently be wrong is not found out. Raises ModelLoadError (unreadable), UnsupportedModel (cannot
-    run), LayoutMismatch or ModelCheckFailed (would be wrong).
+    by default the model's own; it matters for rotary embeddings with a short and a long form. `threads` is the number
+    of torch's threads in this process from now on, by default one for a small model on a CPU. Without `check`, a model
+    that would silently be wrong is not detected. Raises ModelLoadError (unreadable), UnsupportedModel (cannot run),
+    LayoutMismatch or ModelCheckFailed (would be wrong).
     """
     if dtype not in DTYPES:
         raise InvalidInput(f"dtype '{dtype}' is not one of {', '.join(DTYPES)}.", fix="use 'auto' or one of these.")
@@ -273,15 +273,15 @@ def load_model(
 
 
 def use_threads(threads: int | None, *, device: torch.device, num_parameters: int) -> None:
-    """Compute with so many threads in this process from now on; None is one for a small model on a CPU, and what torch
-    has for others."""
-    # Threads that wait for each other spin, which costs a small model and its neighbours more than they bring.
+    """Compute with so many threads in this process from now on; None: one for a small model on a CPU, else torch's
+    default."""
+    # Threads that wait for each other spin, which costs a small model more than they gain.
     if threads is not None or (device.type == "cpu" and num_parameters < _SMALL_MODEL):
         torch.set_num_threads(threads or 1)
 
 
 def refuse_unknown(config: dict[str, Any], name: str) -> None:
-    """Raise UnsupportedModel where transformers has no causal language model for the configuration."""
+    """Raise UnsupportedModel if transformers has no causal language model for the configuration."""
     kind = config.get("model_type")
     kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if not kind or not isinstance(kind, str):
@@ -337,14 +337,14 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def _says_everything(call: Call) -> bool:
-    """Whether the shapes of a call are all there is to what it keeps."""
+    """Whether the shapes of a call describe all the data that it stores."""
     if isinstance(call, LatentCall):
         return not call.sparse
     return isinstance(call, AttentionCall) and not call.index_dim
 
 
 def _transformers_config(source: ModelSource) -> Any:
-    """The configuration as transformers reads it; of a type that is another one's by another name, as the other's."""
+    """The configuration as transformers reads it; if its type is another name of a known type, as that type."""
     raw = source.read_config()
     other = ALIASES.get(str(raw.get("model_type")))
     if other is None:

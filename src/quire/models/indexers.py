@@ -1,7 +1,7 @@
-"""What attention with an indexer shares: the indexer's keys on the pools, and which rows select at all.
+"""The common part of attention with an indexer: the indexer's keys in the pools, and which rows select at all.
 
-Selecting is the model's own code, run on tiles of a step. A sequence whose context is no longer than what may be
-selected reads all of it.
+The model's own code selects, on tiles of a step. A sequence whose context is no longer than the number of selected
+tokens reads all of it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from quire.models.forward import RunningForward
 
 
 class IndexKeys:
-    """The keys of a tile's sequences, as an indexer of the model takes its cache: it stores new ones and reads all.
+    """The keys of a tile's sequences, in the form of an indexer's cache: it stores new ones and reads all.
 
-    Rows that see too few tokens to select from only store theirs, and read one key to be done with.
+    Rows that see too few tokens to select from only store their keys, and read one key.
     """
 
     def __init__(self, stored: PagedField, slots: Tensor, tile: Tile) -> None:
@@ -38,12 +38,12 @@ class IndexKeys:
         return found.view(keys.shape[0], self.tile.width, -1)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """`update` as DSA calls it: `cache.update_indexer(keys, layer)`."""
+        """`update` in DSA's form: `cache.update_indexer(keys, layer)`."""
         return self.update(keys)
 
     @property
     def layers(self) -> IndexKeys:
-        """Of MiniMax-M3, which calls `cache.layers[layer].update_index(keys)`."""
+        """For MiniMax-M3, which calls `cache.layers[layer].update_index(keys)`."""
         return self
 
     def __getitem__(self, layer_idx: int) -> IndexKeys:
@@ -55,7 +55,7 @@ class IndexKeys:
 
 
 def index_keys(forward: RunningForward, most: int, device: torch.device) -> list[IndexKeys]:
-    """The tiles in which an indexer that selects `most` tokens computes a step, for the call that is to come."""
+    """The tiles in which an indexer that selects `most` tokens computes a step, for the next attention call."""
     stored, batch = forward.rows("index_k", forward.ordinal)
     batch.refuse_trees("attention with an indexer")
     tiles = batch.derived(("tiles", most), lambda batch: _tiles(batch, most, device))
@@ -74,7 +74,7 @@ def _tiles(batch: PagedBatch, most: int, device: torch.device) -> list[Tile]:
 
 
 RowSplit = tuple[tuple[Tensor, PagedBatch] | None, SelectingRows | None]
-"""The rows that read all of their context, with a batch of their own, and those that read what is selected."""
+"""The rows that read all of their context, with a batch of their own, and those that read selected tokens."""
 
 
 def split_rows(batch: PagedBatch, most: int, device: torch.device) -> RowSplit:

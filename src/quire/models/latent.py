@@ -1,12 +1,12 @@
 """Multi-head latent attention (MLA) over stored latents: one latent and one rotary key per token, for all heads.
 
-A model with it would expand each latent to the keys and values of every head. Two ways give the same output, up to
+The model's own code expands each latent to the keys and values of every head. Two ways give the same output, up to
 rounding:
 
 - absorbed: the expansion of keys is applied to the query and that of values to the output, so that attention itself
-  reads latents, as one head. What a step costs beyond that does not depend on the context.
-- expanded: the model's own way, on latents read back from the pool. Keys are narrower, so that many rows of one
-  sequence cost less, once its context is expanded.
+  reads latents, as one head. Its extra cost per step does not depend on the context.
+- expanded: the model's own way, on latents read back from the pool. Keys are narrower, so many rows of one sequence
+  cost less once its context is expanded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from quire.models.forward import Forward, RecordingForward, in_forward
 from quire.spec.layers import LatentCall
 
 MIN_EXPANDED_ROWS = 16
-"""Rows of one sequence from which expanding its context may pay."""
+"""Rows of one sequence from which expanding its context may be faster."""
 
 
 def install_latents(model: torch.nn.Module) -> None:
-    """Let the latent attention modules of `model` keep latents on the pools."""
+    """Let the latent attention modules of `model` store latents in the pools."""
     for module in model.modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             attention = LatentAttention(module)
@@ -53,7 +53,7 @@ class LatentAttention:
             raise UnsupportedModel(f"{type(module).__name__} expands latents with a bias, which is not known here.")
 
     def expand_outside(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """In place of `expand_kv`: in a forward pass on the pools, latents are kept as they are."""
+        """In place of `expand_kv`: in a forward pass on the pools, latents are not expanded."""
         if in_forward():
             return latent, rope
         key, value = self._expand(latent, rope)
@@ -71,8 +71,8 @@ class LatentAttention:
     def keep(
         self, forward: Forward, key: Tensor, value: Tensor, *, sparse: bool = False, index_dim: int = 0
     ) -> tuple[Tensor, LatentFields, PagedBatch] | None:
-        """Store what a module hands over, as that of the call that begins now: new rows `[T, 1, rank + rope_dim]` as a
-        reader sees them, their fields and their batch. None in a dry run, which notes the call."""
+        """Store the data of a module as that of the current call: new rows `[T, 1, rank + rope_dim]` as a reader sees
+        them, their fields and their batch. None in a dry run, which records the call."""
         latent, rope = key[:, 0], value[:, 0]
         if isinstance(forward, RecordingForward):
             rank, rope_dim = latent.shape[-1], rope.shape[-1]
@@ -113,13 +113,13 @@ class LatentAttention:
         return found
 
     def expands(self, new: Slots, contexts: Slots) -> npt.NDArray[np.bool_]:
-        """Whether `new` rows of one sequence cost less where its context of so many tokens is expanded: products."""
+        """Whether `new` rows of one sequence cost fewer products if its context of so many tokens is expanded."""
         saved = (2 * self.rank - self._key_dim - self.value_dim) * new * (contexts - new // 2)
         spent = self.rank * (self._key_dim + self.value_dim) * (contexts - new)
         return (new >= MIN_EXPANDED_ROWS) & (saved > spent)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """`query` `[T, heads, dim]` as one that scores latents and rotary keys: `[T, heads, rank + rope_dim]`."""
+        """`query` `[T, heads, dim]` in a form that scores latents and rotary keys: `[T, heads, rank + rope_dim]`."""
         plain, rotated = query[..., : self._key_dim], query[..., self._key_dim :]
         keys = self._heads()[:, : self._key_dim]  # [heads, key_dim, rank]
         absorbed = torch.matmul(plain.transpose(0, 1).to(keys.dtype), keys).transpose(0, 1)
@@ -132,8 +132,8 @@ class LatentAttention:
         return torch.matmul(out.transpose(0, 1).to(values.dtype), values.transpose(1, 2)).transpose(0, 1).to(out.dtype)
 
     def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys `[n, heads, dim]` and values `[n, heads, value_dim]` of `rows` `[n, 1, rank + rope_dim]`, as the model
-        itself makes them."""
+        """Keys `[n, heads, dim]` and values `[n, heads, value_dim]` of `rows` `[n, 1, rank + rope_dim]`, by the model's
+        own code."""
         rows = rows[None, None, :, 0]
         key, value = self._expand(rows[..., : self.rank], rows[..., self.rank :])
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -145,7 +145,7 @@ class LatentAttention:
 
 
 class _ExpandedLatents:
-    """Keys and values of all heads, made of latents as they are read."""
+    """Keys and values of all heads, computed from latents when they are read."""
 
     def __init__(self, attention: LatentAttention, fields: LatentFields) -> None:
         self._attention = attention

@@ -11,15 +11,15 @@ from torch import Tensor
 from quire.kernels.sdpa import native_on_cpu
 
 _BARE = ("dt_proj",)
-"""Linear layers whose weight the code around them multiplies itself: the small one for step sizes of Mamba 1."""
+"""Linear layers whose weight the surrounding code multiplies itself: the small one for step sizes of Mamba 1."""
 
 
 def widen_linears(model: torch.nn.Module) -> int:
-    """Keep the weights of `model`'s linear layers in float32 where the CPU has no native products of their dtype.
+    """Convert the weights of `model`'s linear layers to float32 if the CPU has no native products of their dtype.
 
     Inputs and outputs keep their dtype, and results are those of the narrow product, which accumulates in float32 too.
-    It is 5 to 10 times faster and takes twice the memory. Embeddings that share a weight with a layer keep theirs.
-    Returns the number of layers changed; none on other devices.
+    It is 5 to 10 times faster and uses twice the memory. Embeddings that share a weight with a layer keep their own
+    copy. Returns the number of layers changed; none on other devices.
     """
     widened = 0
     for name, module in model.named_modules():

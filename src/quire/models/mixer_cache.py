@@ -1,7 +1,7 @@
-"""The caches that transformers' recurrent layers are given: states read from a pool, or the shapes of a first run.
+"""The caches that transformers' recurrent layers get: states read from a pool, or the shapes of a dry run.
 
-Both offer what the layers ask of a `Cache`, for one call of one layer; the layer's number says nothing here. A
-convolution of kernel k is held as its last k - 1 inputs, the k-th being the new one.
+Both have the methods of a `Cache` that the layers use, for one call of one layer; the layer's number is ignored. A
+convolution of kernel k is stored as its last k - 1 inputs, the k-th being the new one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class MixerStates:
         return self.ssm
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Always: at the start of a sequence the states are zeros, which is what they would be."""
+        """Always True: at the start of a sequence the states are zeros, which is correct."""
         return True
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Never: a state is kept for the end of a piece only."""
+        """Always False: a state is stored for the end of a piece only."""
         return False
 
     def recurrence(self, rows: Tensor, *shape: int) -> Tensor:
@@ -56,8 +56,8 @@ class MixerStates:
         return self.ssm
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any) -> Tensor:
-        """Append inputs `[pieces, channels, S]`; returns them after those that were kept."""
-        if self.conv is None:  # a kernel of 1 looks at nothing before
+        """Append inputs `[pieces, channels, S]`; returns them after the stored ones."""
+        if self.conv is None:  # a kernel of 1 reads no earlier input
             return conv_states
         kept = self.conv.shape[-1]
         inputs = torch.cat((self.conv, conv_states), dim=-1)
@@ -73,14 +73,14 @@ class MixerStates:
 
 
 class RecordedStates(MixerStates):
-    """The cache of a dry run: nothing came before, and what is stored is only looked at."""
+    """The cache of a dry run: no tokens came before, and stored values are only inspected."""
 
     def __init__(self) -> None:
         super().__init__()
         self._found: dict[str, Any] = {}
 
     def call(self, state_dtype: DType) -> StateCall:
-        """What the layer keeps, its recurrence as `state_dtype`."""
+        """The stored sizes of the layer, its recurrence as `state_dtype`."""
         return StateCall(**self._found, state_dtype=state_dtype)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -94,7 +94,7 @@ class RecordedStates(MixerStates):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int = 0, state_idx: int = 0, *, conv_kernel_size: int = 1, **_: Any
     ) -> Tensor:
-        """Note the channels and the kernel; returns the inputs after zeros."""
+        """Record the channels and the kernel; returns the inputs after zeros."""
         self._refuse_several(state_idx)
         self._found |= {"channels": conv_states.shape[1], "kernel": conv_kernel_size}
         return torch.nn.functional.pad(conv_states, (conv_kernel_size - 1, 0))
@@ -102,7 +102,7 @@ class RecordedStates(MixerStates):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Note the heads and the shape of each one's state."""
+        """Record the heads and the shape of each one's state."""
         self._refuse_several(state_idx)
         self._found |= {"heads": recurrent_states.shape[1], "matrix": tuple(recurrent_states.shape[2:])}
         return recurrent_states

@@ -1,7 +1,7 @@
 """Recurrent layers of transformers on Quire's pools of states, in flat batches of pieces of many sequences.
 
-A layer's own code computes, or ours on its weights where that cannot continue a sequence. Each call gets the rows of
-one run of pieces and, as its cache, their states. What is around it (attention, experts) stays flat.
+A layer's own code computes, or Quire's code with its weights if that cannot continue a sequence. Each call gets the
+rows of one run of pieces and, as its cache, their states. The rest of the model (attention, experts) stays flat.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from quire.spec.families.state import recurrence_dtype
 from quire.spec.layout import DType
 
 _STORES = frozenset({"update_conv_state", "update_recurrent_state"})
-"""What the forward pass of a layer that keeps states calls on its cache."""
+"""What the forward pass of a layer with states calls on its cache."""
 _CACHE_NAMES = ("cache_params", "past_key_values")
 _STEP = "mamba2_selective_state_update"
-"""Name of the function that moves a Mamba-2 layer by one token in transformers."""
+"""Name of the function that advances a Mamba-2 layer by one token in transformers."""
 _SMALLEST_CHUNK = 16
-"""Rows. Mamba 2 scans in chunks of a fixed size, often 256, and its code for CPUs fills the last one up."""
+"""Rows. Mamba 2 scans in chunks of a fixed size, often 256, and its code for CPUs pads the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ours:
-    """Layers whose forward pass is ours, known by a name that theirs mentions.
+    """Layers whose forward pass is Quire's, identified by a name that their own code mentions.
 
-    `compute` is one of `recurrences`. `pair`: the layer returns its outputs with something that is not read.
+    `compute` is a function of `recurrences`. `pair`: the layer also returns a second value, which is not read.
     """
 
     mark: str
@@ -84,7 +84,7 @@ def _names_in_forward(module: nn.Module) -> frozenset[str]:
 def _with_limited_step(layer: Any) -> Callable[..., Any]:
     """The forward pass of a Mamba-2 layer, limiting step sizes for one token as it does for several.
 
-    transformers leaves the limits out for one token: a state would depend on how its tokens came. Only where the layer
+    transformers omits the limits for one token: a state would depend on how its tokens were divided. Only if the layer
     has limits does its code run with another function for that step; the code itself is the same.
     """
     own: Callable[..., Any] = layer.forward
@@ -128,7 +128,7 @@ class _Mixer:
             self._compute = self._with_cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer around the module calls; its rows are `[1, T, hidden]` in a forward pass."""
+        """The function that the surrounding layer calls; its rows are `[1, T, hidden]` in a forward pass."""
         if not in_forward():
             return self._own(*args, **kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -162,7 +162,7 @@ class _Mixer:
         return result
 
     def _with_cache(self, rows: Tensor, states: MixerStates, positions: Tensor | None) -> Tensor:
-        """The module's own forward pass; a short piece in one chunk that is not much longer than it."""
+        """The module's own forward pass; a short piece is computed in one chunk that is not much longer."""
         chunk = max(_SMALLEST_CHUNK, 1 << (rows.shape[1] - 1).bit_length())
         shorter = chunk < self._chunk and rows.device.type == "cpu"
         if shorter:

@@ -1,7 +1,7 @@
-"""Forward passes of recurrent layers that transformers cannot continue from a state held elsewhere.
+"""Forward passes of recurrent layers that transformers cannot continue from an external state.
 
 They run on the modules' own weights, over pieces that each begin with a state: rows `[pieces, S, hidden]`, their states
-and their positions `[pieces, S]`. All return outputs `[pieces, S, hidden]` and move the states on by S tokens.
+and their positions `[pieces, S]`. All return outputs `[pieces, S, hidden]` and advance the states by S tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from quire.kernels.selective_scan import linear_scan, selective_scan
 from quire.models.mixer_cache import MixerStates
 
 _DECAY_SCALE = -8.0
-"""RecurrentGemma: the recurrence's gate is this power of the decay, times the gate that is learned."""
+"""RecurrentGemma: the recurrence's gate is this power of the decay, times the learned gate."""
 
 
 def selective_mixer(layer: Any, rows: Tensor, states: MixerStates, positions: Tensor | None) -> Tensor:
-    """Mamba, Falcon-Mamba and Jamba. transformers computes several tokens from zeros, whatever came before."""
+    """Mamba, Falcon-Mamba and Jamba. transformers computes several tokens from zeros, without the earlier state."""
     inputs, gate = layer.in_proj(rows).chunk(2, dim=-1)
     inputs = _convolve(layer, inputs, states)
     rank, size = layer.time_step_rank, layer.ssm_state_size
@@ -97,7 +97,7 @@ def lightning_mixer(layer: Any, rows: Tensor, states: MixerStates, positions: Te
 def lru_mixer(layer: Any, rows: Tensor, states: MixerStates, positions: Tensor | None) -> Tensor:
     """RecurrentGemma's recurrent block, whose states transformers keeps in the modules, for one batch at a time.
 
-    The first token of a sequence enters the state as it is; the others are scaled by what the state loses.
+    The first token of a sequence enters the state unscaled; the others are scaled by what the state loses.
     """
     assert positions is not None
     unit = layer.rg_lru

@@ -1,4 +1,4 @@
-"""Which model types run and which are refused, as data. Loading checks every model anyway; this is what is known."""
+"""Which model types run and which are refused, as data. Loading checks every model anyway; this is known before."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ VERIFIED: frozenset[str] = frozenset(_VERIFIED.split())
 forward pass. Windows longer than the check's sequences are compared with the configuration instead."""
 
 REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REFUSED.items() for kind in kinds.split()}
-"""Model types that are refused, with the reason. Types in neither table are decided by the check at load."""
+"""Model types that are refused, with the reason. The check at load decides for types in neither table."""
 
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Types that published configurations name and transformers does not: the same architecture by another name."""
+"""Types in published configurations that transformers does not know: the same architecture by another name."""
 
 
 def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
-    """Raise UnsupportedModel where the configuration `config` of model `name` is known not to run."""
+    """Raise UnsupportedModel if the configuration `config` of model `name` is known not to run."""
     text = config.get("text_config")
     for part in (config, text) if isinstance(text, Mapping) else (config,):
         kind = str(part.get("model_type"))

@@ -13,9 +13,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 def fix_rotary(model: torch.nn.Module, max_length: int) -> int:
     """Make rotary modules of `model` use one set of angles for every batch; returns how many sets there were to fix.
 
-    Two variants would look at the longest position of the batch, so that a request's output depended on its neighbours.
-    Here both take the angles that a sequence of the deployment's `max_length` tokens has in transformers; shorter ones
-    have the same, and outputs differ from what transformers gives for a shorter sequence by itself:
+    Two variants would read the longest position of the batch, so that a request's output depended on its neighbours.
+    Here both use the angles that transformers gives a sequence of the deployment's `max_length` tokens, also for
+    shorter ones. So outputs differ from what transformers gives for a shorter sequence alone:
 
     - `longrope`: the long factors if `max_length` exceeds the length the model was first trained on, else the short.
     - `dynamic` (NTK): the base stretched for `max_length` if that exceeds `max_position_embeddings`, else unchanged.
@@ -40,7 +40,7 @@ def grows_with_length(model: torch.nn.Module) -> bool:
 
 
 def _variants(model: torch.nn.Module) -> Iterator[tuple[Any, str | None, str]]:
-    """(module, kind of layers, variant) of all rotary embeddings; the kind is None where a module has one variant."""
+    """(module, kind of layers, variant) of all rotary embeddings; the kind is None if a module has one variant."""
     for module in model.modules():
         found: Any = getattr(module, "rope_type", None)
         if isinstance(found, dict):
@@ -50,12 +50,12 @@ def _variants(model: torch.nn.Module) -> Iterator[tuple[Any, str | None, str]]:
 
 
 def _fix(module: Any, variant: str, max_length: int, kind: str | None) -> None:
-    """Set the frequencies of `module`, those for layers of a `kind` where it has several, to those of `max_length`."""
+    """Set the frequencies of `module` to those of `max_length`; if it has several kinds, only those of `kind`."""
     config = module.config
     buffer: Tensor = module.inv_freq if kind is None else getattr(module, f"{kind}_inv_freq")
     if variant == "dynamic":
         if max_length <= config.max_position_embeddings:
-            return  # what the module was made with, whose base some models choose themselves
+            return  # the initial value, whose base some models choose themselves
         length = max_length
     else:
         parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]

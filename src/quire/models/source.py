@@ -19,8 +19,8 @@ from quire.plan.source import model_folder
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model or tokenizer is read from. `local`: a folder, so the network is never asked. `revision` is that of
-    the hub, None for its main branch."""
+    """Where a model or tokenizer is read from. `local`: a folder, so the network is not used. `revision` is that of the
+    hub, None for its main branch."""
 
     name: str
     local: bool
@@ -63,7 +63,7 @@ class ModelSource:
 
 @contextmanager
 def reading(source: ModelSource, what: str) -> Iterator[None]:
-    """Turn whatever goes wrong while reading `what` from `source` into a ModelLoadError that says so."""
+    """Turn any error while reading `what` from `source` into a ModelLoadError that names both."""
     try:
         yield
     except ModelLoadError:
@@ -82,7 +82,7 @@ def reading(source: ModelSource, what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars, log lines or warnings of transformers inside; its settings are restored after."""
+    """Suppresses progress bars, log lines and warnings of transformers inside; its settings are restored after."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)

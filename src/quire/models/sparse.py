@@ -17,7 +17,7 @@ from quire.models.latent import LatentAttention
 def install_indexers(model: torch.nn.Module) -> bool:
     """Let the sparse attention modules of `model` select on the pools; returns whether there are any.
 
-    Latents must have been installed.
+    Latent attention must have been installed.
     """
     found = False
     for module in model.modules():
@@ -35,7 +35,7 @@ def install_indexers(model: torch.nn.Module) -> bool:
 
 
 class _SparseAttention:
-    """Attention of one module over the latents that its own indexer selected, or an earlier layer's."""
+    """Attention of one module over the latents selected by its own indexer, or by an earlier layer's."""
 
     def __init__(self, latent: LatentAttention, indexer: _Indexer | None, most: int) -> None:
         self._latent = latent
@@ -43,7 +43,7 @@ class _SparseAttention:
         self._most = most
 
     def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
-        """See `OwnAttention`. The selection is among the options: positions `[1, T, n]`, -1 where there is none."""
+        """See `OwnAttention`. The selection is among the options: positions `[1, T, n]`, -1 for none."""
         kept = self._latent.keep(forward, key, value, sparse=True, index_dim=self._index_dim)
         out = query.new_zeros(*query.shape[:2], self._latent.value_dim)
         if kept is None:

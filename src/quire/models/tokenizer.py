@@ -16,7 +16,7 @@ from quire.spec.ids import Ids
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind the few verbs Quire uses."""
+    """A Hugging Face tokenizer behind the few methods that Quire uses."""
 
     def __init__(self, tokenizer: Any, *, name: str) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **variables
             )
-        except Exception as error:  # templates raise what their authors chose
+        except Exception as error:  # templates raise exceptions of their authors' choice
             raise InvalidInput(
                 f"the chat template of '{self.name}' refuses these messages: {error}.",
                 fix="check roles, their order and the content of each message.",
@@ -67,9 +67,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path_or_id: str, *, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer in a folder or on the hub, with the chat template in the file `chat_template` where one is named.
+    """The tokenizer in a folder or on the hub, with the chat template in the file `chat_template` if given.
 
-    Raises ModelLoadError where there is none that can be read.
+    Raises ModelLoadError if none can be read.
     """
     source = ModelSource.find(path_or_id, revision)
     if source.local:
