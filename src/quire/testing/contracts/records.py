@@ -1,4 +1,4 @@
-"""Keys and records for tests of stores, and the steps of writing and reading in one call.
+"""Keys and records for tests of stores, the medium of a store, and writing and reading in one call.
 
 The bytes of a record follow from its number alone and no two numbers share them, so a mixed, torn or foreign record
 shows wherever it is cut.
@@ -8,11 +8,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from typing_extensions import Buffer
 
 from quire.tiers.store import Answer, Store, StoreKey
+
+
+class Medium(Protocol):
+    """The disk or server below a store, which tests read and damage directly: raw bytes, a plain client."""
+
+    def read(self, key: StoreKey) -> bytes | None:
+        """The bytes of a visible record, None where there is none."""
+
+    def write(self, key: StoreKey, record: bytes) -> None:
+        """Replace a visible record by bytes of its length or shorter: a damaged or truncated medium."""
+
+    def delete(self, key: StoreKey) -> None:
+        """Delete the bytes of a visible record."""
+
+    def keys(self) -> set[StoreKey]:
+        """All visible records."""
 
 
 def make_key(number: int, *, scope: int = 0, part: int = 0) -> StoreKey:

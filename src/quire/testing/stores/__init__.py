@@ -2,7 +2,6 @@
 
 from quire.testing.stores.dict_store import DictStore
 from quire.testing.stores.faulty_store import Fault, FaultyStore
-from quire.testing.stores.slow_store import SlowStore
-from quire.testing.stores.wrapped_store import WrappedStore
+from quire.testing.stores.wrapped_store import SlowStore, WrappedStore
 
 __all__ = ["DictStore", "Fault", "FaultyStore", "SlowStore", "WrappedStore"]

@@ -26,7 +26,6 @@ class DictStore(Store):
         self._lock = RLock()
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
-        """Never RETRY."""
         with self._lock:
             return [Answer.HIT if key in self.visible else Answer.MISS for key in keys]
 
@@ -47,20 +46,17 @@ class DictStore(Store):
             return [self._complete(key, good) for key, good in zip(keys, ok, strict=True)]
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Never RETRY."""
         with self._lock:
             self._use(keys)
             return [self._get(key, record) for key, record in zip(keys, records, strict=True)]
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
-        """At once."""
         with self._lock:
             found = sum(self.visible.pop(key, None) is not None for key in keys)
             self.version += found
             return found
 
     def entries(self, scope: bytes | None = None) -> Iterator[Entry]:
-        """As they are now."""
         with self._lock:
             return iter([Entry(key, len(record)) for key, record in self.visible.items() if scope in (None, key.scope)])
 
