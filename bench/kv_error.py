@@ -225,13 +225,8 @@ class _Prompt:
     def batches(self, start: int, stop: int) -> list[PagedBatch | StateBatch]:
         """A step that computes positions `start:stop`."""
         rows = np.array([0, stop - start], dtype=np.int32)
-        paged = PagedBatch(
-            query_starts=rows,
-            context_lens=np.array([stop], dtype=np.int32),
-            frames=np.arange(1, pages_for(stop, self.page_size) + 1, dtype=np.int32)[None],
-            slots=self.page_size + np.arange(start, stop, dtype=np.int32),
-            page_size=self.page_size,
-        )
+        frames = np.arange(1, pages_for(stop, self.page_size) + 1, dtype=np.int32)[None]
+        paged = PagedBatch.of(frames, np.array([start]), np.array([stop]), self.page_size)
         one = np.ones(1, dtype=np.int32)
         states = StateBatch(rows, one if start else 0 * one, one)
         return [states if group.reach.in_place else paged for group in self.groups]

@@ -24,19 +24,8 @@ def batch_of(sequences: list[tuple[int, int]], page_size: int, seed: int) -> Pag
     frames = np.zeros((len(pages), max(pages)), dtype=np.int32)
     for r, count in enumerate(pages):
         frames[r, :count] = [next(order) for _ in range(count)]
-    starts = np.concatenate(([0], np.cumsum([new for _, new in sequences]))).astype(np.int32)
-    slots = [
-        frames[r, p // page_size] * page_size + p % page_size
-        for r, (context, new) in enumerate(sequences)
-        for p in range(context - new, context)
-    ]
-    return PagedBatch(
-        query_starts=starts,
-        context_lens=np.array([context for context, _ in sequences], dtype=np.int32),
-        frames=frames,
-        slots=np.array(slots, dtype=np.int32),
-        page_size=page_size,
-    )
+    starts, stops = np.array([(context - new, context) for context, new in sequences]).T
+    return PagedBatch.of(frames, starts, stops, page_size)
 
 
 @st.composite

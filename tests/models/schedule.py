@@ -99,9 +99,8 @@ class Schedule:
         begin = self.shared // self.page_size
         tables["c"][:begin] = tables["a"][:begin]
         pool = Pool(group.layout, total)
-        for field in group.layout.fields:
-            for layer in field.layers:
-                pool.layer(field.name, layer).fill_(torch.nan)
+        for _, tensor in pool.tensors:
+            tensor.fill_(torch.nan)
         return Frames(group, pool, tables)
 
     def largest_error(self, model: LoadedModel, reference: torch.nn.Module) -> float:
@@ -132,16 +131,6 @@ class Schedule:
     def _batch(self, frames: Frames, step: Step) -> PagedBatch:
         tables = [frames.tables[name] for name in step]
         widest = max(map(len, tables))
-        slots = []
-        for table, (start, stop) in zip(tables, step.values(), strict=True):
-            positions = np.arange(start, stop)
-            slots.append(table[positions // self.page_size] * self.page_size + positions % self.page_size)
-        return PagedBatch(
-            query_starts=np.concatenate(([0], np.cumsum([stop - start for start, stop in step.values()]))).astype(
-                np.int32
-            ),
-            context_lens=np.array([stop for _, stop in step.values()], dtype=np.int32),
-            frames=np.stack([np.pad(table, (0, widest - len(table))) for table in tables]).astype(np.int32),
-            slots=np.concatenate(slots).astype(np.int32),
-            page_size=self.page_size,
-        )
+        starts, stops = np.array(list(step.values())).T
+        frames_of = np.stack([np.pad(table, (0, widest - len(table))) for table in tables]).astype(np.int32)
+        return PagedBatch.of(frames_of, starts, stops, self.page_size)

@@ -98,17 +98,8 @@ class Memory:
         )
 
     def _paged(self, step: Step) -> PagedBatch:
-        slots = []
-        for name, (start, stop) in step.items():
-            positions = np.arange(start, stop)
-            slots.append(self.pages[name][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE)
-        return PagedBatch(
-            query_starts=np.cumsum([0, *(stop - start for start, stop in step.values())]).astype(np.int32),
-            context_lens=np.array([stop for _, stop in step.values()], dtype=np.int32),
-            frames=np.stack([self.pages[name] for name in step]).astype(np.int32),
-            slots=np.concatenate(slots).astype(np.int32),
-            page_size=PAGE_SIZE,
-        )
+        starts, stops = np.array(list(step.values())).T
+        return PagedBatch.of(np.stack([self.pages[name] for name in step]).astype(np.int32), starts, stops, PAGE_SIZE)
 
     def _states(self, step: Step) -> StateBatch:
         starts, sources, targets = [0], [], []

@@ -39,23 +39,14 @@ class Text:
         for _, tensor in (pair for pool in self.pools for pair in pool.tensors):
             tensor.fill_(torch.nan)
 
-    def slots(self, positions: np.ndarray) -> np.ndarray:
-        size = self.page_size
+    def slots(self, rows: np.ndarray) -> np.ndarray:
+        positions, size = PROMPT + rows, self.page_size
         return (self.frames[0, positions // size] * size + positions % size).astype(np.int32)
 
     def run(self, tokens: list[int], past: int, parents: list[int] | None = None) -> torch.Tensor:
-        stop = past + len(tokens)
-        batches = [
-            PagedBatch(
-                query_starts=np.array([0, len(tokens)], dtype=np.int32),
-                context_lens=np.array([stop], dtype=np.int32),
-                frames=self.frames,
-                slots=self.slots(np.arange(past, stop)),
-                page_size=self.page_size,
-                parents=None if parents is None else np.array(parents, dtype=np.int32),
-            )
-            for _ in self.groups
-        ]
+        ends = np.array([past]), np.array([past + len(tokens)])
+        tree = None if parents is None else np.array(parents, dtype=np.int32)
+        batches = [PagedBatch.of(self.frames, *ends, self.page_size, tree) for _ in self.groups]
         positions = torch.from_numpy(batches[0].positions())
         return self.model.forward(torch.tensor(tokens), positions, batches, self.pools, torch.arange(len(tokens)))
 
@@ -75,7 +66,7 @@ def test_a_draft_has_the_logits_of_its_own_text(name: str) -> None:
             path.insert(0, TREE[path[0]])
         wanted = model.plain_logits(torch.tensor([*prompt.tolist(), *(tokens[at] for at in path)]))[-1]
         assert (logits[row] - wanted).abs().max() < 1e-3
-    sources, targets = (text.slots(PROMPT + np.array(rows)) for rows in (FIRST, range(len(FIRST))))
+    sources, targets = (text.slots(np.array(rows)) for rows in (FIRST, range(len(FIRST))))
     for pool in text.pools:
         move_rows(pool, sources, targets)
     accepted = [*prompt.tolist(), *(tokens[at] for at in FIRST), 7]

@@ -128,13 +128,7 @@ class _Step:
     """The tensors of one call, and the partial attention of one segment."""
 
     def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        reader: KVReader,
-        scale: float,
-        softcap: float | None,
+        self, query: Tensor, key: Tensor, value: Tensor, reader: KVReader, scale: float, softcap: float | None
     ) -> None:
         self.query = query.view(query.shape[0], key.shape[1], -1, query.shape[2])  # [T, kv_heads, group, key_dim]
         self.new = (key, value)
@@ -160,47 +154,35 @@ class _Step:
         key, value = self._read(segment.source)
         query = self.query[segment.rows]
         if segment.batched:
-            return self._batched(query, key, value, segment)
-        key = key[segment.start : segment.stop].transpose(0, 1)  # [kv_heads, keys, dim]
-        value = value[segment.start : segment.stop].transpose(0, 1)
+            return self._batched(query, key, value, segment.batched, segment.mask)
+        key, value = key[segment.start : segment.stop], value[segment.start : segment.stop]
         if segment.causal or segment.mask is not None:
             return self._block(query, key, value, segment)
-        return self._dense(query, key, value)
+        return self._batched(query, key, value, 1, None)  # rows that see the same keys, whatever their sequences
 
-    def _batched(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-        """A few rows of each of several sequences: they and the heads of a group are the rows of the product."""
-        count, (_, kv_heads, group, _) = segment.batched, query.shape
-        key = key.view(count, -1, *key.shape[1:]).transpose(1, 2)  # [sequences, kv_heads, keys, dim]
+    def _batched(
+        self, query: Tensor, key: Tensor, value: Tensor, count: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Equal parts of the rows against `count` equal parts of the keys. The rows of a part and the heads of a group
+        are the rows of one product. `mask` is `[count, rows, keys]`."""
+        _, kv_heads, group, _ = query.shape
+        key = key.view(count, -1, *key.shape[1:]).transpose(1, 2)  # [count, kv_heads, keys, dim]
         value = value.view(count, -1, *value.shape[1:]).transpose(1, 2)
         rows = query.shape[0] // count
+        if mask is not None:
+            mask = (mask if rows == 1 else mask.repeat(1, group, 1)).unsqueeze(1)
         if rows == 1:
-            mask = None if segment.mask is None else segment.mask.unsqueeze(1)
             return self.attend(query, key, value, mask=mask)
         folded = query.view(count, rows, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = None if segment.mask is None else segment.mask.repeat(1, group, 1).unsqueeze(1)
         out, lse = self.attend(folded, key, value, mask=mask)
         out = out.reshape(count, kv_heads, group, rows, -1).permute(0, 3, 1, 2, 4).flatten(0, 1)
         return out, lse.reshape(count, kv_heads, group, rows).permute(0, 3, 1, 2).flatten(0, 1)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """Rows that see different keys: KV heads are the batch, the heads of a group share keys by stride 0."""
-        group = query.shape[2]
-        out, lse = self.attend(
-            query.permute(1, 2, 0, 3),
-            key.unsqueeze(1).expand(-1, group, -1, -1),
-            value.unsqueeze(1).expand(-1, group, -1, -1),
-            causal=segment.causal,
-            mask=segment.mask,
-        )
+        key, value = (part.transpose(0, 1).unsqueeze(1).expand(-1, query.shape[2], -1, -1) for part in (key, value))
+        out, lse = self.attend(query.permute(1, 2, 0, 3), key, value, causal=segment.causal, mask=segment.mask)
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
-
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows that see the same keys: sequences and the heads of a group are all rows of one product."""
-        rows, kv_heads, group, _ = query.shape
-        folded = query.permute(1, 2, 0, 3).reshape(1, kv_heads, group * rows, -1)
-        out, lse = self.attend(folded, key.unsqueeze(0), value.unsqueeze(0))
-        out = out[0].view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
-        return out, lse[0].view(kv_heads, group, rows).permute(2, 0, 1)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None

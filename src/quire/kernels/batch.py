@@ -57,6 +57,20 @@ class PagedBatch:
             "a sequence's new tokens are part of its context"
         )
 
+    @classmethod
+    def of(cls, frames: Ids, starts: Slots, stops: Slots, page_size: int, parents: Ids | None = None) -> PagedBatch:
+        """A batch that computes positions `starts[r]:stops[r]` of sequence r, whose pages are `frames[r]`."""
+        counts, positions = stops - starts, flatten_ranges(starts, stops)
+        page_frames = frames[np.repeat(np.arange(len(counts)), counts), positions // page_size]
+        return cls(
+            query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            context_lens=stops.astype(np.int32),
+            frames=frames,
+            slots=(page_frames * page_size + positions % page_size).astype(np.int32),
+            page_size=page_size,
+            parents=parents,
+        )
+
     @property
     def num_rows(self) -> int:
         """T: rows of the flat batch that belong to a sequence."""

@@ -29,12 +29,7 @@ class PagedField:
     __slots__ = ("_kv_format", "_name", "_rows", "_scales")
 
     def __init__(
-        self,
-        frames: Tensor,
-        scales: Tensor | None = None,
-        kv_format: KVFormat | None = None,
-        *,
-        name: str = "rows",
+        self, frames: Tensor, scales: Tensor | None = None, kv_format: KVFormat | None = None, *, name: str = "rows"
     ) -> None:
         self._rows = frames.flatten(0, 1)
         self._kv_format = kv_format
@@ -118,7 +113,7 @@ class KVReader(Protocol):
 
 
 class KVFields:
-    """A field of keys and a field of values."""
+    """A field of keys and a field of values. Its reading methods are those of `KVReader`."""
 
     __slots__ = ("_keys", "_values")
 
@@ -135,11 +130,9 @@ class KVFields:
         return self._keys.write(slots, key), self._values.write(slots, value)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """In place if they are stored in `dtype`."""
         return self._keys.read(start, stop, dtype), self._values.read(start, stop, dtype)
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """In scratch memory."""
         return self._keys.gather(index, dtype, "key"), self._values.gather(index, dtype, "value")
 
 
@@ -147,7 +140,7 @@ class LatentFields:
     """Latents and rotary keys, side by side as one head: both are the key and the value, `[n, 1, rank + rope_dim]`.
 
     The value needs the latents alone, so the rest of an output is cut off. That costs less than a second read, and
-    fused kernels need equal widths.
+    fused kernels need equal widths. Reading methods are those of `KVReader`; they return copies in scratch memory.
     """
 
     __slots__ = ("_latents", "_ropes")
@@ -162,11 +155,9 @@ class LatentFields:
         return torch.cat(written, dim=-1).unsqueeze(1)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A copy in scratch memory."""
         return _joined(self._latents.read(start, stop, dtype), self._ropes.read(start, stop, dtype))
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A copy in scratch memory."""
         return _joined(self._latents.gather(index, dtype, "latent"), self._ropes.gather(index, dtype, "rope"))
 
 

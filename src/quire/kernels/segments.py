@@ -157,16 +157,8 @@ class Sequences:
 
     def take(self, some: Slots) -> Sequences:
         """A selection of the sequences; `starts` has no end."""
-        return Sequences(
-            self.starts[some],
-            self.lows[some],
-            self.contexts[some],
-            self.frames[some],
-            self.ids[some],
-            self.page_size,
-            self.queries[some],
-            self.trees,
-        )
+        names = ("starts", "lows", "contexts", "frames", "ids", "queries")
+        return replace(self, **{name: getattr(self, name)[some] for name in names})
 
     def slot_runs(self, sequence: int, low: int, high: int) -> tuple[Slots, Slots]:
         """Starts and ends of the maximal runs of consecutive slots of positions `low:high`, in order."""

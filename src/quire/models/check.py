@@ -23,7 +23,6 @@ from quire.models.forward import RunningForward
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
-from quire.spec.pages import pages_for
 
 _PAGE_SIZE = 4  # or more, if a page must hold a block of tokens that share an entry
 _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
@@ -57,21 +56,15 @@ def check_forward(model: CheckedModel) -> None:
     tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
     plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
     groups = model.spec.groups(model.spec.page_size(_PAGE_SIZE))
-    pools = [_nan_pool(group, model.device) for group in groups]
+    pools = [Pool(group.layout, int(_FRAMES.max()), device=model.device) for group in groups]
+    for _, tensor in (field for pool in pools for field in pool.tensors):
+        tensor.fill_(float("nan"))
     errors: list[float] = []
     for step in _STEPS:
         logits = _run_step(model, groups, pools, step, tokens)
         wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
         errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
     _judge(model, np.array(errors))
-
-
-def _nan_pool(group: GroupSpec, device: torch.device) -> Pool:
-    pool = Pool(group.layout, int(_FRAMES.max()), device=device)
-    for field in group.layout.fields:
-        for layer in field.layers:
-            pool.layer(field.name, layer).fill_(float("nan"))
-    return pool
 
 
 def _run_step(
@@ -84,31 +77,17 @@ def _run_step(
     """Logits of every row of one step."""
     positions = np.concatenate([np.arange(start, stop) for start, stop in step])
     present = [i for i, (start, stop) in enumerate(step) if stop > start]
+    starts, stops = np.array(step)[present].T
     input_ids = np.concatenate([tokens[i][start:stop] for i, (start, stop) in enumerate(step)])
     states = _states(step, present)
     batches = [
         states
         if group.reach.in_place
-        else _paged(step, present, positions, (_FRAMES + i) % _FRAMES.size, group.layout.page_size)
+        else PagedBatch.of((_FRAMES[present] + i) % _FRAMES.size, starts, stops, group.layout.page_size)
         for i, group in enumerate(groups)
     ]
     tensors = (input_ids, positions, np.arange(len(positions)))
     return model.run(RunningForward(pools, batches), *(torch.from_numpy(array).to(model.device) for array in tensors))
-
-
-def _paged(
-    step: tuple[tuple[int, int], ...], present: list[int], positions: np.ndarray, frames: np.ndarray, page_size: int
-) -> PagedBatch:
-    counts = [step[i][1] - step[i][0] for i in present]
-    contexts = np.array([step[i][1] for i in present], dtype=np.int32)
-    owners = np.repeat(present, counts)
-    return PagedBatch(
-        query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
-        context_lens=contexts,
-        frames=frames[present, : pages_for(int(contexts.max()), page_size)],
-        slots=(frames[owners, positions // page_size] * page_size + positions % page_size).astype(np.int32),
-        page_size=page_size,
-    )
 
 
 def _states(step: tuple[tuple[int, int], ...], present: list[int]) -> StateBatch:
