@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from quire.engine import process
-from quire.engine.messages import Later
+from quire.engine.messages import Ask, Later, Reply, Shutdown
 from quire.engine.process import StepLoop
-from quire.engine.wire import Ask, Reply, Shutdown
 from quire.errors import StoreError
 from quire.offload.deletion import Flushed, Stored
 from quire.spec.events import Namespace

@@ -14,8 +14,8 @@ import pytest
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
+from quire.engine.messages import ENCODER, EXIT_DEFECT, WireError
 from quire.engine.process import Core
-from quire.engine.wire import ENCODER, EXIT_DEFECT, WireError
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore

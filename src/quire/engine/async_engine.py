@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, overload
 
 import msgspec
@@ -22,23 +22,26 @@ import zmq
 import zmq.asyncio
 
 from quire.engine.config import EngineConfig
-from quire.engine.messages import Later, RetainRequest, TokenOutput, prompt_bytes
-from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
-from quire.engine.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
-from quire.engine.request_stream import RequestStream
-from quire.engine.wire import (
+from quire.engine.messages import (
     ENCODER,
     REPORT_DECODER,
     Abort,
     Ask,
     Beat,
     Died,
+    Later,
     Outputs,
     Ready,
     Reply,
     Report,
+    RetainRequest,
+    TokenOutput,
     Touched,
+    prompt_bytes,
 )
+from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
+from quire.engine.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
+from quire.engine.request_stream import RequestStream
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.offload.retention import Granted
 from quire.scheduler.sampling_params import SamplingParams
@@ -117,18 +120,6 @@ def _not_utf8(name: str, error: UnicodeEncodeError) -> InvalidInput:
     return InvalidInput(f"{name} must be text without lone surrogates, got {error.object[:60]!r}.")
 
 
-@dataclass(slots=True)
-class _Progress:
-    """The time of the engine's last progress."""
-
-    mark: int = -1
-    has_work: bool = False
-    at_s: float = field(default_factory=time.monotonic)
-
-    def touch(self) -> None:
-        self.at_s = time.monotonic()
-
-
 class AsyncEngine:
     """An engine in a process of its own, for the event loop that started it by `await AsyncEngine.start(config)`.
 
@@ -151,7 +142,9 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._counter = itertools.count(1)
-        self._progress = _Progress()
+        self._progress_s = time.monotonic()  # when the engine last got anywhere
+        self._progress = -1  # its mark of that
+        self._has_work = False
         self._death: QuireError | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -235,7 +228,7 @@ class AsyncEngine:
         encoded = [_encoded((request,)) for request in requests]  # refused before it is registered
         stream = RequestStream(assembler, on_close=self._close)
         if not self._streams:
-            self._progress.touch()
+            self._progress_s = time.monotonic()
         self._idle.clear()
         self._streams |= dict.fromkeys((request.request_id for request in requests), stream)
         try:
@@ -305,9 +298,9 @@ class AsyncEngine:
             return Health(healthy=False, reason=str(self._death))
         if self._draining:
             return Health(healthy=False, reason="the server is shutting down.")
-        waited_s = time.monotonic() - self._progress.at_s
+        waited_s = time.monotonic() - self._progress_s
         if self._streams and waited_s > self._stall_after_s:
-            work = "has work but makes no progress" if self._progress.has_work else "does not answer"
+            work = "has work but makes no progress" if self._has_work else "does not answer"
             waits = self.last_statistics.get("waiting_reason", "")
             return Health(
                 healthy=False,
@@ -352,7 +345,7 @@ class AsyncEngine:
     def _on_report(self, report: Report) -> None:
         match report:
             case Outputs(outputs):
-                self._progress.touch()
+                self._progress_s = time.monotonic()
                 for output in outputs:
                     self._deliver(output)
             case Beat():
@@ -367,7 +360,7 @@ class AsyncEngine:
             case Ready():
                 self.context_length, self.eos_token_ids = report.context_length, report.eos_token_ids
                 self.start_statistics = self.last_statistics = report.statistics
-                self._progress.touch()
+                self._progress_s = time.monotonic()
                 self._process.hide()
                 self._ready.set_result(None)
             case Died(error) if not self._ready.done():
@@ -396,9 +389,9 @@ class AsyncEngine:
 
     def _on_beat(self, beat: Beat) -> None:
         self.last_statistics = beat.statistics
-        if beat.progress != self._progress.mark or not self._streams:
-            self._progress.touch()
-        self._progress.mark, self._progress.has_work = beat.progress, beat.has_work
+        if beat.progress != self._progress or not self._streams:
+            self._progress_s = time.monotonic()
+        self._progress, self._has_work = beat.progress, beat.has_work
 
     def _on_exit(self) -> None:
         """The process is gone. Its last reports may still be in the socket, so these are read first."""

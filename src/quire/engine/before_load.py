@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,18 +57,18 @@ def open_tiers(config: EngineConfig) -> Storage:
         )
     plan = _plan_of(config)
     size = storage_size(config)
-    if plan is not None:
-        if isinstance(config.host_memory, int):
-            host_frames(plan, config.host_memory)
-        check_storage_size(config, plan.groups, size)
+    if plan is not None and isinstance(config.host_memory, int):
+        host_frames(plan, config.host_memory)
+    groups = plan.groups if plan is not None else ()
+    check_storage_size(config, groups, size)
     store = open_store(config.storage, capacity=size) if config.storage else None
     if isinstance(store, DirectoryStore) and size is None:
-        with ExitStack() as undo:
-            undo.callback(store.close)
+        try:
             size = store.facts().capacity
-            if plan is not None:
-                check_storage_size(config, plan.groups, size)
-            undo.pop_all()
+            check_storage_size(config, groups, size)
+        except BaseException:
+            store.close()
+            raise
     return Storage(store, size)
 
 
@@ -92,18 +92,19 @@ def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_by
     if path is None or num_bytes is None:
         return
     least = sum(slot_size(HEADER_BYTES + group.layout.bytes_per_frame) for group in groups)
-    if num_bytes < least and config.storage_size is None and not holds_store(Path(path)):
+    if num_bytes >= least:
+        return
+    if config.storage_size is None and not holds_store(Path(path)):
         raise StoreError(
             f"the disk of '{path}' has no room for a store: half of what is free is "
             f"{format_bytes(num_bytes)}, and a page takes {format_bytes(least)}.",
             fix="free some of it, or give another directory.",
         )
-    if num_bytes < least:
-        raise PlanError(
-            f"{format_bytes(num_bytes)} of storage hold no page: one record of each group takes "
-            f"{format_bytes(least)} in all.",
-            fix=f"use --storage-size {round_up_bytes(least).replace(' ', '')} or more; some GiB are worth the trouble.",
-        )
+    raise PlanError(
+        f"{format_bytes(num_bytes)} of storage hold no page: one record of each group takes "
+        f"{format_bytes(least)} in all.",
+        fix=f"use --storage-size {round_up_bytes(least).replace(' ', '')} or more; some GiB are worth the trouble.",
+    )
 
 
 def check_model(config: EngineConfig) -> Plan | None:

@@ -156,12 +156,7 @@ class EngineConfig(Settings):
         otherwise="the model's context",
     )
     max_running_requests: int = setting(
-        256,
-        "Sequences that hold memory at once.",
-        group=_SCHEDULING,
-        aliases=("--max-num-seqs",),
-        ge=1,
-        le=65_536,
+        256, "Sequences that hold memory at once.", group=_SCHEDULING, aliases=("--max-num-seqs",), ge=1, le=65_536
     )
     max_num_batched_tokens: Tokens = setting(
         2048,
@@ -248,10 +243,7 @@ class EngineConfig(Settings):
         0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", group=_MEMORY, ge=0, le=0.9
     )
     overlap: bool | None = setting(
-        None,
-        "Schedule a step while one is in flight.",
-        group=_SCHEDULING,
-        otherwise="where the device is not the CPU",
+        None, "Schedule a step while one is in flight.", group=_SCHEDULING, otherwise="where the device is not the CPU"
     )
     threads: int | None = setting(
         None,

@@ -89,6 +89,7 @@ class EngineCore:
         else:
             use_threads(config.threads, device=self.device, num_parameters=model.num_parameters)
         self.model = model
+        self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = self._plan()
         self.plan = self.capacity.memory
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
@@ -111,7 +112,8 @@ class EngineCore:
         self._ended: list[TokenOutput] = []
         self._queued: dict[str, float] = {}  # when a sequence that was not admitted yet was added
         self.queue_s = Histogram()
-        self._counts = dict.fromkeys(("output_tokens", "finished", "aborted", "refused", "failed", "steps"), 0)
+        self._output_tokens = self._steps = 0
+        self._ends = dict.fromkeys(("finished", "aborted", "refused", "failed"), 0)
 
     def _wire(self) -> None:
         """Create the cache on its pools, and everything that uses it."""
@@ -130,10 +132,8 @@ class EngineCore:
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
-        self.eos_token_ids = tuple(self.model.eos_token_ids)
-        self.runner = ModelRunner(
-            self.model, self.cache, Sampler(self.eos_token_ids, config.seed), self.device, self.pools
-        )
+        sampler = Sampler(self.eos_token_ids, config.seed)
+        self.runner = ModelRunner(self.model, self.cache, sampler, self.device, self.pools)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
@@ -166,7 +166,7 @@ class EngineCore:
         try:
             self.scheduler.add(self._request(message))
         except QuireError:
-            self._counts["refused"] += 1
+            self._ends["refused"] += 1
             raise
         self._queued[message.request_id] = time.perf_counter()
 
@@ -177,7 +177,7 @@ class EngineCore:
         """
         if self.scheduler.abort(request_id) is not None:
             self._queued.pop(request_id, None)
-            self._counts["finished" if stopped else "aborted"] += 1
+            self._ends["finished" if stopped else "aborted"] += 1
             self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort"))
 
     def has_work(self) -> bool:
@@ -186,36 +186,20 @@ class EngineCore:
 
     def has_moves(self) -> bool:
         """Whether transfers between tiers are in flight, so that `step` should be called now and then."""
-        tiers = self.offload.tiers if self.tiers is not None else None
-        return tiers is not None and (not tiers.mover.idle or tiers.deletion.is_due or tiers.archiver.is_due)
+        below = self.offload.tiers if self.tiers is not None else None
+        return below is not None and (not below.mover.idle or below.deletion.is_due or below.archiver.is_due)
 
     def close(self) -> None:
         """Stop: pending transfers to a store end, within `STORE_DRAIN_S`, and threads end. May be called twice; no
         request may be running."""
         self._closed.set()
-        if self.tiers is not None:
-            if self.offload.tiers is not None:
-                self.offload.tiers.archiver.hasten()
-            self.tiers.close(self.offload.ahead.settle_moves, self._end_forgetting)
-            self.tiers = None
-            self._tell_unforgotten()
-            self._tell_unstored()
-
-    def _end_forgetting(self) -> None:
-        if self.offload.tiers is not None:
-            self.offload.tiers.deletion.end()
-
-    def _tell_unstored(self) -> None:
-        """Log what of the host could not be stored any more."""
-        pending = len(self.offload.tiers.archiver.pending) if self.offload.tiers is not None else 0
-        if pending:
-            logger.warning(
-                "what is on the host of %d prompts was not all stored: the store took no more of it", pending
-            )
-
-    def _tell_unforgotten(self) -> None:
-        """Log which records of the last flushes are still stored."""
-        states = [*self.offload.tiers.deletion.scopes.values()] if self.offload.tiers is not None else []
+        tiers, below = self.tiers, self.offload.tiers
+        if tiers is None or below is None:
+            return
+        self.tiers = None
+        below.archiver.hasten()
+        tiers.close(self.offload.ahead.settle_moves, below.deletion.end)
+        states = [*below.deletion.scopes.values()]
         if hidden := states.count(Stored.HIDDEN):
             logger.warning(
                 "%d flushes are not at their end: no engine finds their records, but they are stored until one looks "
@@ -224,6 +208,10 @@ class EngineCore:
             )
         if held := states.count(Stored.HELD):
             logger.warning("%d flushes have not reached the store: flush again when it answers", held)
+        if pending := len(below.archiver.pending):
+            logger.warning(
+                "what is on the host of %d prompts was not all stored: the store took no more of it", pending
+            )
 
     # -- the loop
 
@@ -250,7 +238,7 @@ class EngineCore:
     def _launch(self, step: Step, outputs: StepOutputs) -> Launched | None:
         if not len(step):
             return None
-        self._counts["steps"] += 1
+        self._steps += 1
         try:
             return self.runner.launch(step, self._in_flight)
         except AssertionError:
@@ -281,18 +269,11 @@ class EngineCore:
             return
         self.explanations.add(request.request_id, request.explanation)
         if request.explain:
-            told = TokenOutput(
-                request_id=request.request_id,
-                num_cached_tokens=request.num_cached,
-                num_host_tokens=request.num_host,
-                num_storage_tokens=request.num_storage,
-                explanation=request.explanation,
-            )
-            outputs.noted.append(told)
+            outputs.noted.append(_output(request, explanation=request.explanation))
 
     def _report(self, found: Settled, logprobs: dict[str, list[TokenLogprobs]], outputs: StepOutputs) -> None:
         """Report the tokens of each request; most have one token and nothing else to report."""
-        self._counts["output_tokens"] += len(found.tokens)
+        self._output_tokens += len(found.tokens)
         ids, tokens = [request.request_id for request in found.requests], found.tokens.tolist()
         apart = set(found.noted)
         if logprobs or len(tokens) > len(ids):
@@ -300,32 +281,24 @@ class EngineCore:
         if apart:
             stops = np.cumsum(found.counts).tolist()
             for at in sorted(apart):
-                own = tokens[stops[at] - int(found.counts[at]) : stops[at]]
-                outputs.noted.append(self._output(found.requests[at], own, logprobs.get(ids[at])))
-            starts = [stop - 1 for stop in stops]
-            ids, tokens = (
-                [name for at, name in enumerate(ids) if at not in apart],
-                [tokens[start] for at, start in enumerate(starts) if at not in apart],
-            )
+                request, count = found.requests[at], int(found.counts[at])
+                self._ends["finished"] += request.finish_reason is not None
+                told = _output(
+                    request,
+                    token_ids=tokens[stops[at] - count : stops[at]],
+                    logprobs=logprobs[ids[at]][:count] if ids[at] in logprobs else None,
+                    finish_reason=request.finish_reason,
+                    stop_token=request.stop_token,
+                )
+                outputs.noted.append(told)
+            tokens = [tokens[stop - 1] for at, stop in enumerate(stops) if at not in apart]
+            ids = [name for at, name in enumerate(ids) if at not in apart]
         outputs.request_ids += ids
         outputs.token_ids += tokens
 
-    def _output(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> TokenOutput:
-        self._counts["finished"] += request.finish_reason is not None
-        return TokenOutput(
-            request_id=request.request_id,
-            token_ids=tokens,
-            logprobs=logprobs[: len(tokens)] if logprobs is not None else None,
-            num_cached_tokens=request.num_cached,
-            num_host_tokens=request.num_host,
-            num_storage_tokens=request.num_storage,
-            finish_reason=request.finish_reason,
-            stop_token=request.stop_token,
-        )
-
     def _fail(self, request: Request, error: Exception) -> TokenOutput:
         self.scheduler.abort(request.request_id)
-        self._counts["failed"] += 1
+        self._ends["failed"] += 1
         if not isinstance(error, QuireError):
             error = StepFailed(f"the step failed: {type(error).__name__}: {error}.", fix="send the request again.")
         return TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error), status=error.status)
@@ -335,10 +308,12 @@ class EngineCore:
     def retain(self, message: RetainRequest) -> Granted:
         """Retain the cached part of a prefix (`Retention.retain`). Raises InvalidInput; nothing has changed then."""
         _refuse_adapter(message.adapter)
-        tokens = np.frombuffer(message.prompt, dtype=np.int32)
-        namespace = Namespace(message.adapter, message.salt)
         return self.offload.retention.retain(
-            tokens, namespace, ttl_seconds=message.ttl_seconds, priority=message.priority, pin=message.pin
+            np.frombuffer(message.prompt, dtype=np.int32),
+            Namespace(message.adapter, message.salt),
+            ttl_seconds=message.ttl_seconds,
+            priority=message.priority,
+            pin=message.pin,
         )
 
     def release(self, retention_id: str) -> bool:
@@ -382,28 +357,25 @@ class EngineCore:
 
     def statistics(self) -> dict[str, Any]:
         """Counters and gauges, flat except `frames`: by group, the frames of each owner."""
-        cache = asdict(self.cache.statistics())
+        retention, cache = self.offload.retention, asdict(self.cache.statistics())
         cache["tiers"] = self.offload.tiers.statistics() if self.offload.tiers is not None else None
         if self.tiers is not None and cache["tiers"] is not None:
             cache["tiers"] |= self.tiers.statistics()
         return {
             **cache,
-            "output_tokens": self._counts["output_tokens"],
+            **{f"{name}_requests": count for name, count in self._ends.items()},
+            "output_tokens": self._output_tokens,
+            "steps": self._steps,
             "preemptions": self.scheduler.num_preemptions,
             "running_requests": self.scheduler.num_running,
             "waiting_requests": len(self.scheduler.waiting),
             "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",
-            "finished_requests": self._counts["finished"],
-            "aborted_requests": self._counts["aborted"],
-            "refused_requests": self._counts["refused"],
-            "failed_requests": self._counts["failed"],
-            "steps": self._counts["steps"],
             "queue_seconds": self.queue_s.to_dict(),
-            "retentions": len(self.offload.retention),
-            "retained_pages": self.offload.retention.num_pages,
-            "retentions_expired": self.offload.retention.num_expired,
-            "retentions_given_up": self.offload.retention.num_given_up,
-            "retentions_lost": self.offload.retention.num_lost,
+            "retentions": len(retention),
+            "retained_pages": retention.num_pages,
+            "retentions_expired": retention.num_expired,
+            "retentions_given_up": retention.num_given_up,
+            "retentions_lost": retention.num_lost,
             "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
@@ -431,16 +403,13 @@ class EngineCore:
         tokens = message.tokens()
         vocabulary = self.model.spec.vocab_size
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-            bad = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+            bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise InvalidInput(
                 f"token id {bad} is outside the vocabulary of {vocabulary:,}.", fix="check the tokenizer."
             )
-        wrong = [token for token in message.params.logit_bias if not 0 <= token < vocabulary]
-        if wrong:
-            raise InvalidInput(f"logit_bias names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
-        stray = [token for token in message.params.stop_token_ids if not 0 <= token < vocabulary]
-        if stray:
-            raise InvalidInput(f"stop_token_ids names token {stray[0]}, outside the vocabulary of {vocabulary:,}.")
+        for name, ids in (("logit_bias", message.params.logit_bias), ("stop_token_ids", message.params.stop_token_ids)):
+            if wrong := [token for token in ids if not 0 <= token < vocabulary]:
+                raise InvalidInput(f"{name} names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
         _refuse_adapter(message.adapter)
         if message.explain and not self.config.explain:
             raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
@@ -472,6 +441,16 @@ class EngineCore:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * _AUTO_SHARE_DEVICE)
         return default_kv_bytes(host_memory().available)
+
+
+def _output(request: Request, **more: Any) -> TokenOutput:
+    return TokenOutput(
+        request_id=request.request_id,
+        num_cached_tokens=request.num_cached,
+        num_host_tokens=request.num_host,
+        num_storage_tokens=request.num_storage,
+        **more,
+    )
 
 
 def _refuse_adapter(name: str) -> None:

@@ -12,9 +12,9 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -27,15 +27,18 @@ _PATIENCE_S = 300.0  # a process that touches a terabyte takes a minute
 
 
 class _Version(NamedTuple):
-    """The files of one version of control groups: limits, charges, and the part of the charges that can be dropped."""
+    """A version of control groups: its mount, and the files with limits, usage, and the part of it that is files."""
 
+    mount: str
     limits: tuple[str, ...]
     usage: str
-    inactive: tuple[str, ...]
+    inactive: str
 
 
-_VERSION_1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "inactive_file"))
-_VERSION_2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file",))
+_VERSION_1 = _Version(
+    "sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+)
+_VERSION_2 = _Version("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,82 +87,51 @@ def alone_on_this_host(folder: Path | None = None) -> Iterator[None]:
 
 
 def _wait_for(file: int) -> None:
-    began, said = time.monotonic(), False
+    began, is_logged = time.monotonic(), False
     while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = time.monotonic() - began
-        else:
-            return
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        waited = time.monotonic() - began
         if waited > _PATIENCE_S:
-            logger.warning("another process takes host memory for %.0f s; not waiting any longer", waited)
-            return
-        if waited > 1 and not said:
+            return logger.warning("another process takes host memory for %.0f s; not waiting any longer", waited)
+        if waited > 1 and not is_logged:
             logger.warning("waiting for another process on this machine, which takes host memory")
-            said = True
+            is_logged = True
         time.sleep(0.02)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Each limit, and how much of it is used."""
-    for version, mount, folder in _groups(root):
-        while True:
-            yield from _limits_of(folder, version)
-            if folder == mount:
+    for line in _lines(root / "proc/self/cgroup"):  # 4:memory:/a/b in version 1, 0::/a/b in version 2
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            version = _VERSION_1
+        elif number == "0" and not controllers:
+            version = _VERSION_2
+        else:
+            continue
+        mount = root / version.mount
+        folder = _folder(mount, path.strip("/").split("/"))
+        for group in (folder, *folder.parents):
+            yield from _limits_of(group, version)
+            if group == mount:
                 break
-            folder = folder.parent
+
+
+def _folder(mount: Path, names: list[str]) -> Path:
+    """The folder of a group; a container may have its own group mounted, and see the host's names above it."""
+    ends = [mount.joinpath(*names[first:]) for first in range(len(names))] if ".." not in names else []
+    return next((folder for folder in ends if folder.is_dir()), mount)
 
 
 def _limits_of(folder: Path, version: _Version) -> Iterator[tuple[int, int]]:
+    limits = [_number(folder / name) for name in version.limits]
+    found = [limit for limit in limits if limit is not None and limit < _UNLIMITED]
     used = _number(folder / version.usage)
-    if used is None:
-        return
-    found = [most for name in version.limits if (most := _number(folder / name)) is not None and most < _UNLIMITED]
-    if found:
-        yield min(found), max(0, used - _inactive(folder / "memory.stat", version.inactive))
-
-
-def _groups(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """For each hierarchy that may limit memory: its mount point, and the folder of this process's group in it."""
-    paths = dict(_own_paths(root))
-    for line in _lines(root / "proc/self/mountinfo"):
-        # 32 31 0:29 /docker/1f /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
-        before, _, after = line.partition(" - ")
-        fields, (kind, _, options) = before.split(), (after.split() + [""] * 3)[:3]
-        if kind == "cgroup2":
-            version = _VERSION_2
-        elif kind == "cgroup" and "memory" in options.split(","):
-            version = _VERSION_1
-        else:
-            continue
-        if version in paths and len(fields) > 4:
-            mount = root / fields[4].lstrip("/")
-            yield version, mount, _below(mount, fields[3], paths[version])
-
-
-def _own_paths(root: Path) -> Iterator[tuple[_Version, str]]:
-    for line in _lines(root / "proc/self/cgroup"):
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            yield _VERSION_2, path
-        elif "memory" in controllers.split(","):
-            yield _VERSION_1, path
-
-
-def _below(mount: Path, mounted: str, path: str) -> Path:
-    """The folder of the group at `path`, if the group `mounted` is at `mount`; `mount` if it is not below that."""
-    found, top = PurePosixPath(path), PurePosixPath(mounted)
-    if ".." in found.parts or not found.is_relative_to(top):
-        return mount
-    folder = mount / found.relative_to(top)
-    return folder if folder.is_dir() else mount
-
-
-def _inactive(path: Path, names: tuple[str, ...]) -> int:
-    found = dict(line.split()[:2] for line in _lines(path) if len(line.split()) == 2)
-    return next((int(found[name]) for name in names if found.get(name, "").isdigit()), 0)
+    if found and used is not None:
+        files = dict(line.split()[:2] for line in _lines(folder / "memory.stat")).get(version.inactive, "0")
+        yield min(found), max(0, used - int(files))
 
 
 def _number(path: Path) -> int | None:

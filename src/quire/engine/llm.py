@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
 _MOVES_S = 0.02
+_IDS = "prompt_token_ids"
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -59,11 +60,9 @@ class LLM:
         with _host_memory_bar(shown=show_plan) as progress:
             self.engine = EngineCore(self.config, progress=progress)
         self._closing = weakref.finalize(self, self.engine.close)  # at the interpreter's end too
-        if show_plan:
-            Console(stderr=True, highlight=False).print(summary_line(self.plan), style="dim", soft_wrap=True)
-            if self.engine.tiers is not None:
-                line = tiers_line(self.engine.tiers.resolved)
-                Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True, markup=False)
+        lines = [summary_line(self.plan)] + ([tiers_line(self.engine.tiers.resolved)] if self.engine.tiers else [])
+        for line in lines if show_plan else ():
+            Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True, markup=False)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             self.tokenizer = self.config.load_tokenizer()
@@ -90,8 +89,13 @@ class LLM:
         batch = self._as_list(prompts)
         params = self._params_for(batch, sampling_params)
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
-        for assembler in assemblers:
-            self._add(assembler, assemblers, salt=salt, priority=priority, explain=self.config.explain)
+        options = {"salt": salt, "priority": priority, "explain": self.config.explain}
+        try:
+            for request in [each for one in assemblers for each in one.engine_requests(**options)]:
+                self.engine.add(request)
+        except BaseException:
+            self._abort(assemblers)
+            raise
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             return self._run(assemblers, bar)
 
@@ -199,32 +203,17 @@ class LLM:
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Ids]:
         """A prompt's text, if it has one, and its tokens."""
-        text: str | None = None
-        ids: Any = prompt
+        found: Mapping[str, Any] = {"prompt" if isinstance(prompt, str) else _IDS: prompt}
         if isinstance(prompt, Mapping):
-            known = {"prompt", "prompt_token_ids"}
-            if not known & set(prompt) or set(prompt) - known:
-                raise InvalidInput(
-                    f"a prompt has 'prompt' or 'prompt_token_ids' and nothing else, got {sorted(prompt)}."
-                )
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, ids = prompt, None
+            found = prompt
+        if found.keys() - {"prompt", _IDS} or not found:
+            raise InvalidInput(f"a prompt has 'prompt' or '{_IDS}' and nothing else, got {sorted(found)}.")
+        text, ids = found.get("prompt"), found.get(_IDS)
         if ids is None:
             if self.tokenizer is None:
-                raise InvalidInput(
-                    "a text prompt needs a tokenizer.", fix="send prompt_token_ids, or load a tokenizer."
-                )
+                raise InvalidInput("a text prompt needs a tokenizer.", fix=f"send {_IDS}, or load a tokenizer.")
             ids = self.tokenizer.encode(text or "")
         return text, np.frombuffer(prompt_bytes(ids), dtype=np.int32)
-
-    def _add(self, assembler: RequestAssembler, added: list[RequestAssembler], **options: Any) -> None:
-        try:
-            for request in assembler.engine_requests(**options):
-                self.engine.add(request)
-        except BaseException:
-            self._abort(added)
-            raise
 
     def _run(self, assemblers: list[RequestAssembler], bar: Progress) -> list[RequestOutput]:
         task = bar.add_task("sequences", total=sum(assembler.params.n for assembler in assemblers))

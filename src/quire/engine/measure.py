@@ -50,11 +50,7 @@ def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Devi
     found_device = Device(name=label, memory=memory)
     if found.type == "cuda":  # no graphs are captured here, and fragmentation is not in one step
         rest = working_memory(
-            chunk=tokens,
-            hidden_size=model.spec.hidden_size,
-            graph_batch=_GRAPH_BATCH,
-            ranks=1,
-            device=found_device,
+            chunk=tokens, hidden_size=model.spec.hidden_size, graph_batch=_GRAPH_BATCH, ranks=1, device=found_device
         )
         lines += [line for line in rest if line.name in ("graphs", "reserve")]
     return found_device, tuple(lines)

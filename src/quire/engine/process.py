@@ -34,8 +34,7 @@ import msgspec
 import zmq
 
 from quire.engine.config import EngineConfig
-from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs
-from quire.engine.wire import (
+from quire.engine.messages import (
     COMMAND_DECODER,
     ENCODER,
     EXIT_DEFECT,
@@ -44,11 +43,15 @@ from quire.engine.wire import (
     Beat,
     Command,
     Died,
+    EngineRequest,
+    Later,
     Outputs,
     Ready,
     Reply,
     Report,
+    RetainRequest,
     Shutdown,
+    StepOutputs,
     Touched,
     WireError,
 )
@@ -234,9 +237,7 @@ def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: B
         core = build(config, lambda done, total: link.report(Touched(done, total)))
         link.report(
             Ready(
-                context_length=core.context_length,
-                eos_token_ids=list(core.eos_token_ids),
-                statistics=core.statistics(),
+                context_length=core.context_length, eos_token_ids=list(core.eos_token_ids), statistics=core.statistics()
             )
         )
         is_ready = True

@@ -89,10 +89,7 @@ class Settings(BaseModel):
 
 
 def own_names(
-    models: Sequence[type[Settings]],
-    given: Mapping[str, Any],
-    where: str = "settings",
-    elsewhere: Collection[str] = (),
+    models: Sequence[type[Settings]], given: Mapping[str, Any], where: str = "settings", elsewhere: Collection[str] = ()
 ) -> dict[str, Any]:
     """What was given, by names of fields. Names that only other models have, `elsewhere`, are skipped, and logged.
 

@@ -44,9 +44,8 @@ def tiers_as_dict(
             "bytes": size,
             "tokens": None if size is None else size // sum(record_bytes) * plan.page_size,
         }
-        found["prefetch"] = config.prefetch
-        if config.prefetch == "timeout":
-            found["prefetch"] = f"timeout of {config.prefetch_seconds:g} s"
+        seconds = f" of {config.prefetch_seconds:g} s" if config.prefetch == "timeout" else ""
+        found["prefetch"] = config.prefetch + seconds
     return found | {"notes": _notes(config, plan, found)}
 
 
@@ -78,21 +77,18 @@ def tier_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     rows = [("Host memory", f"{format_bytes(host['bytes'])}: {host['tokens']:,} tokens ({groups})")]
     if storage is not None:
-        rows.append(("Storage", _storage(storage)))
-    how = f"{found['write_policy']}; load {found['load']}"
-    rows.append(("Tiers", how + (f"; prefetch {found['prefetch']}" if storage is not None else "; no prefetch")))
+        size = "as large as it is"
+        if storage["bytes"] is not None:
+            size = f"at most {format_bytes(storage['bytes'])}: about {storage['tokens']:,} tokens"
+        rows.append(("Storage", f"{storage['where']}, {size}"))
+    prefetch = f"prefetch {found['prefetch']}" if storage is not None else "no prefetch"
+    rows.append(("Tiers", f"{found['write_policy']}; load {found['load']}; {prefetch}"))
     return rows
 
 
 def tiers_line(found: Mapping[str, Any]) -> str:
     """The tiers in one line, for logs."""
     return "; ".join(f"{name[0].lower()}{name[1:]} {text}" for name, text in tier_rows(found)) + "."
-
-
-def _storage(storage: Mapping[str, Any]) -> str:
-    if storage["bytes"] is None:
-        return f"{storage['where']}, as large as it is"
-    return f"{storage['where']}, at most {format_bytes(storage['bytes'])}: about {storage['tokens']:,} tokens"
 
 
 def store_counts(store: object) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from quire.tiers.transfer import LANES, Lane
 
 logger = logging.getLogger(__name__)
 
-_FORGET_S = 2.0  # for deletions while the engine closes; tombstones in the store name what is left
+_DELETE_S = 2.0  # for deletions while the engine closes; tombstones in the store name what is left
 
 
 class EngineTiers:
@@ -67,7 +67,7 @@ class EngineTiers:
             self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self._host.num_bytes)
             self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
             undo.pop_all()
-        self.break_even = BreakEven(seconds, on_change=_say)
+        self.break_even = BreakEven(seconds, on_change=_log_link)
         self.settings = TierSettings(
             host_frames=frames,
             record_bytes=record_bytes,
@@ -78,29 +78,30 @@ class EngineTiers:
             stores=self.store is not None,
             prefetch=PrefetchPolicy(config.prefetch),
             prefetch_seconds=config.prefetch_seconds,
-            health=StoreHealth(_say_store),
+            health=StoreHealth(_log_store),
         )
 
     def statistics(self) -> dict[str, Any]:
         """Bandwidths in bytes per second, if known, and why lanes that are off are off."""
+        rates = {link.name: self.mover.rates[link] for link in LANES if link is not Lane.DELETE}
         return {
             "resolved": self.resolved,
             "host_bytes": self._host.num_bytes,
-            "bandwidth": {link.name: self.mover.rates[link].per_second for link in LANES if link is not Lane.DELETE},
-            "latency": {link.name: self.mover.rates[link].start for link in LANES if link is not Lane.DELETE},
+            "bandwidth": {name: rate.per_second for name, rate in rates.items()},
+            "latency": {name: rate.start for name, rate in rates.items()},
             "off": {link.name: why for link in LANES if (why := self.break_even.why_off(link))},
             "turned_off": self.break_even.turned_off_count,
             "store": store_counts(self.store),
         }
 
-    def close(self, settle: Callable[[], object], end_forgetting: Callable[[], None]) -> None:
+    def close(self, settle: Callable[[], object], end_deletions: Callable[[], None]) -> None:
         """Wait for a while for transfers to the store, and stop. `settle` processes ended transfers, and
-        `end_forgetting` stops deletions, which may be long. If the store hangs in a call, it and the host memory that
+        `end_deletions` stops deletions, which may be long. If the store hangs in a call, it and the host memory that
         the call may write to stay until the process ends."""
         began = time.monotonic()
         while (settle() or not self.mover.idle) and time.monotonic() < began + STORE_DRAIN_S:
-            if time.monotonic() > began + _FORGET_S:
-                end_forgetting()
+            if time.monotonic() > began + _DELETE_S:
+                end_deletions()
             self.mover.wait(0.1)
         left = self.mover.close()
         settle()
@@ -117,23 +118,20 @@ class EngineTiers:
         self._host.close()
 
 
-def _say_store(kind: str, is_lost: bool) -> None:
+def _log_store(kind: str, is_lost: bool) -> None:
     if not is_lost:
         logger.warning("storage %s again", "answers" if kind == "read" else "takes what is stored")
-    elif kind == "read":
-        logger.warning(
-            "storage does not answer: nothing is fetched, and prompts are computed. quire_store_failures_total says "
-            "what failed; look at its server, disk or network. It is asked again by itself"
-        )
-    else:
-        logger.warning(
-            "storage takes nothing: what is on the host waits for it. quire_store_failures_total says what failed; "
-            "look at its room, server, disk or network. It is tried again by itself"
-        )
+        return
+    what, where, again = (
+        ("does not answer: nothing is fetched, and prompts are computed", "server, disk or network", "asked")
+        if kind == "read"
+        else ("takes nothing: what is on the host waits for it", "room, server, disk or network", "tried")
+    )
+    logger.warning(
+        "storage %s. quire_store_failures_total says what failed; look at its %s. It is %s again by itself",
+        *(what, where, again),
+    )
 
 
-def _say(link: Lane, why: str) -> None:
-    if why:
-        logger.warning("%s turned itself off: %s", link.name, why)
-    else:
-        logger.warning("%s is on again", link.name)
+def _log_link(link: Lane, why: str) -> None:
+    logger.warning("%s %s", link.name, f"turned itself off: {why}" if why else "is on again")

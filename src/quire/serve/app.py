@@ -28,19 +28,12 @@ from quire.serve.sse import ClientGone
 
 
 def create_app(
-    engine: AsyncEngine,
-    *,
-    model_name: str,
-    api_key: str | None = None,
-    cors_origins: Sequence[str] = (),
+    engine: AsyncEngine, *, model_name: str, api_key: str | None = None, cors_origins: Sequence[str] = ()
 ) -> FastAPI:
     """The app that serves `engine`, which must be started and is not shut down by the app. Pages of `cors_origins` may
     call it; "*" is any."""
     metrics = ServerMetrics(
-        lambda: engine.last_statistics,
-        lambda: engine.health().healthy,
-        model_name=model_name,
-        version=__version__,
+        lambda: engine.last_statistics, lambda: engine.health().healthy, model_name=model_name, version=__version__
     )
     service = Service(engine=engine, metrics=metrics, model_name=model_name, started_at=int(time.time()))
     app = FastAPI(
@@ -51,7 +44,7 @@ def create_app(
     )
     describe(app)
     errors.install(app)
-    app.add_exception_handler(ClientGone, _nobody_listens)
+    app.add_exception_handler(ClientGone, _client_gone)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
     app.include_router(_models_router(service))
@@ -69,9 +62,8 @@ def create_app(
     return app
 
 
-async def _nobody_listens(_request: Any, _error: Exception) -> Response:
-    """Status 499 is what proxies log for it; no client reads it."""
-    return Response(status_code=499)
+async def _client_gone(_request: Any, _error: Exception) -> Response:
+    return Response(status_code=499)  # what proxies log for it; no client reads it
 
 
 def _models_router(service: Service) -> APIRouter:

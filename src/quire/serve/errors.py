@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -73,30 +73,27 @@ def error_response(error: QuireError) -> JSONResponse:
 def install(app: FastAPI) -> None:
     """Make every failure of `app`'s routes answer in this shape."""
 
-    async def on_quire_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, QuireError)
-        return error_response(error)
-
-    async def on_bad_body(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_bad_body(error))
-
-    async def on_http_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    def on_http_error(error: HTTPException) -> Response:
         if isinstance(error.__cause__, QuireError):  # raised while the body was being received
             return error_response(error.__cause__)
         wrapped = _unreadable(error.__cause__) or InvalidInput(f"{error.detail}.")
         wrapped.status = error.status_code
         return JSONResponse(error_body(wrapped), status_code=error.status_code, headers=error.headers)
 
-    async def on_defect(_: Request, error: Exception) -> Response:
+    def on_defect(error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)
         return error_response(QuireError(f"{type(error).__name__} while serving the request; see the server's log."))
 
-    app.add_exception_handler(QuireError, on_quire_error)
-    app.add_exception_handler(RequestValidationError, on_bad_body)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_defect)
+    def add(kind: type[Exception], answer: Callable[[Any], Response]) -> None:
+        async def handler(_: Request, error: Exception) -> Response:
+            return answer(error)
+
+        app.add_exception_handler(kind, handler)
+
+    add(QuireError, error_response)
+    add(RequestValidationError, lambda error: error_response(_bad_body(error)))
+    add(HTTPException, on_http_error)
+    add(Exception, on_defect)
 
 
 def _unreadable(cause: BaseException | None) -> InvalidInput | None:
@@ -114,10 +111,11 @@ def _unreadable(cause: BaseException | None) -> InvalidInput | None:
 def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
     """Name the first wrong field; a field that may have several types lists what each of them would need."""
     problems = error.errors()
-    first = next((problem for problem in problems if problem["type"] == UNKNOWN_FIELD), problems[0])
-    if first["type"] == UNKNOWN_FIELD:
-        name, known = first["ctx"]["name"], first["ctx"]["known"]
-        return unknown_field(name, known, param=_path([*first["loc"][1:], name]))
+    for problem in problems:
+        if problem["type"] == UNKNOWN_FIELD:
+            name, known = problem["ctx"]["name"], problem["ctx"]["known"]
+            return unknown_field(name, known, param=_path([*problem["loc"][1:], name]))
+    first = problems[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return InvalidInput(f"the body is not JSON: {reason} at character {first['loc'][-1]}.")
@@ -127,20 +125,13 @@ def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
     if first["type"] == "missing":
         return BadField(f"{field} is required.", param=field)
     reasons = dict.fromkeys(str(p["msg"]).removeprefix("Input should be ") for p in problems if p["loc"][1] == field)
-    got = _short(first.get("input"))
+    got = repr(first.get("input"))
+    got = got if len(got) <= 60 else got[:57] + "..."
     return BadField(f"{field} should be {', or '.join(list(reasons)[:4])}; got {got}.", param=field)
 
 
 def _path(loc: Sequence[int | str]) -> str:
     """`messages[0].content`; what pydantic adds to tell the types of a union apart is left out."""
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc[:-1] if _is_field(step)]
+    fields = [step for step in loc[:-1] if isinstance(step, int) or step.isidentifier()]
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in fields]
     return "".join([*steps, f".{loc[-1]}"]).removeprefix(".")
-
-
-def _is_field(step: int | str) -> bool:
-    return isinstance(step, int) or step.isidentifier()
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

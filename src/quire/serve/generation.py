@@ -66,11 +66,11 @@ async def answer(
 ) -> Response:
     """Generate what a checked body asks for, until the client leaves."""
     submit = Generation.submit(service, prompts, params, body, kind=choices.kind, client_id=request.state.request_id)
-    generation = await while_connected(request, submit)
+    generation = await while_connected(request.receive, submit)
     if body.stream:
         return EventStream(_events(service, body, generation, choices), on_close=generation.close)
     try:
-        outputs = await while_connected(request, generation.finish())
+        outputs = await while_connected(request.receive, generation.finish())
         found = [_choice(body, choices, index, part, whole=True) for index, part in enumerate(outputs)]
         head = _head(service, generation, choices.answer_object)
         return JSONResponse(head | {"choices": found, "usage": generation.usage()})
@@ -101,12 +101,7 @@ async def _events(
 
 
 def _head(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
-    return {
-        "id": generation.request_id,
-        "object": kind,
-        "created": generation.created,
-        "model": service.model_name,
-    }
+    return {"id": generation.request_id, "object": kind, "created": generation.created, "model": service.model_name}
 
 
 def _choice(

@@ -7,11 +7,11 @@ the connection next to producing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,23 +31,23 @@ def event(body: object) -> bytes:
     return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
-async def until_gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves first (then `ClientGone`)."""
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(until_gone(request.receive))
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = (asyncio.create_task(work), asyncio.create_task(until_gone()))
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
         raise ClientGone
     finally:
-        await _end(task, watch)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -65,15 +65,11 @@ class EventStream(Response):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.create_task(self._pump(send))
-        watch = asyncio.create_task(until_gone(receive))
         try:
-            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
+            with contextlib.suppress(ClientGone):
+                await while_connected(receive, self._pump(send))
         finally:
             try:
-                await _end(pump, watch)
                 await self._events.aclose()
             finally:
                 self._on_close()
@@ -83,9 +79,3 @@ class EventStream(Response):
         async for chunk in self._events:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
