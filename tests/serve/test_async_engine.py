@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -254,6 +256,19 @@ def test_shutdown_drains_then_aborts() -> None:
             with pytest.raises(EngineDead, match="aborted"):
                 await stuck
             assert not psutil.pid_exists(engine._process.process.pid or 0)
+
+    asyncio.run(body())
+
+
+def test_the_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the name of a socket may be."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    async def body() -> None:
+        async with running() as engine:
+            assert await text_of(engine, "abc", max_tokens=3) == "abc"
 
     asyncio.run(body())
 

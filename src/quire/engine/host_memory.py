@@ -6,18 +6,16 @@ charged for cached files, which the system would drop at once; they count as ava
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from filelock import BaseFileLock, FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
@@ -71,33 +69,26 @@ def alone_on_this_host(folder: Path | None = None) -> Iterator[None]:
     """A lock while memory is measured and allocated: without it, two processes could both get the same memory.
 
     `folder` has the lock's file; the default is the folder for temporary files. A process that cannot write there uses
-    no lock. No process waits longer than `_PATIENCE_S`. A process that dies releases the lock.
+    no lock. No process waits much longer than `_PATIENCE_S`. A process that dies releases the lock.
     """
+    lock = FileLock((folder or Path(tempfile.gettempdir())) / _LOCK, mode=0o666)
     try:
-        file = os.open((folder or Path(tempfile.gettempdir())) / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _acquire(lock)
     except OSError as error:
         logger.warning("host memory is taken without a lock: %s", error)
-        yield
-        return
     try:
-        _wait_for(file)
         yield
     finally:
-        os.close(file)
+        lock.release()
 
 
-def _wait_for(file: int) -> None:
-    began, is_logged = time.monotonic(), False
-    while True:
-        with suppress(BlockingIOError):
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        waited = time.monotonic() - began
-        if waited > _PATIENCE_S:
-            return logger.warning("another process takes host memory for %.0f s; not waiting any longer", waited)
-        if waited > 1 and not is_logged:
-            logger.warning("waiting for another process on this machine, which takes host memory")
-            is_logged = True
-        time.sleep(0.02)
+def _acquire(lock: BaseFileLock) -> None:
+    for patience_s, then in ((1.0, "waiting for it"), (_PATIENCE_S, "not waiting any longer")):
+        try:
+            lock.acquire(timeout=patience_s, poll_interval=0.02)
+            return
+        except Timeout:
+            logger.warning("another process on this machine takes host memory: %s", then)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

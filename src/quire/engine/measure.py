@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -77,41 +75,33 @@ def _step_bytes(model: LoadedModel, tokens: int) -> int:
     states = StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in ([0, tokens], [0], [1])))
     batches = [states if group.reach.in_place else paged for group in groups]
     positions = torch.arange(tokens, device=model.device)
-    with _peak(model.device) as peak:
-        model.forward(torch.zeros_like(positions), positions, batches, pools, positions[-1:])
-    return peak.bytes
+    return _peak_bytes(
+        model.device, lambda: model.forward(torch.zeros_like(positions), positions, batches, pools, positions[-1:])
+    )
 
 
-@dataclass
-class _Peak:
-    """Bytes above those held at the start."""
-
-    bytes: int = 0
-
-
-@contextmanager
-def _peak(device: torch.device) -> Iterator[_Peak]:
-    """The most memory in use inside the block, beyond that at its start: of the device, or of this process."""
-    found = _Peak()
+def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """The most memory in use during `work`, beyond that before it: by the device, or by this process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         start = torch.cuda.memory_allocated(device)
-        yield found
+        work()
         torch.cuda.synchronize(device)
-        found.bytes = max(0, torch.cuda.max_memory_allocated(device) - start)
-        return
+        return max(0, torch.cuda.max_memory_allocated(device) - start)
     process, done = psutil.Process(), threading.Event()
-    start = process.memory_info().rss
+    start, peak = process.memory_info().rss, 0
 
     def watch() -> None:
+        nonlocal peak
         while not done.wait(_SAMPLE_S):
-            found.bytes = max(found.bytes, process.memory_info().rss - start)
+            peak = max(peak, process.memory_info().rss - start)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield found
+        work()
     finally:
         done.set()
         watcher.join()
+    return peak

@@ -172,15 +172,12 @@ class EngineProcess:
 
     def death(self) -> EngineDead:
         """The error that says how the child ended."""
-        code = self.process.exitcode
-        how = (
-            f"was killed by signal {-code} ({_signal_name(-code)})" if code and code < 0 else f"ended with code {code}"
-        )
+        code = self.process.exitcode or 0
+        names = {each.value: each.name for each in signal.Signals}
+        how = f"was killed by signal {-code} ({names.get(-code, 'unknown')})" if code < 0 else f"ended with code {code}"
         fix = "restart the server; its log has the cause."
         if code == -signal.SIGKILL:
-            fix = (
-                "restart the server; if it was not killed by hand, the machine ran out of memory: lower the KV memory."
-            )
+            fix = "restart the server; if it was not killed by hand, memory ran out: lower the KV memory."
         return EngineDead(f"the engine process {how}; no request can progress.", fix=fix)
 
     def stop(self, *, deadline_s: float | None = None) -> None:
@@ -206,13 +203,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
 
 
 def _clean_up(process: BaseProcess, folder: Path) -> None:

@@ -47,8 +47,7 @@ def create_app(
     app.add_exception_handler(ClientGone, _client_gone)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
-    app.include_router(_models_router(service))
-    app.include_router(_state_router(service))
+    app.include_router(_router(service))
     app.include_router(retention_router(service))
     app.add_middleware(Gate, metrics=metrics, api_key=api_key)
     if cors_origins:  # around the gate: a browser asks first, without a key
@@ -66,7 +65,8 @@ async def _client_gone(_request: Any, _error: Exception) -> Response:
     return Response(status_code=499)  # what proxies log for it; no client reads it
 
 
-def _models_router(service: Service) -> APIRouter:
+def _router(service: Service) -> APIRouter:
+    """The model that is served, and the server's state."""
     router = APIRouter()
     model = {
         "id": service.model_name,
@@ -85,12 +85,6 @@ def _models_router(service: Service) -> APIRouter:
         if name != service.model_name:
             raise UnknownModel(f"the model '{name}' does not exist here.", fix=f"use '{service.model_name}'.")
         return model
-
-    return router
-
-
-def _state_router(service: Service) -> APIRouter:
-    router = APIRouter()
 
     @router.get("/health", response_model=None)
     async def health() -> Response:

@@ -16,9 +16,10 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
+import uvloop
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import EngineConfig
@@ -30,14 +31,6 @@ from quire.serve.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
-
-
-class StartEngine(Protocol):
-    """How the engine is started: `AsyncEngine.start`, or a stand-in."""
-
-    def __call__(
-        self, config: EngineConfig, *, stall_after_s: float, on_progress: Progress | None
-    ) -> Coroutine[Any, Any, AsyncEngine]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +69,7 @@ def serve(
     *,
     on_ready: Callable[[Running], None] | None = None,
     on_progress: Progress | None = None,
-    start: StartEngine = AsyncEngine.start,
+    start: Callable[..., Coroutine[Any, Any, AsyncEngine]] = AsyncEngine.start,
 ) -> int:
     """Serve until SIGINT or SIGTERM; the exit code: 0, or 130 or 143 where the signal came before the engine was ready.
 
@@ -85,17 +78,9 @@ def serve(
     the tokenizer.
     """
     listener = bind(server.host, server.port)
-    with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         starting = start(config, stall_after_s=server.stall_after_s, on_progress=on_progress)
         return runner.run(_serve(config, server, listener, on_ready, starting))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop  # type: ignore[no-any-return]
 
 
 async def _serve(
