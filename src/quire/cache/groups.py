@@ -223,7 +223,7 @@ class PagedGroup(GroupBase):
         return firsts, *pages_between(new.table, new.rows, firsts, after)
 
     def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8] | None:
-        """The ranks of pages `firsts[i]..ends[i]`, from the resume points that read them. None where none does."""
+        """The ranks of pages `firsts[i]..ends[i]`, from the resume points that read them. None if none does."""
         starts, at = firsts.tolist(), 0
         if not any(kv.marks and max(kv.marks) > start for kv, start in zip(kvs, starts, strict=True)):
             return None

@@ -109,7 +109,7 @@ class Offload:
 
     def make_room(self, *, waits: bool) -> bool:
         """Release a hold that protects pages from eviction; if the caller `waits`, else wait a little for a transfer.
-        False where neither is possible."""
+        False if neither is possible."""
         return False
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:

@@ -204,7 +204,7 @@ def examine_tiers(available: int) -> dict[str, Any]:
 
 
 def _storage(folder: Path) -> dict[str, Any]:
-    """Room in the folder, and whether files there bypass the page cache; None where nothing can be written."""
+    """Room in the folder, and whether files there bypass the page cache; None if nothing can be written."""
     from quire.tiers.stores.directory.slab_files import SlabFiles
 
     direct = None

@@ -135,7 +135,7 @@ def _compare(two: tuple[str, str], request: PlanRequest, as_json: bool) -> None:
 
 
 def _measured(model: str, settings: PlanSettings) -> PlanSettings:
-    """The settings with a ledger from this machine. Raises QuireError where the model cannot be loaded here."""
+    """The settings with a ledger from this machine. Raises QuireError if the model cannot be loaded here."""
     from quire.engine.measure import measure_device
     from quire.spec.catalogue import catalogue_model
 

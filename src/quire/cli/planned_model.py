@@ -23,7 +23,7 @@ from quire.spec.weights import WeightEstimate, read_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model as far as planning knows it. `weights` is None where they cannot be estimated."""
+    """A model as far as planning knows it. `weights` is None if they cannot be estimated."""
 
     name: str
     found: str

@@ -66,7 +66,7 @@ def _page_sizes(text: str) -> list[int]:
 
 
 def _tiers(asked: ReplayedTiers) -> SimulatedTiers | None:
-    """The tiers, None where none is asked for. Raises InvalidInput where that does not agree with the rest."""
+    """The tiers, None if none is asked for. Raises InvalidInput if that does not agree with the rest."""
     if asked.host_tokens is None and asked.host_memory is None:
         if asked != ReplayedTiers():
             raise InvalidInput(

@@ -11,7 +11,7 @@ from quire.sim.result import ReplayResult
 
 
 def check_picture(path: Path) -> None:
-    """Raises InvalidInput where the drawing library or the folder is missing, or the format is unknown."""
+    """Raises InvalidInput if the drawing library or the folder is missing, or the format is unknown."""
     try:
         import matplotlib as mpl
 
@@ -49,7 +49,7 @@ def draw_runs(path: Path, title: str, runs: Sequence[ReplayResult]) -> None:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write and close a figure. Raises InvalidInput where the file cannot be written."""
+    """Write and close a figure. Raises InvalidInput if the file cannot be written."""
     from matplotlib import pyplot
 
     try:

@@ -410,7 +410,7 @@ def _chosen(
 
 
 def _remove(store: Store, entries: Sequence[Entry], status: Status) -> int:
-    """How many were removed. Raises StoreError where none could be."""
+    """How many were removed. Raises StoreError if none could be."""
     keys = [entry.key for entry in entries]
     removed = 0
     for start in range(0, len(keys), _REMOVED_RECORDS):

@@ -89,7 +89,7 @@ class PagedBatch:
         return np.repeat(self.spans()[0], np.diff(self.query_starts)) + trees.depths
 
     def refuse_trees(self, what: str) -> None:
-        """Raise UnsupportedModel where drafts of this batch branch, which `what` cannot compute."""
+        """Raise UnsupportedModel if drafts of this batch branch, which `what` cannot compute."""
         if self._sequences().trees is not None:
             raise UnsupportedModel(
                 f"drafts of one request that branch cannot be verified by {what}.",

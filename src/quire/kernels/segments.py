@@ -99,7 +99,7 @@ class Trees:
 
     @classmethod
     def of(cls, parents: Ids, starts: Slots) -> Trees | None:
-        """The trees of rows that follow `parents`, as in `PagedBatch`; None where all rows are chains."""
+        """The trees of rows that follow `parents`, as in `PagedBatch`; None if all rows are chains."""
         counts, rows = np.diff(starts), np.arange(starts[-1])
         owners = np.repeat(np.arange(len(counts)), counts)
         firsts = starts[owners]

@@ -21,7 +21,7 @@ from quire.spec.layout import DType
 class MixerStates:
     """The states of the pieces of one call: `conv` `[pieces, channels, kernel - 1]`, `ssm` `[pieces, heads, *matrix]`.
 
-    Either is None where the layer has none. The layer may change them in place; afterwards they are the new states.
+    Either is None if the layer has none. The layer may change them in place; afterwards they are the new states.
     """
 
     def __init__(self, conv: Tensor | None = None, ssm: Tensor | None = None) -> None:

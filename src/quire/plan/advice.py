@@ -1,4 +1,4 @@
-"""What would fit instead: a plan that holds too little, asked again with less context, fewer requests or fewer bits."""
+"""Changes that would make a plan fit: the plan is computed again with less context, fewer requests or fewer bits."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Option:
 
 
 def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
-    """Changes each of which alone makes the plan fit what is required, in the order of how much they give up.
+    """Changes each of which alone makes the required load fit, in the order of how much they cost the user.
 
-    Each was planned with the change, so none is a guess. A server of the named device has no more memory, so more
-    memory is proposed only without a device. Empty where no change is enough.
+    Each was planned with the change, so none is a guess. A named device has no more memory, so more memory is proposed
+    only without a device. Empty if no change suffices.
     """
     found = [
         _lower_context(plan, replan),
@@ -70,7 +70,7 @@ def _at_context(plan: Plan, context: int) -> PlanSettings:
 
 
 def _lower_concurrency(plan: Plan) -> Option | None:
-    """The plan at hand is already that of the most requests that fit."""
+    """The current plan is already that of the most requests that fit."""
     requests = plan.requests_at(plan.context)
     if plan.settings.concurrency is None or not requests:
         return None
@@ -78,7 +78,7 @@ def _lower_concurrency(plan: Plan) -> Option | None:
 
 
 def _higher_cap(plan: Plan, replan: Replan) -> Option | None:
-    """The least cap on tokens, in whole pages, where it is the cap that is in the way."""
+    """The smallest cap on tokens, in whole pages, if the cap is the limit."""
     cap, page = plan.settings.max_total_tokens, plan.tokens_per_page
     free = _try(replan, replace(plan.settings, max_total_tokens=None)) if cap is not None else None
     if cap is None or free is None or not free.fits:
@@ -90,7 +90,7 @@ def _higher_cap(plan: Plan, replan: Replan) -> Option | None:
 
 
 def _more_ranks(plan: Plan, replan: Replan) -> Option | None:
-    """The least tensor parallelism, doubled and doubled again, that makes room on the same device."""
+    """The smallest tensor parallelism, doubled repeatedly, that makes room on the same device."""
     parallel = plan.settings.parallel
     tp = 2 * parallel.tp
     while tp <= _MOST_RANKS:
@@ -121,7 +121,7 @@ def _more_memory(plan: Plan, replan: Replan) -> Option | None:
 
 
 def least_memory(settings: PlanSettings, replan: Replan) -> int | None:
-    """The KV memory of a rank, to the MiB, in which what is required fits; None where no memory is enough."""
+    """The KV memory of a rank, rounded up to a MiB, in which the required load fits; None if no memory suffices."""
     bare, sizes = replace(settings, device=None, measured=None), range(_MIB, _MOST + 1, _MIB)
     at = bisect_left(sizes, True, key=lambda size: _fits(replan, replace(bare, kv_memory=size)))
     return sizes[at] if at < len(sizes) else None

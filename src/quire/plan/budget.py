@@ -1,4 +1,4 @@
-"""Sizes in text, and MemoryPlan: what pools are built from and requests admitted by. Limits and admission are one."""
+"""Sizes in text, and MemoryPlan: the one object from which pools are built and requests admitted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def round_up_bytes(size: int) -> str:
-    """`size` or a little more, in KiB, MiB or hundredths of a GiB, to be given back to `parse_bytes`."""
+    """`size` or a little more, in KiB, MiB or hundredths of a GiB, as input for `parse_bytes`."""
     if size >= 16 * 2**30:
         hundredths = -(-size * 100 // 2**30)
         return f"{hundredths // 100}.{hundredths % 100:02} GiB"
@@ -76,12 +76,12 @@ _BYTES_PER_PAGE_ID = 4  # int32, on the host
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What the pools are built from and what requests are admitted by: one object, so that they cannot disagree.
+    """The object from which the pools are built and requests are admitted, so that they cannot disagree.
 
-    `num_pages` is how many pages of tokens there are; the group at index i has `frames[i]` frames, `num_pages` where
-    `frames` is empty, and one more, frame 0, the padding sink, which is in `pool_bytes` too. `context` is the longest
-    sequence in tokens, prompt and output together. `speculation` None: one token per request and step. With
-    `token_ranks` above one, that many ranks hold a page's tokens in turn, so a page has `page_size` on each of them.
+    `num_pages` is the number of pages of tokens. The group at index i has `frames[i]` frames, `num_pages` if `frames`
+    is empty, and frame 0, the padding, which `pool_bytes` includes. `context` is the longest sequence in tokens, prompt
+    and output together. `speculation` None: one token per request and step. With `token_ranks` above one, that many
+    ranks hold a page's tokens in turn, so a page has `page_size` on each of them.
     """
 
     page_size: int
@@ -126,7 +126,7 @@ class MemoryPlan:
 
     @property
     def pages_per_row(self) -> int:
-        """Pages that a request's row has room for: its context, and how far a step may run past it."""
+        """Pages that a request's row has room for: its context, and how far a step may write beyond it."""
         extra = get_req_to_token_extra_context_len(self.speculation, self.tokens_per_page)
         return pages_for(self.context + extra, self.tokens_per_page)
 
@@ -137,10 +137,10 @@ class MemoryPlan:
 
     @property
     def largest_request(self) -> int:
-        """The longest request ever admitted, prompt and output together, in tokens.
+        """The longest request that is ever admitted, prompt and output together, in tokens.
 
-        The last output token is drawn but never written, so one more than fits; with speculation, what a step may
-        write beyond what it keeps must fit too.
+        The last output token is drawn but never written, so one more than fits; with speculation, the tokens that a
+        step may write and reject must fit too.
         """
         return max(0, min(self.context, self.num_tokens + 1 - self._beyond))
 
@@ -150,13 +150,13 @@ class MemoryPlan:
         return get_alloc_reserve_per_decode(self.speculation, self.tokens_per_page) if self.speculation else 0
 
     def pages_of(self, num_tokens: int) -> int:
-        """Pages that a request of `num_tokens` tokens, prompt and output together, occupies at its end."""
+        """Pages that a request of `num_tokens` tokens, prompt and output together, holds at its end."""
         return pages_for(num_tokens - 1 + self._beyond, self.tokens_per_page) if num_tokens > 1 else 0
 
     def check_request(self, prompt: int, max_tokens: int) -> None:
         """Refuse a request that can never run here, with the numbers.
 
-        Raises ContextTooLong or RequestTooLarge. What passes can be admitted: `pages_of` it is at most `num_pages`.
+        Raises ContextTooLong or RequestTooLarge. All others have a `pages_of` of at most `num_pages`.
         """
         total = prompt + max_tokens
         if prompt < 1:
@@ -181,7 +181,7 @@ class MemoryPlan:
             )
 
     def _smaller(self, prompt: int, max_tokens: int) -> str:
-        """What to ask for instead, so that prompt and output together fit."""
+        """The lengths to ask for instead, so that prompt and output together fit."""
         limit = self.largest_request
         if prompt < limit:
             return f"lower max_tokens to {limit - prompt:,}"

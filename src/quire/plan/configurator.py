@@ -3,7 +3,8 @@
     bytes = tokens * coeff + bias
 
 Prices come from the `PageLayout` that builds the tensors. `coeff` is bytes per token of `max_total_num_tokens` over all
-pools, and may be a fraction; `bias` is what pools take whatever the tokens: padding frames, chunks in flight, states.
+pools, and may be a fraction. `bias` is the bytes that do not depend on tokens: padding frames, chunks in flight,
+states.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from quire.spec.pages import floor_to_page, pages_for
 from quire.spec.speculation import SpeculativeConfig
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
-"""From a page size to the groups of one rank."""
+"""A function from a page size to the groups of one rank."""
 
 _ABOVE_ZERO = ("swa_full_tokens_ratio", "mamba_full_memory_ratio", "max_mamba_cache_size", "max_running_requests")
 
-PADDING = 1  # frame 0 of every pool: where padded tokens write
+PADDING = 1  # frame 0 of every pool, to which padded tokens write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoolConfig:
-    """What a configurator resolved; sizes are of one rank, tokens those that the ranks sharing pages hold together.
+    """The result of a configurator; sizes are of one rank, tokens those that the ranks sharing pages hold together.
 
     `max_total_num_tokens` is what the server can hold at once, in pages of `tokens_per_page`.
     """
@@ -84,7 +85,7 @@ class MemoryPoolConfig:
 
     @property
     def state_slots(self) -> int | None:
-        """Recurrent states, those after drafted tokens not counted; None without any."""
+        """Recurrent states without those after drafted tokens; None without any."""
         return next((pool.frames for pool in self.pools if pool.group.reach.kind == "state"), None)
 
     @property
@@ -122,7 +123,7 @@ class PoolRule:
         return (self.frames(tokens) + PADDING) * self.bytes_per_frame
 
     def most_bytes(self, tokens: int) -> int:
-        """`bytes`, before the share is floored to whole frames: what the budget must allow."""
+        """`bytes`, before the share is rounded down to whole frames: the size that the budget must allow."""
         frames = self._within(tokens * self.per_token) + self.fixed + PADDING
         return math.ceil(frames * self.bytes_per_frame)
 
@@ -149,7 +150,7 @@ class PoolRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """What the sizes depend on besides the model and the bytes.
+    """The inputs of the sizes besides the model and the bytes.
 
     `mix` are the expected requests, which split the budget unless a ratio is given: `swa_full_tokens_ratio` (tokens of
     window pools per token of full pools), `mamba_full_memory_ratio` (bytes of states per byte of the other pools) or
@@ -184,21 +185,21 @@ class PoolOptions:
 
     @property
     def states_per_request(self) -> int:
-        """States that one request uses: the one it writes and, where prefixes are kept, two checkpoints.
+        """States that one request uses: its own and, with prefix caching, two checkpoints.
 
-        With fewer it runs all the same, and leaves no checkpoints for others to begin on.
+        With fewer it still runs, and stores no checkpoints.
         """
         return 3 if self.shares else 1
 
     def requests_in(self, slots: int) -> int:
-        """Requests that that many states are for."""
+        """The number of requests for that many states."""
         return max(min(1, slots), slots // self.states_per_request)
 
 
 class MemoryPoolConfigurator:
     """Sizes the pools of one rank. Subclasses say how one kind of group follows the tokens; the solve is here.
 
-    Both entry points raise PlanError where a pool would be below its minimum, and what `groups_at` raises.
+    Both entry points raise PlanError if a pool would be below its minimum, and the errors of `groups_at`.
     """
 
     def __init__(self, groups_at: GroupsAt, options: PoolOptions) -> None:
@@ -206,7 +207,7 @@ class MemoryPoolConfigurator:
         self.options = options
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        """The most tokens, in whole pages, whose pools take at most `available_bytes`, and those pools."""
+        """The most tokens, in whole pages, whose pools use at most `available_bytes`, and those pools."""
         rules = self._rules(page_size, available_bytes=available_bytes)
         step = page_size * self.options.token_ranks
         coeff, bias = _line(rules, available_bytes)
@@ -214,14 +215,14 @@ class MemoryPoolConfigurator:
             tokens = 0
         elif coeff:
             tokens = floor_to_page(int((available_bytes - bias) / coeff), step)
-        else:  # states alone, as many as asked for: what their requests have
+        else:  # states alone, in a given number: the tokens of their requests
             tokens = max(step, floor_to_page(rules[0].fixed * self.options.mix.mean, step))
         if tokens < step or sum(rule.bytes(tokens) for rule in rules) > available_bytes:
             raise self._too_small(rules, step, available_bytes)
         return self._config(rules, tokens, page_size)
 
     def limits_tokens(self, page_size: int) -> bool:
-        """Whether some pool grows with the tokens. None does where there are states alone, as many as asked for."""
+        """Whether some pool grows with the tokens. None does if there are only states, in a given number."""
         return any(rule.per_token for rule in self._rules(page_size, tokens=page_size))
 
     def bytes_for(self, max_total_num_tokens: int, page_size: int) -> int:
@@ -233,10 +234,10 @@ class MemoryPoolConfigurator:
     def calculate_pool_sizes_from_max_tokens(
         self, max_total_num_tokens: int, page_size: int, *, available_bytes: int | None = None
     ) -> MemoryPoolConfig:
-        """All pools at that many tokens, floored to whole pages: a cap shrinks every pool, not the full one alone.
+        """All pools at that many tokens, rounded down to whole pages: a cap shrinks every pool, not only the full one.
 
-        `available_bytes` is the budget for which `calculate_pool_sizes` gave as many tokens or more: a ratio of bytes,
-        whose states were floored before the tokens were found, is then not taken beyond it.
+        `available_bytes` is the budget for which `calculate_pool_sizes` gave as many tokens or more: it limits a ratio
+        of bytes, whose states were rounded down before the tokens were found.
         """
         step = page_size * self.options.token_ranks
         tokens = floor_to_page(max_total_num_tokens, step)
@@ -270,7 +271,7 @@ class MemoryPoolConfigurator:
         return config
 
     def _check(self, config: MemoryPoolConfig) -> None:
-        """Raise PlanError where a pool cannot hold one request."""
+        """Raise PlanError if a pool cannot hold one request."""
 
     def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> PlanError:
         need = sum(rule.most_bytes(step) for rule in rules)
@@ -289,12 +290,12 @@ class DefaultPoolConfigurator(MemoryPoolConfigurator):
 
 
 class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
-    """Full pools beside window pools; without a full pool, the window pool is the one the tokens count.
+    """Full pools beside window pools; without a full pool, tokens are those of the window pool.
 
-    A window pool has `swa_full_tokens_ratio` tokens per token of the full pools where that is given. Else its share is
-    what the mix needs: of each request its window, the page the window's start falls into and the reserve of a step,
-    or all of the request if that is less; and on top the prompt tokens of one step, which are written before the
-    window passes. Where prefixes are not kept, no pool is larger than what `max_running_requests` can hold.
+    A window pool has `swa_full_tokens_ratio` tokens per token of the full pools, if given. Otherwise its share is the
+    need of the mix: for each request its window, the page in which the window starts and the reserve of a step, or all
+    of the request if that is less; plus the prompt tokens of one step, which are written before the window passes.
+    Without prefix caching, no pool is larger than `max_running_requests` can fill.
     """
 
     def _rules(
@@ -311,7 +312,7 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
     def _window_rule(self, group: GroupSpec, page_size: int) -> PoolRule:
         options, step = self.options, page_size * self.options.token_ranks
         kept, chunk = options.window_tokens(group.reach, page_size), pages_for(options.chunk, step)
-        most = None  # what all requests can hold, where nothing stays cached after them
+        most = None  # the most that all requests can hold, if nothing stays cached after them
         if options.max_running_requests is not None and not options.shares:
             most = options.max_running_requests * pages_for(kept, step)
         ratio = options.swa_full_tokens_ratio
@@ -350,9 +351,9 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     """States beside the other pools: a slot holds one whole state, of a running request or of a checkpoint.
 
     With `max_mamba_cache_size` there are that many slots; with `mamba_full_memory_ratio` their bytes are that multiple
-    of the other pools', where there are any. Else the mix decides: each of its requests brings `states_per_request`
-    slots. Speculation also keeps a state after every drafted token of every running request; slots and these copies are
-    solved for together.
+    of the other pools', if there are any. Otherwise the mix decides: each of its requests needs `states_per_request`
+    slots. Speculation also stores a state after every drafted token of every running request; slots and these copies
+    are solved for together.
     """
 
     def _rules(
@@ -448,7 +449,7 @@ def _line(
 ) -> tuple[Fraction, int]:
     """`coeff` and `bias` of the rules at a budget or at a number of tokens.
 
-    Bytes follow the tokens in straight pieces: a pool at its minimum or maximum does not grow, so its bytes are in the
+    Bytes are piecewise linear in the tokens: a pool at its minimum or maximum does not grow, so its bytes are in the
     bias. At a budget the piece is the last one that begins within it.
     """
 
@@ -467,7 +468,7 @@ def _line(
 
 
 def ragged(reach: ReachSpec, step: int) -> int:
-    """Tokens of the two pages that a chunk shares with its neighbours, where chunks begin inside pages of `step`."""
+    """Tokens of the two pages that a chunk shares with its neighbours, if chunks begin inside pages of `step`."""
     return 2 * step if reach.kind == "chunk" and reach.tokens % step else 0
 
 

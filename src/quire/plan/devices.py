@@ -1,4 +1,4 @@
-"""Devices by name with their figures, and what of a device's memory is not for pools."""
+"""Devices by name with their figures, and the part of a device's memory that pools cannot use."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ matrix products with 32-bit sums, GB/s of memory, and GB/s of the host's bus in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device's name and its memory in bytes, everything on it included."""
+    """A device's name and its total memory in bytes."""
 
     name: str
     memory: int
 
 
 def find_device(name: str, *, otherwise: str = "give its bytes with --device-memory 80GiB") -> Device:
-    """The device of that name, or of a name without its size where only one has it.
+    """The device of that name, or of a name without its size if only one has it.
 
     Raises InvalidInput, whose fix ends in `otherwise`.
     """
@@ -76,11 +76,11 @@ class Line:
 
 
 def working_memory(*, chunk: int, hidden_size: int, graph_batch: int, ranks: int, device: Device) -> tuple[Line, ...]:
-    """What a running server takes beside weights and pools, estimated.
+    """The memory that a running server uses beside weights and pools, estimated.
 
     512 MiB for driver and libraries, 2 MiB per request of the largest captured graph and 128 MiB per rank for
-    communication are what a widely used engine sets aside; for a prompt token of a step it sets aside 1.5 MiB, which is
-    taken here for a model 8,192 wide and in proportion for others. A fiftieth of the device is kept for fragmentation.
+    communication are the reserves of a widely used engine. For a prompt token of a step it reserves 1.5 MiB, which is
+    used here for a model 8,192 wide and in proportion for others. A fiftieth of the device is for fragmentation.
     """
     per_token = _PER_TOKEN * (hidden_size or _WIDE) // _WIDE
     lines = [

@@ -1,5 +1,4 @@
-"""Host memory: how much of it the records may take in all, and how many frames of each group that holds; and whether
-pools on the CPU fit."""
+"""Host memory: the bytes for records and the frames of each group, and whether pools on the CPU fit."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
 from quire.spec.record_size import records_bytes
 
 _AUTO_DEVICES = 2  # times the bytes of the device's pools, by default
-_AUTO_SHARE = 0.5  # of what may be had; others on the machine start after us
-_ROOM_SHARE = 1 / 16  # of what is available, for the process itself
+_AUTO_SHARE = 0.5  # of the available memory; other processes may start after this one
+_ROOM_SHARE = 1 / 16  # of the available memory, for the process itself
 _LEAST_ROOM = 64 * 2**20
 _MOST_ROOM = 4 * 2**30
-_SLACK_SHARE = 1 / 64  # below the largest size, since what is available varies a little between starts
+_SLACK_SHARE = 1 / 64  # below the largest size, since the available memory varies a little between starts
 
 
 def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
-    """Host frames of each group, as `HostPool` takes them, for `num_bytes` bytes of one rank's host memory.
+    """Host frames of each group, as `HostPool` allocates them, for `num_bytes` bytes of one rank's host memory.
 
-    The host holds the same mix as the device, so that pages that leave the device fit: for each frame of the largest
+    The host has the same mix as the device, so that pages that leave the device fit: for each frame of the largest
     group, the others have their share, rounded down, and at least one. The bytes include headers, strides and the
     padding row. One frame more of the largest group would not fit. Raises PlanError with the smallest size that works.
     """
@@ -55,9 +54,9 @@ def host_budget(
     """Bytes of host memory for the records of all groups and all `ranks`; a rank has `num_bytes // ranks`.
 
     `available`, `limit` (the container's) and `total` are this machine's, as `engine.host_memory` reads them.
-    `device_bytes` are those of one rank's device pools; "auto" takes twice as much for each rank, or half of what may
-    be had if that is less. Room for the process is left in any case. Raises HostMemoryError with the largest size that
-    fits, where more was asked for.
+    `device_bytes` are those of one rank's device pools; "auto" is twice as much for each rank, or half of the available
+    memory if that is less. Room for the process is left in any case. Raises HostMemoryError with the largest size that
+    fits, if more was requested.
     """
     most = largest_host_bytes(available)
     if asked == "auto":
@@ -68,8 +67,8 @@ def host_budget(
 
 
 def check_cpu_pools(num_bytes: int, *, available: int, limit: int | None, total: int) -> None:
-    """Refuse KV pools in host memory that it has no room for, beside room for the process. Raises HostMemoryError with
-    the largest size that fits."""
+    """Refuse KV pools in host memory for which there is no room, beside room for the process. Raises HostMemoryError
+    with the largest size that fits."""
     if num_bytes > largest_host_bytes(available):
         raise _too_large(num_bytes, "KV memory", "--kv-memory", available=available, limit=limit, total=total)
 
@@ -85,12 +84,12 @@ def _too_large(asked: int, kind: str, option: str, *, available: int, limit: int
 
 
 def largest_host_bytes(available: int) -> int:
-    """The most that `host_budget` grants where so much is available: the rest is room for the process."""
+    """The most that `host_budget` grants if so much is available: the rest is room for the process."""
     room = min(max(int(available * _ROOM_SHARE), _LEAST_ROOM), _MOST_ROOM)
     return max(0, available - room)
 
 
 def _rounded_down(size: int) -> str:
-    """`size` or a little less, to be given back to `parse_bytes`; empty where it is less than a unit."""
+    """`size` or a little less, as input for `parse_bytes`; empty if it is less than a unit."""
     unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
     return f"{size // unit}{name}" if size >= unit else ""

@@ -1,4 +1,4 @@
-"""Mix: the requests a plan expects. It decides how a budget is split where pools grow by different things."""
+"""Mix: the expected requests of a plan. It decides how a budget is split if pools grow by different things."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Mix:
         return -(-sum(length * count for length, count in self.counts) // self.num_requests)
 
     def window_share(self, kept: int, page_size: int) -> Fraction:
-        """Tokens of a window pool per token of a full pool, when of each request at most `kept` tokens are in a window.
+        """Tokens of a window pool per token of a full pool, if at most `kept` tokens of each request are in a window.
 
-        Both are counted in whole pages. A cached prefix keeps its window as a running request does, so that it can be
+        Both are counted in whole pages. A cached prefix has its window as a running request does, so that it can be
         resumed; the share holds for both.
         """
         most = pages_for(kept, page_size)
@@ -75,7 +75,7 @@ class Mix:
 
 
 def mix_of(lengths: Iterable[int], source: str) -> Mix:
-    """The mix of requests of these lengths, in tokens. Raises InvalidInput where there are none, or one has none.
+    """The mix of requests of these lengths, in tokens. Raises InvalidInput if there are none, or one has no tokens.
 
     Beyond 1,024 different lengths, neighbours share their mean, since a search for what fits makes many plans.
     """
@@ -100,7 +100,7 @@ def read_trace(path: Path, limit: int = 1_000_000) -> Mix:
     """The mix of a recorded trace, one request per line: JSON objects or CSV with a header.
 
     Lengths are read from fields such as `input_length` and `output_length`; at most `limit` lines are read. Raises
-    InvalidInput where the file cannot be read or names no lengths.
+    InvalidInput if the file cannot be read or names no lengths.
     """
     try:
         lengths = list(islice(_lengths(path), limit))

@@ -1,4 +1,4 @@
-"""Parallelism: what one rank holds of a model, and how many ranks share a page."""
+"""Parallelism: the part of a model on one rank, and how many ranks share a page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How a server is spread over ranks. All sizes of a plan are those of one rank.
+    """How a server is divided over ranks. All sizes of a plan are those of one rank.
 
     `tp` ranks share every layer; `dp` of their groups serve requests of their own, each with `tp / dp` ranks in
     attention; `pp` stages share the layers, by `pp_layers` or as evenly as possible; `dcp` ranks of one attention group
-    hold a page's tokens in turn. Raises InvalidInput where these do not divide each other.
+    hold a page's tokens in turn. Raises InvalidInput if these do not divide each other.
     """
 
     tp: int = 1
@@ -51,8 +51,8 @@ class Parallelism:
     def stages(self, num_layers: int) -> tuple[slice, ...]:
         """The layers of each stage, in order.
 
-        Stages differ by one layer at most; the last and then the first, which hold output head and embedding too, get
-        the smaller share. Raises InvalidInput where a stage would be empty.
+        Stages differ by one layer at most; the last and then the first, which also have output head and embedding, get
+        the smaller share. Raises InvalidInput if a stage would be empty.
         """
         if self.pp > num_layers:
             raise InvalidInput(f"{num_layers} layers cannot be {self.pp:,} stages.", fix="use a smaller pp.")
@@ -73,7 +73,7 @@ class Parallelism:
         return counts
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise InvalidInput where ranks that share pages would hold different KV heads of them."""
+        """Raise InvalidInput if ranks that share pages would hold different KV heads of them."""
         for call in spec.calls:
             if isinstance(call, AttentionCall) and call.kv_heads * self.dcp > max(self.attention_tp, call.kv_heads):
                 raise InvalidInput(

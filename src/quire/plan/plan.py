@@ -1,4 +1,4 @@
-"""Plan: the whole answer for one server, and PlanSettings: what was asked for.
+"""Plan: the complete plan of one server, and PlanSettings: its inputs.
 
 The plan that is printed, the pools that are built and the requests that are admitted are this one object.
 """
@@ -23,12 +23,12 @@ _MOST_PASSED_PAGES = 2**20  # some 20 bytes of host memory each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """What is asked for. Bytes and tokens are of one rank unless said; None: the planner chooses and says so.
+    """What is asked for. Bytes and tokens are of one rank unless said otherwise. None: the planner chooses.
 
-    Either `kv_memory`, exactly the bytes that the pools may take, or `device`, of which the pools get what weights and
-    working memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `measured`
-    are ledger lines that replace the estimates. `context` is the longest request, `concurrency` how many must run at
-    once, `mix` what is expected. `window_pool` off keeps windows whole.
+    Either `kv_memory`, exactly the bytes of the pools, or `device`, of which the pools get what weights and working
+    memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `measured` are ledger
+    lines that replace the estimates. `context` is the longest request, `concurrency` how many must run at once, `mix`
+    the expected load. `window_pool` off keeps windows whole.
     """
 
     kv_memory: int | None = None
@@ -61,10 +61,10 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a server is built from, shown for the rank that decides: the one with the least room.
+    """The data from which a server is built, for the rank with the least room.
 
-    `kv_bytes` is what the pools of that rank may take, `config` what they are; `stages` are the pools of every pipeline
-    stage that keeps something, at the same tokens, and `stage` is the one that decides. Tokens are those of one
+    `kv_bytes` is the budget of that rank's pools, and `config` has their sizes. `stages` are the pools of every
+    pipeline stage that has any, at the same tokens, and `stage` is the one that decides. Tokens are those of one
     attention group. `ledger` has a line for every byte of the budget on the device, and lines for the host. `notes` say
     what was assumed.
     """
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def memory(self) -> MemoryPlan:
-        """What the cache and the pools of this rank are built from."""
+        """The plan from which the cache and the pools of this rank are built."""
         max_requests = max(1, self.max_running_requests // self.settings.parallel.dp)
         return MemoryPlan(
             page_size=self.page_size,
@@ -98,9 +98,9 @@ class Plan:
         )
 
     def _passed_pages(self, max_requests: int) -> int:
-        """Pages beside those with frames, for what requests of a model of windows and states only have passed.
+        """Page ids beside those with frames, for passed pages of requests of a model of windows and states only.
 
-        0 where a pool of any stage is too small for a window, so that a request must fit into it as a whole.
+        0 if a pool of any stage is too small for a window, so that a request must fit into it as a whole.
         """
         step = self.tokens_per_page
         for pool in (pool for one in self.stages for pool in one.pools):
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def max_running_requests(self) -> int:
-        """Requests that may run at once, over all attention groups: as asked, or 256, and as the states allow."""
+        """Requests that may run at once, over all attention groups: as given, by default 256, limited by the states."""
         asked = self.settings.concurrency or self.settings.max_requests
         if self.state_slots is None:
             return asked
@@ -154,9 +154,9 @@ class Plan:
 
     @property
     def minimum_reusable_prefix(self) -> int | None:
-        """Tokens that two prompts must share before anything is reused; None where prefixes are not kept.
+        """Tokens that two prompts must share before any are reused; None without prefix caching.
 
-        A page: a state, too, can be left at the end of any.
+        It is a page: a state, too, can be stored at the end of any page.
         """
         return self.tokens_per_page if self.settings.shares else None
 

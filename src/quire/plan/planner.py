@@ -29,16 +29,16 @@ from quire.spec.weights import WeightEstimate
 _DEFAULT_PAGE = 16
 _DEFAULT_LENGTH = 8192  # tokens of an expected request, by default
 _ROUNDS = 8  # of graphs for fewer requests; a few are enough
-_NO_LIMIT = 2**62  # tokens of a stage that keeps states alone
+_NO_LIMIT = 2**62  # tokens of a stage that has only states
 
 
 def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None = None) -> Plan:
-    """The plan of a server: what of its memory each pool gets, and how many tokens and requests fit.
+    """The plan of a server: the memory of each pool, and how many tokens and requests fit.
 
-    Every pipeline stage is solved for; the tokens are those of the stage with the least room, all stages get pools for
-    that many, and the rank of that stage is the one shown. Where fewer requests fit than asked for, the plan is that of
-    the most that do. Raises PlanError where the pools cannot hold one page, or a request its window or state;
-    InvalidInput where settings do not go together or do not fit the model.
+    Every pipeline stage is solved. The tokens are those of the stage with the least room; all stages get pools for that
+    many, and the rank of that stage is shown. If fewer requests fit than requested, the plan is that of the most that
+    do. Raises PlanError if the pools cannot hold one page, or a request its window or state; InvalidInput if settings
+    contradict each other or do not fit the model.
     """
 
     def holds(concurrency: int) -> bool:
@@ -140,7 +140,7 @@ def _solve_stages(
     num_drafts: int,
     groups_at: Callable[..., tuple[GroupSpec, ...]],
 ) -> list[_Solved]:
-    """Every stage that keeps something. Stages of states alone come last: they limit requests, and tokens least."""
+    """Every stage that has a pool. Stages of states alone come last: they limit requests, and tokens least."""
     found: list[_Solved] = []
     stages = settings.parallel.stages(len(spec.layers))
     for index, stage in enumerate(stages):
@@ -162,7 +162,7 @@ def _solve_stages(
 def _groups(
     spec: ModelSpec, kept: KVFormat, tp: int, window_pool: bool, stage: tuple[int, int], drafts: int, page_size: int
 ) -> tuple[GroupSpec, ...]:
-    """Groups of a stage; advice and sweeps ask for the same ones again and again."""
+    """Groups of a stage; cached, since advice and sweeps request the same ones repeatedly."""
     return spec.groups(page_size, kept, tp=tp, stage=slice(*stage), num_drafts=drafts, window_pool=window_pool)
 
 
@@ -178,7 +178,7 @@ def _context(spec: ModelSpec, settings: PlanSettings) -> int:
 
 
 def _with_drafts(spec: ModelSpec, speculation: SpeculativeConfig | None) -> tuple[ModelSpec, int]:
-    """The spec with draft layers where speculation has any: the model's own, else some like its attention."""
+    """The spec with draft layers if speculation has any: the model's own, else some like its attention."""
     if speculation is None:
         return spec, 0
     if speculation.num_layers and not spec.drafts:
@@ -226,7 +226,7 @@ def _device_lines(
 
 
 def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:
-    """What the pools of a rank may take. Raises PlanError where the rest does not leave any."""
+    """The budget of the pools of a rank. Raises PlanError if nothing is left for them."""
     taken = sum(line.bytes for line in lines)
     device = settings.device
     if settings.kv_memory is None and device is None:
@@ -248,7 +248,7 @@ def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:
 
 
 def _more_room(settings: PlanSettings, wanted: bool) -> str:
-    """What gives pools more of the device."""
+    """Changes that give pools more of the device."""
     if settings.mem_fraction_static is not None:
         return "raise --mem-fraction-static, split the model over more ranks (--tp, --pp), or use a larger device."
     rest = ", or ask for less KV memory." if wanted else "."

@@ -1,4 +1,4 @@
-"""A plan in words and in data: its ledger and notes, the dictionary that machines read, and why each number is so."""
+"""A plan as text and as data: its ledger and notes, the dictionary for programs, and the formula of each number."""
 
 from __future__ import annotations
 
@@ -180,9 +180,9 @@ def _pool_as_dict(pool: PoolSize, page_size: int) -> dict[str, Any]:
 
 
 def _geometry(page: int, length: int) -> dict[str, Any]:
-    """Pages of `page` tokens, and of twice as many: how many a request of `length` tokens takes, and the waste.
+    """Pages of `page` tokens, and of twice as many: how many a request of `length` tokens needs, and the waste.
 
-    The waste is the unused tokens of the last page, where requests end anywhere in it, per token of the request.
+    The waste is the unused tokens of the last page, if requests may end anywhere in it, per token of the request.
     """
     found: dict[str, Any] = {"request_tokens": length}
     for prefix, size in (("", page), ("runner_up_", 2 * page)):
@@ -192,7 +192,7 @@ def _geometry(page: int, length: int) -> dict[str, Any]:
 
 
 def _field_formula(field: Field, page_size: int) -> str:
-    """How a field's bytes per frame come about: `80 layers * 16 entries * 2 * 128 * 2 bytes (bfloat16)`."""
+    """The formula of a field's bytes per frame: `80 layers * 16 entries * 2 * 128 * 2 bytes (bfloat16)`."""
     entries = field.entries(page_size)
     shape = " * ".join(map(str, field.shape))
     unit = "entry" if entries == 1 else "entries"

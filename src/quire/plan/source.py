@@ -22,7 +22,7 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
     """The contents of a `config.json`, and where it was found, for messages.
 
     `name` is a bundled model, a folder with a `config.json`, a name or hub id in the catalogue, a JSON file, or a hub
-    id, in that order. Raises ModelLoadError, with close names, where it is none of these or cannot be read.
+    id, in that order. Raises ModelLoadError, with similar names, if it is none of these or cannot be read.
     """
     path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
     known = catalogue_model(name)
@@ -47,9 +47,9 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
 
 
 def model_folder(name: str) -> Path | None:
-    """The folder of a model to load: a bundled one's, or what looks like a path; None for a hub name.
+    """The folder of a model to load: a bundled one's, or that of a path; None for a hub name.
 
-    Raises ModelLoadError where there is no such folder.
+    Raises ModelLoadError if there is no such folder.
     """
     path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
     if path.is_dir():
@@ -67,7 +67,7 @@ def model_folder(name: str) -> Path | None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise ModelLoadError, with what to do, where a model's folder has no file of a tokenizer."""
+    """Raise ModelLoadError, with the remedy, if a model's folder has no file of a tokenizer."""
     if not any(found for pattern in _TOKENIZER_FILES for found in folder.glob(pattern)):
         raise ModelLoadError(
             f"the folder '{folder}' has no tokenizer.",
@@ -76,7 +76,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _with_quantisation(path: Path) -> Mapping[str, Any]:
-    """The configuration, with the quantisation that a file beside it names where it names none itself."""
+    """The configuration, with the quantisation of a file beside it if it names none itself."""
     config, beside = _read_file(path), path.parent / "hf_quant_config.json"
     if "quantization_config" in config or not beside.is_file():
         return config
@@ -103,7 +103,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 def _download(name: str) -> Path:
     """The configuration's file in the hub's cache, fetched if it is not there."""
-    import huggingface_hub as hub  # it takes longer to import than a plan takes to make
+    import huggingface_hub as hub  # importing it takes longer than planning
 
     try:
         cached = hub.try_to_load_from_cache(name, "config.json")
@@ -122,7 +122,7 @@ def _download(name: str) -> Path:
 
 
 def _reach(endpoint: str) -> None:
-    """Raise OSError where the hub cannot be reached: its own client would try again for half a minute."""
+    """Raise OSError if the hub cannot be reached: its own client would retry for half a minute."""
     parts = urlsplit(endpoint)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if not os.environ.keys() & {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"}:

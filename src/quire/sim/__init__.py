@@ -1,1 +1,1 @@
-"""Replay of request traces on a simulated device: traces, workloads, and what an ideal cache could hit on them."""
+"""Replay of request traces on a simulated device: traces, workloads, and the hits of an ideal cache."""

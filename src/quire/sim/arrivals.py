@@ -19,7 +19,7 @@ _PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
 class ScriptedRequest(Request):
     """A request of a trace in the real scheduler. `script` is its prompt and all of its output, int32.
 
-    Times are seconds of the virtual clock, None until they come: `arrived` and `admitted` (for the first time),
+    Times are seconds of the virtual clock, None until they are known: `arrived` and `admitted` (for the first time),
     `first_token`, `finished`. `expected_row` is its row in the tables of a device that checks, -1 for none.
     """
 
@@ -43,15 +43,15 @@ class ScriptedRequest(Request):
 
 
 def scripted(requests: Iterable[Request]) -> list[ScriptedRequest]:
-    """The requests of a replay by their type: its scheduler is given no others."""
+    """The requests of a replay by their type: its scheduler has no others."""
     return cast("list[ScriptedRequest]", list(requests))
 
 
 class Arrivals:
-    """The requests of a trace in the order in which they come.
+    """The requests of a trace in the order of their arrival.
 
     A request is read from the trace, and its tokens are built, when the clock has reached its own arrival. A follow-up
-    then waits until the turn before it has ended and the user has thought. `ended` reports every end.
+    then waits until the turn before it has ended and the think time has passed. `ended` reports every end.
     """
 
     def __init__(self, trace: Iterable[TraceRequest]) -> None:
@@ -64,13 +64,13 @@ class Arrivals:
 
     @property
     def next_time(self) -> float | None:
-        """When the next one may come, as far as is known; None where all that is left waits for other turns."""
+        """The earliest known time of the next arrival; None if all remaining requests wait for other turns."""
         times = [self._next.arrival] if self._next is not None else []
         times += [self._due[0][0]] if self._due else []
         return min(times, default=None)
 
     def until(self, now: float) -> Iterator[ScriptedRequest]:
-        """Requests that have come by `now`, in order."""
+        """Requests that have arrived by `now`, in order."""
         while self._next is not None and self._next.arrival <= now:
             self._read(self._next)
             self._next = next(self._unread, None)

@@ -55,9 +55,9 @@ def fit_cost_model(records: Sequence[StepTime]) -> CostModel:
 
 
 def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
-    """Run the real engine on prompts of a few sizes, alone and in batches, and take the time of every step.
+    """Run the real engine on prompts of a few sizes, alone and in batches, and measure the time of every step.
 
-    Loads the model; takes some seconds on a CPU with the bundled one. Raises what loading raises.
+    Loads the model; needs some seconds on a CPU with the bundled one. Raises what loading raises.
     """
     from quire.engine.config import engine_config
     from quire.engine.core import EngineCore
@@ -93,6 +93,6 @@ def _steps(core: EngineCore) -> list[StepTime]:
 
 
 def _features(record: StepTime) -> tuple[float, float, float, float]:
-    """What a step is charged for: 1, new tokens, pairs of prompts, keys read by single tokens."""
+    """The amounts that determine the cost of a step: 1, new tokens, pairs of prompts, keys read by single tokens."""
     tokens, pairs, contexts = work_of(record.starts, record.ends)
     return 1.0, tokens, pairs, int(contexts.sum())

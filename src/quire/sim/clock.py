@@ -13,19 +13,19 @@ from quire.spec.group import GroupSpec
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall
 from quire.spec.model import ModelSpec
 
-_COMPUTE_SHARE = 0.5  # of the published peak, that large matrix products reach
-_MEMORY_SHARE = 0.8  # of the published bandwidth, that streaming reads reach
+_COMPUTE_SHARE = 0.5  # of the published peak, reached by large matrix products
+_MEMORY_SHARE = 0.8  # of the published bandwidth, reached by streaming reads
 _LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
 _LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds of a step, and of moving bytes.
+    """Seconds of a step, and of transfers.
 
         launch + max(weights, token * new tokens) + pair * (query, key) pairs of prompts + keys read by single tokens
 
-    `reads` has a pair for each group: seconds for each key that a decoding token reads, and how many it reads at most
+    `reads` has a pair for each group: seconds for each key that a decoding token reads, and the most keys that it reads
     (0: all of its context). Bandwidths are bytes per second, of all ranks together and in each direction.
     """
 
@@ -43,8 +43,8 @@ class CostModel:
             raise InvalidInput("a step takes no time at all, or less.", fix="give times and bandwidths above zero.")
 
     def seconds(self, starts: Lengths, ends: Lengths) -> float:
-        """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, and not the
-        launch's."""
+        """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, without the
+        launch."""
         tokens, pairs, contexts = work_of(starts, ends)
         total = max(self.weights, self.token * tokens) + self.pair * pairs
         for seconds, most in self.reads:
@@ -62,9 +62,9 @@ class CostModel:
         active_parameters: int,
         ranks: int = 1,
     ) -> CostModel:
-        """From the published peaks of a device (`quire.plan.devices` has the names) and what a model computes and
-        reads. Assumes half of the peak of products, four fifths of the bandwidth, and that `ranks` devices share the
-        work evenly. Raises InvalidInput for an unknown device."""
+        """A cost model from the published peaks of a device (`quire.plan.devices` has the names) and what a model
+        computes and reads. Assumes half of the peak of products, four fifths of the bandwidth, and that `ranks` devices
+        share the work evenly. Raises InvalidInput for an unknown device."""
         if ranks < 1:
             raise InvalidInput(f"{ranks} devices.", fix="give at least 1.")
         _, tflops, memory, bus = DEVICES[find_device(name, otherwise="give --prefill-rate and --decode-ms").name]
@@ -86,8 +86,8 @@ class CostModel:
 
     @classmethod
     def from_flags(cls, *, prefill_rate: float, decode_ms: float, key_ns: float = 0.0) -> CostModel:
-        """From plain numbers: prompt tokens per second, milliseconds of a decode step without its keys, and nanoseconds
-        for a key that a decoding token reads."""
+        """A cost model from plain numbers: prompt tokens per second, milliseconds of a decode step without its keys,
+        and nanoseconds for a key that a decoding token reads."""
         if prefill_rate <= 0:
             raise InvalidInput(f"a prefill rate of {prefill_rate} tokens/s.", fix="give a rate above zero.")
         reads = ((key_ns / 1e9, 0),)
@@ -122,9 +122,9 @@ def _pair_flops(spec: ModelSpec) -> tuple[float, float]:
 
 
 class VirtualClock:
-    """Time of a replay in seconds, and when the device will be free. It moves when it is told to, and never waits.
+    """Time of a replay in seconds, and when the device will be free. It advances only by calls, and never waits.
 
-    While the device is busy a launch costs it nothing; otherwise it idles for that time.
+    While the device is busy a launch costs it nothing; otherwise it is idle for that time.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -133,8 +133,8 @@ class VirtualClock:
         self._free_at = 0.0
 
     def launch(self, starts: Lengths, ends: Lengths, *, arrives: float = 0.0) -> float:
-        """A step is launched now; returns when it will have settled. Its layers wait for those of a load, the last of
-        which `arrives` then: only that layer's work remains after it."""
+        """A step is launched now; returns the time at which it will have settled. Its layers wait for those of a load
+        that ends at `arrives`; after that only the work of the last layer remains."""
         seconds = self._cost.seconds(starts, ends)
         self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
         if arrives:

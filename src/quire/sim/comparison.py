@@ -1,4 +1,4 @@
-"""Comparison: a trace replayed with several policies, pools and page sizes, beside what the best cache could hit."""
+"""Comparison: a trace replayed with several policies, pools and page sizes, beside the best possible cache."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from quire.spec.model import ModelSpec
 _BASELINE = "lru"
 
 ReportProgress = Callable[[ReplayResult | str, int], None]
-"""Called with what begins, or a result that is complete, and how many requests of the replay have ended."""
+"""Called with a replay that begins, or a complete result, and the number of ended requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model as far as a replay needs it: its groups (`spec` None: one that reads everything), and what its steps cost
-    on given pools."""
+    """The properties of a model that a replay needs: its groups (`spec` None: one full group), and the costs of its
+    steps on given pools."""
 
     name: str = PLAIN
     spec: ModelSpec | None = None
     cost: Callable[[MemoryPlan], CostModel]
     record_bytes: Callable[[MemoryPlan], tuple[int, ...]] = lambda plan: ()
-    """Of a page's frames below the device, by group; none: what the plan's layouts take."""
+    """Bytes of a page's frames on lower tiers, by group; empty: those of the plan's layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What to compare. A pool is a number of tokens or a part of the trace's working set; with `grows`, a part that
+    """What to compare. A pool is a number of tokens or a part of the trace's working set. With `grows`, a part that
     holds no request of the trace becomes the smallest pool that holds all of them. With `tiers`, every replay is done
     without them and then with them."""
 
@@ -54,8 +54,8 @@ class Grid:
 
 
 def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayResult]:
-    """Replay the trace once for every combination, by model, page size, pool and policy. Raises what planning and
-    replaying raise."""
+    """Replay the trace once for every combination, by model, page size, pool and policy. Raises the errors of planning
+    and replaying."""
     found: list[ReplayResult] = []
     for page_size in grid.page_sizes:
         progress(f"pages of {page_size}: what an ideal cache hits", 0)
@@ -80,8 +80,8 @@ def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayRe
 
 
 def replay_one(trace: Trace, grid: Grid, progress: ReportProgress) -> ReplayResult:
-    """The replay of a grid with one combination, without bounds. Raises InvalidInput where there are more, and what
-    planning and replaying raise."""
+    """The replay of a grid with one combination, without bounds. Raises InvalidInput if there are more, and the errors
+    of planning and replaying."""
     num_replays = math.prod(map(len, (grid.models, grid.policies, grid.pools, grid.page_sizes)))
     num_replays *= 1 if grid.tiers is None else 2
     if num_replays != 1:
@@ -101,7 +101,7 @@ def replay_one(trace: Trace, grid: Grid, progress: ReportProgress) -> ReplayResu
 def _pool_tokens(
     pool: int | Fraction, working_set_tokens: int, page_size: int, trace: Trace, grid: Grid
 ) -> tuple[int, str]:
-    """A pool in tokens: whole pages, at least one. And why it is larger than asked for, where it is."""
+    """A pool in tokens: whole pages, at least one. Also why it is larger than requested, if it is."""
     tokens = int(working_set_tokens * pool) if isinstance(pool, Fraction) else pool
     tokens = max(page_size, tokens - tokens % page_size)
     written = [prompt + max(1, output) - 1 for prompt, output in trace.lengths]  # the last token is never written
@@ -140,7 +140,7 @@ def _replays(
 
 
 def _with_gaps(results: Sequence[ReplayResult]) -> Iterator[ReplayResult]:
-    """The results with the part of the gap that each closes, where there is a replay of LRU to compare with."""
+    """The results with the part of the gap that each closes, if there is a replay of LRU to compare with."""
     baseline = {each.place: each.hit_rate for each in results if each.policy == _BASELINE and each.tiers is None}
     for result in results:
         least = baseline.get(result.place)

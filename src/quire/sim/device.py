@@ -1,25 +1,25 @@
 """SimulatedDevice: runs steps without a model, and checks what they read.
 
-It draws the tokens of each request's script. Its frames hold prefix hashes (`quire.sim.prefix_hash`), one for each
-token slot of each group: a hash stands for the namespace and all tokens up to its own, so for the position too. All
-layers and fields of a group are written at the same slots by the same step, so one hash stands for all of them; the
-array that it is in stands for the group.
+It draws the tokens of each request's script. Its frames store prefix hashes (`quire.sim.prefix_hash`), one for each
+token slot of each group. A hash represents the namespace and all tokens up to its own, and so the position too. All
+layers and fields of a group are written at the same slots by the same step, so one hash represents all of them; its
+array represents the group.
 
-Every step does for every group what a forward pass would, in the order of launches:
+Every step does for every group the accesses of a forward pass, in the order of launches:
 
     write    the hashes of its new tokens, to the slots that the cache gave
     read     every page that attention reads for a request, from the first that its reach needs to its last token
 
-Why nothing escapes. What is read is compared with what must be there, completely and in every step: whole pages by
-their digest, the last page slot by slot. The digest of a frame is computed from all of its slots again whenever one of
-them is written, and what a request must find is computed from its script alone, before it runs. No result of an earlier
-step is trusted: the page table is taken from the cache for each step, and each entry's frame is looked up. So the first
-step that reads a page which is missing, short, stale, misplaced or another request's reports it, but for two different
-contents with one 64-bit number. Digests make it affordable: a decode step compares `context / page_size` numbers.
+Why nothing escapes. Each read is compared with the expected content, completely and in every step: whole pages by their
+digest, the last page slot by slot. The digest of a frame is computed again from all of its slots whenever one of them
+is written. The expected content of a request is computed from its script alone, before it runs. No result of an earlier
+step is trusted: the page table is read from the cache for each step, and each entry's frame is looked up. So the first
+step that reads a missing, short, stale, misplaced or foreign page reports it, except for two different contents with
+the same 64-bit number. Digests make this affordable: a decode step compares `context / page_size` numbers.
 
-What it does not see: pages that no step reads, and times. For steps in flight, slots and pages are captured when a step
-is launched and accessed when it settles, as late as a device may. A later step that reuses a frame which a step in
-flight reads is reported when it is launched.
+It does not check pages that no step reads, nor times. For steps in flight, slots and pages are captured when a step is
+launched and accessed when it settles, as late as on a device. If a later step reuses a frame that a step in flight
+reads, this is reported at its launch.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from quire.spec.ids import Ids
 
 _SEVERAL = -1
 _FEW_PAGES = 16384
-"""A step that reads no more than this is compared as one table, padding and all."""
+"""Up to this many reads, a step is compared as one table, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PageTable:
-    """Page table of some works of a step, of like lengths: int32 `[works, pages]`."""
+    """Page table of some works of a step, of similar lengths: int32 `[works, pages]`."""
 
     works: Lengths
     table: Ids
@@ -55,9 +55,9 @@ class _PageTable:
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """A launched step. `drawn` are the tokens it draws, int64. The rest is what the device needs to check it: where
-    each work ends, by group the pieces where requests carry a frame, the row of each work in the tables of expected
-    contents, and by group the slots it writes and the tables it reads."""
+    """A launched step. `drawn` are the tokens it draws, int64. The other fields are for the checks: where each work
+    ends, by group the pieces if requests update a state, the row of each work in the tables of expected contents, and
+    by group the slots it writes and the tables it reads."""
 
     number: int
     step: Step
@@ -71,11 +71,10 @@ class SimulatedStep:
 
 
 class SimulatedDevice:
-    """The device of one cache. Without `frames` (`frames_of` makes them) it draws tokens and checks nothing; `overlap`
-    says whether a step may be launched before the one before it has settled.
+    """The device of one cache. Without `frames` (`frames_of` creates them) it draws tokens and checks nothing;
+    `overlap` says whether a step may be launched before the one before it has settled.
 
-    Raises WrongContent where a step reads what it must not, at the settling of that step or at a launch that comes too
-    early.
+    Raises WrongContent if a step reads wrong content, when that step settles or when a later one is launched too early.
     """
 
     def __init__(self, cache: KVCache, frames: Sequence[Frames] | None, *, overlap: bool = False) -> None:
@@ -85,13 +84,13 @@ class SimulatedDevice:
             groups = enumerate(frames)
             self._memory = tuple(_GroupMemory(cache, at, each, self._expected, overlap) for at, each in groups)
         self._launched = self._settled = 0
-        plan = cache.plan  # memory is taken where something is written
+        plan = cache.plan  # memory is allocated when it is written
         self._outputs: Ids = np.zeros((plan.max_requests, plan.pages_per_row * plan.tokens_per_page), dtype=np.int32)
-        self._serials: Lengths = np.zeros(plan.max_requests, dtype=np.int64)  # whose outputs are in the row
+        self._serials: Lengths = np.zeros(plan.max_requests, dtype=np.int64)  # requests whose outputs are in the row
 
     def launch(self, scheduled: Step, fence: int, pieces: dict[int, Pieces]) -> SimulatedStep:
-        """Start a step. `fence` was opened for it, and `pieces` are `KVCache.launch` of every group that has any.
-        O(works) without checks."""
+        """Start a step. `fence` was opened for it, and `pieces` are the results of `KVCache.launch` for every group
+        that has any. O(works) without checks."""
         requests, ends = scripted(scheduled.requests), scheduled.ends
         self._launched += 1
         drawn, expected = self._draw(scheduled, requests, ends), ends[:0]
@@ -104,7 +103,7 @@ class SimulatedDevice:
         return step
 
     def _draw(self, step: Step, requests: Sequence[ScriptedRequest], ends: Lengths) -> Lengths:
-        """The next tokens of those that draw. A request's outputs are written into its row when it first computes."""
+        """The next tokens of works that draw. Outputs are written into a request's row when it first computes."""
         own, drawers = step.batch.rows, step.drawers
         for at in (self._serials[own] != step.batch.serials).nonzero()[0].tolist():
             script, first = requests[at].script, requests[at].num_prompt_tokens
@@ -140,17 +139,17 @@ def frames_of(plan: MemoryPlan) -> list[Frames]:
 
 
 class _Expected:
-    """What requests must find: a row of hashes and of page digests for each request that runs."""
+    """The expected contents: a row of hashes and of page digests for each request that runs."""
 
     def __init__(self, cache: KVCache) -> None:
         size, longest = cache.page_size, cache.plan.pages_per_row * cache.page_size
         self._hasher = PrefixHasher(longest + 1)
-        # Steps in flight may hold as many requests again as run.
+        # Steps in flight may have as many requests again as are running.
         self._owners: list[ScriptedRequest | None] = [None] * (2 * cache.plan.max_requests + 1)
         self._last_used = np.zeros(len(self._owners), dtype=np.int64)
         self._free = list(range(len(self._owners)))
         self._page_size = size
-        # Zeroed memory is taken only where something is written, so a row costs what its longest request does.
+        # Zeroed memory is allocated only when it is written, so a row costs as much as its longest request.
         self.hashes: Hashes = np.zeros((len(self._owners), longest), dtype=np.uint64)
         self.hashes_by_page: Hashes = self.hashes.reshape(len(self._owners), -1, size)
         self.digests: Hashes = np.zeros((len(self._owners), cache.plan.pages_per_row), dtype=np.uint64)
@@ -167,7 +166,7 @@ class _Expected:
         return rows
 
     def check_inputs(self, requests: Sequence[ScriptedRequest], step: Step) -> None:
-        """What prompts compute are the tokens of their scripts; single tokens are compared once, at the end."""
+        """The input tokens of prompts are those of their scripts; single tokens are compared once, at the end."""
         for at in np.flatnonzero(step.counts > 1).tolist():
             part = slice(int(step.starts[at]), int(step.starts[at] + step.counts[at]))
             if not np.array_equal(requests[at].tokens[part], requests[at].script[part]):
@@ -209,7 +208,7 @@ class _GroupMemory:
         self._frames = frames
         self._hashes, self._digests = frames.hashes, frames.digests
         self._read_by = np.zeros(num_frames, dtype=np.int64)  # the last step launched that reads the frame
-        self._written_by = np.zeros_like(self._read_by)  # and, of a carried frame, the last one that writes it
+        self._written_by = np.zeros_like(self._read_by)  # and, for the frame of a state, the last one that writes it
         self._reader, self._writer = (
             np.zeros_like(self._read_by),
             np.zeros_like(self._read_by),
@@ -221,7 +220,7 @@ class _GroupMemory:
         self._overlap = overlap
 
     def capture(self, step: SimulatedStep, settled: int) -> None:
-        """Record what the step will access."""
+        """Record the accesses of a step."""
         if self._carried:
             self._check_pieces(step, settled)
             return
@@ -238,12 +237,12 @@ class _GroupMemory:
                 self._read_by[part.table[read]] = step.number
 
     def _tables(self, ends: Lengths, kvs: RunningBatch) -> Iterator[_PageTable]:
-        """Page tables of all works, those of like lengths together, so that less than half of a table is padding."""
+        """Page tables of all works, those of similar lengths together, so that less than half of a table is padding."""
         widths = -(-ends // self._size)
         if int(widths.max()) * len(kvs) <= _FEW_PAGES:
             yield _PageTable(np.arange(len(kvs)), self._cache.rows.page_table(kvs, ends, self._group))
             return
-        classes = np.frexp(widths)[1]  # of one class, no width is twice another
+        classes = np.frexp(widths)[1]  # widths of one class differ by less than a factor of two
         for each in np.unique(classes):
             works = np.flatnonzero(classes == each)
             some = [kvs.kvs[at] for at in works.tolist()]
@@ -258,8 +257,8 @@ class _GroupMemory:
             )
 
     def _check_pieces(self, step: SimulatedStep, settled: int) -> None:
-        """The pieces are the step's tokens, and no request touches a frame that another one writes in this step, or
-        writes one that another uses in a step in flight."""
+        """Check that the pieces are the step's tokens, that no request touches a frame that another one writes in this
+        step, and that none writes a frame that another uses in a step in flight."""
         pieces = step.pieces[self._group]
         if not np.isin(step.step.offsets[1:], np.cumsum(pieces.lengths)).all() or not pieces.targets.all():
             raise WrongContent(f"the pieces of group '{self._name}' are not the tokens of the step.")
@@ -277,7 +276,7 @@ class _GroupMemory:
             )
 
     def run(self, step: SimulatedStep) -> None:
-        """Write and read what was captured."""
+        """Do the captured writes and reads."""
         if self._carried:
             self._carry(step.pieces[self._group], step)
             return
@@ -339,7 +338,7 @@ class _GroupMemory:
         raise WrongContent(f"{where} {what}; {count} of the pages that its step reads are wrong.")
 
     def _carry(self, pieces: Pieces, step: SimulatedStep) -> None:
-        """Each piece reads what its request holds so far, if that is anything, and writes what it holds then."""
+        """Each piece reads the state of its request so far, if there is one, and writes the new one."""
         owners = _owners_of(pieces, step)
         rows, flat_ends = step.expected[owners], np.cumsum(pieces.lengths)
         stops = flat_ends + (step.step.starts - step.step.offsets[:-1])[owners]

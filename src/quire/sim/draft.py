@@ -1,6 +1,6 @@
-"""What workloads are made of: random texts, arrival times and conversations; and `Draft`, which collects requests.
+"""The parts of workloads: random texts, arrival times and conversations; and `Draft`, which collects requests.
 
-Nothing here holds tokens: seeds and lengths are drawn when a workload is made, and tokens derive from them later.
+Nothing here stores tokens: seeds and lengths are drawn when a workload is created, and tokens derive from them later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOMINAL_STEP_S = 0.02
 
 
 class Draft:
-    """A workload while it is being made. Everything drawn comes from one seeded generator."""
+    """A workload while it is being made. All random numbers come from one seeded generator."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.random = random.Random(f"{name}/{seed}")
@@ -69,7 +69,7 @@ class Draft:
 
 
 class Conversation:
-    """Turns whose prompts are everything said before and something new."""
+    """Turns whose prompts are the whole conversation so far and a new text."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""HitBounds: what the best possible cache hits on a trace, with unlimited memory (ideal) and in a pool (optimum).
+"""HitBounds: the hits of the best possible cache on a trace, with unlimited memory (ideal) and in a pool (optimum).
 
-Both serve one request at a time, in the order of the trace, each done before the next one comes. Prompts and outputs
-become cached, in whole pages; of a prompt at most all but its last token is found.
+Both serve one request at a time, in the order of the trace, each done before the next one arrives. Prompts and outputs
+become cached, in whole pages; at most all but the last token of a prompt is found.
 
-For concurrent requests neither is strictly a bound, though it is close to one. They hold memory together and cannot use
-what another has not written yet, so they hit less. But another order than the trace's may hit more: a scheduler may
-delay a request until the one that writes its prefix is done, say.
+For concurrent requests neither is a strict bound, but both are close to one. Concurrent requests hold memory together
+and cannot use pages that another has not written yet, so they hit less. But another order than the trace's may hit
+more: for example, a scheduler may delay a request until the one that writes its prefix is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 _Keys = npt.NDArray[np.int32] | npt.NDArray[np.uint64]
-"""A key for each page: its token where a page is one token, otherwise a 64-bit hash of its tokens."""
+"""A key for each page: its token if a page is one token, otherwise a 64-bit hash of its tokens."""
 
 _NEVER = -1
 
@@ -31,9 +31,9 @@ _NEVER = -1
 class HitBounds:
     """The bounds of one trace in pages of `page_size` tokens.
 
-    Requests whose client leaves while they wait are not counted; of one whose client leaves later, the tokens that the
-    client saw are. Memory: 8 bytes for each different page, 4 where a page is one token. Raises InvalidInput for pages
-    of no tokens.
+    Requests whose client leaves while they wait are not counted. If a client leaves later, the tokens that it saw are
+    counted. Memory: 8 bytes for each different page, 4 if a page is one token. Raises InvalidInput for pages of no
+    tokens.
     """
 
     def __init__(self, trace: Iterable[TraceRequest], page_size: int) -> None:
@@ -54,36 +54,36 @@ class HitBounds:
         self.ideal_hit_tokens = sum(use.hit_pages for use in self._uses) * page_size
         """Hits of a cache that never evicts."""
         self.working_set_tokens = sum(len(node.keys) for node in self._nodes) * page_size
-        """Different whole pages of all prompts and outputs: what that cache holds at the end."""
+        """Different whole pages of all prompts and outputs, which that cache holds at the end."""
 
     @property
     def ideal_hit_rate(self) -> float:
-        """Share of the prompt tokens that a cache hits that never evicts."""
+        """Share of the prompt tokens that a cache without evictions hits."""
         return self.ideal_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def optimal_hit_tokens(self, pool_tokens: int) -> int:
         """The most prompt tokens that any eviction policy could hit in a pool of `pool_tokens`, knowing the future.
 
         Why this is the optimum. A page that is used twice is worth keeping in between if the second use looks it up
-        (other uses write it anyway), and is then worth one page. While a request is served its own pages are in the
-        pool, so the pages of others have at most the rest. So this chooses as many intervals as possible, with a limit
-        on those that overlap. Going through time, whenever there are too many, evict the interval that ends last: what
-        it would still conflict with includes what any other choice would (Belady). Pages that are never looked up again
-        are not kept at all.
+        (other uses write it anyway). It is then worth one page. While a request is served its own pages are in the
+        pool, so the pages of others have at most the rest. So the algorithm chooses as many intervals as possible, with
+        a limit on those that overlap. It goes through time. Whenever there are too many, it evicts the interval that
+        ends last: any other choice would conflict with no fewer later intervals (Belady). Pages that are never looked
+        up again are not kept at all.
 
-        Why the tree does not change it. A page is of use only with all pages before it. Where a page is looked up,
-        those are too, at the same time; so the last interval before that use ends together for all of them, and theirs
-        began no earlier than the page's own. Evict the deepest page first among intervals that end together, and a page
-        that is kept until it is looked up has everything before it: the best choice without the tree's rule can be made
-        so that it obeys the rule. Breaking ties otherwise keeps as many pages, so the count ignores them.
+        Why the tree does not change the result. A page is useful only with all pages before it. If a page is looked up,
+        those are too, at the same time. So the last interval before that use ends together for all of them, and theirs
+        began no earlier than the page's own. If the deepest page is evicted first among intervals that end together, a
+        page that is kept until its lookup has everything before it. So the best choice without the tree's rule can be
+        made to obey the rule. Other ways to break ties keep as many pages, so the count does not depend on them.
 
-        Nodes stand for their pages, and are evicted page by page. A request that the pool cannot hold is refused, and
-        touches nothing. Costs O(uses * log(uses)).
+        Nodes represent their pages, and are evicted page by page. A request that does not fit the pool is refused, and
+        uses nothing. Costs O(uses * log(uses)).
         """
         pool_pages = pool_tokens // self._page_size
         uses = [use for use in self._uses if use.held_pages <= pool_pages]
         kept = [0] * len(self._nodes)
-        furthest: list[tuple[int, int]] = []  # (-request that looks it up, node); stale where nothing is kept of a node
+        furthest: list[tuple[int, int]] = []  # (-request that looks it up, node); invalid if none is kept
         num_kept, hits = 0, 0
         for use, upcoming in zip(uses, _next_lookups(uses, len(self._nodes)), strict=True):
             for node in use.nodes():
@@ -132,15 +132,15 @@ class HitBounds:
 
 @dataclass(frozen=True, slots=True)
 class _PageUse:
-    """What one request does to pages: its prompt and output end at the end of `last`, in whole pages."""
+    """The pages of one request: its prompt and output end at the end of `last`, in whole pages."""
 
     last: _Node
     lookup_pages: int
     """Whole pages of the prompt that may be found in a cache: at least the prompt's last token is computed."""
     hit_pages: int
-    """Those of them that requests before this one had."""
+    """Those of them that earlier requests had."""
     held_pages: int
-    """What it occupies when it ends, the page that is not full included."""
+    """Pages that it holds when it ends, including one that is not full."""
 
     def nodes(self) -> Iterator[_Node]:
         """The nodes it uses, deepest first."""
@@ -154,7 +154,7 @@ class _PageUse:
 class _Node:
     """Consecutive pages that are always used together, in a radix tree over all requests.
 
-    Nodes are split where requests diverge, where one ends, and where the part of a prompt ends that may be found. So
+    Nodes are split where requests diverge, where one ends, and at the end of the part of a prompt that may be found. So
     the bounds are computed on some thousand nodes instead of millions of pages. A split node becomes the lower part.
     """
 
@@ -166,7 +166,7 @@ class _Node:
     number: int = -1
 
     def descend(self, keys: _Keys) -> tuple[_Node, int]:
-        """The node that ends where `keys` and the tree diverge, split there if needed, and how many pages that is."""
+        """The node that ends where `keys` and the tree diverge, split there if needed, and the number of its pages."""
         node, at = self, 0
         while at < len(keys):
             child = node.children.get(int(keys[at]))
@@ -209,7 +209,8 @@ class _Node:
 
 
 def _next_lookups(uses: list[_PageUse], num_nodes: int) -> list[list[int]]:
-    """For each request, of each node it uses, deepest first: the next request that uses it, if that looks it up."""
+    """For each request, for each node that it uses, deepest first: the next request that uses the node, if that looks
+    it up."""
     upcoming = [_NEVER] * num_nodes
     found = []
     for now in range(len(uses) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Occupancy: what the pool of a replay held over time, in a bounded number of samples."""
+"""Occupancy: the contents of a replay's pool over time, in a bounded number of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_SAMPLES = 512
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """The pool from `time` until the next sample: the shares of its pages that running requests hold, and that are only
-    cached; the rest is free. `running` requests run. `ended`: requests had ended, no step was launched."""
+    cached; the rest is free. `running` requests run. `ended`: requests had ended, and no step was launched."""
 
     time: float
     held: float
@@ -23,8 +23,8 @@ class Occupancy:
 
 
 class OccupancyLog:
-    """Samples of one cache: at every n-th step, where requests end next after that, and where the last one ends. When
-    there are too many, every other step is dropped and n doubles."""
+    """Samples of one cache: at every n-th step, after it when requests end, and when the last one ends. If there are
+    too many, every other step is dropped and n doubles."""
 
     def __init__(self, cache: KVCache, scheduler: Scheduler) -> None:
         self.samples: list[Occupancy] = []
@@ -43,12 +43,12 @@ class OccupancyLog:
         self._sample(now, ended=False)
 
     def ended(self, now: float) -> None:
-        """Requests have ended and released what they held."""
+        """Requests have ended and released their pages."""
         if self._adds(self._scheduler.num_running):
             self._sample(now, ended=True)
 
     def _adds(self, running: int) -> bool:
-        """Whether a sample after an end differs from the last one: bounded by the samples of steps."""
+        """Whether a sample after an end differs from the last one; their number is bounded by that of the steps."""
         last = self.samples[-1] if self.samples else None
         return last is not None and (not last.ended or (last.running > 0 and running == 0))
 

@@ -20,12 +20,12 @@ _NO_LIMIT = 2**62  # bytes: the pools are sized by tokens
 _PLAIN_FIELD = Field(name="kv", shape=(1,), dtype=DType.UINT8, layers=(0,))
 
 PLAIN = "plain"
-"""The model of one group that reads everything, in which a token takes one unit."""
+"""The model of one full group, in which a token uses one unit."""
 
 
 def plain_pools(pool_tokens: int, page_size: int, *, context: int, max_running: int) -> MemoryPlan:
-    """Pools of one group that reads everything, for requests of at most `context` tokens, prompt and output. Raises
-    InvalidInput where there is not one page."""
+    """Pools of one full group, for requests of at most `context` tokens, prompt and output. Raises InvalidInput if
+    there is not one page."""
     if page_size < 1 or pool_tokens < page_size:
         raise InvalidInput(
             f"a pool of {pool_tokens:,} tokens in pages of {page_size:,} has no page.",
@@ -44,7 +44,7 @@ def model_pools(
     spec: ModelSpec, pool_tokens: int, page_size: int, *, lengths: Sequence[int], max_running: int, chunk: int
 ) -> MemoryPlan:
     """Pools of a model for that many tokens, split between its groups as `quire plan` does for requests of these
-    lengths. Requests beyond the model's context are refused when they come. Raises what the planner raises."""
+    lengths. Requests beyond the model's context are refused when they arrive. Raises the planner's errors."""
     settings = PlanSettings(
         kv_memory=_NO_LIMIT,
         page_size=page_size,
@@ -59,7 +59,7 @@ def model_pools(
 
 
 def read_pool_sizes(text: str) -> tuple[int | Fraction, ...]:
-    """Pool sizes such as `64k,1000000,1/8`: tokens, or parts of what a trace would fill. Raises InvalidInput."""
+    """Pool sizes such as `64k,1000000,1/8`: tokens, or parts of the trace's working set. Raises InvalidInput."""
     return tuple(dict.fromkeys(_pool_size(part.strip()) for part in text.split(",")))
 
 

@@ -1,9 +1,9 @@
-"""Prefix hashes: a 64-bit hash of what a token's slot holds, from the namespace and all tokens up to this one.
+"""Prefix hashes: a 64-bit hash of the content of a token's slot, from the namespace and all tokens up to this one.
 
 Token i of a sequence has the hash `h[i] = A * h[i - 1] + m(t[i])` modulo 2^64, with `h[-1]` made from the namespace, an
-odd `A`, and a mixing `m` that is one-to-one. Solved for all tokens at once it is two multiplications and a running sum,
-some nanoseconds for a token. Two sequences that differ in a single token never agree in a hash from there on, because
-`A` has an inverse; any others agree with a chance of about 2^-64 for a slot.
+odd `A`, and a mixing `m` that is one-to-one. For all tokens at once it is two multiplications and a running sum, some
+nanoseconds per token. Two sequences that differ in one token have different hashes from there on, because `A` has an
+inverse. Any others agree with a chance of about 2^-64 per slot.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrefixHasher:
 
 def page_digests(hashes: Hashes) -> Hashes:
     """The digest of each page, uint64 `[pages]`, from the hashes of its slots `[pages, slots]`: a sum in which every
-    slot has an odd weight of its own, so that a single wrong slot always changes it."""
+    slot has an odd weight of its own, so that one wrong slot always changes it."""
     found: Hashes = (hashes * _weights(hashes.shape[1])).sum(axis=1, dtype=np.uint64)
     return found
 

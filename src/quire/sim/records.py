@@ -1,6 +1,6 @@
-"""SimulatedCopies and SimulatedStore: records that hold prefix hashes, so that what comes back from a tier is checked.
+"""SimulatedCopies and SimulatedStore: records of prefix hashes, so that pages that come back from a tier are checked.
 
-Such a record is shorter than the one that it stands for. Movers and stores count the bytes of the real one.
+Such a record is shorter than the one that it represents. Movers and stores count the bytes of the real one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
 class SimulatedCopies(Copies):
-    """Copies between `frames` of a simulated device, by group, and as many records as `host_frames` says, which have
-    `record_bytes` on a real device. Without `frames`, where a replay checks nothing, rows have a header only."""
+    """Copies between `frames` of a simulated device, by group, and `host_frames` records of each group, which have
+    `record_bytes` on a real device. Without `frames`, in a replay without checks, rows have a header only."""
 
     def __init__(
         self, frames: Sequence[Frames] | None, host_frames: Sequence[int], record_bytes: Sequence[int]
@@ -87,11 +87,11 @@ def _heads(keys: Sequence[bytes]) -> Hashes:
 
 
 class SimulatedStore(Store):
-    """Keeps records of at most `most_bytes` in a dictionary, and evicts the least recently used. A record counts with
-    the bytes it was prepared with, whatever is put. It never answers RETRY but where `prepare` finds no room."""
+    """Stores records of at most `most_bytes` in a dictionary, and evicts the least recently used. A record counts with
+    the bytes for which it was prepared. It answers RETRY only if `prepare` finds no room."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.num_bytes = 0  # of all records, prepared ones among them
+        self.num_bytes = 0  # of all records, with prepared ones
         self._most_bytes = most_bytes
         self._visible: dict[StoreKey, tuple[bytes, int]] = {}  # with its bytes; least recently used first
         self._prepared: dict[StoreKey, int] = {}
@@ -101,7 +101,7 @@ class SimulatedStore(Store):
         return [Answer.HIT if key in self._visible else Answer.MISS for key in keys]
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """HIT counts as use, of the first key last."""
+        """HIT counts as a use, that of the first key as the latest."""
         answers = [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
         for key in reversed(keys):
             if key in self._visible:
@@ -109,7 +109,7 @@ class SimulatedStore(Store):
         return answers
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        """Keeps the buffers as they are until `complete`."""
+        """Does not change the buffers until `complete`."""
         self._taken.update(zip(keys, records, strict=True))
         return [Answer.HIT] * len(keys)
 

@@ -1,7 +1,7 @@
 """Replay: a trace through the real scheduler and the real cache, on a simulated device and a virtual clock.
 
-The loop is the engine's: schedule, launch, settle, one step ahead with `overlap`. Only the device and the time are not
-real, so what is measured is the code that serves: its hits, evictions and preemptions, and the CPU time it takes.
+The loop is the engine's: schedule, launch, settle, one step ahead with `overlap`. Only the device and the time are
+simulated. So a replay measures the production code: its hits, evictions and preemptions, and its CPU time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from quire.sim.trace_request import TraceRequest
 from quire.tiers.transfer import Transfer
 
 CHECKS = ("off", "reads", "all")
-"""What a replay checks: nothing; what every step reads; and the invariants of the cache every so often as well."""
+"""What a replay checks: nothing; every read of a step; and from time to time also the invariants of the cache."""
 
 _AUDIT_EVERY = 512  # steps
-_POLL_S = 0.005  # between polls of transfers where nothing can be computed: the engine's
+_POLL_S = 0.005  # between polls of transfers if nothing can be computed: the engine's value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """How the engine is set up: the eviction policy, the order of waiting requests, the tokens of one step, whether a
-    step is launched before the one before it has settled, what is checked, whether each record says why no more of its
-    prompt was cached, and the tiers below the device."""
+    """The engine's settings: the eviction policy, the order of waiting requests, the tokens of one step, whether a step
+    is launched before the one before it has settled, what is checked, whether each record says why no more of its
+    prompt was cached, and the lower tiers."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -75,7 +75,7 @@ class _CpuTime:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step in flight, the loads that it waits for, when it was launched and when it will be done."""
+    """A step in flight, the loads that it waits for, and the times of its launch and end."""
 
     step: SimulatedStep
     loads: list[Transfer]
@@ -123,9 +123,9 @@ class Replay:
         self._progress = progress
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.in_place)
         self._arrivals = Arrivals(())
-        self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will not stay
+        self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will leave
         self._in_flight: _Launched | None = None
-        self._settled_at = 0.0  # when the last step did
+        self._settled_at = 0.0  # the time at which the last step settled
         self._steps = 0
         self._manager = _CpuTime()
         self._records: list[RequestRecord] = []
@@ -135,8 +135,8 @@ class Replay:
         self._used = False
 
     def run(self, trace: Iterable[TraceRequest]) -> ReplayResult:
-        """Replay until every request has ended. Raises WrongContent or AuditFailure where a check fails, and
-        InvalidInput the second time: the cache is no longer empty."""
+        """Replay until every request has ended. Raises WrongContent or AuditFailure if a check fails, and InvalidInput
+        at the second call, because the cache is not empty any more."""
         if self._used:
             raise InvalidInput("this replay has run.", fix="make another Replay; its cache begins empty.")
         self._used = True
@@ -208,7 +208,7 @@ class Replay:
     def _settle(self, launched: _Launched) -> None:
         step = launched.step
         for load in launched.loads:
-            load.wait_layer(LAYER)  # as a forward pass does before it reads one
+            load.wait_layer(LAYER)  # as a forward pass does before it reads a layer
         drawn = self.device.settle(step)
         self.clock.move_to(launched.done)
         began, self._settled_at = max(launched.began, self._settled_at), launched.done
@@ -283,7 +283,7 @@ class Replay:
         self._progress(len(self._records))
 
     def _refusal(self, request: ScriptedRequest, error: QuireError) -> str:
-        """Why a request can never run, without the bytes of a pool that is given in tokens."""
+        """Why a request can never run, without the bytes of a pool whose size is in tokens."""
         plan, prompt, output = self.cache.plan, request.num_prompt_tokens, request.max_tokens
         if not isinstance(error, RequestTooLarge):
             return error.message

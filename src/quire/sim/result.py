@@ -1,4 +1,4 @@
-"""ReplayResult: what a replay did, request by request and in total. JSON, tables and plots read it."""
+"""ReplayResult: the results of a replay, request by request and in total. JSON, tables and plots read it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.sim.tiers import TierUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request of a replay. Times are seconds of the virtual clock, None for what never came; `refused` says why it
-    could never run, "" where it could. `evicted_pages` are those that the cache had evicted when it ended.
-    `explanation` is that of its first admission, where the replay explains."""
+    """One request of a replay. Times are seconds of the virtual clock, None if they do not exist; `refused` says why it
+    could never run, "" if it could. `evicted_pages` are those that the cache had evicted when it ended. `explanation`
+    is that of its first admission, if the replay explains."""
 
     request_id: str
     prompt_tokens: int
@@ -38,11 +38,11 @@ class RequestRecord:
 class ReplayResult:
     """A replay. `seconds` are virtual ones.
 
-    `prompt_tokens` are those of all requests that could run, `refused_tokens` those of them whose request the pool can
+    `prompt_tokens` are those of all requests that could run. `refused_tokens` are those of requests that the pool can
     never hold: they count, and hit nothing. Requests whose client left before they ran count in neither.
 
-    `manager_seconds` is the CPU time inside the scheduler and the cache, `wall_seconds` that of the whole replay on the
-    clock. `digest` is equal for two replays that hit, evicted, preempted and drew the same, request by request.
+    `manager_seconds` is the CPU time inside the scheduler and the cache, `wall_seconds` the real time of the whole
+    replay. `digest` is equal for two replays with the same hits, evictions, preemptions and draws, request by request.
     """
 
     policy: str
@@ -62,18 +62,18 @@ class ReplayResult:
     checked: str
     occupancy: tuple[Occupancy, ...]
     tiers: TierUse | None = None
-    """What the tiers below the device did, where there are any."""
+    """The results of the tiers, if there are any."""
 
     # What a comparison adds. Rates are shares of `prompt_tokens`.
     trace: str = ""
     model: str = ""
     pool_note: str = ""
-    """Why the pool has another size than was asked for, where it has."""
+    """Why the pool has another size than requested, if it has."""
     working_set_tokens: int = 0
     ideal_hit_rate: float = 0.0
     optimal_hit_rate: float = 0.0
     gap_closed: float | None = None
-    """The part of the way from LRU's hits to the optimum's; None where LRU was not replayed or is optimal."""
+    """The closed part of the gap between LRU and the optimum; None if LRU was not replayed or is optimal."""
 
     @property
     def hit_rate(self) -> float:
@@ -97,21 +97,21 @@ class ReplayResult:
 
     @property
     def mean_first_token_seconds(self) -> float:
-        """The mean time from a request's arrival to its first token; zero where there was none."""
+        """The mean time from a request's arrival to its first token; zero if there was none."""
         found = self._first_token_times()
         return sum(found) / len(found) if found else 0.0
 
     def first_token_seconds(self, percentiles: Sequence[float]) -> list[float]:
-        """Percentiles of the same; zeros where there was none."""
+        """Percentiles of the same; zeros if there was none."""
         found = self._first_token_times()
         return [float(value) for value in np.percentile(found, percentiles)] if found else [0.0] * len(percentiles)
 
     def count(self, end: str) -> int:
-        """Requests that ended so: "length", "abort" or "refused"."""
+        """Requests by how they ended: "length", "abort" or "refused"."""
         return sum(record.end == end for record in self.records)
 
     def tokens_by_cause(self) -> dict[str, int]:
-        """What became of the prompt tokens, where the replay explained: with `refused_tokens` these are all."""
+        """Prompt tokens by cause, if the replay explains; with `refused_tokens` these are all."""
         found = dict.fromkeys(map(str, Cause), 0)
         for record in self.records:
             if record.explanation is not None:
@@ -120,7 +120,7 @@ class ReplayResult:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quire replay --json` prints of it."""
+        """The output of `quire replay --json` for it."""
         percentiles = self.first_token_seconds((50, 95, 99))
         return {name: getattr(self, name) for name in _JSON_FIELDS} | {
             "requests": len(self.records),

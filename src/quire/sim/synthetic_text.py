@@ -1,7 +1,7 @@
 """Synthetic text: tokens that are a fixed function of a seed and a position.
 
-Published traces say which parts of prompts are equal, not what they say, and a generated workload needs no more. So a
-text is stored as a seed and a length, and its tokens are built on demand. Texts of one seed begin with the same tokens.
+Published traces say which parts of prompts are equal, not their text, and a generated workload needs no more. So a text
+is stored as a seed and a length, and its tokens are built on demand. Texts of one seed begin with the same tokens.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def text_seed(*parts: int | str) -> int:
 
 
 def tokens_of(texts: Sequence[Text]) -> Ids:
-    """The tokens of texts one behind the other, int32. About 15 ns a token."""
+    """The tokens of several texts, one after the other, int32. About 15 ns a token."""
     seeds = np.array([text.seed for text in texts], dtype=np.uint64)
     lengths = np.array([text.length for text in texts], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
-    # Token i of a text is drawn from seed + i * step: the difference to a plain count is one number for each text.
+    # Token i of a text is drawn from seed + i * step: it differs from a plain count by one number per text.
     state = np.repeat(seeds - starts.astype(np.uint64) * _STEP, lengths)
     state += _steps(1 << len(state).bit_length())[: len(state)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Tiers of a replay: the cache's own, over simulated records, a store in a dictionary, and links that take time."""
+"""Tiers of a replay: the real ones, over simulated records, a store in a dictionary, and lanes that take time."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from quire.tiers.break_even import BreakEven
 from quire.tiers.transfer import LANES, Lane
 
 _LATENCY = {Lane.SAVE: 5e-5, Lane.LOAD: 5e-5, Lane.ARCHIVE: 2e-4, Lane.FETCH: 2e-4, Lane.LOOK: 5e-4}
-"""Seconds before the first byte, and of a lookup in a store."""
+"""Seconds before the first byte, and for a lookup in a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTiers:
-    """The tiers below the device of a replay, and how they are used (`quire.offload.tier_settings`).
+    """The tiers of a replay, and how they are used (`quire.offload.tier_settings`).
 
-    The host holds `host_tokens` tokens, or the records that `host_bytes` bytes do; storage `storage_tokens`, none at
-    all by default. Bandwidths are bytes per second, 0 for those of the cost model. `record_bytes` has the bytes of a
-    record of each group, by default what the plan's layouts take; `always` loads even where computing is quicker.
+    The host holds `host_tokens` tokens, or the records that fit in `host_bytes`; storage holds `storage_tokens`, none
+    by default. Bandwidths are bytes per second, 0 for those of the cost model. `record_bytes` has the bytes of a record
+    of each group, by default those of the plan's layouts; `always` loads even if computing is faster.
     """
 
     host_tokens: int = 0
@@ -51,7 +51,7 @@ class SimulatedTiers:
             raise InvalidInput("a bandwidth below zero.", fix="give bytes per second above zero.")
 
     def host_frames(self, plan: MemoryPlan, record_bytes: tuple[int, ...]) -> tuple[int, ...]:
-        """Host frames of each group, in the device's proportions. Raises InvalidInput where they would hold no page."""
+        """Host frames of each group, in the device's proportions. Raises InvalidInput if they would hold no page."""
         on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
         largest = max(on_device)
         count = self.host_tokens // plan.page_size
@@ -68,7 +68,7 @@ class SimulatedTiers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChange:
-    """A link turned itself off at `time` of the virtual clock, and `why`; or on again, where that is empty."""
+    """A lane turned itself off at `time` of the virtual clock, and `why`; or on again, if that is empty."""
 
     time: float
     link: str
@@ -77,9 +77,10 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
-    """What the tiers of a replay did. Prompt tokens are hit on the device, or after a load from the host; those that
-    had come there from storage are in `storage_hit_tokens` too. `declined_tokens` were there and were computed again,
-    because that was quicker. `measured` has bytes per second by link, `off` why links are off at the end.
+    """The results of the tiers of a replay. Prompt tokens are hit on the device, or after a load from the host; those
+    that the host had fetched from storage are in `storage_hit_tokens` too. `declined_tokens` were on lower tiers and
+    were computed again, because that was faster. `measured` has bytes per second by lane, `off` why lanes are off at
+    the end.
     """
 
     host_tokens: int
@@ -103,8 +104,8 @@ class TierUse:
 
 
 class VirtualTiers:
-    """The tiers of one replay. `settings` are for the cache; `frames`, by group, are those of the device where its
-    contents are checked. A wait for bytes moves the clock."""
+    """The tiers of one replay. `settings` are for the cache; `frames`, by group, are those of the device if its
+    contents are checked. A wait for bytes advances the clock."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class VirtualTiers:
         )
 
     def use(self, cache: KVCache) -> TierUse:
-        """What they did for this cache."""
+        """The results for this cache."""
         tiers = offload_of(cache).tiers
         assert tiers is not None
         counters = tiers.counters

@@ -18,10 +18,11 @@ FORMATS = (TOKEN_TRACE, MOONCAKE, LMCACHE_AGENT, RAGPULSE, AZURE, REQUEST_LOG)
 
 
 def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize: Tokenize = utf8_bytes) -> Trace:
-    """The trace in the file or folder `source`, or the workload of that name, `chat` or `chat:requests=500,rate=2` say.
+    """The trace in the file or folder `source`, or the workload of that name, for example `chat` or
+    `chat:requests=500,rate=2`.
 
     `limit` keeps the first requests to arrive. `seed` is for workloads, `tokenize` for files of text. Raises
-    InvalidInput where there is no such file or workload, and for the first bad line of a file.
+    InvalidInput if there is no such file or workload, and for the first bad line of a file.
     """
     if limit is not None and limit < 1:
         raise InvalidInput(f"a trace of {limit} requests has nothing to replay.", fix="use a limit of at least 1.")

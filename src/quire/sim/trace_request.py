@@ -23,10 +23,10 @@ class TraceRequest:
     prompt: Ids
     """int32 `[num_tokens]`, at least one."""
     output: Ids
-    """int32: what the model will produce."""
+    """int32: the output of the model."""
     arrival: float = 0.0
-    """Seconds from the trace's start. For a follow-up an estimate, which orders the trace: a replay goes by `after` and
-    `think`."""
+    """Seconds from the trace's start. For a follow-up it is an estimate, which orders the trace: a replay uses `after`
+    and `think`."""
     session: str = ""
     namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
     after: str = ""
@@ -34,7 +34,7 @@ class TraceRequest:
     think: float = 0.0
     priority: int = 0
     abort_after: int | None = None
-    """The client leaves once it has seen this many output tokens; 0: while it waits, so the request never runs."""
+    """The client leaves after this many output tokens; 0: while it waits, so the request never runs."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -66,7 +66,7 @@ class Planned:
     build: Callable[[float], TraceRequest]
     """The request, given its arrival in seconds from the trace's start."""
     lengths: tuple[int, int] | None = None
-    """Prompt and output tokens, where they are known without building."""
+    """Prompt and output tokens, if they are known without building."""
 
     @classmethod
     def of_texts(
@@ -83,7 +83,7 @@ class Planned:
 
 class Trace:
     """Requests in order of arrival, a follow-up after the turn before it. Each iteration gives the same requests, whose
-    token arrays are built as they are asked for.
+    token arrays are built on demand.
 
     `name` is short; `source` says in one line where the trace came from.
     """

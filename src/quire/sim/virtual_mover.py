@@ -13,18 +13,18 @@ from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 
 
 class VirtualMover(Mover):
-    """For simulation and fuzzing: each lane carries one transfer after the other, at its bandwidth and latency.
+    """For simulation and fuzzing: each lane runs one transfer after the other, at its bandwidth and latency.
 
-    `seconds` is the clock. Bytes move when a transfer ends, as late as on a real device, and not before a step waits
-    for a layer; only the records of a load are checked when it begins. A lane without a bandwidth takes no time for
-    bytes, one without a latency starts at once; one whose latency is infinite hangs. Lanes that write the same store or
-    peer are one queue.
+    `seconds` is the clock. Bytes move when a transfer ends, as late as on a real device, or when a step waits for a
+    layer. When a load begins, only its records are checked. A lane without a bandwidth needs no time for bytes, one
+    without a latency starts at once; one with an infinite latency hangs. Lanes that write the same store or peer are
+    one queue.
 
-    `pass_until(time)`, where it is given, advances the clock to that time or later; the mover calls it where it waits.
-    Without it, what has to be complete at once ends early, and its lane is busy as long all the same.
+    `pass_until(time)`, if given, advances the clock to that time or later; the mover calls it to wait. Without it, a
+    transfer that must be complete at once ends early, but its lane stays busy for the full time.
 
-    With `choose`, which returns a number below the one it is given, transfers that are due end in an order that it
-    picks, and some only at a later call, as between lanes of a real machine; one queue keeps its order.
+    With `choose`, which returns a number below its argument, due transfers end in the order that it picks, and some
+    only at a later call, as between lanes of a real machine; one queue keeps its order.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class VirtualMover(Mover):
         return self._hand_back()
 
     def wait(self, seconds: float) -> bool:
-        """Without `pass_until`, a caller that has nothing else to do advances the clock to `next_end`."""
+        """Without `pass_until`, a caller without other work advances the clock to `next_end`."""
         next_end, until = self.next_end, self._seconds() + seconds
         if self._pass_until is not None and not self._has_news and not self._ended:
             self._pass_until(until if next_end is None else min(next_end, until))
@@ -142,7 +142,7 @@ class VirtualMover(Mover):
             queued.end = queued.began + self._latency.get(transfer.lane, 0.0)
 
     def _end_of(self, queued: _Queued, now: float) -> float:
-        """When it ends, which is now for one that was stopped: it keeps the pages that would have arrived by now."""
+        """When it ends. That is now for a stopped one, which keeps the pages that would have arrived by now."""
         transfer = queued.transfer
         may_stop = transfer.stopping and not transfer.expired and not queued.stopped
         if may_stop and transfer.lane.is_remote and transfer.lane.carries:
@@ -155,7 +155,7 @@ class VirtualMover(Mover):
         return queued.end
 
     def _expire(self, transfer: Transfer) -> None:
-        """A transfer whose deadline has passed ends if it waits in its queue. One that has begun goes on, and may use
+        """A transfer whose deadline has passed ends if it waits in its queue. One that has begun continues, and may use
         its frames, until its own end."""
         queue = self._queues[transfer.lane.queue]
         queued = next(queued for queued in queue if queued.transfer is transfer)

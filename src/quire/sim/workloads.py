@@ -12,7 +12,7 @@ from quire.sim.draft import Conversation, Draft
 from quire.sim.trace_request import Planned
 from quire.spec.events import Namespace
 
-# -- conversations: each prompt repeats what was said before
+# -- conversations: each prompt repeats the earlier turns
 
 _TURNS = (1, 1, 2, 3, 3, 4, 5, 6, 8, 10)
 
@@ -58,8 +58,8 @@ def sessions(draft: Draft, *, requests: int = 200, systems: int = 16, rate: floa
 def alternating(
     draft: Draft, *, sessions: int = 2, tokens: int = 8192, turns: int = 6, user: int = 200, think: float = 30.0
 ) -> None:
-    """A few sessions of `tokens` each, the whole of which every turn repeats, taking turns: the room one needs is where
-    the other was."""
+    """A few sessions of `tokens` each that take turns; every turn repeats the whole session. The session that runs
+    needs the room of the one before."""
     for number in range(sessions):
         conversation = Conversation(draft, f"s{number}", [draft.text(tokens)], arrival=number * think / sessions)
         for _ in range(turns):
@@ -82,12 +82,12 @@ def agents(draft: Draft, *, tasks: int = 32, calls: int = 12, tools: int = 1024)
             agent.turn(draft.text(20, 600), draft.between(20, 160), think=think)
 
 
-# -- prefixes that a cache finds hard to keep, or to find
+# -- prefixes that are hard for a cache to keep, or to find
 
 
 def rag_scan(draft: Draft, *, requests: int = 200, system: int = 2048, hot_every: int = 8, rate: float = 4.0) -> None:
     """A scan: long prompts of passages that never come again, and every `hot_every`-th request a short question under
-    one system prompt, which a cache should not forget for the passages."""
+    one system prompt. A cache should not evict that prompt for the passages."""
     hot = draft.text(system)
     for number, arrival in zip(range(requests), draft.poisson(rate), strict=False):
         if number % hot_every:
@@ -100,8 +100,8 @@ def rag_scan(draft: Draft, *, requests: int = 200, system: int = 2048, hot_every
 def mixed_prefixes(
     draft: Draft, *, requests: int = 400, large: int = 4, small: int = 96, tokens: int = 8192, rate: float = 4.0
 ) -> None:
-    """`large` prefixes of up to `tokens` and `small` ones of a 16th to a 64th of that, every one asked for alike: a
-    cache that takes the large ones for one entry each has room for little else."""
+    """`large` prefixes of up to `tokens` and `small` ones of a 16th to a 64th of that, all requested equally often. A
+    cache that counts each large one as one entry has room for little else."""
     shared = [draft.text(tokens // 2, tokens) for _ in range(large)]
     shared += [draft.text(max(tokens // 64, 1), max(tokens // 16, 1)) for _ in range(small)]
     for _, arrival in zip(range(requests), draft.poisson(rate), strict=False):
@@ -110,7 +110,7 @@ def mixed_prefixes(
 
 def match_unit(draft: Draft, *, unit: int = 64, requests: int = 4, rate: float = 2.0) -> None:
     """Families of `requests` prompts that share just less than a unit, a unit and just more, and 1,600 tokens of 2,200
-    and 1,500 of 2,200: what is found depends on the unit in which prefixes match."""
+    and 1,500 of 2,200: hits depend on the unit in which prefixes match."""
     lengths = [(shared, 2 * unit) for shared in (unit - 1, unit, unit + 1) if shared]
     arrival = 0.0
     for shared, own in (*lengths, (1600, 600), (1500, 700)):
@@ -121,14 +121,14 @@ def match_unit(draft: Draft, *, unit: int = 64, requests: int = 4, rate: float =
             arrival += 1 / rate
 
 
-# -- more than there is room for, just as much, and less
+# -- slightly more than fits, just as much, and less
 
 
 def over_commit(
     draft: Draft, *, pool: int = 16384, ratio: float = 1.25, prompt: int = 128, output: int = 512, rate: float = 50.0
 ) -> None:
-    """Short prompts with long answers, together `ratio` times a pool of `pool` tokens: all of them start, and not all
-    of them can end without another giving way."""
+    """Short prompts with long answers, together `ratio` times a pool of `pool` tokens: all of them start, and some must
+    be preempted before all can end."""
     requests = max(round(pool * ratio / (prompt + output)), 1)
     for _, arrival in zip(range(requests), draft.poisson(rate), strict=False):
         length = draft.between(output // 2 + 1, output + output // 2)
@@ -173,7 +173,7 @@ def fillers(
     draft: Draft, *, requests: int = 24, fillers: int = 2000, filler_tokens: int = 1, rate: float = 200.0
 ) -> None:
     """The same `requests` twice, and between them `fillers` prompts of `filler_tokens` that answer with one token: the
-    second time should be as good as the first left it."""
+    second time should hit as much as the first allows."""
     system = draft.text(1024)
     asked = [(draft.text(50, 400), draft.text(16, 64)) for _ in range(requests)]
     arrival = 0.0
@@ -188,8 +188,7 @@ def fillers(
 
 
 def fits(draft: Draft, *, pool: int = 32768, turns: int = 4) -> None:
-    """Conversations that a pool of `pool` tokens holds all at once: nothing has to be forgotten, so nothing that is
-    done to make room should cost anything."""
+    """Conversations that all fit a pool of `pool` tokens: no eviction is needed, so eviction should cost nothing."""
     tokens = pool // 2
     system = draft.text(tokens // 8)
     for number in range(8):
@@ -199,14 +198,14 @@ def fits(draft: Draft, *, pool: int = 32768, turns: int = 4) -> None:
             conversation.turn(draft.text(share), max(share // 2, 1), think=draft.random.uniform(1.0, 5.0))
 
 
-# -- requests that must not share, or must not suffer from one another, whatever their text is
+# -- requests that must not share, or must not slow each other down, whatever their text is
 
 
 def rl_groups(
     draft: Draft, *, epochs: int = 3, prompts: int = 4, fewest: int = 8, most: int = 64, round_s: float = 60.0
 ) -> None:
     """Reinforcement learning: in each round `fewest` to `most` samples of each prompt at once, and new weights after
-    it, which nothing computed before may be used with. The prompts are the same in every round."""
+    it, which make all earlier pages invalid. The prompts are the same in every round."""
     asked = [draft.text(128, 1024) for _ in range(prompts)]
     for epoch in range(epochs):
         weights, arrival = Namespace(salt=f"weights {epoch}"), epoch * round_s
@@ -218,7 +217,7 @@ def rl_groups(
 
 def same_text_other_namespace(draft: Draft, *, texts: int = 6, repeats: int = 2, rate: float = 4.0) -> None:
     """The same prompts under the plain model, two adapters and two salts (two images behind the same placeholder, or
-    two tenants): each may only find what its own namespace wrote."""
+    two tenants): each may only hit pages of its own namespace."""
     plain, one, other = Namespace(), Namespace(adapter="one"), Namespace(adapter="other")
     namespaces = (plain, one, other, Namespace(salt="one"), Namespace(adapter="one", salt="other"))
     asked = [(draft.text(200, 1500), draft.text(16, 64)) for _ in range(texts)]
@@ -258,7 +257,7 @@ WORKLOADS = {make.__name__.replace("_", "-"): make for make in _FUNCTIONS}
 
 def make_workload(source: str, seed: int) -> Sequence[Planned]:
     """The requests of a workload: `name`, or `name:setting=value,setting=value`. The same source and seed give the same
-    requests everywhere. Raises InvalidInput for a setting it does not have."""
+    requests everywhere. Raises InvalidInput for a setting that it does not have."""
     name, _, settings = source.partition(":")
     draft = Draft(name, seed)
     WORKLOADS[name](draft, **_settings(name, settings))

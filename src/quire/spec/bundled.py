@@ -11,11 +11,11 @@ BUNDLED_MODELS = {
     "quire-bundled-window": _MODELS / "bundled_window",
     "quire-bundled-recurrent": _MODELS / "bundled_recurrent",
 }
-"""Name to folder. These names come before a folder or a hub id of the same name."""
+"""Name to folder. These names have precedence over a folder or a hub id of the same name."""
 
 DEFAULT_MODEL = "quire-bundled"
 
 
 def bundled_name(model: str) -> str | None:
-    """The name of the bundled model in the folder `model`; None where it is another."""
+    """The name of the bundled model in the folder `model`; None for another folder."""
     return next((name for name, folder in BUNDLED_MODELS.items() if folder == Path(model)), None)

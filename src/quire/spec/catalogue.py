@@ -1,10 +1,10 @@
 """Well-known open-weight models, so that a plan needs no download: short name, hub id and configuration.
 
-`catalogue.json` holds, for each model, the fields of its Hugging Face `config.json` that price its cache and its
-weights, under their published names and with their published values. It holds no tokenizer, rope or training fields.
-Three things differ from the files: the language model's part of a wrapper is at the top level, the element type is
-always called `torch_dtype`, and it, `tie_word_embeddings` and the context length are present where a file leaves them
-to the model class. For a quantised checkpoint `quantization_config` says how many bits the weights take.
+`catalogue.json` has, for each model, the fields of its Hugging Face `config.json` that determine the sizes of its cache
+and its weights, under their published names and with their published values. It has no tokenizer, rope or training
+fields. Three things differ from the files: the language model's part of a wrapper is at the top level; the element type
+is always called `torch_dtype`; and it, `tie_word_embeddings` and the context length are present even if a file omits
+them. For a quantised checkpoint `quantization_config` says how many bits the weights take.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _BY_HUB: Mapping[str, CatalogueModel] = {model.hub.lower(): model for model in C
 
 
 def catalogue_model(name: str) -> CatalogueModel | None:
-    """The model with this short name or hub id, in any case; None where the catalogue has neither."""
+    """The model with this short name or hub id, in any case; None if the catalogue has neither."""
     wanted = name.strip().lower()
     return CATALOGUE.get(wanted) or _BY_HUB.get(wanted)
 
 
 def close_names(name: str) -> list[str]:
-    """Up to three short names, or bundled models, similar to `name`, the closest first; empty where none is."""
+    """Up to three short names, or bundled models, similar to `name`, the closest first."""
     import difflib  # only a mistake needs it
 
     return difflib.get_close_matches(name.strip().lower(), [*CATALOGUE, *BUNDLED_MODELS], n=3)

@@ -1,4 +1,4 @@
-"""ConfigReader: a Hugging Face configuration, read field by field. A missing or odd field is refused by its name."""
+"""ConfigReader: a Hugging Face configuration, read field by field. It refuses bad fields by name."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from quire.errors import UnsupportedModel
 from quire.spec.dtype import DType
 
 CONVENTIONS: Mapping[str, Any] = json.loads(Path(__file__).with_name("conventions.json").read_text(encoding="utf-8"))
-"""What configurations leave unsaid, as data.
+"""Conventions that configurations do not state, as data.
 
-`model_types` are the decoder-only types whose conventions are known, each with the facts that no field states:
+`model_types` are the decoder-only types with known conventions, each with the facts that no field states:
 
 - `every_layer`: the kind of all layers; `every_layer_slides`: `sliding_window`, if set, holds for all of them;
-  `full_attention_every` n: where only a window is given, every n-th layer reads everything.
+  `full_attention_every` n: if only a window is given, every n-th layer reads everything.
 - `state_before_attention`: a layer runs its recurrence before the attention beside it, so its ordinal is the lower one.
 - `attention_calls_vary`: no field says how often, or with which shapes, a layer calls attention.
 - `plain_mlp`: two matrices, up and down, instead of three; `gated_query`: true where `attn_output_gate` is absent;
   `shared_experts`: how many, each as wide as a routed one; `tied_embeddings`: true where `tie_word_embeddings` is
   absent; `learned_positions`: a vector per position. Source: the modelling code of transformers 5.23.
 
-`layer_kinds` maps what configurations call a layer, in lists and in patterns of letters, to kinds of this package.
-`encoders` are model types that generate nothing token by token, as a prefix or suffix of `model_type`.
+`layer_kinds` maps the names of layers in configurations, in lists and in patterns of letters, to kinds of this package.
+`encoders` are model types that generate no tokens, as a prefix or suffix of `model_type`.
 """
 
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -38,11 +38,11 @@ _RESTORE = "restore config.json from the original."
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "text_model_config", "thinker_config")
 _MOST = 2**40  # no size of a model is beyond this
 _ODD_VALUE = (TypeError, ValueError, AttributeError, LookupError, RecursionError, ArithmeticError)
-"""What arithmetic on a value of the wrong kind ends in."""
+"""The errors of arithmetic on a value of the wrong kind."""
 
 
 class ConfigReader:
-    """The language model's part of a configuration, wherever a wrapper of several models keeps it.
+    """The language model's part of a configuration, wherever a wrapper of several models has it.
 
     Every reader looks for a field in the language model's part first, then in the wrapper. `kind` is the `model_type`
     of the language model, `implied` the conventions of that type; `architecture` is the name for messages.
@@ -71,7 +71,7 @@ class ConfigReader:
         return next((value for _, value in self._found(names)), default)
 
     def ignore(self, *names: str) -> None:
-        """Count these fields as read: they change nothing about what is kept here."""
+        """Mark these fields as read: they do not affect the cache."""
         self._read.update(names)
 
     def has(self, *names: str) -> bool:
@@ -80,13 +80,13 @@ class ConfigReader:
         return any(self.text.get(name) for name in names)
 
     def unread(self) -> list[str]:
-        """Fields of the language model's part that are set (not zero, false or empty) and that nothing has read."""
+        """Fields of the language model's part that are set (not zero, false or empty) and that no reader has read."""
         return sorted(name for name, value in self.text.items() if value and name not in self._read)
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """The positive whole number under the first of these names that is set; `default` where none is, or it is 0.
+        """The positive whole number under the first of these names that is set; `default` if none is, or it is 0.
 
-        Raises UnsupportedModel where there is neither, and for a value that is no such number.
+        Raises UnsupportedModel if there is neither, and for a value that is no such number.
         """
         for name, value in self._found(names):
             if default is not None and value in (0, False):
@@ -107,7 +107,7 @@ class ConfigReader:
         return float(value)
 
     def sequence(self, name: str, length: int | None = None) -> list[Any]:
-        """A list of `length` entries (None: any). Raises UnsupportedModel where it is absent or of another length."""
+        """A list of `length` entries (None: any). Raises UnsupportedModel if it is absent or of another length."""
         found = self.get(name)
         if not isinstance(found, Sequence) or isinstance(found, str):
             raise self.missing(name)
@@ -118,7 +118,7 @@ class ConfigReader:
         return list(found)
 
     def entry(self, name: str, layer: int) -> Any:
-        """The entry for `layer` of a list with one per layer; None where the field is no list."""
+        """The entry for `layer` of a list with one per layer; None if the field is no list."""
         found = self.get(name)
         if not isinstance(found, Sequence) or isinstance(found, str):
             return None
@@ -137,14 +137,14 @@ class ConfigReader:
         return DType(name)
 
     def wrong(self, name: str, value: Any, wanted: str) -> UnsupportedModel:
-        """The refusal of a configuration whose field `name` has a value of another kind."""
+        """The error for a configuration whose field `name` has a value of another kind."""
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
         return UnsupportedModel(
             f"the configuration of {self.architecture} has {shown} as '{name}', which should be {wanted}.", fix=_RESTORE
         )
 
     def missing(self, *names: str) -> UnsupportedModel:
-        """The refusal of a configuration that has none of these fields."""
+        """The error for a configuration that has none of these fields."""
         return UnsupportedModel(
             f"the configuration of {self.architecture} has no '{names[0]}'"
             + (f" (nor {', '.join(repr(n) for n in names[1:])})" if len(names) > 1 else "")
@@ -153,7 +153,7 @@ class ConfigReader:
         )
 
     def refusal(self, what: str, field: str) -> UnsupportedModel:
-        """The refusal of a configuration whose `field` leaves the layout of the cache unknown."""
+        """The error for a configuration whose `field` does not determine the layout of the cache."""
         return UnsupportedModel(
             f"{self.architecture} {what} (configuration field '{field}'), so its cache cannot be read off the "
             "configuration.",
@@ -161,7 +161,7 @@ class ConfigReader:
         )
 
     def unpriced(self, what: str, field: str) -> UnsupportedModel:
-        """The refusal of a configuration whose `field` leaves the size of the weights unknown."""
+        """The error for a configuration whose `field` does not determine the size of the weights."""
         return UnsupportedModel(
             f"{self.architecture} {what} (configuration field '{field}'), so its weights cannot be estimated.",
             fix="give the bytes of the weights; the checkpoint's files add up to them.",
@@ -175,14 +175,14 @@ class ConfigReader:
 
 
 def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of a wrapper that holds the language model; None where the configuration is one itself."""
+    """The part of a wrapper for the language model; None if the configuration is no wrapper."""
     parts = (config.get(name) for name in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, Mapping) and part), None)
 
 
 @contextmanager
 def understood(config: Mapping[str, Any]) -> Iterator[None]:
-    """Raise UnsupportedModel where a value of an unexpected kind breaks the reading inside."""
+    """Raise UnsupportedModel if a value of an unexpected kind raises an error inside."""
     try:
         yield
     except UnsupportedModel:

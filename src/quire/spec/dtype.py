@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class DType(StrEnum):
-    """Element types a pool can hold. The names are those of `torch`, so that `memory` can map them without a table."""
+    """Element types of a pool. The names are those of `torch`, so that `memory` can map them without a table."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"

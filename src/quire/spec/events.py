@@ -10,7 +10,7 @@ from quire.spec.ids import Tier
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must be equal for two requests to share pages, besides their tokens: the adapter and the caller's salt."""
+    """What two requests must have in common to share pages, besides tokens: the adapter and the caller's salt."""
 
     adapter: str = ""
     salt: str = ""
@@ -35,7 +35,7 @@ class PageKeys(Protocol):
 
 
 class _PageEvent:
-    """Pages of one namespace and tier. Making one costs nothing per page: hashes are computed when they are read."""
+    """Pages of one namespace and tier. Creating one costs nothing per page: hashes are computed when they are read."""
 
     __slots__ = ("keys", "namespace", "tier")
 
@@ -54,7 +54,7 @@ class _PageEvent:
 
 
 class PagesStored(_PageEvent):
-    """Pages became reusable: consecutive pages of one prefix."""
+    """Consecutive pages of one prefix can be reused now."""
 
     __slots__ = ()
 
@@ -70,7 +70,7 @@ class PagesStored(_PageEvent):
 
 
 class PagesRemoved(_PageEvent):
-    """Pages are no longer reusable from this tier."""
+    """Pages can no longer be reused from this tier."""
 
     __slots__ = ()
 

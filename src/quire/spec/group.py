@@ -1,4 +1,4 @@
-"""GroupSpec: what shares one layout, one reach and one residency."""
+"""GroupSpec: layers that share one layout, one reach and one residency."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
-"""Host array of ids. Every id lives in int32 on the CPU."""
+"""Host array of ids. Every id is int32 on the CPU."""
 
 Bools = npt.NDArray[np.bool_]
 
 
 class Tier(IntEnum):
-    """Where frames live, nearest first."""
+    """Tiers with frames, nearest first."""
 
     DEVICE = 0
     HOST = 1

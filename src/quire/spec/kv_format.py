@@ -13,7 +13,7 @@ from quire.spec.dtype import DType
 class KVFormat:
     """One way to store a vector of numbers.
 
-    `bits` is what one number takes, without its share of a scale. `block` numbers along the last axis share one scale
+    `bits` is the size of one number, without its share of a scale. `block` numbers along the last axis share one scale
     of type `scale`; 0: there are no scales. Four-bit numbers are stored two to an element of `storage`, the first in
     the low half. Sources: OCP Microscaling Formats 1.0 (blocks of 32, power-of-two scales), NVIDIA's NVFP4 (blocks of
     16, an E4M3 scale).
@@ -27,16 +27,16 @@ class KVFormat:
 
     @property
     def encodes(self) -> bool:
-        """Whether numbers have to be encoded and decoded, rather than converted at most."""
+        """Whether numbers have to be encoded and decoded, not only converted."""
         return self.bits <= 8
 
     @property
     def identity(self) -> str:
-        """What bytes of this format mean, without its name: two formats that differ here cannot read each other."""
+        """A description of the bytes, without the name: two formats that differ here cannot read each other."""
         return f"{self.storage.value}/{self.bits}/{self.block}/{self.scale.value if self.scale is not None else ''}"
 
     def stored_width(self, width: int) -> int:
-        """Elements of `storage` that a vector of `width` numbers takes. Raises InvalidInput where blocks do not fit."""
+        """Elements of `storage` for a vector of `width` numbers. Raises InvalidInput if blocks do not fit."""
         per_element = self.storage.itemsize * 8 // self.bits
         if width % max(per_element, self.block):
             raise InvalidInput(
@@ -52,7 +52,7 @@ class KVFormat:
 
 
 def plain_format(dtype: DType) -> KVFormat:
-    """The format that stores elements of `dtype` as they are."""
+    """The format that stores elements of `dtype` unchanged."""
     return KVFormat(name=dtype.value, storage=dtype, bits=dtype.itemsize * 8)
 
 
@@ -79,7 +79,7 @@ _OTHER_NAMES = {
 
 
 def kv_format(name: str, model_dtype: DType) -> KVFormat:
-    """The format called `name`; "auto" stores what the model computes in. Raises InvalidInput for another name."""
+    """The format called `name`; "auto" is the model's own dtype. Raises InvalidInput for another name."""
     if name == "auto":
         return plain_format(model_dtype)
     found = KV_FORMATS.get(_OTHER_NAMES.get(name, name))

@@ -1,6 +1,6 @@
-"""What one layer keeps of the tokens it has seen, as data: heads, latents, states. Each call lists its parts.
+"""The stored data of one layer: heads, latents, states. Each call lists its parts.
 
-Price, pools and fingerprints all come from parts; nothing else in Quire multiplies heads by dimensions.
+Sizes, pools and fingerprints all come from parts; nothing else in Quire multiplies heads by dimensions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FULL = ReachSpec()
 _STATE = ReachSpec("state")
 _LATENT_BLOCK = 128  # numbers of a latent, or of an indexer's key, that share one float32 scale
 _COMPRESSED_BLOCK = 64  # numbers of a compressed latent that share one scale byte
-_SCALE_BYTES = 8  # a row of them is a multiple of it
+_SCALE_BYTES = 8  # the size of a row is a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,26 +40,26 @@ class Part:
 
 
 class Call(ABC):
-    """One attention, latent or recurrent call of a forward pass, with what it keeps."""
+    """One attention, latent or recurrent call of a forward pass, and its stored data."""
 
     __slots__ = ()
 
     @abstractmethod
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
-        """The arrays it keeps on this rank. Raises InvalidInput where the format does not fit its widths."""
+        """The arrays of the layer on this rank. Raises InvalidInput if the format does not fit its widths."""
 
     def on_rank(self, tp: int) -> Self:
-        """The share of one of `tp` tensor-parallel ranks: of latents, which all heads read, the whole.
+        """The share of one of `tp` tensor-parallel ranks; latents, which all heads read, are not divided.
 
-        Raises InvalidInput where it cannot be split.
+        Raises InvalidInput if it cannot be split.
         """
         return self
 
 
 def split_heads(heads: int, tp: int, what: str) -> int:
-    """Heads on one rank: an equal share, or one, held by several ranks, where there are fewer heads than ranks.
+    """Heads on one rank: an equal share, or one, on several ranks, if there are fewer heads than ranks.
 
-    Raises InvalidInput where neither divides the other.
+    Raises InvalidInput if neither divides the other.
     """
     if heads % tp == 0:
         return heads // tp
@@ -74,7 +74,7 @@ def split_heads(heads: int, tp: int, what: str) -> int:
 def formatted(
     name: str, shape: tuple[int, ...], kv_format: KVFormat, *, group: str, reach: ReachSpec = _FULL, per: int = 1
 ) -> tuple[Part, ...]:
-    """The parts of vectors `shape` stored as `kv_format`: the numbers, and their scales where it has them."""
+    """The parts of vectors `shape` stored as `kv_format`: the numbers, and their scales if it has them."""
     *outer, width = shape
     stored = (*outer, kv_format.stored_width(width))
     encoding = kv_format if kv_format.encodes else None
@@ -91,9 +91,9 @@ def _scales(numbers: Part, shape: tuple[int, ...], dtype: DType) -> Part:
 
 
 def fp8_row(width: int, most: int, scale: DType) -> KVFormat:
-    """E4M3 numbers of a row `width` long, in as few equal blocks of at most `most` numbers as there can be.
+    """A row of `width` E4M3 numbers, in as few equal blocks of at most `most` numbers as possible.
 
-    The rows of sparse and compressed latents and the keys of indexers are stored so, whatever the format of the rest.
+    The rows of sparse and compressed latents and the keys of indexers have this form, whatever the format of the rest.
     """
     block = -(-width // -(-width // most))
     return KVFormat(name=f"fp8_e4m3 by {block}", storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=scale)
@@ -127,11 +127,11 @@ class AttentionCall(Call):
 
     @property
     def reach(self) -> ReachSpec:
-        """Which tokens a resuming request still reads."""
+        """The earlier tokens that a resuming request still reads."""
         return ReachSpec("chunk" if self.chunked else "window", self.window) if self.window else _FULL
 
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
-        """Fields "k" and "v", with scales where the format has them, and "index_k" in the model's dtype."""
+        """Fields "k" and "v", with scales if the format has them, and "index_k" in the model's dtype."""
         group = WINDOW_GROUP if self.window else FULL_GROUP
         keys = formatted("k", (self.kv_heads, self.key_dim), kv_format, group=group, reach=self.reach)
         values = formatted("v", (self.kv_heads, self.value_dim), kv_format, group=group, reach=self.reach)
@@ -140,7 +140,7 @@ class AttentionCall(Call):
         return (*keys, *values, Part(group=INDEXER_GROUP, name="index_k", shape=(self.index_dim,), dtype=model_dtype))
 
     def on_rank(self, tp: int) -> AttentionCall:
-        """KV heads are split; every rank holds the indexer's one key."""
+        """KV heads are split; every rank has the indexer's one key."""
         return replace(self, kv_heads=split_heads(self.kv_heads, tp, "KV heads"))
 
 
@@ -160,8 +160,8 @@ class LatentCall(Call):
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
         """Fields "latent" and "rope", and "index_k" of the indexer.
 
-        FP8 of sparse attention keeps the rotary key in bfloat16 and one float32 scale per 128 numbers of the latent:
-        656 bytes for 512 + 64, as the field's sparse kernels read it.
+        FP8 of sparse attention stores the rotary key in bfloat16 and one float32 scale per 128 numbers of the latent:
+        656 bytes for 512 + 64, as published sparse kernels read it.
         """
         rope: tuple[Part, ...]
         if self.sparse and _is_fp8_row(kv_format):
@@ -177,9 +177,9 @@ class LatentCall(Call):
 class StateCall(Call):
     """A recurrent layer (Mamba, gated delta net, short convolution): a state of fixed size, whatever the length.
 
-    The convolution holds the last `kernel - 1` inputs of `channels` channels, which are split over ranks, and of
-    `groups` further bundles of `group_channels`, which are split by bundle and never within one. The recurrence holds
-    `heads` arrays of shape `matrix`, split by head.
+    The convolution stores the last `kernel - 1` inputs of `channels` channels, which are split over ranks, and of
+    `groups` further bundles of `group_channels`, which are split by bundle. The recurrence stores `heads` arrays of
+    shape `matrix`, split by head.
     """
 
     kernel: int = 0
@@ -223,10 +223,10 @@ class StateCall(Call):
 class CompressedCall(Call):
     """Compressed attention (DeepSeek-V4): raw latents of a window, and one compressed latent per `ratio` tokens.
 
-    `ratio` 0: the window only. The compressor keeps a ring of the inputs it has not folded yet, once per page of the
-    window so that the page can be resumed; with overlapping blocks (`overlap`) twice as many, of twice the width; and
-    twice as many again where drafted tokens may have to be taken back (`rollback`). `index_dim` > 0: an indexer selects
-    among the compressed entries.
+    `ratio` 0: the window only. The compressor stores a ring of the inputs that it has not folded yet, once per page of
+    the window so that a request can resume there. With overlapping blocks (`overlap`) the ring has twice as many, of
+    twice the width; and twice as many again if drafted tokens may be rejected (`rollback`). `index_dim` > 0: an indexer
+    selects among the compressed entries.
     """
 
     nope_dim: int
@@ -263,14 +263,14 @@ class CompressedCall(Call):
         )
 
     def _ring(self, name: str, width: int, reach: ReachSpec) -> Part:
-        """A value and a score per input not folded yet, as they are at the end of the page."""
+        """A value and a score per input that is not folded yet, at the end of the page."""
         blocks = 2 if self.overlap else 1
         shape = (blocks * self.ratio * (2 if self.rollback else 1), 2 * blocks * width)
         return Part(group=WINDOW_GROUP, reach=reach, name=name, shape=shape, dtype=DType.FLOAT32, per=PER_PAGE)
 
 
 def _is_fp8_row(kv_format: KVFormat) -> bool:
-    """Whether a sparse or compressed latent is kept as an FP8 row. Raises InvalidInput for another format of 8 bits."""
+    """Whether a sparse or compressed latent is stored as an FP8 row. Raises InvalidInput for other 8-bit formats."""
     if kv_format.bits == 8 and kv_format.name != "fp8_e4m3":
         raise InvalidInput(
             f"sparse and compressed latents have no rows of {kv_format.name}.",
@@ -280,7 +280,7 @@ def _is_fp8_row(kv_format: KVFormat) -> bool:
 
 
 def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 1) -> tuple[Part, ...]:
-    """The keys of an indexer. Serving in half precision keeps them as FP8; float32 is asked for to be exact."""
+    """The keys of an indexer. In half precision they are stored as FP8; float32 stays exact."""
     if not width:
         return ()
     if kv_format.storage is model_dtype is DType.FLOAT32:

@@ -1,4 +1,4 @@
-"""PageLayout: the named fields of one frame. A value; price, tensors, mirrors and fingerprints derive from it."""
+"""PageLayout: the named fields of one frame. A value; sizes, tensors, mirrors and fingerprints derive from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Field:
     `layers` are the ordinals of the attention (or state) calls of one forward pass that own a copy: the pool keys its
     tensors by them, because several calls may share one module and one module may be called twice. `per` is the number
     of tokens one entry covers (1: one entry per token, 4: one per four, `PER_PAGE`: one per page). `kv_format` says how
-    vectors are encoded, where they are: `shape` is then what they take, and their scales are in the field named
+    vectors are encoded, if they are: `shape` is then the stored shape, and their scales are in the field named
     `scales_of(name)` of the same layers, if the format has any.
     """
 
@@ -78,7 +78,7 @@ class PageLayout:
 
     @property
     def bytes_per_token(self) -> float:
-        """`bytes_per_frame / page_size`; not an integer where a field has one entry per page."""
+        """`bytes_per_frame / page_size`; not an integer if a field has one entry per page."""
         return self.bytes_per_frame / self.page_size
 
     def fingerprint(self) -> str:

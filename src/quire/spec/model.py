@@ -1,4 +1,4 @@
-"""ModelSpec: what a model keeps in the cache, as data, read from its configuration without torch or weights."""
+"""ModelSpec: the cache layout of a model, as data, read from its configuration without torch or weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONTEXT_NAMES = (
     "model_max_length",
     "seq_length",
 )
-_UNBOUNDED = 2**20  # tokens: the context of a model whose layers have no end of their own, states and windows
+_UNBOUNDED = 2**20  # tokens: the context of a model whose layers have no limit of their own, states and windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ModelSpec:
 
     The index of a call in `calls` is its ordinal: pools are keyed by it, because one module may serve several layers
     and one layer may call attention twice. `drafts` are the layers of the model's own draft (multi-token prediction),
-    which keep something only where speculation uses them; their ordinals follow those of `layers`.
+    which store data only if speculation uses them; their ordinals follow those of `layers`.
     """
 
     architecture: str
@@ -56,10 +56,10 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, state_dtype: DType | None = None) -> ModelSpec:
-        """The spec of a Hugging Face `config.json`; the language model's part where it wraps several models.
+        """The spec of a Hugging Face `config.json`, or of the language model's part if it wraps several models.
 
-        `state_dtype` replaces the element type of recurrent states. Raises UnsupportedModel, naming the field, where
-        the configuration lacks a size or has a value that is unknown here; no size is guessed.
+        `state_dtype` replaces the element type of recurrent states. Raises UnsupportedModel, naming the field, if the
+        configuration lacks a size or has an unknown value; no size is guessed.
         """
         with understood(config):
             reader = ConfigReader(config)
@@ -79,7 +79,7 @@ class ModelSpec:
             )
 
     def with_rollback(self) -> ModelSpec:
-        """The same model where drafted tokens may have to be taken back: compressors keep longer rings."""
+        """The same model if drafted tokens may be rejected: compressors have longer rings."""
 
         def longer(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
             return tuple(
@@ -91,7 +91,7 @@ class ModelSpec:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """Every call that keeps something, in order; its index is its ordinal."""
+        """Every call that stores data, in order; its index is its ordinal."""
         return tuple(call for layer in self.layers for call in layer)
 
     @property
@@ -118,8 +118,8 @@ class ModelSpec:
         """The cache groups of one rank, full reach first.
 
         `tp` ranks share each layer and `stage` is the slice of layers of this pipeline stage, which also holds
-        `num_drafts` draft layers. Without `window_pool`, windows are kept whole, in the full group. Raises InvalidInput
-        where the page size, the format or the parallelism does not fit the model.
+        `num_drafts` draft layers. Without `window_pool`, windows are stored whole, in the full group. Raises
+        InvalidInput if the page size, the format or the parallelism does not fit the model.
         """
         kv_format = kv_format if kv_format is not None else plain_format(self.dtype)
         collected: dict[tuple[str, ReachSpec], dict[Part, list[int]]] = {}
@@ -156,7 +156,7 @@ class ModelSpec:
 
 
 def _reads_everything(call: Call) -> bool:
-    """Whether a call keeps something for every token, so that positions have an end."""
+    """Whether a call stores data for every token, so that positions are limited."""
     return not isinstance(call, StateCall) and not (isinstance(call, AttentionCall) and call.window)
 
 
@@ -189,5 +189,5 @@ def _layout(page_size: int, parts: Mapping[Part, Sequence[int]], architecture: s
 
 
 def config_dtype(config: Mapping[str, Any]) -> DType:
-    """The element type a configuration names under `dtype` or `torch_dtype`; float32 where it names none."""
+    """The element type that a configuration names under `dtype` or `torch_dtype`; by default float32."""
     return ConfigReader(config).dtype(*MODEL_DTYPE)

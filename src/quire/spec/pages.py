@@ -1,4 +1,4 @@
-"""Page arithmetic: tokens to whole pages, up and down. Every rounding to pages in Quire is one of these two."""
+"""Page arithmetic: tokens to whole pages, up and down. Every rounding to pages in Quire uses these two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes the records of frames take in host memory. Planning counts with it, the host pool builds by it."""
+"""The bytes of the records of frames in host memory. Planning and the host pool both use it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterable, Sequence
 from quire.spec.group import GroupSpec
 
 HEADER_BYTES = 64
-"""What a record has before its frame's bytes."""
+"""The header of a record, before its frame's bytes."""
 
 REGION_ALIGNMENT = 4096
-"""Where the rows of a group start, in bytes: a block of a disk, a page of the system's memory."""
+"""Alignment of a group's rows in bytes: a block of a disk, a page of the system's memory."""
 
 _LINE = 64
 _LARGE = 64 * 2**10
 
 
 def record_stride(bytes_per_frame: int) -> int:
-    """Bytes from one record to the next, in memory: whole cache lines, and whole disk blocks where frames are large.
+    """Bytes from one record to the next, in memory: whole cache lines, and whole disk blocks if frames are large.
 
-    From 64 KiB on a row can be written to a file as it is, past the system's cache.
+    From 64 KiB on a row can be written directly to a file, without the system's cache.
     """
     return _rounded_up(HEADER_BYTES + bytes_per_frame, REGION_ALIGNMENT if bytes_per_frame >= _LARGE else _LINE)
 
 
 def region_bytes(bytes_per_frame: int, frames: int) -> int:
-    """Bytes of the rows of one group, row 0 included, up to where another group's may start."""
+    """Bytes of the rows of one group, with row 0, up to where the next group may start."""
     return _rounded_up((frames + 1) * record_stride(bytes_per_frame), REGION_ALIGNMENT)
 
 

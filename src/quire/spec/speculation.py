@@ -1,4 +1,4 @@
-"""SpeculativeConfig: how tokens are drafted and verified. Read from the names of vLLM and SGLang; loads no model."""
+"""SpeculativeConfig: how tokens are drafted and verified. It reads the names of vLLM and SGLang, and loads no model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SpeculativeConfig:
     """How tokens are drafted; frozen for the life of an engine.
 
     Each step drafts `num_steps` tokens deep along `topk` branches and verifies `num_draft_tokens` tokens at once: the
-    last known token and drafts. `model` is the draft's path, for methods that load one. `num_layers` draft layers keep
+    last known token and drafts. `model` is the draft's path, for methods that load one. `num_layers` draft layers store
     keys and values of their own; n-grams have none, whatever is given. An n-gram of `prompt_lookup_min` to
     `prompt_lookup_max` tokens is looked up. Raises InvalidInput for an unknown method and a number out of range.
     """
@@ -99,7 +99,7 @@ class SpeculativeConfig:
 
 
 def _derived(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The depth or the verified tokens of a chain where one of them is absent."""
+    """The depth or the verified tokens of a chain if one of them is absent."""
     is_chain, absent = found.get("topk", 1) == 1, {"num_steps", "num_draft_tokens"} - found.keys()
     if len(absent) == 2:
         raise InvalidInput("speculation needs its depth.", fix="give num_speculative_tokens (num_steps), such as 3.")

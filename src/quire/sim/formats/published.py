@@ -1,18 +1,18 @@
 """Formats of published traces: Mooncake, LMCache agents, RAGPulse and Azure.
 
-Mooncake names the blocks of 512 tokens of a prompt; a line has its time in milliseconds. An id stands for a block and
+Mooncake names the blocks of 512 tokens of a prompt; a line has its time in milliseconds. An id represents a block and
 everything before it, so equal ids are equal prefixes. The last block of a prompt may be cut short.
 
     {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}
 
-LMCache's agent traces, `.jsonl` or `.jsonl.xz`, have the text of each call; times are in microseconds. What tools
-answered in between is part of the next input.
+LMCache's agent traces, `.jsonl` or `.jsonl.xz`, have the text of each call; times are in microseconds. Answers of tools
+in between are part of the next input.
 
     {"timestamp": 1760428436442742, "input": "...", "output": "...", "session_id": "..."}
 
 RAGPulse names the chunks that each prompt consists of, and files beside the trace have their lengths; times are in
-seconds. An id stands for a text wherever it is, so the same chunk behind another one is not a shared prefix. The few
-tokens that the prompt template put between chunks (`input_length` counts them) are left out.
+seconds. An id represents a text at any place, so the same chunk after another one is not a shared prefix. The few
+tokens that the prompt template adds between chunks (`input_length` counts them) are omitted.
 
     0_trace.jsonl      {"timestamp": "82", "output_length": 192, "hash_ids": {"sys_prompt": [8302, ...], ...}, ...}
     1_sys_prompt.jsonl {"sys_prompt_id": 8302, "token_length": 512}        and so on for the other kinds of chunks
@@ -22,7 +22,7 @@ Azure's traces have dates and lengths only, so no two requests share anything:
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:17:03.9799600,4808,10
 
-Outputs of which only the length is known are unlike any other text.
+If only the length of an output is known, it is unlike any other text.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ _CHUNKS = {
     "history": ("3_history.jsonl", "history_id"),
     "user_input": ("4_user_input.jsonl", "user_input_id"),
 }
-"""Kinds of chunks in the order they have in a prompt, the file with their lengths and the field of their ids in it."""
+"""Kinds of chunks in their order in a prompt, the file with their lengths and the field of their ids in it."""
 
 
 class _ChunkIds(msgspec.Struct):
@@ -143,7 +143,7 @@ class _RagPulseRow(msgspec.Struct):
 
 
 def _read_ragpulse(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-    """Of the folder, or the file of requests in it."""
+    """The requests of the folder, or of the file in it."""
     path = path / _RAGPULSE_TRACE if path.is_dir() else path
     chunks = {kind: _chunk_lengths(path.parent / name, field) for kind, (name, field) in _CHUNKS.items()}
     rows = msgspec.json.Decoder(_RagPulseRow, strict=False)  # its timestamps are in quotes

@@ -1,4 +1,4 @@
-"""Logs of requests to an OpenAI-style server: one body a line, alone or beside its response.
+"""Logs of requests to an OpenAI-style server: one body per line, alone or with its response.
 
     {"messages": [{"role": "user", "content": "Hi"}], "timestamp": 1700000000.5, "user": "ada"}
     {"body": {"prompt": "Once"}, "response": {"choices": [{"text": " upon"}]}}
@@ -110,7 +110,7 @@ def _request(line: Line, tokenize: Tokenize, arrival: float) -> TraceRequest:
 
 
 def _output(number: int, row: _Row, body: _Body, tokenize: Tokenize) -> Ids:
-    """The answer, or a synthetic text of its length, or of the length that was asked for."""
+    """The answer, or a synthetic text of its length, or of the requested length."""
     response = row.response or _Response()
     response = response.body or response
     if response.choices:
@@ -132,7 +132,7 @@ def _conversation(body: _Body) -> str:
 
 
 def _said(message: _Message) -> str:
-    """The text of a message; parts that are no text, such as images, are in it as JSON."""
+    """The text of a message; other parts, such as images, are included as JSON."""
     content = message.content or ""
     if not isinstance(content, str):
         content = "".join(str(part["text"]) if "text" in part else _json(part) for part in content)
@@ -144,7 +144,7 @@ def _json(value: Any) -> str:
 
 
 def _arrival(line: Line, timestamp: float | str | None) -> float:
-    """Seconds; lines without a timestamp come all at once."""
+    """Seconds; lines without a timestamp arrive all at once."""
     if timestamp is None:
         return 0.0
     if isinstance(timestamp, str):

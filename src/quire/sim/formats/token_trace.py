@@ -3,8 +3,8 @@
     {"prompt_token_ids": [5, 6, 7], "output_token_ids": [8, 9], "timestamp": 1500, "session": "s1"}
 
 `timestamp` is in milliseconds. Every other field of a `TraceRequest` may be there too, under its own name, with
-`adapter` and `salt` for the namespace and `think` in milliseconds. Fields of other names are left alone, unless the
-first line has one that looks like a misspelt name of these.
+`adapter` and `salt` for the namespace and `think` in milliseconds. Fields of other names are ignored, unless the first
+line has one that looks like a misspelt name of these.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TOKEN_TRACE = TraceFormat("token trace", lambda path, first, fields: "prompt_tok
 
 
 def _refuse_misspelt(line: Line) -> None:
-    """Refuses a field that means nothing here, and is nearly the name of one that is missing."""
+    """Refuses an unknown field whose name is similar to that of a missing one."""
     fields = fields_of(line.text)
     missing = [name for name in _Row.__struct_fields__ if name not in fields]
     for name in fields.keys() - set(_Row.__struct_fields__):
@@ -96,7 +96,7 @@ def _request(line: Line, arrival: float) -> TraceRequest:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes `trace` to `path` as a token trace, from which `open_trace` makes the same requests again."""
+    """Writes `trace` to `path` as a token trace, from which `open_trace` creates the same requests again."""
     with path.open("wb") as file:
         for request in trace:
             row = _Row(
@@ -116,5 +116,5 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def _seconds(milliseconds: float) -> float:
-    """To the microsecond, so that what is written comes back as it was."""
+    """Rounded to the microsecond, so that written times are read back unchanged."""
     return round(milliseconds / 1e3, 6)

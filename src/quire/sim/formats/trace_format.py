@@ -1,4 +1,4 @@
-"""TraceFormat: what a kind of trace file defines; and what all of them share: lines, types of fields, errors."""
+"""TraceFormat: the interface of a trace file's format; and the common parts: lines, types of fields, errors."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class TraceFormat:
 
     name: str
     recognises: Callable[[Path, bytes, dict[str, Any]], bool]
-    """Whether a path is such a file, given its first line, and that line's fields where it is a JSON object."""
+    """Whether a path is such a file, given its first line, and that line's fields if it is a JSON object."""
     read: Callable[[Path, Tokenize], Iterable[Planned]]
     """Every request of the file, in any order. Raises InvalidInput with the number of the first bad line."""
     has_text: bool = False
-    """Whether it holds text, which `Tokenize` turns into tokens."""
+    """Whether it has text, which `Tokenize` turns into tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line that is not blank, numbered from 1. Its text stays in the file until it is asked for."""
+    """One line that is not blank, numbered from 1. Its text stays in the file until it is needed."""
 
     path: Path
     number: int
@@ -91,7 +91,7 @@ def lines(path: Path) -> Iterator[Line]:
 
 
 def fields_of(line: bytes) -> dict[str, Any]:
-    """The fields of a line that is a JSON object, none for any other line."""
+    """The fields of a line that is a JSON object; none for any other line."""
     try:
         found = msgspec.json.decode(line)
     except (msgspec.MsgspecError, RecursionError):

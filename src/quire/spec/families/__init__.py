@@ -1,4 +1,4 @@
-"""From a configuration to layers: which mixer each layer has, and what that mixer keeps. One file per kind of mixer."""
+"""From a configuration to layers: the mixer of each layer, and what that stores. One file per kind of mixer."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall
 from quire.spec.layout import DType
 
 Layer = tuple[Call, ...]
-"""The calls of one layer that keep something: usually one, none for a layer without attention, two for some hybrids."""
+"""The calls of one layer that store data: usually one, none for a layer without attention, two for some hybrids."""
 
 _ABOUT_MEMORY = re.compile(
     r"attn|attention|heads?(_|$)|head_(dim|size)|(^|_)kv|mixer|(^|_)states?(_|$)|conv|recur|ssm|mamba|linear|sparse|window"
     r"|chunk|lora_rank|block|index|compress|share|sharing|groups?(_|$)|(^|_)cla(_|$)|retention|rwkv|delta|lru_|layer_types"
     r"|per_layer|pattern|cross|local"
 )
-"""Names of fields that may say what a layer keeps. One that is set and that no reader asked for is a reason to refuse:
-what is not foreseen here would be priced as plain attention."""
+"""Names of fields that may affect the cache. If such a field is set and no reader has read it, the model is refused:
+otherwise it would be priced as plain attention."""
 
 _OF_NO_MATTER = re.compile(
-    # how numbers are computed, not what is kept of them
+    # how numbers are computed, not what is stored
     r"rope|norm|dropout|pdrop|_prob$|_bias$|_(eps|epsilon|theta|fp32|multipliers?|scale|factor|alpha|beta|scalar)$|softcap"
     r"|activation|implementation|temperature|scale_attn|parallel_attn|output_gate|use_attention_gate|bidirectional"
     r"|attn_res_block|linear_(a_log|allow|dt)|gated"
     # mixtures of experts, drafts, adapters, generation
     r"|expert|^moe_|^mlp_|^mtp_|moe_|^n_group$|topk_group|grouped_topk|^shared_(inter|moe)|decoder_sparse_step|adapter"
     r"|beam|compressor|classifier|ff_dim|ffn_dim|block_(multiple|size)|auto_adjust"
-    # query heads, which keep nothing, and other names of what is read elsewhere
+    # query heads, which store nothing, and other names of fields that are read elsewhere
     r"|num_attention_heads|num_query_groups|attention_hidden_size|qk_(nope_)?head_dim|^o_(groups|lora_rank)|q_lora_rank"
     r"|hybrid_layer_ids|mem_blocks|conv_dim$|index_(n_heads|share|skip|block|local|topk_)|max_window_layers"
     r"|sliding_window_(pattern|size)|use_sliding_window|full_attention_interval|full_attn_idxs|attn_every"
     r"|mamba_(proj|hidden|chunk|dt|act$)|use_mamba_kernels|^chunk_size|vocab_size_per_layer|hidden_size_per_layer"
 )
-"""Fields whose names match and that change nothing about what is kept, or only where another field says so."""
+"""Fields whose names match and that do not affect the cache, or only together with another field."""
 
 
 def read_layers(reader: ConfigReader, context: int, state_dtype: DType | None) -> tuple[Layer, ...]:
-    """What every layer keeps, in order. Raises UnsupportedModel, also for fields that may change it and are unknown."""
+    """The stored data of every layer, in order. Raises UnsupportedModel, also for unknown fields that may affect it."""
     _refuse_other_shapes(reader)
     layers = described_layers(reader, context, state_dtype)
     _refuse_unread(reader)
@@ -48,16 +48,16 @@ def read_layers(reader: ConfigReader, context: int, state_dtype: DType | None) -
 
 
 def described_layers(reader: ConfigReader, context: int, state_dtype: DType | None = None) -> tuple[Layer, ...]:
-    """What every layer keeps by the fields that are known, in order. Raises UnsupportedModel where they do not say."""
+    """The stored data of every layer by the known fields, in order. Raises UnsupportedModel if they do not suffice."""
     if latent.keeps_compressed(reader):
         return latent.read_compressed(reader)
     return _mixed_layers(reader, layer_kinds(reader), context, state_dtype)
 
 
 def read_drafts(reader: ConfigReader, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The layers of the model's own multi-token prediction; empty where the configuration has none.
+    """The layers of the model's own multi-token prediction; empty if the configuration has none.
 
-    Each is one full attention like the model's own, with an indexer of its own where the model has indexers.
+    Each is one full attention like the model's own, with an indexer of its own if the model has indexers.
     """
     count = reader.size(*DRAFT_LAYERS, default=0)
     if count > MOST_LAYERS:

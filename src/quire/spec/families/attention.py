@@ -14,9 +14,9 @@ _OWN_KV_HEADS = {WINDOW: "swa_num_key_value_heads", FULL: "num_global_key_value_
 
 
 def reader(config: ConfigReader, kinds: Sequence[str], context: int) -> Callable[[int, str], Layer]:
-    """A function from (layer, kind) to what that layer keeps.
+    """A function from (layer, kind) to the stored data of that layer.
 
-    The last `num_kv_shared_layers` read the keys and values of earlier layers and keep none.
+    The last `num_kv_shared_layers` read the keys and values of earlier layers and store none.
     """
     attending = {FULL if kind == PARALLEL else kind for kind in kinds} - {STATE, NOTHING}
     if not attending:
@@ -29,9 +29,9 @@ def reader(config: ConfigReader, kinds: Sequence[str], context: int) -> Callable
     kv_heads = _kv_heads(config, heads, count)
     own_kv_heads = {kind: config.size(name, default=0) for kind, name in _OWN_KV_HEADS.items() if mixed}
     if not config.get("attention_k_eq_v"):
-        own_kv_heads.pop(FULL, None)  # Gemma 4 gives global layers KV heads of their own only where values are keys
+        own_kv_heads.pop(FULL, None)  # Gemma 4 gives global layers KV heads of their own only if values are keys
     if config.kind == "mimo_v2_flash" and not own_kv_heads.get(WINDOW):
-        own_kv_heads[WINDOW] = 2 * kv_heads[0]  # what the class does where no field says
+        own_kv_heads[WINDOW] = 2 * kv_heads[0]  # the default of the model class
     window = _window(config, kinds)
     index_dims = _index_dims(config, count)
     first_shared = count - config.size("num_kv_shared_layers", default=0)
@@ -108,7 +108,7 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
     if config.get("multi_query_attention") and config.size("multi_query_group_num", default=0):
         return [config.size("multi_query_group_num")] * count
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        config.ignore("num_kv_heads", "num_key_value_heads")  # without effect beside one head for all
+        config.ignore("num_kv_heads", "num_key_value_heads")  # without effect if one head serves all
         return [1] * count
     found = config.get("num_key_value_heads", "num_kv_heads", "n_head_kv")
     if found is None and config.is_known:
@@ -134,7 +134,7 @@ def _window(config: ConfigReader, kinds: Sequence[str]) -> int:
 
 
 def _index_dims(config: ConfigReader, count: int) -> list[int]:
-    """The width of the indexer's key of every layer, 0 where it has none (MiniMax-M3's block selection)."""
+    """The width of the indexer's key of every layer, 0 if it has none (MiniMax-M3's block selection)."""
     sparse = config.get("sparse_attention_config")
     if isinstance(sparse, Mapping) and sparse.get("use_sparse_attention", True):
         width, layers = sparse.get("sparse_index_dim"), sparse.get("sparse_attention_freq")

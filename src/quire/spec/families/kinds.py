@@ -1,4 +1,4 @@
-"""Which mixer each layer has. Configurations say it in a dozen ways; this reads them all into one list."""
+"""Which mixer each layer has. Configurations say it in a dozen ways; all of them are read into one list."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STATE = "state"
 PARALLEL = "parallel"
 """Attention and a recurrence side by side, both in this layer."""
 NOTHING = "nothing"
-"""No mixer that keeps anything: an MLP or mixture of experts that counts as a layer of its own."""
+"""No mixer that stores data: an MLP or mixture of experts that counts as a layer of its own."""
 
-MOST_LAYERS = 10_000  # no model has more, and lists of more take long to make
+MOST_LAYERS = 10_000  # no model has more, and longer lists take long to build
 
 
 def layer_kinds(reader: ConfigReader) -> list[str]:
@@ -99,7 +99,7 @@ def _linear_lists(reader: ConfigReader) -> list[str] | None:
 
 
 def _indices(reader: ConfigReader) -> list[str] | None:
-    """The numbers of the layers with attention, the others being recurrent."""
+    """The numbers of the layers with attention; the others are recurrent."""
     for field in ("attn_layer_indices", "full_attn_idxs"):
         found = reader.get(field)
         if isinstance(found, list):
@@ -108,7 +108,7 @@ def _indices(reader: ConfigReader) -> list[str] | None:
 
 
 def _blocks(reader: ConfigReader) -> list[str] | None:
-    """A description per layer, as architecture search writes it: some layers have lost their attention."""
+    """A description per layer, as from an architecture search: some layers have lost their attention."""
     if reader.get("block_configs") is None:
         return None
     kinds: list[str] = []
@@ -135,7 +135,7 @@ def _periods(reader: ConfigReader) -> list[str] | None:
 
 
 def _llama4(reader: ConfigReader, count: int) -> list[str]:
-    """Layers with rotary positions attend within chunks, the others to everything; by default every fourth."""
+    """Layers with rotary positions attend within chunks, the others to all tokens; by default every fourth."""
     reader.ignore("attention_chunk_size")
     ropes = reader.get("no_rope_layers") or [
         int((layer + 1) % reader.size("no_rope_layer_interval", default=4) != 0) for layer in range(count)
@@ -146,7 +146,7 @@ def _llama4(reader: ConfigReader, count: int) -> list[str]:
 
 
 def _recurrent_gemma(reader: ConfigReader) -> list[str]:
-    """A cycle of block types, which does not end at the last layer; every attention is a window."""
+    """A repeated cycle of block types, which may be incomplete at the end; every attention is a window."""
     cycle = reader.sequence("block_types")
     if not cycle or set(cycle) - {"recurrent", "attention"}:
         raise reader.refusal("has blocks other than 'recurrent' and 'attention'", "block_types")
@@ -155,7 +155,7 @@ def _recurrent_gemma(reader: ConfigReader) -> list[str]:
 
 
 def _sliding(reader: ConfigReader, count: int) -> list[str]:
-    """Configurations older than `layer_types`: one window, and a convention that says where it holds."""
+    """Configurations older than `layer_types`: one window, and a convention for the layers that have it."""
     window = int(reader.get("sliding_window", "attention_window_size", default=0) or 0)
     if not window:
         return [FULL] * count

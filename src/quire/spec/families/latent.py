@@ -13,19 +13,19 @@ _OVERLAPPING = 4
 
 
 def keeps_latents(config: ConfigReader) -> bool:
-    """Whether attention keeps a latent instead of keys and values."""
+    """Whether attention stores a latent instead of keys and values."""
     return config.has("kv_lora_rank")
 
 
 def keeps_compressed(config: ConfigReader) -> bool:
-    """Whether layers keep compressed latents."""
+    """Whether layers store compressed latents."""
     return config.has("compress_ratios", "compress_rates")
 
 
 def reader(config: ConfigReader, count: int) -> Callable[[int, str], tuple[LatentCall, ...]]:
-    """A function from (layer, kind) to what that layer keeps."""
+    """A function from (layer, kind) to the stored data of that layer."""
     rank, rope_dim = config.size("kv_lora_rank"), config.size("qk_rope_head_dim")
-    # the expanded form prices nothing here
+    # the expanded form does not affect the cache
     config.ignore("v_head_dim", "head_dim", "num_key_value_heads", "sliding_window", "num_attention_heads")
     index_dim = config.size("index_head_dim") if config.has("index_topk") else 0
     owns = _index_owners(config, count) if index_dim else [False] * count
@@ -41,7 +41,7 @@ def reader(config: ConfigReader, count: int) -> Callable[[int, str], tuple[Laten
 
 
 def _index_owners(config: ConfigReader, count: int) -> list[bool]:
-    """Which layers have an indexer of their own; the others use the selection of the last one that has."""
+    """Which layers have an indexer of their own; the others use the selection of the last layer that has one."""
     types = config.get("indexer_types", "index_topk_pattern")
     if isinstance(types, str):
         types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
@@ -64,7 +64,7 @@ def read_compressed(config: ConfigReader) -> tuple[tuple[CompressedCall, ...], .
 
 
 def read_compressed_drafts(config: ConfigReader, drafts: int) -> tuple[tuple[CompressedCall, ...], ...]:
-    """The draft layers, whose ratios may follow the model's own in the list; a draft without one keeps its window."""
+    """The draft layers, whose ratios may follow the model's own in the list; a draft without one stores its window."""
     ratios = [*_ratios(config)[num_layers(config) :], *[0] * drafts][:drafts]
     return tuple(_compressed(config, ratio) for ratio in ratios)
 
@@ -84,7 +84,7 @@ def _compressed(config: ConfigReader, ratio: int) -> tuple[CompressedCall, ...]:
     head_dim = config.size("head_dim")
     rotary = int(head_dim * config.number("partial_rotary_factor", default=0.125))
     rope_dim = config.size("qk_rope_head_dim", default=rotary)
-    # they say nothing that the ratios do not
+    # the ratios already say this
     config.ignore("layer_types", "compress_ratios", "compress_rates", "kv_lora_rank", "v_head_dim")
     config.ignore("window_size", "index_topk", "num_key_value_heads")
     overlap = ratio == _OVERLAPPING

@@ -13,10 +13,10 @@ from quire.spec.layout import DType
 
 
 def read(config: ConfigReader, state_dtype: DType | None) -> tuple[str, StateCall]:
-    """The name of this model's recurrence in `RECURRENCES`, and what one recurrent layer keeps.
+    """The name of this model's recurrence in `RECURRENCES`, and the stored data of one recurrent layer.
 
-    The recurrence's element type is `state_dtype`, else the configuration's, else float32. Raises UnsupportedModel
-    where the configuration describes no known recurrence.
+    The recurrence's element type is `state_dtype`, else the configuration's, else float32. Raises UnsupportedModel if
+    the configuration describes no known recurrence.
     """
     dtype = state_dtype or recurrence_dtype(config)
     for name, rule in RECURRENCES:
@@ -29,7 +29,7 @@ def read(config: ConfigReader, state_dtype: DType | None) -> tuple[str, StateCal
 
 
 def recurrence_dtype(config: ConfigReader) -> DType:
-    """The element type that the configuration asks for the state of its recurrences; float32 where it does not."""
+    """The element type of the recurrences' state in the configuration, by default float32."""
     return config.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=DType.FLOAT32)
 
 
@@ -58,7 +58,7 @@ def _kimi_delta(config: ConfigReader, dtype: DType) -> StateCall | None:
     if source is config.text:
         names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
         if config.kind == "bailing_hybrid":
-            config.ignore("short_conv_kernel_size")  # another name of the kernel, where transformers writes both
+            config.ignore("short_conv_kernel_size")  # another name of the kernel, if transformers writes both
             if not config.has(*names):
                 names = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
     heads, dim, kernel = (source.get(name) for name in names)
@@ -97,7 +97,7 @@ def _mamba2(config: ConfigReader, dtype: DType) -> StateCall | None:
 
 
 def _mamba1(config: ConfigReader, dtype: DType) -> StateCall | None:
-    """Mamba 1: every inner channel is a head of its own, but for Zamba, which splits its channels into a few."""
+    """Mamba 1: every inner channel is a head of its own, except in Zamba, which splits its channels into a few."""
     if not config.has("mamba_d_state", "state_size"):
         return None
     hidden = config.size(*HIDDEN_SIZE)
@@ -116,7 +116,7 @@ def _mamba1(config: ConfigReader, dtype: DType) -> StateCall | None:
 
 
 def _short_conv(config: ConfigReader, dtype: DType) -> StateCall | None:
-    """A gated short convolution over the hidden channels and nothing else."""
+    """A gated short convolution over the hidden channels."""
     if not config.has("conv_L_cache"):
         return None
     return StateCall(kernel=config.size("conv_L_cache"), channels=config.size(*HIDDEN_SIZE))

@@ -1,4 +1,4 @@
-"""How many bytes a model's weights take, estimated from its configuration: modules, parameters, bits."""
+"""How many bytes a model's weights use, estimated from its configuration: modules, parameters, bits."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ONE_SIZE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", 
 
 
 def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightEstimate:
-    """The estimate for a model. Weights that are not quantised are kept in `dtype`.
+    """The estimate for a model. Weights that are not quantised are stored in `dtype`.
 
-    `dtype` None: what the configuration says, and bfloat16 where it says nothing. Raises UnsupportedModel for a model
-    whose size its configuration does not tell, or tells in fields that are not understood here.
+    `dtype` None: that of the configuration, by default bfloat16. Raises UnsupportedModel if the configuration does not
+    determine the size, or only by unknown fields.
     """
     with understood(config.outer):
         odd = [name for name in _UNPRICED if config.has(name)]
@@ -58,7 +58,7 @@ def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightE
 
 
 def _tower(config: ConfigReader) -> int:
-    """Parameters of a vision tower and its projection, within 10 %; 0 where they are not described."""
+    """Parameters of a vision tower and its projection, within 10 %; 0 if they are not described."""
     described = config.outer.get("vision_config")
     if not isinstance(described, Mapping):
         return 0

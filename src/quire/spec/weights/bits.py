@@ -1,4 +1,4 @@
-"""How many bits a parameter takes: what quantisations do to which modules."""
+"""Bits per parameter: which modules a quantisation changes, and how."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from quire.spec.config_reader import ConfigReader
 
 Bits = Callable[[str, Iterable[str]], float]
-"""From a part and the names its layer may have in the checkpoint to bits per parameter, its share of scales among."""
+"""From a part and the names of its layer in the checkpoint to bits per parameter, with its share of scales."""
 
 _CHECKPOINT_NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": ("self_attn.q_proj", "attn.wq_b", "mixer.q_proj"),
@@ -23,7 +23,7 @@ _CHECKPOINT_NAMES: Mapping[str, tuple[str, ...]] = {
     "shared": ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj", "ffn.shared_experts.down_proj",
                "feed_forward.shared_expert.down_proj", "mixer.shared_experts.down_proj"),
 }  # fmt: skip
-"""What checkpoints call a matrix of each part. Parts without a name are never quantised: norms, routers, states."""
+"""Names of the matrices of each part in checkpoints. Others are never quantised: norms, routers, states."""
 
 _ALGORITHMS = {
     "FP8": 8.0, "FP8_PB_WO": 8 + 2**-9, "FP8_PER_CHANNEL_PER_TOKEN": 8.0, "INT8_SQ": 8.0, "MXFP8": 8.25, "MXFP4": 4.25,
@@ -49,14 +49,14 @@ class _Names:
         self._expression = re.compile("|".join(expressions) or "(?!)")
 
     def include(self, name: str) -> bool:
-        """Whether the lists name this module, or one around it."""
+        """Whether the lists name this module, or one that contains it."""
         steps = name.split(".")
         runs = (".".join(steps[i:j]) for i in range(len(steps)) for j in range(i + 1, len(steps) + 1))
         return not self._exact.isdisjoint(runs) or any(self._expression.match(one) for one in (name, f"model.{name}"))
 
 
 def read_bits(config: ConfigReader, plain: float) -> Bits:
-    """The bits of one parameter of a part of the layer that the checkpoint knows under some roots."""
+    """The bits of one parameter of a part of the layer that the checkpoint stores under one of these roots."""
     rules = tuple(_rules(config, plain))
 
     def bits(part: str, roots: Iterable[str]) -> float:
@@ -67,12 +67,12 @@ def read_bits(config: ConfigReader, plain: float) -> Bits:
 
 
 def _rules(config: ConfigReader, plain: float) -> Iterable[tuple[_Names, float]]:
-    """Which modules take how many bits; the first rule that names a module decides."""
+    """Bits per module; the first rule that names a module decides."""
     found: Mapping[str, Any] = config.get("quantization_config", "compression_config", "quantization", default={})
     method, algorithm = str(found.get("quant_method") or "").lower(), str(found.get("quant_algo") or "").upper()
     fields = ["modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "exclude_modules"]
     if method != "fp8":
-        fields.append("ignore")  # beside fp8 it belongs to a second quantisation, and names what stays fp8
+        fields.append("ignore")  # beside fp8 it belongs to a second quantisation, and names the modules that stay fp8
     yield _Names(name for field in fields for name in found.get(field) or ()), plain
     layers = found.get("quantized_layers") or {}
     for name in sorted({str(how["quant_algo"]) for how in layers.values()}):
@@ -89,7 +89,7 @@ def _rules(config: ConfigReader, plain: float) -> Iterable[tuple[_Names, float]]
 
 
 def _uniform_bits(config: ConfigReader, found: Mapping[str, Any], method: str, algorithm: str) -> float:
-    """Bits of one parameter where one method quantises everything that is quantised."""
+    """Bits of one quantised parameter under a method that treats all of them alike."""
     if method == "fp8":
         block = found.get("weight_block_size")
         return 8 + (32 / int(block[0] * block[1]) if block else 0)

@@ -1,4 +1,4 @@
-"""WeightEstimate: parameters by place, and the bytes they take on a rank.
+"""WeightEstimate: parameters by module, and their bytes on a rank.
 
 Counted are matrices and norms; biases, scales of activations and other vectors are not (under 1 % of a real model).
 """
@@ -18,8 +18,8 @@ _MIXERS = frozenset(
 class ModuleWeights(NamedTuple):
     """Parameters of one layer that are stored alike and divided alike.
 
-    `ways` is the largest number of ranks that divide them: the KV heads for key and value projections, 1 for what every
-    rank holds whole. `bits` is what one parameter takes with its share of the scales; 0: not known yet.
+    `ways` is the largest number of ranks that divide them: the KV heads for key and value projections, 1 for parameters
+    that every rank has whole. `bits` is the size of one parameter with its share of the scales; 0: not known yet.
     """
 
     module: str
@@ -28,7 +28,7 @@ class ModuleWeights(NamedTuple):
     bits: float = 0
 
     def bytes_on_rank(self, tp: int, attention_tp: int) -> int:
-        """Bytes on one of `tp` ranks, the fullest; `attention_tp` of them share what mixes tokens."""
+        """Bytes on one of `tp` ranks, the fullest; `attention_tp` of them share the modules that mix tokens."""
         ranks = attention_tp if self.module in _MIXERS else tp
         return math.ceil(self.num_parameters * self.bits / 8 / min(ranks, self.ways))
 
@@ -42,8 +42,8 @@ class WeightEstimate:
     """Parameters by place, and the bytes they take.
 
     `embedding` (with learned positions) and `head` (0: shared with the embedding) are parameters of `bits` bits each,
-    and so is `other`: vision towers and their projection, approximately, or 0 where the configuration does not describe
-    them; audio towers are not counted. `draft_layers` predict tokens ahead and share embedding and head with the model.
+    and so is `other`: vision towers and their projection, approximately, or 0 if the configuration does not describe
+    them. Audio towers are not counted. `draft_layers` predict tokens ahead and share embedding and head with the model.
     """
 
     embedding: int
@@ -55,7 +55,7 @@ class WeightEstimate:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, without draft layers: published sizes leave them out, too."""
+        """Parameters of the model, without draft layers, as in published sizes."""
         return (
             self.embedding
             + self.head
@@ -66,11 +66,11 @@ class WeightEstimate:
     def bytes_on_rank(
         self, tp: int = 1, layers: range | None = None, *, draft: bool = False, attention_tp: int | None = None
     ) -> int:
-        """Bytes on one rank of a group of `tp` that holds `layers` (None: all), a stage of a pipeline.
+        """Bytes on one rank of a group of `tp` that has `layers` (None: all), a stage of a pipeline.
 
-        With attention data parallelism `attention_tp` of the ranks share what mixes tokens, and all of them the rest.
-        The stage of the first layer holds the embedding and `other`, which tensor parallelism does not divide; that of
-        the last layer holds the head, a copy of the embedding where both are one, and with `draft` the draft layers.
+        With attention data parallelism `attention_tp` of the ranks share the modules that mix tokens, and all of them
+        the rest. The stage of the first layer has the embedding and `other`, which tensor parallelism does not divide.
+        That of the last layer has the head, a copy of the embedding if both are one, and with `draft` the draft layers.
         Raises ValueError for a stage that is not a run of the model's layers, or tp < 1.
         """
         stage = range(len(self.layers)) if layers is None else layers

@@ -23,7 +23,7 @@ _LONE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerModules:
-    """What one layer consists of: the calls of its mixers, and the names of its other modules."""
+    """The contents of one layer: the calls of its mixers, and the names of its other modules."""
 
     index: int
     calls: Layer
@@ -61,7 +61,7 @@ def _others(config: ConfigReader, layers: tuple[Layer, ...]) -> list[tuple[str, 
 
 
 def _lone_modules(config: ConfigReader, pattern_name: str, list_name: str) -> list[str]:
-    """The one module of each layer, where the configuration describes such layers by letters or names; else nothing."""
+    """The only module of each layer, if the configuration describes such layers by letters or names; else nothing."""
     pattern = config.get(pattern_name, list_name, default=())
     names = [_LONE.get(name, "") for name in pattern]
     if not isinstance(pattern, str) and not {"mlp", "moe"} & set(names):
@@ -140,7 +140,7 @@ def _compressed_attention(config: ConfigReader, call: CompressedCall) -> list[Mo
 
 
 def _indexer(config: ConfigReader, width: int, query_width: int) -> list[Module]:
-    """The projections that select tokens for sparse attention; every rank holds them whole."""
+    """The projections that select tokens for sparse attention; every rank has them whole."""
     if not width:
         return []
     sparse = ConfigReader(config.get("sparse_attention_config", default=config.text))
@@ -149,7 +149,7 @@ def _indexer(config: ConfigReader, width: int, query_width: int) -> list[Module]
 
 
 def _recurrence(config: ConfigReader, call: StateCall) -> list[Module]:
-    """A recurrent layer: its projections, from the shapes of the state that it keeps."""
+    """A recurrent layer: its projections, from the shapes of its state."""
     hidden, heads, inner, kernel = config.size(*HIDDEN_SIZE), call.heads, call.channels, call.kernel
     mixed = inner + call.groups * call.group_channels  # what the convolution reads
     match state.read(config, None)[0]:
@@ -213,7 +213,7 @@ def _moe(config: ConfigReader) -> list[Module]:
 
 
 def layer_weights(config: ConfigReader, layer: LayerModules, bits: Bits, roots: list[str]) -> LayerWeights:
-    """The weights of a layer, which the checkpoint knows under one of `roots`."""
+    """The weights of a layer, which the checkpoint stores under one of `roots`."""
     hidden = config.size(*HIDDEN_SIZE)
     modules: list[Module] = []
     for call in layer.calls:
@@ -239,7 +239,8 @@ def layer_weights(config: ConfigReader, layer: LayerModules, bits: Bits, roots: 
 
 
 def draft_layers(config: ConfigReader, layers: list[LayerModules], bits: Bits) -> Iterator[LayerWeights]:
-    """Layers that predict tokens ahead: a projection of two hidden states, then a layer like the last that attends."""
+    """Layers that predict tokens ahead: a projection of two hidden states, then a layer like the last with
+    attention."""
     attending = [layer for layer in layers if any(not isinstance(call, StateCall) for call in layer.calls)]
     alone = _lone_modules(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
     for ordinal in range(config.size(*DRAFT_LAYERS, default=0) if attending else 0):

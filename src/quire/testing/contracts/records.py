@@ -20,7 +20,7 @@ class Medium(Protocol):
     """The disk or server below a store, which tests read and damage directly: raw bytes, a plain client."""
 
     def read(self, key: StoreKey) -> bytes | None:
-        """The bytes of a visible record, None where there is none."""
+        """The bytes of a visible record, None if there is none."""
 
     def write(self, key: StoreKey, record: bytes) -> None:
         """Replace a visible record by bytes of its length or shorter: a damaged or truncated medium."""
