@@ -20,6 +20,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.group import ReachSpec
 from quire.spec.speculation import SpeculativeConfig
+from quire.speculative.verify import accepted_draws
 from quire.testing import FakeModel, small_plan
 from quire.testing.choices import Choices
 from quire.testing.fake_model import FakeStep, next_token
@@ -149,26 +150,34 @@ class StepMachine:
             assert life.request.tokens.tolist() == life.tokens
 
     def draft(self, choices: Choices) -> None:
-        """Somebody guesses the next tokens of some requests: rightly, up to some place."""
-        for life in self.lives:
-            if choices.chance(70):
-                self._draft(life, choices)
+        """The next tokens of some requests are proposed: rightly, up to some place."""
+        batch, _, _, room = self.scheduler.drafting()
+        lives = {life.request.request_id: life for life in self.lives}
+        counts, tokens = np.zeros(len(batch), dtype=np.int64), np.zeros((len(batch), MOST), dtype=np.int32)
+        for at, request in enumerate(batch.requests):
+            life = lives.get(request.request_id)
+            guesses = self._guesses(life, choices) if life is not None and choices.chance(70) else []
+            if life is not None:
+                self._check_room(life, int(room[at]))
+                life.drafts = guesses[: room[at]]
+                counts[at] = len(life.drafts)
+                tokens[at, : len(life.drafts)] = life.drafts
+        self.scheduler.draft(batch, counts, tokens)
 
-    def _draft(self, life: Life, choices: Choices) -> None:
+    def _check_room(self, life: Life, room: int) -> None:
+        left = min(self.plan.tokens_per_step, life.request.max_tokens - len(life.outputs)) - 1
+        decodes = life.kv is not None and not life.pending and life.launched == len(life.tokens) - 1
+        expected = max(0, left) if decodes else 0
+        assert room == expected, f"there is room for {room} drafts, {expected} expected"
+
+    def _guesses(self, life: Life, choices: Choices) -> list[int]:
         right = choices.between(0, 5)
         tokens, guesses = list(life.tokens), []
         for place in range(choices.between(1, 6)):
             token = next_token(life.request.namespace, tokens, VOCABULARY)
             guesses.append(token if place < right else (token + 1) % VOCABULARY)
             tokens.append(guesses[-1])
-        left = life.request.max_tokens - len(life.outputs)
-        room = min(self.plan.tokens_per_step, left) - 1
-        decodes = life.kv is not None and not life.pending and life.launched == len(life.tokens) - 1
-        expected = max(0, min(len(guesses), room)) if decodes else 0
-        taken = self.scheduler.draft(life.request, np.array(guesses, dtype=np.int32))
-        assert taken == expected, f"{taken} drafts are taken, {expected} could be"
-        if taken:
-            life.drafts = guesses[:taken]
+        return guesses
 
     def turn(self, choices: Choices) -> None:
         """One turn of an engine; without overlap half of one, so that something may come between."""
@@ -276,6 +285,9 @@ class StepMachine:
                 expected += self._advance(work, own[: kept[-1]])
             else:
                 self.happened["settled too late"] += 1
+        step = flight.step
+        counted = accepted_draws(step.tokens, step.draws, step.draw_counts, np.asarray(drawn))
+        assert counted.tolist() == kept
         given = None if all(n == work.draws for n, work in zip(kept, flight.works, strict=True)) else np.array(kept)
         found = self.scheduler.settle(flight.step, drawn, given)
         self.cache.close_fence(flight.launched.fence)

@@ -220,6 +220,8 @@ class EngineCore:
         outputs = StepOutputs(noted=self._ended)
         self._ended = []
         self.offload.retention.expire()
+        if self.speculator is not None:
+            self._draft(self.speculator)
         step = self.scheduler.schedule()
         for request in step.admitted:
             self.queue_s.observe(time.perf_counter() - self._queued.pop(request.request_id))
@@ -248,11 +250,20 @@ class EngineCore:
             outputs.noted += [self._fail(request, error) for request in step.requests]
             return None
 
+    def _draft(self, speculator: Speculator) -> None:
+        """Propose the next tokens of running requests, which the next step computes too."""
+        batch, tokens, known, room = self.scheduler.drafting()
+        drafts = speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
+        if drafts is not None:
+            self.scheduler.draft(batch, drafts.counts, drafts.tokens)
+
     def _settle(self, launched: Launched, outputs: StepOutputs) -> None:
-        tokens = launched.wait()
+        tokens, step, kept = launched.wait(), launched.step, None
         self._measure(launched)
         logprobs = launched.logprobs()
-        found = self.scheduler.settle(launched.step, tokens)
+        if self.speculator is not None and len(step.draws):
+            kept = self.speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, tokens)
+        found = self.scheduler.settle(step, tokens, kept)
         self.cache.close_fence(launched.fence)
         self._report(found, logprobs, outputs)
 
@@ -260,8 +271,13 @@ class EngineCore:
         """Measure the cost of prompts from a settled step, unless it waited for bytes. It began when it was launched,
         or when the one before it was done."""
         began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
-        if launched.step.computes_prompts and not launched.waits:
-            self.offload.ahead.computed(launched.step.num_tokens, self._settled_at - began)
+        step, seconds = launched.step, self._settled_at - began
+        if launched.waits:
+            return
+        if step.computes_prompts:
+            self.offload.ahead.computed(step.num_tokens, seconds)
+        elif self.speculator is not None:
+            self.speculator.measured(len(step), step.num_tokens - len(step), seconds)
 
     def _explain(self, request: Request, outputs: StepOutputs) -> None:
         """Store why no more of a request's prompt was cached, and send it to the client if the request asks for it."""

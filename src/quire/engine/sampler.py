@@ -19,6 +19,7 @@ from quire.cache.running import Lengths, Rows
 from quire.engine.messages import TokenLogprobs
 from quire.scheduler.request import Request
 from quire.scheduler.step import TERMS, Places, Terms
+from quire.spec.ids import Ids
 
 _MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted as a whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -69,7 +70,7 @@ class Sampler:
             ids = torch.tensor(list(params.logit_bias), device=row.device)
             row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
         if params.needs_history:
-            _penalise(row, request)
+            _penalise(row, request, request.tokens_before(place))
         if place < params.min_tokens:
             row[list(request.stop_ids | set(self._eos))] = float("-inf")
 
@@ -186,14 +187,14 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.minimum(found, last)
 
 
-def _penalise(row: Tensor, request: Request) -> None:
+def _penalise(row: Tensor, request: Request, tokens: Ids) -> None:
     params = request.params
     if params.repetition_penalty != 1.0:
-        ids = torch.from_numpy(np.unique(request.tokens)).long().to(row.device)
+        ids = torch.from_numpy(np.unique(tokens)).long().to(row.device)
         seen = row[ids]
         row[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
-        unique, counts = np.unique(request.output_tokens, return_counts=True)
+        unique, counts = np.unique(tokens[request.num_prompt_tokens :], return_counts=True)
         ids = torch.from_numpy(unique).long().to(row.device)
         amount = params.presence_penalty + params.frequency_penalty * counts
         row[ids] -= torch.from_numpy(np.asarray(amount, dtype=np.float32)).to(row.device)

@@ -108,6 +108,10 @@ class Request:
         """All tokens on the host, prompt and output, int32: a view, valid until a step settles."""
         return self._tokens[: self._lengths[KNOWN]]
 
+    def tokens_before(self, num_outputs: int) -> Ids:
+        """The prompt and the first outputs, drafts among them that its next step computes: a view."""
+        return self._tokens[: self.num_prompt_tokens + num_outputs]
+
     @property
     def output_tokens(self) -> Ids:
         """Tokens drawn so far, a view."""

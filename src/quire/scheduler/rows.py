@@ -106,13 +106,24 @@ class RunningRows:
 
     # -- drafts
 
-    def draft(self, request: Request, tokens: Ids) -> None:
-        """These may be the next tokens of a request: its next step computes them after the last known one."""
-        assert request.kv is not None and not request.pending
-        row, known = request.kv.row, request.num_tokens
-        self.tokens[row, known : known + len(tokens)] = tokens
-        self.num_drafted += int(self.drafts[row] == 0) * bool(len(tokens))
-        self.drafts[row] = len(tokens)
+    def draft_room(self, batch: StepRows, most: int) -> Lengths:
+        """How many drafts the next step of each of these may compute, `most` at most: none while it waits for a token,
+        or for more than its last one to be computed, and none that would go past its limit."""
+        rows = batch.rows
+        known = self.known[rows]
+        room: Lengths = np.clip(batch.limit - known - 1, 0, most)
+        room[(self.pending[rows] > 0) | (known - self.launched[rows] != 1)] = 0
+        return room
+
+    def draft(self, batch: StepRows, counts: Lengths, tokens: Ids) -> None:
+        """The first `counts[i]` of `tokens[i]` may be the next tokens of request i: its next step computes them after
+        the last known one."""
+        rows = batch.rows
+        owners = np.repeat(batch.units[:-1], counts)
+        within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+        self.flat[(batch.base + self.known[rows])[owners] + within] = tokens[owners, within]
+        self.num_drafted += int(np.count_nonzero(counts) - np.count_nonzero(self.drafts[rows]))
+        self.drafts[rows] = counts
 
     def drafts_of(self, batch: StepRows, most: int) -> Lengths:
         """How many drafts each of these has; if they are more than `most` in all, the last ones are dropped."""

@@ -148,17 +148,18 @@ class Scheduler:
             self._finish(request)
         return request
 
-    def draft(self, request: Request, tokens: Ids) -> int:
-        """These may be the next tokens of a running request without pending tokens: its next step computes them too,
-        and `settle` gets the number of accepted ones. Returns how many it computes, as far as the plan reserves room
-        and the request may still draw."""
-        room = min(self._per_step, request.num_prompt_tokens + request.max_tokens - request.num_tokens) - 1
-        ready = request.state is RequestState.RUNNING and not request.pending
-        ready = ready and request.num_tokens - request.num_launched == 1
-        if not ready or request.params.needs_history or room < 1:
-            return 0
-        self._rows.draft(request, tokens[:room])
-        return min(room, len(tokens))
+    def drafting(self) -> tuple[StepRows, Ids, Lengths, Lengths]:
+        """All running requests; the tokens of all rows, int32 `[rows, width]`, not to be written; how many of its row
+        each request has; and how many drafts its next step may compute. That is as far as the plan reserves room and
+        the request may still draw, and 0 while a step that draws its next token is in flight."""
+        running = self._rows.together()
+        room = self._rows.draft_room(running, self._per_step - 1)
+        return running, self._rows.tokens, self._rows.known[running.rows], room
+
+    def draft(self, batch: StepRows, counts: Lengths, tokens: Ids) -> None:
+        """The first `counts[i]` of `tokens[i]` may be the next tokens of request i, at most what `drafting` said: its
+        next step computes them too, and `settle` is told how many were right."""
+        self._rows.draft(batch, counts, tokens)
 
     # -- one step
 

@@ -1,0 +1,1 @@
+"""Several tokens a step: who proposes them, which of them are right, and how many are worth their time."""

@@ -1,0 +1,119 @@
+"""NgramDrafter against a search through lists, with few different tokens, so that everything occurs again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.cache.running import RunningBatch
+from quire.spec.events import Namespace
+from quire.speculative import ngram
+from quire.speculative.drafter import Drafting
+from quire.speculative.ngram import NgramDrafter
+
+ROWS, WIDTH, DEPTH = 4, 40, 6
+SPACES = [Namespace(), Namespace(salt="other")]
+
+
+class _Kv:
+    """What a drafter reads of a request of the cache."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+
+
+def expected(text: list[int], shortest: int, longest: int, others: list[list[int]]) -> tuple[int, list[list[int]]]:
+    """The length of the longest n-gram at the end of `text` that occurred before, and what may be proposed for it."""
+    for size in range(longest, shortest - 1, -1):
+        end = text[-size:]
+        if len(text) < size:
+            continue
+        own = [at for at in range(len(text) - size) if text[at : at + size] == end]
+        shared = [other[at + size :] for other in others for at in range(len(other) - size) if other[at : at + size] == end]
+        if own:
+            follow = text[own[-1] + size :]
+            repeated = [follow[at % len(follow)] for at in range(DEPTH)]
+            return size, [repeated]
+        if shared:
+            return size, [each[:DEPTH] for each in shared]
+    return 0, [[]]
+
+
+class NgramMachine(RuleBasedStateMachine):
+    """Requests that grow, end and begin in the rows of others."""
+
+    @initialize(shortest=st.integers(1, 3), more=st.integers(0, 2), shares=st.booleans())
+    def start(self, shortest: int, more: int, shares: bool) -> None:
+        self.shortest, self.longest, self.shares = shortest, shortest + more, shares
+        self.drafter = NgramDrafter(ROWS, shortest=shortest, longest=shortest + more, shares=shares)
+        self.tokens = np.zeros((ROWS, WIDTH), dtype=np.int32)
+        self.texts: dict[int, list[int]] = {}
+        self.spaces: dict[int, Namespace] = {}
+        self.serials = np.zeros(ROWS, dtype=np.int64)
+        self.history: dict[Namespace, list[list[int]]] = {space: [] for space in SPACES}
+        self.serial = 0
+
+    @rule(row=st.integers(0, ROWS - 1), text=st.lists(st.integers(0, 2), min_size=1, max_size=20), space=st.sampled_from(SPACES))
+    def begin(self, row: int, text: list[int], space: Namespace) -> None:
+        if row not in self.texts:
+            self.serial += 1
+            self.texts[row], self.spaces[row], self.serials[row] = text.copy(), space, self.serial
+            self.tokens[row, : len(text)] = text
+
+    @rule(row=st.integers(0, ROWS - 1), more=st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    def grow(self, row: int, more: list[int]) -> None:
+        if row in self.texts and len(self.texts[row]) + len(more) <= WIDTH:
+            self.texts[row] += more
+            self.tokens[row, : len(self.texts[row])] = self.texts[row]
+
+    @rule(row=st.integers(0, ROWS - 1))
+    def end(self, row: int) -> None:
+        if row in self.texts:
+            text, space = self.texts.pop(row), self.spaces.pop(row)
+            self.drafter.ended(space, np.array(text, dtype=np.int32), 0)
+            self.history[space].append(text)
+            self.tokens[row, :] = 7  # what another request leaves there
+
+    @rule()
+    def forget(self) -> None:
+        self.drafter.forget()
+        self.history = {space: [] for space in SPACES}
+
+    @rule(most=st.lists(st.integers(0, DEPTH), min_size=ROWS, max_size=ROWS))
+    def propose(self, most: list[int]) -> None:
+        rows = sorted(self.texts)
+        batch = RunningBatch([_Kv(self.spaces[row]) for row in rows], np.array(rows, dtype=np.intp), self.serials[rows])  # type: ignore[arg-type]
+        known = np.array([len(self.texts[row]) for row in rows], dtype=np.int64)
+        limits = np.array([most[row] for row in rows], dtype=np.int64)
+        drafts = self.drafter.propose(Drafting(batch, self.tokens, known, limits))
+        for at, row in enumerate(rows):
+            others = self.history[self.spaces[row]] if self.shares else []
+            _, candidates = expected(self.texts[row], self.shortest, self.longest, others)
+            found = drafts.tokens[at, : drafts.counts[at]].tolist()
+            allowed = [each[: most[row]] for each in candidates]
+            assert found in allowed, f"{self.texts[row]} proposes {found}, not one of {allowed}"
+
+
+NgramMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNgramMachine = NgramMachine.TestCase
+
+
+def test_a_full_history_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "_HISTORY", 16)
+    drafter = NgramDrafter(1, shortest=2, longest=2)
+    for first in range(0, 100, 4):
+        drafter.ended(Namespace(), np.arange(first, first + 4, dtype=np.int32), 0)
+    batch = RunningBatch([_Kv(Namespace())], np.array([0]), np.array([1]))  # type: ignore[list-item]
+
+    def after(*tokens: int) -> list[int]:
+        batch.serials = batch.serials + 1
+        row = np.zeros((1, 8), dtype=np.int32)
+        row[0, : len(tokens)] = tokens
+        found = drafter.propose(Drafting(batch, row, np.array([len(tokens)]), np.array([4])))
+        return found.tokens[0, : found.counts[0]].tolist()
+
+    assert after(96, 97) == [98, 99]
+    assert after(0, 1) == []
