@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import BeforeValidator, InstanceOf, field_validator, model_validator
 
 from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
+from quire.spec.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
@@ -49,6 +50,10 @@ PrefetchWord = Literal["break_even", "best_effort", "wait_complete", "timeout"]
 _MEMORY = "Memory"
 _TIERS = "Tiers below the device"
 _SCHEDULING = "Scheduling"
+_SPECULATION = "Speculation"
+
+Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
+"""How tokens are drafted, also as JSON or a mapping."""
 
 SHORT_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _LOAD_ASKS = "what the load asks for"
@@ -61,6 +66,9 @@ _EAGER = "Quire captures no graphs, so every step runs eagerly."
 _SHARE = (
     "is a share of the GPU for weights, activations and pools together; Quire takes the bytes of the KV pools alone."
 )
+
+
+_DRAFT = """use --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'."""
 
 
 class EngineConfig(Settings):
@@ -92,6 +100,10 @@ class EngineConfig(Settings):
         "enable_hierarchical_cache": ("--enable-hierarchical-cache needs a size here.", "use --host-memory auto."),
         "hicache_storage_backend": ("--hicache-storage-backend is a URL here.", "use --storage DIR or --storage URL."),
         "disable_radix_cache": ("--disable-radix-cache is another name here.", "use --no-prefix-caching."),
+        **{
+            f"speculative_{name}": (f"--speculative-{name.replace('_', '-')} is a field of one setting here.", _DRAFT)
+            for name in ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens", "draft_model_path")
+        },
         "pipeline_parallel_size": ("--pipeline-parallel-size: this version runs on one device.", "leave it out."),
         "data_parallel_size": ("--data-parallel-size: this version runs on one device.", "leave it out."),
         "enforce_eager": (f"--enforce-eager: {_EAGER}", "type nothing in its place."),
@@ -242,6 +254,14 @@ class EngineConfig(Settings):
     retain_share: float = setting(
         0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", group=_MEMORY, ge=0, le=0.9
     )
+    speculative_config: Speculation | None = setting(
+        None,
+        "Draft tokens and verify several in a step: a JSON object, such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}.',
+        group=_SPECULATION,
+        metavar="JSON",
+        otherwise="one token a step",
+    )
     overlap: bool | None = setting(
         None, "Schedule a step while one is in flight.", group=_SCHEDULING, otherwise="where the device is not the CPU"
     )
@@ -272,6 +292,18 @@ class EngineConfig(Settings):
                 f"this version runs a model on one device, and {value} were asked for.",
                 fix=f"leave it out, or give 1; `quire plan MODEL --tp {value}` plans more.",
             )
+        return value
+
+    @field_validator("speculative_config")
+    @classmethod
+    def _can_draft(cls, value: SpeculativeConfig | None) -> SpeculativeConfig | None:
+        if value is not None and value.method != "ngram":
+            raise InvalidInput(
+                f"speculation with {value.method}: this version drafts from n-grams.",
+                fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
+            )
+        if value is not None and value.topk > 1:
+            raise InvalidInput("n-grams propose a chain, not a tree.", fix="leave topk out.")
         return value
 
     @field_validator("chat_template")
@@ -314,6 +346,15 @@ class EngineConfig(Settings):
         for name, what in self.idle(given).items():
             flag = f"--{name.replace('_', '-')}"
             raise InvalidInput(f"{flag} does nothing without {what}.", fix=f"add {_ADD[what]}, or leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_follow_tokens(self) -> EngineConfig:
+        if self.overlap and self.speculative_config is not None:
+            raise InvalidInput(
+                "drafts follow the tokens of the last step, and --overlap schedules a step before these are known.",
+                fix="leave --overlap out.",
+            )
         return self
 
     @classmethod
@@ -370,6 +411,7 @@ def plan_settings(config: EngineConfig) -> PlanSettings:
         mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
         max_mamba_cache_size=config.max_mamba_cache_size,
         window_pool=config.window_pool,
+        speculation=config.speculative_config,
     )
 
 

@@ -38,6 +38,7 @@ from quire.scheduler.sampling_params import eos_or_stop
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
+from quire.speculative.speculator import Speculator, speculator_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ class EngineCore:
         self._closed = threading.Event()
         if self.device.type == "cpu":
             threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
-        self._overlap = config.overlap if config.overlap is not None else self.device.type != "cpu"
+        overlaps = self.device.type != "cpu" and self.speculator is None
+        self._overlap = config.overlap if config.overlap is not None else overlaps
         self._in_flight: Launched | None = None
         self._settled_at = 0.0  # when the last step settled, by `time.perf_counter`
         self._ended: list[TokenOutput] = []
@@ -134,6 +136,7 @@ class EngineCore:
         self.explanations = Explanations()
         sampler = Sampler(self.eos_token_ids, config.seed)
         self.runner = ModelRunner(self.model, self.cache, sampler, self.device, self.pools)
+        self.speculator = speculator_of(config.speculative_config, self.plan)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
@@ -264,6 +267,10 @@ class EngineCore:
         if self.speculator is not None and len(step.draws):
             kept = self.speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, tokens)
         found = self.scheduler.settle(step, tokens, kept)
+        if self.speculator is not None:
+            for request in [found.requests[at] for at in found.noted]:
+                if request.finish_reason is not None:
+                    self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
         self.cache.close_fence(launched.fence)
         self._report(found, logprobs, outputs)
 
@@ -386,6 +393,7 @@ class EngineCore:
             "running_requests": self.scheduler.num_running,
             "waiting_requests": len(self.scheduler.waiting),
             "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",
+            "speculation": self.speculator.statistics() if self.speculator is not None else None,
             "queue_seconds": self.queue_s.to_dict(),
             "retentions": len(retention),
             "retained_pages": retention.num_pages,

@@ -28,6 +28,7 @@ GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
 
 _ABOVE_ZERO = ("swa_full_tokens_ratio", "mamba_full_memory_ratio", "max_mamba_cache_size", "max_running_requests")
 
+OF_DRAFTS = "-draft"  # after the name of a group: the pool of its states after drafted tokens
 PADDING = 1  # frame 0 of every pool, to which padded tokens write
 
 
@@ -403,7 +404,7 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         """The pool of states after each drafted token: D for every running request and for the padding row."""
         drafted = self._drafted
         rule = PoolRule(
-            group=replace(state, name=f"{state.name}-draft"),
+            group=replace(state, name=state.name + OF_DRAFTS),
             per_token=per_token * drafted,
             fixed=drafted - PADDING,
             minimum=requests * drafted,

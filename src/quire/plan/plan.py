@@ -5,11 +5,12 @@ The plan that is printed, the pools that are built and the requests that are adm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from quire.plan.budget import MemoryPlan
-from quire.plan.configurator import MemoryPoolConfig, MemoryPoolConfigurator
+from quire.plan.configurator import OF_DRAFTS, PADDING, MemoryPoolConfig, MemoryPoolConfigurator, PoolSize
 from quire.plan.devices import Device, Line
 from quire.plan.mix import Mix
 from quire.plan.parallel import Parallelism
@@ -86,10 +87,11 @@ class Plan:
     def memory(self) -> MemoryPlan:
         """The plan from which the cache and the pools of this rank are built."""
         max_requests = max(1, self.max_running_requests // self.settings.parallel.dp)
+        pools = _with_draft_frames(self.config.pools)
         return MemoryPlan(
             page_size=self.page_size,
-            groups=tuple(pool.group for pool in self.config.pools),
-            frames=tuple(pool.frames for pool in self.config.pools),
+            groups=tuple(pool.group for pool, _ in pools),
+            frames=tuple(frames for _, frames in pools),
             num_pages=self.config.max_total_num_tokens // self.tokens_per_page + self._passed_pages(max_requests),
             token_ranks=self.settings.parallel.dcp,
             context=self.context,
@@ -195,3 +197,9 @@ class Plan:
         """The KV memory of this rank from which a plan holds that many tokens."""
         pages = pages_for(tokens, self.tokens_per_page)
         return self.configurator.bytes_for(pages * self.tokens_per_page, self.page_size)
+
+
+def _with_draft_frames(pools: Sequence[PoolSize]) -> list[tuple[PoolSize, int]]:
+    """Pools and their frames. States after drafts are frames of the group whose states they may become."""
+    drafts = {pool.name: pool.frames + PADDING for pool in pools if pool.name.endswith(OF_DRAFTS)}
+    return [(pool, pool.frames + drafts.get(pool.name + OF_DRAFTS, 0)) for pool in pools if pool.name not in drafts]

@@ -71,6 +71,11 @@ class SpeculativeConfig:
             object.__setattr__(self, "num_layers", 0)
 
     @classmethod
+    def read(cls, given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
+        """As `parse`; a configuration is itself."""
+        return given if isinstance(given, cls) else cls.parse(given)
+
+    @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
         """The configuration in JSON text or a mapping, by the names of these fields, of vLLM or of SGLang.
 

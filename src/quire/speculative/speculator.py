@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.plan.budget import MemoryPlan
 from quire.spec.ids import Ids
+from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import Drafter, Drafting, Drafts
 from quire.speculative.governor import Governor
+from quire.speculative.ngram import NgramDrafter
 from quire.speculative.verify import accepted_draws
 
 
@@ -61,3 +64,12 @@ class Speculator:
         if self._governor is not None:
             found |= self._governor.statistics()
         return found
+
+
+def speculator_of(config: SpeculativeConfig | None, plan: MemoryPlan) -> Speculator | None:
+    """What an engine with this configuration and plan drafts with; None where it drafts nothing."""
+    if config is None:
+        return None
+    most = plan.tokens_per_step - 1
+    drafter = NgramDrafter(plan.max_requests, shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
+    return Speculator(drafter, Governor(plan.max_requests, most), most)
