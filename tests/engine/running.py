@@ -119,6 +119,7 @@ def _tight(
         max_requests=config.max_running_requests,
         swa_full_tokens_ratio=ratio,
         max_mamba_cache_size=config.max_mamba_cache_size,
+        speculation=config.speculative_config,
     )
     memory = make_plan(model.spec, asked).bytes_for(num_tokens)
     found = config.model_copy(

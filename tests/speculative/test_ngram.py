@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from quire.cache.running import RunningBatch
 from quire.spec.events import Namespace
@@ -32,7 +32,9 @@ def expected(text: list[int], shortest: int, longest: int, others: list[list[int
         if len(text) < size:
             continue
         own = [at for at in range(len(text) - size) if text[at : at + size] == end]
-        shared = [other[at + size :] for other in others for at in range(len(other) - size) if other[at : at + size] == end]
+        shared = [
+            other[at + size :] for other in others for at in range(len(other) - size) if other[at : at + size] == end
+        ]
         if own:
             follow = text[own[-1] + size :]
             repeated = [follow[at % len(follow)] for at in range(DEPTH)]
@@ -56,7 +58,11 @@ class NgramMachine(RuleBasedStateMachine):
         self.history: dict[Namespace, list[list[int]]] = {space: [] for space in SPACES}
         self.serial = 0
 
-    @rule(row=st.integers(0, ROWS - 1), text=st.lists(st.integers(0, 2), min_size=1, max_size=20), space=st.sampled_from(SPACES))
+    @rule(
+        row=st.integers(0, ROWS - 1),
+        text=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        space=st.sampled_from(SPACES),
+    )
     def begin(self, row: int, text: list[int], space: Namespace) -> None:
         if row not in self.texts:
             self.serial += 1

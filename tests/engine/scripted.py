@@ -1,0 +1,68 @@
+"""A drafter that knows what will be drawn, and proposes it, or something else, by a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.engine.core import EngineCore
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+from quire.speculative.drafter import Drafting, Drafts
+from quire.speculative.speculator import Speculator
+
+IsRight = Callable[[int], bool]
+"""Whether the draft of an output, by its place, is right."""
+
+SCRIPTS: dict[str, IsRight] = {
+    "all right": lambda place: True,
+    "none": lambda place: False,
+    "alternating": lambda place: place % 2 == 0,
+    "wrong in the third": lambda place: place % 5 != 2,
+}
+
+
+class ScriptedDrafter:
+    """Proposes for each sequence of `sequences` (prompt and outputs) what comes next, where the script says so."""
+
+    def __init__(
+        self, sequences: Sequence[Sequence[int]], prompts: Sequence[int], is_right: IsRight, vocabulary: int
+    ) -> None:
+        self._sequences = [np.array(each, dtype=np.int32) for each in sequences]
+        self._prompts = list(prompts)
+        self._is_right = is_right
+        self._vocabulary = vocabulary
+
+    def propose(self, drafting: Drafting) -> Drafts:
+        depth = int(drafting.most.max(initial=0))
+        counts, tokens = np.zeros(len(drafting), dtype=np.int64), np.zeros((len(drafting), depth), dtype=np.int32)
+        for at, row in enumerate(drafting.batch.rows.tolist()):
+            known = int(drafting.known[at])
+            have = drafting.tokens[row, :known]
+            for sequence, prompt in zip(self._sequences, self._prompts, strict=True):
+                if known >= prompt and np.array_equal(sequence[:known], have):
+                    after = sequence[known : known + int(drafting.most[at])].tolist()
+                    guesses = [
+                        token if self._is_right(known + i - prompt) else (token + 1) % self._vocabulary
+                        for i, token in enumerate(after)
+                    ]
+                    counts[at], tokens[at, : len(guesses)] = len(guesses), guesses
+                    break
+        return Drafts(counts, tokens)
+
+    def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
+        del namespace, tokens, num_cached
+
+    def forget(self) -> None:
+        return
+
+
+def follow_script(
+    core: EngineCore, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], script: str
+) -> Speculator:
+    """From now on the engine drafts by a script, and always as much as there is room for."""
+    sequences = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    drafter = ScriptedDrafter(sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size)
+    core.speculator = Speculator(drafter, None, core.plan.tokens_per_step - 1)
+    return core.speculator

@@ -1,0 +1,216 @@
+"""The same tokens with drafts and without: every kind of attention, whatever is proposed, however short memory is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.engine.messages import EngineRequest, prompt_bytes
+from quire.models.hf import LoadedModel
+from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.pages import pages_for
+from quire.speculative.speculator import Speculator
+from tests.engine.running import core_for, run, tight_core
+from tests.engine.scripted import SCRIPTS, follow_script
+from tests.engine.test_hybrid_tokens import GREEDY, NEW_TOKENS, PROMPTS, SERVED, Case, case_of
+from tests.tiny_models import build_tiny
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+BOUNDS = {"max_model_len": 256, "max_running_requests": 8}
+KINDS = [
+    "deepseek_v32",
+    "falcon_h1",
+    "gemma3_text",
+    "gpt_oss",
+    "jamba",
+    "llama4_text",
+    "minimax_m3",
+    "qwen3_next",
+    "deepseek_v3",
+]
+PAGES = (1, 4, 16, 64)
+
+
+def drafting_core(model: LoadedModel, page_size: int, **settings: Any) -> EngineCore:
+    return core_for(model, page_size=page_size, speculative_config=NGRAM, **BOUNDS, **settings)
+
+
+def check_counts(speculator: Speculator, script: str) -> None:
+    found = speculator.statistics()
+    right, wrong = found["accepted_tokens"], found["draft_tokens"] - found["accepted_tokens"]
+    assert (right > 0) == (script != "none"), "drafts that are right are not accepted"
+    assert wrong > 0 or script == "all right", "no draft was rejected, so this shows little"
+
+
+def check_script(case: Case, page_size: int, script: str, chunk: int = 50) -> None:
+    """Cold and warm."""
+    model, expected = case
+    core = drafting_core(model, page_size, max_num_batched_tokens=chunk)
+    speculator = follow_script(core, PROMPTS, expected, script)
+    for turn in ("cold", "warm"):
+        assert run(core, PROMPTS, GREEDY, turn) == expected
+    check_counts(speculator, script)
+    found = core.statistics()
+    if page_size < 64:
+        assert found["hit_tokens"] > 0
+    assert all(frames["private"] == 0 for frames in found["frames"].values())
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest) -> Case:
+    return case_of(request.param)
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+def test_same_tokens(case: Case, script: str) -> None:
+    place = KINDS.index(case[0].name) + sorted(SCRIPTS).index(script)
+    check_script(case, PAGES[place % len(PAGES)], script)
+
+
+def test_starved(case: Case) -> None:
+    """Preempted with drafts, evicted between, and nothing is different."""
+    model, expected = case
+    page_size = 4
+    kinds = [group.reach.kind for group in model.spec.groups(page_size)]
+    longest = max(map(len, PROMPTS)) + NEW_TOKENS
+    core = tight_core(
+        model,
+        num_tokens=(pages_for(longest + 12, page_size) + 8) * page_size,
+        window_tokens=44,
+        page_size=page_size,
+        max_num_batched_tokens=17,
+        max_running_requests=3,
+        max_mamba_cache_size=4 if "state" in kinds else None,
+        speculative_config=NGRAM,
+    )
+    speculator = follow_script(core, PROMPTS, expected, "wrong in the third")
+    for turn in range(2):
+        assert run(core, PROMPTS, GREEDY, f"turn{turn}") == expected
+    check_counts(speculator, "wrong in the third")
+    assert all(owners["private"] == 0 for owners in core.statistics()["frames"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(SERVED) - set(KINDS)))
+@pytest.mark.parametrize("page_size", PAGES)
+def test_same_tokens_everywhere(name: str, page_size: int) -> None:
+    case = case_of(name)
+    for script in sorted(SCRIPTS):
+        check_script(case, page_size, script)
+
+
+REPEATING = [[5, 6, 7, 8] * 6, [9, 3, 9, 3, 9, 3, 4], [1, 2, 3] * 5]
+MANY = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, seed=3, max_tokens=40, ignore_eos=True, top_p=0.9),
+    "cool": SamplingParams(temperature=0.05, seed=1, max_tokens=40, top_k=5),
+    "penalties": SamplingParams(temperature=0.05, seed=2, max_tokens=40, repetition_penalty=1.1, frequency_penalty=0.2),
+    "least": SamplingParams(temperature=0, max_tokens=40, min_tokens=30),
+    "stop": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[17, 40, 99]),
+    "biased": SamplingParams(temperature=0, max_tokens=40, logit_bias={7: 30.0}, ignore_eos=True),
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> LoadedModel:
+    return LoadedModel(build_tiny("llama_gqa"), name="llama_gqa")
+
+
+@pytest.mark.parametrize("params", sorted(MANY))
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_every_kind_of_draw(llama: LoadedModel, params: str, page_size: int) -> None:
+    """Of n-grams, and of a script that knows the draws."""
+    expected = run(core_for(llama, page_size=page_size, **BOUNDS), REPEATING, MANY[params])
+    core = drafting_core(llama, page_size)
+    assert run(core, REPEATING, MANY[params]) == expected
+    for script in SCRIPTS:
+        speculator = follow_script(core, REPEATING, expected, script)
+        assert run(core, REPEATING, MANY[params], script) == expected
+        if max(map(len, expected)) > 10:
+            check_counts(speculator, script)
+
+
+def test_log_probabilities(llama: LoadedModel) -> None:
+    """Each token of a step with several has its own, as without drafts."""
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=3, ignore_eos=True)
+
+    def outputs(core: EngineCore) -> list[Any]:
+        core.add(EngineRequest(request_id="a", prompt=prompt_bytes(REPEATING[0]), params=params))
+        return [output for _ in range(60) if core.has_work() for output in core.step()]
+
+    plain = outputs(core_for(llama, page_size=4, **BOUNDS))
+    core = drafting_core(llama, 4)
+    expected = [token for output in plain for token in output.token_ids]
+    speculator = follow_script(core, REPEATING[:1], [expected], "wrong in the third")
+    found = outputs(core)
+    assert [token for output in found for token in output.token_ids] == expected
+    assert max(len(output.token_ids) for output in found) > 1
+    said = [each for output in found for each in output.logprobs or ()]
+    before = [each for output in plain for each in output.logprobs or ()]
+    assert [(each.rank, each.top_ids) for each in said] == [(each.rank, each.top_ids) for each in before]
+    assert [each.logprob for each in said] == pytest.approx([each.logprob for each in before], abs=1e-4)
+    check_counts(speculator, "wrong in the third")
+
+
+def test_an_abort_with_drafts(llama: LoadedModel) -> None:
+    """A request that ends between steps leaves nothing, and its neighbours draw what they would."""
+    expected = run(core_for(llama, page_size=4, **BOUNDS), REPEATING, MANY["greedy"])
+    core = drafting_core(llama, 4)
+    follow_script(core, REPEATING, expected, "wrong in the third")
+    for name, prompt in zip("abc", REPEATING, strict=True):
+        core.add(EngineRequest(request_id=name, prompt=prompt_bytes(prompt), params=MANY["greedy"]))
+    tokens: dict[str, list[int]] = {name: [] for name in "abc"}
+    for step in range(100):
+        if step == 4:
+            *_, room = core.scheduler.drafting()
+            assert room.any(), "nothing could be drafted, so this shows little"
+            core.abort("b")
+        for output in core.step() if core.has_work() else ():
+            tokens[output.request_id] += output.token_ids
+    core.audit()
+    assert [tokens["a"], tokens["c"]] == [expected[0], expected[2]]
+    assert tokens["b"] == expected[1][: len(tokens["b"])]
+    assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_reserves_are_those_of_the_plan(llama: LoadedModel, page_size: int) -> None:
+    """A step verifies as many tokens as the helpers say, rows are as wide as they say, and a request as long as the
+    plan admits runs alone to its end in a pool of just that size."""
+    length, reserve = 64, 2 * 6
+    pages = pages_for(length - 1 + reserve, page_size)
+    core = core_for(llama, pages=pages, page_size=page_size, speculative_config=NGRAM, max_running_requests=2)
+    assert core.plan.num_pages == pages and core.plan.largest_request == pages * page_size + 1 - reserve
+    extra = 4 + 6 if page_size == 1 else max(4 + 6, reserve + page_size - 1)
+    assert core.plan.pages_per_row == pages_for(core.plan.context + extra, page_size)
+    prompt = REPEATING[0]
+    most = SamplingParams(temperature=0, max_tokens=core.plan.largest_request - len(prompt), ignore_eos=True)
+    expected = run(core_for(llama, page_size=page_size, **BOUNDS), [prompt], most)
+    speculator = follow_script(core, [prompt], expected, "all right")
+    longest = 0
+    core.add(EngineRequest(request_id="a", prompt=prompt_bytes(prompt), params=most))
+    tokens: list[int] = []
+    while core.has_work():
+        for output in core.step():
+            tokens += output.token_ids
+            longest = max(longest, len(output.token_ids))
+        core.audit()
+    assert tokens == expected[0] and longest == 6
+    assert speculator.statistics()["accepted_tokens"] == speculator.statistics()["draft_tokens"] > 0
+
+
+def test_what_cannot_run_is_refused() -> None:
+    """By name, before a model is loaded."""
+    from quire.engine.config import engine_config
+    from quire.errors import InvalidInput
+
+    with pytest.raises(InvalidInput, match="overlap"):
+        engine_config(speculative_config=NGRAM, overlap=True)
+    with pytest.raises(InvalidInput, match="eagle"):
+        engine_config(speculative_config={"method": "eagle", "model": "x", "num_speculative_tokens": 3})
+    with pytest.raises(InvalidInput, match="tree"):
+        engine_config(speculative_config={**NGRAM, "topk": 2, "num_draft_tokens": 4})
+    with pytest.raises(InvalidInput, match="num_speculative_tokens"):
+        engine_config(speculative_config='{"method": "ngram", "num_speculative_token": 4}')
