@@ -15,8 +15,8 @@ def accepted_draws(tokens: Lengths, draws: Rows, draw_counts: Lengths, drawn: Le
     """How many of the draws of each work are tokens of its request: at least one where it drew any, int64 `[works]`.
 
     `tokens` are the input ids of the step, flat; `draws` the flat places after which a token is drawn, of one work
-    after the other, `draw_counts[i]` of work i; `drawn` what was drawn there. A work with several draws computes a draft
-    after each of them but the last.
+    after the other, `draw_counts[i]` of work i; `drawn` what was drawn there. A work with several draws computes a
+    draft after each of them but the last.
     """
     kept = np.minimum(draw_counts, 1)
     several = draw_counts > 1
