@@ -73,7 +73,7 @@ class SpeculativeConfig:
     @classmethod
     def read(cls, given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
         """As `parse`; a configuration is itself."""
-        return given if isinstance(given, cls) else cls.parse(given)
+        return given if isinstance(given, SpeculativeConfig) else cls.parse(given)
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:

@@ -38,7 +38,9 @@ class Speculator:
         self._took_s = time.perf_counter() - began
         return drafts
 
-    def accepted(self, batch: RunningBatch, tokens: Ids, draws: Rows, draw_counts: Lengths, drawn: Lengths) -> Lengths:
+    def accepted(
+        self, batch: RunningBatch, tokens: Lengths, draws: Rows, draw_counts: Lengths, drawn: Lengths
+    ) -> Lengths:
         """`accepted_draws` of a step, counted."""
         kept = accepted_draws(tokens, draws, draw_counts, drawn)
         at = (draw_counts > 1).nonzero()[0]
