@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -167,6 +168,80 @@ def test_weights_that_leave_nothing_are_refused_with_every_line() -> None:
     with pytest.raises(PlanError, match=r"weights 30.00 GiB.*leaves nothing for pools") as caught:
         make_plan(catalogue_spec("llama-3.1-8b"), options)
     assert "--tp" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fix"),
+    [
+        ("llama-3.1-405b", {}, "use --tp 16 (16 devices), or use --pp 16 (16 devices)."),
+        (
+            "llama-3.1-70b",
+            {"kv_memory": GIB},
+            "use --tp 2 (2 devices), or use --pp 2 (2 devices), or use h200-141gb (1",
+        ),
+        ("llama-3.1-8b", {"kv_memory": 75 * GIB}, "ask for --kv-memory 62051MiB or less, or use h20-96gb (95.58 GiB)."),
+        (
+            "llama-3.1-8b",
+            {"mem_fraction_static": 0.1},
+            "raise --mem-fraction-static to 0.39, or use --tp 4 (4 devices), ",
+        ),
+    ],
+)
+def test_what_makes_room_on_a_device_was_planned(name: str, options: dict[str, Any], fix: str) -> None:
+    """Each change works when it is followed, and a smaller one does not."""
+    config, device = CATALOGUE[name].config, find_device("h100-80gb")
+    spec, weights = ModelSpec.from_config(config), read_weights(ConfigReader(config))
+    asked = PlanSettings(device=device, **options)
+    with pytest.raises(PlanError) as caught:
+        make_plan(spec, asked, weights)
+    assert caught.value.fix.startswith(fix)
+
+    def works(**changed: Any) -> bool:
+        try:
+            plan = make_plan(spec, replace(asked, **changed), weights)
+        except PlanError:
+            return False
+        return plan.fits or asked.kv_memory is not None
+
+    for way, number in re.findall(r"--([\w-]+) ([\d.]+)", caught.value.fix):
+        if way in ("tp", "pp"):
+            assert works(parallel=Parallelism(**{way: int(number)}))
+            assert not works(parallel=Parallelism(**{way: int(number) // 2}))
+        elif way == "kv-memory":
+            assert works(kv_memory=int(number) * 2**20) and not works(kv_memory=(int(number) + 1) * 2**20)
+        else:
+            assert works(mem_fraction_static=float(number))
+            assert not works(mem_fraction_static=float(number) - 0.01)
+    for larger in re.findall(r"use ([\w-]+gb)", caught.value.fix):
+        assert works(device=find_device(larger))
+
+
+def test_weights_given_per_rank_are_told_how_small_they_must_be() -> None:
+    asked = PlanSettings(device=find_device("rtx-4090"), weight_bytes=30 * GIB, context=8192)
+    with pytest.raises(PlanError) as caught:
+        make_plan(catalogue_spec("llama-3.1-8b"), asked)
+    found = re.search(r"until a rank has ([\d,]+) MiB of weights", caught.value.fix)
+    assert found is not None
+    most = int(found[1].replace(",", "")) * 2**20
+    assert make_plan(catalogue_spec("llama-3.1-8b"), replace(asked, weight_bytes=most)).fits
+    with pytest.raises(PlanError):
+        make_plan(catalogue_spec("llama-3.1-8b"), replace(asked, weight_bytes=most + 3 * GIB))
+
+
+@pytest.mark.parametrize("mix", [None, uniform(512, "short requests"), uniform(60_000, "long requests")])
+@pytest.mark.parametrize("device", ["l4", "h100-80gb"])
+def test_graphs_are_priced_for_the_expected_requests_that_fit(device: str, mix: Mix | None) -> None:
+    """Not for requests of the full context alone, of which there are fewest."""
+    spec, weights = catalogue_spec("llama-3.1-8b"), read_weights(ConfigReader(CATALOGUE["llama-3.1-8b"].config))
+    plan = make_plan(spec, PlanSettings(device=find_device(device), mix=mix, context=131_072), weights)
+    graphs = next(line for line in plan.ledger if line.name == "graphs")
+    num_graphs = graphs.bytes // 2**21
+    held = max(1, plan.requests_at(plan.mix.mean))
+    assert plan.requests_at(plan.context) <= held <= num_graphs <= 256
+    assert num_graphs == 256 or num_graphs - held <= 2
+    assert num_graphs == 256 or f"graphs are for {num_graphs:,} request" in " ".join(plan.notes)
+    if mix is not None and mix.mean < 60_000:
+        assert num_graphs > 4 * max(1, plan.requests_at(plan.context))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from quire.errors import QuireError
-from quire.plan.budget import round_up_bytes
+from quire.plan.budget import format_bytes, round_up_bytes
+from quire.plan.devices import DEVICES, Device
 from quire.plan.mix import Mix
 from quire.plan.plan import Plan, PlanSettings
 from quire.spec.kv_format import KV_FORMATS, kv_format
@@ -91,15 +92,58 @@ def _higher_cap(plan: Plan, replan: Replan) -> Option | None:
 
 def _more_ranks(plan: Plan, replan: Replan) -> Option | None:
     """The smallest tensor parallelism, doubled repeatedly, that makes room on the same device."""
-    parallel = plan.settings.parallel
-    tp = 2 * parallel.tp
-    while tp <= _MOST_RANKS:
-        other = _try(replan, replace(plan.settings, parallel=replace(parallel, tp=tp)))
+    for changed in _with_ranks(plan.settings, "tp"):
+        other = _try(replan, changed)
         if other is not None and other.fits:
             requests = other.requests_at(plan.context)
-            return Option(change="tp", value=f"{tp}", requests=requests, length=plan.context)
-        tp *= 2
+            return Option(change="tp", value=f"{changed.parallel.tp}", requests=requests, length=plan.context)
     return None
+
+
+def _with_ranks(settings: PlanSettings, name: str) -> Iterator[PlanSettings]:
+    """The settings with `tp` or `pp` doubled, and doubled again."""
+    count = 2 * getattr(settings.parallel, name)
+    while count <= _MOST_RANKS:
+        yield replace(settings, parallel=replace(settings.parallel, **{name: count}))
+        count *= 2
+
+
+def more_room(settings: PlanSettings, replan: Replan, left: int) -> str:
+    """What makes room for pools on the device of `settings`, as the fix of an error: each change was planned and fits.
+
+    `left` are the bytes beside weights and working memory. Weights given per rank do not shrink with more ranks: the
+    fix is then the most bytes that they may take.
+    """
+    device, ways = settings.device, []
+    assert device is not None
+
+    def works(changed: PlanSettings) -> bool:
+        found = _try(replan, changed)  # KV memory that was asked for may be too little for what is required
+        return found is not None and (found.fits or changed.kv_memory is not None)
+
+    less = (left - 1) // _MIB
+    if settings.kv_memory is not None and less > 0 and works(replace(settings, kv_memory=less * _MIB)):
+        ways.append(f"ask for --kv-memory {less}MiB or less")
+    if settings.mem_fraction_static is not None:
+        percents = range(int(100 * settings.mem_fraction_static) + 1, 100)
+        at = bisect_left(percents, True, key=lambda each: works(replace(settings, mem_fraction_static=each / 100)))
+        ways += [f"raise --mem-fraction-static to {percents[at] / 100:g}"] if at < len(percents) else []
+    if settings.weight_bytes is not None:
+        sizes = range(0, settings.weight_bytes, _MIB)
+        at = bisect_left(sizes, True, key=lambda size: not works(replace(settings, weight_bytes=size)))
+        ways += (
+            [f"split the model (--tp, --pp) until a rank has {sizes[at - 1] // _MIB:,} MiB of weights"] if at else []
+        )
+    for name in ("tp", "pp") if settings.weight_bytes is None and settings.measured is None else ():
+        changed = next(filter(works, _with_ranks(settings, name)), None)
+        if changed is not None:
+            parallel = changed.parallel
+            ways.append(f"use --{name} {getattr(parallel, name)} ({parallel.tp * parallel.pp} devices)")
+    for memory, name in sorted((mib * _MIB, name) for name, (mib, *_) in DEVICES.items()):
+        if memory > device.memory and works(replace(settings, device=Device(name=name, memory=memory))):
+            ways.append(f"use {name} ({format_bytes(memory)})")
+            break
+    return ", or ".join(ways or [f"use smaller weights: no known device has room, nor have {_MOST_RANKS} ranks"]) + "."
 
 
 def _smaller_types(plan: Plan, replan: Replan) -> list[Option]:

@@ -32,6 +32,14 @@ OF_DRAFTS = "-draft"  # after the name of a group: the pool of its states after 
 PADDING = 1  # frame 0 of every pool, to which padded tokens write
 
 
+class NoRoom(PlanError):
+    """Fewer bytes than the smallest pools take. `left` are those of the device; negative: the rest takes too many."""
+
+    def __init__(self, message: str, *, fix: str = "", left: int = 0) -> None:
+        super().__init__(message, fix=fix)
+        self.left = left
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
     """One pool of one rank. `frames` excludes the padding frame, which `bytes` includes. `why` explains the number."""
@@ -274,12 +282,12 @@ class MemoryPoolConfigurator:
     def _check(self, config: MemoryPoolConfig) -> None:
         """Raise PlanError if a pool cannot hold one request."""
 
-    def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> PlanError:
+    def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> NoRoom:
         need = sum(rule.most_bytes(step) for rule in rules)
         pools = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules)
         chunked = any(_slides(rule.group) and rule.fixed for rule in rules)
         smaller = "allow fewer prompt tokens per step (--max-num-batched-tokens)" if chunked else "lower the page size"
-        return PlanError(
+        return NoRoom(
             f"{format_bytes(have)} of KV memory cannot hold one page of {step:,} tokens: the smallest pools take "
             f"{format_bytes(need)} ({pools}), each with a padding frame.",
             fix=f"give at least {round_up_bytes(need)}, or {smaller}.",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from quire.errors import InvalidInput, PlanError
-from quire.plan.budget import format_bytes
+from quire.plan.advice import more_room
+from quire.plan.budget import counted, format_bytes
 from quire.plan.configurator import (
     MemoryPoolConfig,
     MemoryPoolConfigurator,
+    NoRoom,
     PoolOptions,
     create_memory_pool_configurator,
 )
@@ -28,7 +30,6 @@ from quire.spec.weights import WeightEstimate
 
 _DEFAULT_PAGE = 16
 _DEFAULT_LENGTH = 8192  # tokens of an expected request, by default
-_ROUNDS = 8  # of graphs for fewer requests; a few are enough
 _NO_LIMIT = 2**62  # tokens of a stage that has only states
 
 
@@ -40,7 +41,16 @@ def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate |
     do. Raises PlanError if the pools cannot hold one page, or a request its window or state; InvalidInput if settings
     contradict each other or do not fit the model.
     """
+    try:
+        return _make_plan(spec, settings, weights)
+    except NoRoom as error:
+        if error.fix and settings.kv_memory is not None:
+            raise
+        fix = more_room(settings, lambda changed: _make_plan(spec, changed, weights), error.left)
+        raise PlanError(error.message, fix=fix) from None
 
+
+def _make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None) -> Plan:
     def holds(concurrency: int) -> bool:
         try:
             found = _plan(spec, settings, weights, concurrency)
@@ -50,60 +60,43 @@ def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate |
 
     asked = settings.concurrency
     if asked is None:
-        return _with_graphs_for_those_that_fit(spec, settings, weights, _plan(spec, settings, weights, None))
+        return _with_graphs_for_those_that_fit(spec, settings, weights)
     most = asked if holds(asked) else bisect_left(range(1, asked), True, key=lambda number: not holds(number))
     return _plan(spec, settings, weights, most or None)
 
 
-def _with_graphs_for_those_that_fit(
-    spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, plan: Plan
-) -> Plan:
-    """The plan again, with graphs captured for as many requests as it holds: fewer graphs make room for more pages."""
-    for _ in range(_ROUNDS):
-        batch = max(1, plan.requests_at(plan.context))
-        if batch >= plan.settings.largest_graph:
-            break
-        plan = _plan(spec, replace(settings, graph_batch=batch), weights, None)
-    return replace(plan, settings=settings)
+def _with_graphs_for_those_that_fit(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None) -> Plan:
+    """The plan with graphs for as many expected requests as it holds: fewer graphs make room for more pages."""
+    plan, batch = _plan(spec, settings, weights, None), settings.largest_graph
+    length = min(plan.mix.mean, plan.context)
+    for _ in range(2):  # the second has graphs for what the first holds, so it holds no more than that
+        fitting = max(1, min(settings.largest_graph, plan.requests_at(length)))
+        if fitting != batch:
+            plan, batch = _plan(spec, replace(settings, graph_batch=fitting), weights, None), fitting
+    notes = plan.notes
+    if batch < settings.largest_graph and any(line.name == "graphs" for line in plan.ledger):
+        notes += (f"graphs are for {counted(batch, 'request')}: as many of {length:,} tokens as fit.",)
+    return replace(plan, settings=settings, notes=notes)
 
 
 def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None) -> Plan:
-    parallel = settings.parallel
-    parallel.check(spec)
+    settings.parallel.check(spec)
     context = _context(spec, settings)
     spec, num_drafts = _with_drafts(spec, settings.speculation)
-    page_size = settings.page_size or spec.page_size(_DEFAULT_PAGE)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
-    kept = kv_format(settings.kv_dtype, spec.dtype)
-    groups_at = partial(_groups, spec, kept, parallel.attention_tp, settings.window_pool)
-    whole = groups_at((0, len(spec.layers)), num_drafts, page_size)
-    if not whole:
-        raise InvalidInput(f"no layer of {spec.architecture} keeps anything.", fix="no cache is needed.")
-    options = PoolOptions(
-        mix=mix,
-        chunk=settings.chunk,
-        shares=settings.shares,
-        token_ranks=parallel.dcp,
-        windows_only=not any(group.reach.kind == "full" for group in whole)
-        and any(group.reach.kind in ("window", "chunk") for group in whole),
-        speculation=settings.speculation,
-        max_running_requests=None if concurrency is None else -(-concurrency // parallel.dp),
-        swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
-        mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
-        max_mamba_cache_size=settings.max_mamba_cache_size,
-    )
-    solved = _solve_stages(spec, settings, weights, options, page_size, num_drafts, groups_at)
+    server = _Server(spec, settings, weights, num_drafts, settings.page_size or spec.page_size(_DEFAULT_PAGE))
+    solved = server.solve_stages(server.options(mix, concurrency))
     best = min(solved, key=lambda one: one.config.max_total_num_tokens)
     tokens = best.config.max_total_num_tokens
     if settings.max_total_tokens is not None:
         tokens = min(tokens, settings.max_total_tokens)
     if tokens < best.config.max_total_num_tokens or len(solved) > 1:
-        solved = [one.at(tokens, page_size) for one in solved]
+        solved = [one.at(tokens, server.page_size) for one in solved]
         best = next(one for one in solved if one.stage == best.stage)
     plan = Plan(
         spec=spec,
         settings=settings,
-        page_size=page_size,
+        page_size=server.page_size,
         context=context,
         mix=mix,
         config=best.config,
@@ -131,31 +124,59 @@ class _Solved:
         return replace(self, config=solve(tokens, page_size, available_bytes=self.kv_bytes))
 
 
-def _solve_stages(
-    spec: ModelSpec,
-    settings: PlanSettings,
-    weights: WeightEstimate | None,
-    options: PoolOptions,
-    page_size: int,
-    num_drafts: int,
-    groups_at: Callable[..., tuple[GroupSpec, ...]],
-) -> list[_Solved]:
-    """Every stage that has a pool. Stages of states alone come last: they limit requests, and tokens least."""
-    found: list[_Solved] = []
-    stages = settings.parallel.stages(len(spec.layers))
-    for index, stage in enumerate(stages):
-        drafts = num_drafts if index == len(stages) - 1 else 0
-        stage_groups = partial(groups_at, (stage.start, stage.stop), drafts)
-        if not stage_groups(page_size):
-            continue
-        lines = _device_lines(settings, stage, weights, drafts > 0, spec.hidden_size)
-        kv_bytes = _kv_bytes(settings, lines)
-        configurator = create_memory_pool_configurator(stage_groups, options, page_size=page_size)
-        config = configurator.calculate_pool_sizes(kv_bytes, page_size)
-        if len(stages) > 1 and not configurator.limits_tokens(page_size):
-            config = replace(config, max_total_num_tokens=_NO_LIMIT)
-        found.append(_Solved(stage=index, config=config, configurator=configurator, kv_bytes=kv_bytes, lines=lines))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What all stages of a plan share."""
+
+    spec: ModelSpec
+    settings: PlanSettings
+    weights: WeightEstimate | None
+    num_drafts: int
+    page_size: int
+
+    def groups_at(self, stage: slice, num_drafts: int, page_size: int) -> tuple[GroupSpec, ...]:
+        """The groups of one rank of a stage."""
+        kept, settings = kv_format(self.settings.kv_dtype, self.spec.dtype), self.settings
+        tp, layers = settings.parallel.attention_tp, (stage.start, stage.stop)
+        return _groups(self.spec, kept, tp, settings.window_pool, layers, num_drafts, page_size)
+
+    def options(self, mix: Mix, concurrency: int | None) -> PoolOptions:
+        """The options of every stage's configurator."""
+        settings = self.settings
+        whole = self.groups_at(slice(0, len(self.spec.layers)), self.num_drafts, self.page_size)
+        if not whole:
+            raise InvalidInput(f"no layer of {self.spec.architecture} keeps anything.", fix="no cache is needed.")
+        kinds = {group.reach.kind for group in whole}
+        return PoolOptions(
+            mix=mix,
+            chunk=settings.chunk,
+            shares=settings.shares,
+            token_ranks=settings.parallel.dcp,
+            windows_only="full" not in kinds and bool(kinds & {"window", "chunk"}),
+            speculation=settings.speculation,
+            max_running_requests=None if concurrency is None else -(-concurrency // settings.parallel.dp),
+            swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
+            mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
+            max_mamba_cache_size=settings.max_mamba_cache_size,
+        )
+
+    def solve_stages(self, options: PoolOptions) -> list[_Solved]:
+        """Every stage that keeps something. Stages of states alone limit requests, not tokens."""
+        found: list[_Solved] = []
+        stages = self.settings.parallel.stages(len(self.spec.layers))
+        for index, stage in enumerate(stages):
+            drafts = self.num_drafts if index == len(stages) - 1 else 0
+            stage_groups = partial(self.groups_at, stage, drafts)
+            if not stage_groups(self.page_size):
+                continue
+            lines = _device_lines(self.settings, stage, self.weights, drafts > 0, self.spec.hidden_size)
+            kv_bytes = _kv_bytes(self.settings, lines)
+            configurator = create_memory_pool_configurator(stage_groups, options, page_size=self.page_size)
+            config = configurator.calculate_pool_sizes(kv_bytes, self.page_size)
+            if len(stages) > 1 and not configurator.limits_tokens(self.page_size):
+                config = replace(config, max_total_num_tokens=_NO_LIMIT)
+            found.append(_Solved(stage=index, config=config, configurator=configurator, kv_bytes=kv_bytes, lines=lines))
+        return found
 
 
 @lru_cache(maxsize=512)
@@ -226,30 +247,24 @@ def _device_lines(
 
 
 def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:
-    """The budget of the pools of a rank. Raises PlanError if nothing is left for them."""
+    """What the pools of a rank may take. Raises NoRoom where the rest of the device does not leave it."""
+    device, wanted = settings.device, settings.kv_memory
+    if device is None:
+        if wanted is None:
+            raise InvalidInput(
+                "a plan needs bytes to split.",
+                fix="give --kv-memory 40GiB, or --gpu h100-80gb, or --device-memory 80GiB.",
+            )
+        return wanted
     taken = sum(line.bytes for line in lines)
-    device = settings.device
-    if settings.kv_memory is None and device is None:
-        raise InvalidInput(
-            "a plan needs bytes to split.", fix="give --kv-memory 40GiB, or --gpu h100-80gb, or --device-memory 80GiB."
+    left = device.memory - taken
+    if left <= (wanted or 0):
+        parts = [f"{line.name} {format_bytes(line.bytes)}" for line in lines]
+        parts += [f"pools {format_bytes(wanted)}"] if wanted else []
+        raise NoRoom(
+            f"{device.name} has {format_bytes(device.memory)}, and {', '.join(parts)} take "
+            f"{format_bytes(taken + (wanted or 0))} of it"
+            + ("." if wanted else ", which leaves nothing for pools of any context or KV dtype."),
+            left=left,
         )
-    wanted = settings.kv_memory or 0
-    if device is not None and taken + wanted >= device.memory:
-        parts = ", ".join(f"{line.name} {format_bytes(line.bytes)}" for line in lines)
-        pools = f", pools {format_bytes(wanted)}" if wanted else ""
-        raise PlanError(
-            f"{device.name} has {format_bytes(device.memory)}, and {parts}{pools} take "
-            f"{format_bytes(taken + wanted)} of it" + ("." if wanted else ", which leaves nothing for pools."),
-            fix=_more_room(settings, bool(wanted)),
-        )
-    if settings.kv_memory is not None:
-        return settings.kv_memory
-    return device.memory - taken if device is not None else 0
-
-
-def _more_room(settings: PlanSettings, wanted: bool) -> str:
-    """Changes that give pools more of the device."""
-    if settings.mem_fraction_static is not None:
-        return "raise --mem-fraction-static, split the model over more ranks (--tp, --pp), or use a larger device."
-    rest = ", or ask for less KV memory." if wanted else "."
-    return "split the model over more ranks (--tp, --pp), use smaller weights or a larger device" + rest
+    return left if wanted is None else wanted
