@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire.cli.demo import SCENES, TITLES
-from quire.cli.demo_tiers import server_process, start_error, tier_ticks
+from quire.cli.demo_tiers import tier_ticks
+from quire.cli.server import server_process, start_error
 from tests.cli.conftest import Run
 
 
@@ -21,12 +22,12 @@ def act_of(run: Run, *options: object) -> dict[str, Any]:
 
 
 def test_the_plain_model_shows_reuse_eviction_refusal_and_no_leak(run: Run) -> None:
-    check_plain(act_of(run, "--edition", "plain", "--turns", 2)["plain"])
+    check_plain(act_of(run, "--scene", "plain", "--turns", 2)["plain"])
 
 
 @pytest.mark.parametrize("name", ["window", "recurrent"])
 def test_hybrids_show_their_pools(run: Run, name: str) -> None:
-    check_hybrid(name, act_of(run, "--edition", name)[name])
+    check_hybrid(name, act_of(run, "--scene", name)[name])
 
 
 def test_its_servers_have_no_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def check_hybrid(name: str, act: dict[str, Any]) -> None:
 
 
 def test_a_scene_is_shown_for_people(run: Run) -> None:
-    shown = run("demo", "--edition", "recurrent", env={"COLUMNS": "80"})
+    shown = run("demo", "--scene", "recurrent", env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("The demo takes less than half a minute")
@@ -111,13 +112,18 @@ def test_a_scene_is_shown_for_people(run: Run) -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("title", TITLES.values())
+def test_titles_fit_a_narrow_terminal(title: str) -> None:
+    assert len(f"⠋ 1 of {len(TITLES)}: {title} ...") <= 60
+
+
 def test_pools_with_room_for_all_show_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCENES, "window", SCENES["window"]._replace(settings={"kv_memory": "64MiB"}))
-    shown = run("demo", "--edition", "window", "--json")
+    shown = run("demo", "--scene", "window", "--json")
     assert shown.exit_code == 4
     assert json.loads(shown.stdout)["window"]["pools"]["window"]["dropped"] == 0
     message = json.loads(shown.stderr)["error"]["message"]
-    assert "windows were given up while their prefixes stayed cached" in message
+    assert "windows were reclaimed while their prefixes stayed cached" in message
     assert "prefixes were reused" not in message
 
 

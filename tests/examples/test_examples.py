@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.demo_tiers import server_process
+from quire.cli.server import server_process
 from tests.examples.generated_sections import DOCUMENTS, ROOT, SECTIONS, document_with, generated
 from tests.examples.shown_outputs import PLANS, output_of
 

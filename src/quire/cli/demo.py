@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 from quire.cli.demo_tiers import RULES, Rows, Tick, question, show_tiers
+from quire.cli.report import named_rows
 from quire.engine.setting import Settings, setting
 from quire.errors import AuditFailure, RequestTooLarge
 from quire.plan.budget import counted
@@ -27,19 +26,17 @@ if TYPE_CHECKING:
 
 SUBJECTS = ("Emma", "Mr. Darcy", "the ball", "Elizabeth", "the letter", "Captain Wentworth", "the house", "Mrs. Bennet")
 ANSWER_TOKENS = 32
-COUNTERS = ("prompt_tokens", "hit_tokens", "evicted_pages", "peak_shared_pages", "preemptions")
-BASIC: Mapping[str, Any] = {"device": "cpu", "dtype": "float32", "show_plan": False}
-TITLES = {
-    "plain": "conversations that share one system prompt, in a cache too small for them",
-    "window": "a model whose layers mostly read a window: windows go, prefixes stay",
-    "recurrent": "a model with states: checkpoints let others start behind a shared prefix",
-    "tiers": "a conversation that outlives its server: host memory, storage, SIGKILL",
+TITLES = {  # with "1 of 4: " and a spinner they fit 60 columns
+    "plain": "a shared prompt, in a cache that is too small",
+    "window": "windows are reclaimed, prefixes stay cached",
+    "recurrent": "checkpoints of states, behind a shared prefix",
+    "tiers": "a conversation that outlives its server",
 }
 FRAMES = {
     "total": "frames of the pool",
     "free": "free",
     "cached": "cached for later requests",
-    "dropped": "given to others while the prefix stayed cached",
+    "dropped": "reclaimed while the prefix stayed cached",
     "revived": "filled again for such a prefix",
     "left": "checkpoints of states saved",
 }
@@ -47,28 +44,35 @@ FRAMES = {
 
 
 class Scene(NamedTuple):
-    """Conversations on one bundled model, whose pool `short` is too small for them; `frames` says what that holds."""
+    """So many conversations on one bundled model, whose pool `short` is too small for them."""
 
     model: str
     short: str
-    frames: str
     talks: int
     settings: Mapping[str, Any]
+
+    def engine(self, **changes: Any) -> LLM:
+        """An engine on the CPU, with other settings than the scene's where `changes` says so."""
+        from quire.engine.llm import LLM
+
+        return LLM(self.model, device="cpu", dtype="float32", show_plan=False, **{**self.settings, **changes})
 
 
 _WINDOWS = {"kv_memory": "1MiB", "max_model_len": 1024, "swa_full_tokens_ratio": 0.2, "max_num_batched_tokens": 128}
 _STATES = {"kv_memory": "1280KiB", "max_model_len": 1024, "max_mamba_cache_size": 9}
 SCENES = {
-    "plain": Scene("quire-bundled", "full", "pages", 8, {"kv_memory": "6208KiB"}),  # 96 pages; a context is 128
-    "window": Scene("quire-bundled-window", "window", "windows", 3, _WINDOWS),
-    "recurrent": Scene("quire-bundled-recurrent", "state", "states", 3, _STATES),
+    "plain": Scene("quire-bundled", "full", 8, {"kv_memory": "6208KiB"}),  # 96 pages; a context is 128
+    "window": Scene("quire-bundled-window", "window", 3, _WINDOWS),
+    "recurrent": Scene("quire-bundled-recurrent", "state", 3, _STATES),
 }
 
 
 class DemoSettings(Settings):
     """What the demo shows."""
 
-    edition: Literal["plain", "window", "recurrent", "tiers", "all"] = setting("all", "What to show: {choices}.")
+    scene: Literal["plain", "window", "recurrent", "tiers", "all"] = setting(
+        "all", "What to show: {choices}.", aliases=("--edition",)
+    )
     turns: int = setting(3, "Questions in each conversation.", ge=2, le=16)
 
 
@@ -76,23 +80,23 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     """Show what the cache does: reuse, eviction and refusal, the pools of hybrids, and a conversation that outlives its
     server. Takes about a minute.
 
-    [dim]Example:[/dim] quire demo --edition window
+    [dim]Example:[/dim] quire demo --scene window
     """
     console, started_s = Console(quiet=as_json, highlight=False), time.perf_counter()
-    names = [name for name in TITLES if settings.edition in (name, "all")]
+    names = [name for name in TITLES if settings.scene in (name, "all")]
     length = "about a minute" if len(names) > 1 else "less than half a minute"
     console.print(f"The demo takes {length}, on small models on the CPU. It shows:")
     for number, name in enumerate(names, 1):
         console.print(f"  {number}. {TITLES[name]}")
     found: dict[str, Any] = {}
+    missing: list[str] = []
     for number, name in enumerate(names, 1):
-        with console.status(f"{number} of {len(names)}: {TITLES[name]} ..."):
+        title = TITLES[name]
+        with console.status(f"{number} of {len(names)}: {title} ..."):
             act, ticks, rows = show_tiers() if name == "tiers" else show(SCENES[name], settings.turns)
         found[name] = {**act, "checks": {tick.name: tick.passed for tick in ticks}}
-        table = Table.grid(padding=(0, 2))
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console.print(Panel(table, title=f"{number}. {TITLES[name]}", title_align="left", border_style="green"))
+        missing += [tick.name for tick in ticks if not tick.passed]
+        console.print(Panel(named_rows(rows), title=f"{number}. {title}", title_align="left", border_style="green"))
         for tick in ticks:
             mark = "[green]✓[/green]" if tick.passed else "[red]✗ not shown:[/red]"
             console.print(f"{mark} {tick.name}{f': {tick.numbers}' if tick.numbers else ''}")
@@ -100,22 +104,21 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
     console.print(f"Took {found['seconds']} s.")
-    if missing := [tick for name in names for tick, passed in found[name]["checks"].items() if not passed]:
+    if missing:
         raise AuditFailure(f"the demo did not show what it should: {', '.join(missing)}.")
 
 
 def show(scene: Scene, turns: int) -> tuple[dict[str, Any], list[Tick], Rows]:
     """Hold the conversations: the findings, what they had to show, and a table of them. Raises AuditFailure."""
-    from quire.engine.llm import LLM
-
-    with LLM(scene.model, **BASIC, **scene.settings) as llm:
+    with scene.engine() as llm:
         talked = _converse(llm, scene.talks, turns)
         limits = _limits(llm) if scene.short == "full" else {}
         llm.engine.audit()
         after = llm.statistics()
-        plan = after["plan"]
+    plan = after["plan"]
     every = [output for turn in talked for output in turn]
-    found = {name: after[name] for name in COUNTERS} | {
+    counters = ("prompt_tokens", "hit_tokens", "evicted_pages", "peak_shared_pages", "preemptions")
+    found = {name: after[name] for name in counters} | {
         "model": scene.model,
         "hit_tokens_by_turn": [sum(output.num_cached_tokens for output in turn) for turn in talked],
         "pools": {pool["name"]: after["frames"][pool["name"]] for pool in plan["pools"]},
@@ -134,9 +137,8 @@ def show(scene: Scene, turns: int) -> tuple[dict[str, Any], list[Tick], Rows]:
         rows.append(("Refused", limits["refusal"].get("message", "")))
     else:
         for key, about in FRAMES.items():
-            rows.append(
-                ("", ", ".join(f"{name} {pool[key]:,}" for name, pool in found["pools"].items()) + f": {about}")
-            )
+            counts = ", ".join(f"{name} {pool[key]:,}" for name, pool in found["pools"].items())
+            rows.append(("", f"{counts}: {about}"))
     return found, ticks_of(scene, found), rows
 
 
@@ -174,12 +176,10 @@ def _limits(llm: LLM) -> dict[str, Any]:
 
 def _equal_answers(scene: Scene, warm: list[RequestOutput]) -> int:
     """How many of the answers an engine without a prefix cache gives too."""
-    from quire.engine.llm import LLM
     from quire.scheduler.sampling_params import SamplingParams
 
-    ample = {**scene.settings, "kv_memory": "64MiB", "enable_prefix_caching": False}
     prompts = [{"prompt_token_ids": output.prompt_token_ids} for output in warm]
-    with LLM(scene.model, **BASIC, **ample) as uncached:
+    with scene.engine(kv_memory="64MiB", enable_prefix_caching=False) as uncached:
         cold = uncached.generate(prompts, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS))
     return sum(one.outputs[0].token_ids == other.outputs[0].token_ids for one, other in zip(warm, cold, strict=True))
 
@@ -190,17 +190,17 @@ def ticks_of(scene: Scene, found: Mapping[str, Any]) -> list[Tick]:
     hit, prompt = found["hit_tokens"], found["prompt_tokens"]
     ticks = [Tick("prefixes were reused", hit > 0, f"{hit:,} of {prompt:,} prompt tokens ({hit / max(1, prompt):.0%})")]
     if "refusal" in found:
-        served = found["largest_served_tokens"]
-        fits, refusal = served == found["largest_request"], found["refusal"]
-        ticks.append(Tick("pages were evicted", evicted > 0, f"{evicted:,}"))
-        ticks.append(Tick("a request that just fits was served", fits, counted(served, "token")))
-        ticks.append(Tick("a larger request was refused", refusal.get("status") == 413, refusal.get("code", "")))
+        served, refusal = found["largest_served_tokens"], found["refusal"]
+        ticks += [
+            Tick("pages were evicted", evicted > 0, f"{evicted:,}"),
+            Tick("a request that just fits was served", served == found["largest_request"], counted(served, "token")),
+            Tick("a larger request was refused", refusal.get("status") == 413, refusal.get("code", "")),
+        ]
     else:
         if scene.short == "state":
             ticks.append(Tick("checkpoints of states were saved for others", short["left"] > 0, f"{short['left']}"))
-        gone = f"{counted(short['dropped'], 'frame')}; {counted(evicted, 'page')} evicted"
-        stayed = f"{scene.frames} were given up while their prefixes stayed cached"
+        reclaimed = f"{scene.short}s were reclaimed while their prefixes stayed cached"
+        ticks.append(Tick(reclaimed, short["dropped"] > 0 == evicted, counted(short["dropped"], "frame")))
         equal = found["equal_answers"]
-        ticks.append(Tick(stayed, short["dropped"] > 0 == evicted, gone))
         ticks.append(Tick("without a cache the answers are the same", equal == found["answers"], f"{equal}"))
     return [*ticks, Tick("no frame leaked", not any(pool["private"] for pool in found["pools"].values()))]

@@ -9,20 +9,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import QuireError
+from quire.cli.server import Server, server_process
 from quire.plan.budget import format_bytes
 
 PAGE_SIZE = 16
@@ -33,7 +29,7 @@ FLAGS = (  # 40 pages on the device; such a small model computes faster than any
 SYSTEM_CHARACTERS = 900
 DAMAGED_PAGE = 5  # of the conversation, counted from 0
 TIERS = ("device", "host", "storage")
-PATIENCE_S, STOP_S = 10.0, 20.0
+PATIENCE_S = 10.0
 RULES = (
     "Write in complete sentences, and end each of them with a full stop.",
     "Mention the person or the thing that the user asks about in the first sentence.",
@@ -66,117 +62,62 @@ def question(subject: str, number: int, seed: int) -> str:
     return FOLLOW_UPS[(number + seed) % len(FOLLOW_UPS)] if number else f"Tell me about {subject}."
 
 
-@contextmanager
-def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
-    """`quire serve` on a free port, without variables `QUIRE_NAME`: its summary and its process, stopped at the end."""
-    with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
-        env = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, stdin=subprocess.DEVNULL, env=env
-        )
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            if not line:
-                process.wait(STOP_S)
-                log.seek(0)
-                raise start_error(log.read(), process.returncode)
-            yield json.loads(line), process
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-
-
-def start_error(log: str, exit_code: int) -> QuireError:
-    """What the server said before it ended."""
-    said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
-    try:
-        found = json.loads(said[0])["error"]
-    except (ValueError, KeyError, TypeError):
-        found = {"message": said[0]}
-    error = QuireError(found["message"], fix=found.get("fix", ""))
-    error.code, error.exit_code = found.get("code", error.code), max(exit_code, 1)
-    return error
-
-
-@dataclass(slots=True)
-class _Talk:
-    """One conversation with a server, and others that push it out of the device."""
-
-    url: str
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        from quire.cli.explain_server import Server
-
-        return Server(self.url, None).ask(path, body)
-
-    def ask(self, messages: Sequence[Mapping[str, str]], salt: str = "") -> dict[str, Any]:
-        """One answer, and where its prompt came from."""
-        body = {"messages": messages, "max_tokens": 16, "temperature": 0, "cache_salt": salt}
-        answer = self.request("/v1/chat/completions", body)
-        usage = answer["usage"]
-        tiers = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
-        return {"answer": answer["choices"][0]["message"]["content"], "prompt_tokens": usage["prompt_tokens"], **tiers}
-
-    def push(self, seed: int) -> None:
-        """One question of another conversation."""
-        self.ask([_system(seed), {"role": "user", "content": question("the house", 0, seed)}])
-
-    def last_question(self) -> dict[str, Any]:
-        """The last question of the conversation, and what the tiers of this server have done by then."""
-        found, statistics = self.ask(self.messages), self.request("/v1/cache/statistics")
-        lanes = statistics["tiers"]["links"]
-        moved = {name: counters["bytes"] for name, counters in lanes.items() if counters["bytes"]}
-        private = sum(frames["private"] for frames in statistics["frames"].values())
-        return found | {"moved_bytes": moved, "defects": statistics["tiers"]["defects"], "private_frames": private}
-
-    def wait_until_stored(self, run: Mapping[str, Any]) -> None:
-        """What that run computed again has been stored again."""
-        wanted, until = (run["prompt_tokens"] - run["storage"]) // PAGE_SIZE, time.monotonic() + PATIENCE_S
-        while self.request("/v1/cache/statistics")["tiers"]["archived_frames"] < wanted and time.monotonic() < until:
-            time.sleep(0.02)
-
-
-def _system(seed: int) -> dict[str, str]:
-    """A system prompt of half a context that no other seed shares."""
-    rules = (f"Style {seed}.", *RULES[seed:], *RULES[:seed])
-    return {"role": "system", "content": " ".join(rules)[:SYSTEM_CHARACTERS]}
-
-
 def show_tiers() -> tuple[dict[str, Any], list[Tick], Rows]:
     """Three servers on one directory, one after the other, and one question to each: findings, ticks and a table."""
     with tempfile.TemporaryDirectory(prefix="quire-demo-") as directory:
         flags = ["--storage", directory, *FLAGS.split()]
         with server_process(*flags) as (summary, _):
-            talk = _Talk(summary["url"], [_system(0)])
-            for number in range(2):
-                talk.messages.append({"role": "user", "content": question("Emma", number, 0)})
-                talk.messages.append({"role": "assistant", "content": talk.ask(talk.messages)["answer"]})
+            messages = _messages("Emma", 0)
+            for number in (1, 2):
+                answer = _ask(summary["url"], messages)["answer"]
+                messages.append({"role": "assistant", "content": answer})
+                messages.append({"role": "user", "content": question("Emma", number, 0)})
             for seed in (1, 2):
-                talk.push(seed)
-            talk.messages.append({"role": "user", "content": question("Emma", 2, 0)})
-            first = talk.last_question()
+                _ask(summary["url"], _messages("the house", seed))
+            first = _ask_last(summary["url"], messages)
         _damage(Path(directory), DAMAGED_PAGE)
         with server_process(*flags) as (summary, process):
-            talk.url = summary["url"]
-            second = talk.last_question()
-            stranger = talk.ask(talk.messages, salt="another")
-            talk.wait_until_stored(second)
-            talk.push(1)
+            second = _ask_last(summary["url"], messages)
+            stranger = _ask(summary["url"], messages, salt="another")
+            _wait_until_stored(summary["url"], (second["prompt_tokens"] - second["storage"]) // PAGE_SIZE)
+            _ask(summary["url"], _messages("the house", 1))
             process.kill()
         with server_process(*flags) as (summary, _):
-            talk.url = summary["url"]
-            third = talk.last_question()
+            third = _ask_last(summary["url"], messages)
     found = {name: summary[name] for name in ("model", "tiers")} | {"pool_tokens": summary["tokens_that_fit"]}
     found |= {"runs": [first, second, third], "stranger": stranger}
     return found, tier_ticks(found), _rows(found)
+
+
+def _messages(subject: str, seed: int) -> list[dict[str, str]]:
+    """The first question of a conversation, after a system prompt of half a context that no other seed shares."""
+    rules = (f"Style {seed}.", *RULES[seed:], *RULES[:seed])
+    system = {"role": "system", "content": " ".join(rules)[:SYSTEM_CHARACTERS]}
+    return [system, {"role": "user", "content": question(subject, 0, seed)}]
+
+
+def _ask(url: str, messages: Sequence[Mapping[str, str]], salt: str = "") -> dict[str, Any]:
+    """One answer, and where its prompt came from."""
+    body = {"messages": messages, "max_tokens": 16, "temperature": 0, "cache_salt": salt}
+    answer = Server(url).ask("/v1/chat/completions", body)
+    usage = answer["usage"]
+    tiers = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
+    return {"answer": answer["choices"][0]["message"]["content"], "prompt_tokens": usage["prompt_tokens"], **tiers}
+
+
+def _ask_last(url: str, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """The last answer of the conversation, and what the tiers of this server have done by then."""
+    found, statistics = _ask(url, messages), Server(url).ask("/v1/cache/statistics")
+    tiers = statistics["tiers"]
+    moved = {name: counters["bytes"] for name, counters in tiers["links"].items() if counters["bytes"]}
+    private = sum(frames["private"] for frames in statistics["frames"].values())
+    return found | {"moved_bytes": moved, "defects": tiers["defects"], "private_frames": private}
+
+
+def _wait_until_stored(url: str, frames: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while Server(url).ask("/v1/cache/statistics")["tiers"]["archived_frames"] < frames and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def _damage(directory: Path, number: int) -> None:
@@ -200,7 +141,7 @@ def tier_ticks(found: Mapping[str, Any]) -> list[Tick]:
     answers = {run["answer"] for run in (first, second, third, found["stranger"])}
     strange = sum(found["stranger"][tier] for tier in TIERS)
     whole = third["storage"] == reusable and not third["defects"]
-    from_store = f"{third['storage']:,} of {third['prompt_tokens']:,} prompt tokens, every whole page"
+    from_store = f"{third['storage']:,} of {third['prompt_tokens']:,} tokens"
     return [
         Tick("what had left the device came back from host memory", first["host"] > 0 < loaded, format_bytes(loaded)),
         Tick("after a stop and a start, it came from storage", second["storage"] > 0 < fetched, format_bytes(fetched)),

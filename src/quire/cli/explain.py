@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from urllib.parse import quote
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
-from quire.cli.replay_request import ReplayedCache, ReplayedEngine
+from quire.cli.replay import ReplayedCache, ReplayedEngine
 from quire.cli.report import Report
+from quire.cli.server import Server
 from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from quire.cli.explain_server import Server
 
 _SERVER = "Of a live server"
 
@@ -60,8 +58,6 @@ def explain(asked: Asked, cache: ExplainedCache, key: ServerKey) -> Report:
     [dim]Example:[/dim] quire explain --url http://127.0.0.1:8000 chatcmpl-0123
     """
     if asked.url is not None:
-        from quire.cli.explain_server import Server
-
         _refuse_replays(asked, cache)
         server = Server(asked.url, key.api_key)
         return _server_report(server) if asked.source is None else _sequences_report(server, asked.source)

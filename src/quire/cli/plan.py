@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import typer
-from rich.console import Console
-from rich.panel import Panel
+from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.plan_request import PlanRequest
+from quire.cli.report import Report, named_rows, panel, plain_table
 from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
 
@@ -45,7 +44,7 @@ class PlanOutput(Settings):
     names: bool = setting(False, "Print the catalogue.", group=_OUTPUT, option="--list")
 
 
-def plan(request: PlanRequest, output: PlanOutput, *, as_json: bool) -> None:
+def plan(request: PlanRequest, output: PlanOutput) -> Report:
     """Plan a server's memory from a model's config.json and a budget.
 
     Exit codes: 0 fits, 2 does not fit or bad input, 3 a model or combination that is refused.
@@ -53,22 +52,20 @@ def plan(request: PlanRequest, output: PlanOutput, *, as_json: bool) -> None:
     [dim]Example:[/dim] quire plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k
     """
     if output.names:
-        _print_catalogue(as_json)
-    elif output.compare is not None:
-        _compare(output.compare, request, as_json)
-    else:
-        if output.sweep is None and (output.plot is not None or output.values is not None):
-            raise InvalidInput("--plot and --values belong to a sweep.", fix="add --sweep context, say.")
-        subject, settings = request.planned_model(), request.settings()
-        if output.measure:
-            settings = _measured(request.model or "", settings)
-        if output.sweep is not None:
-            _sweep(subject, settings, output.sweep, output.values, output.plot, as_json)
-        else:
-            _one(subject, settings, why=output.why, as_json=as_json)
+        return _catalogue()
+    if output.compare is not None:
+        return _comparison(output.compare, request)
+    if output.sweep is None and (output.plot is not None or output.values is not None):
+        raise InvalidInput("--plot and --values belong to a sweep.", fix="add --sweep context, say.")
+    subject, settings = request.planned_model(), request.settings()
+    if output.measure:
+        settings = _measured(request.model or "", settings)
+    if output.sweep is not None:
+        return _sweep(subject, settings, output.sweep, output.values, output.plot)
+    return _one(subject, settings, why=output.why)
 
 
-def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool, as_json: bool) -> None:
+def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool) -> Report:
     from quire.cli.plan_table import plan_panel
     from quire.plan.advice import options_to_fit
     from quire.plan.report import explain, plan_as_dict
@@ -76,62 +73,43 @@ def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool, as_json: b
     found = subject.plan_or_least(settings)
     to_fit = () if found.fits else options_to_fit(found, subject.plan)
     data = plan_as_dict(found, to_fit=to_fit, model=subject.name) | {"source": subject.found}
-    lines = explain(found) if why else []
-    if as_json:
-        print(json.dumps(data | ({"why": [{"name": what, "why": reason} for what, reason in lines]} if why else {})))
-    else:
-        Console().print(plan_panel(data, title=_title(subject, settings), why=lines))
-    if not found.fits:
-        raise typer.Exit(EXIT_DOES_NOT_FIT)
-
-
-def _title(subject: PlannedModel, settings: PlanSettings) -> str:
+    if why:
+        data["why"] = [{"name": what, "why": reason} for what, reason in explain(found)]
     parallel = settings.parallel
-    parts = [f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "dcp") if getattr(parallel, name) > 1]
     where = f" on {settings.device.name}" if settings.device is not None else ""
-    return f"{subject.name}{where}{', ' if parts else ''}{', '.join(parts)}:"
+    ranks = [f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "dcp") if getattr(parallel, name) > 1]
+    title = ", ".join([f"{subject.name}{where}", *ranks]) + ":"
+    return Report(data, lambda: [plan_panel(data, title)], 0 if found.fits else EXIT_DOES_NOT_FIT)
 
 
-def _sweep(
-    subject: PlannedModel, settings: PlanSettings, what: str, values: str | None, plot: Path | None, as_json: bool
-) -> None:
-    from quire.cli.plan_sweep import draw, sweep_rows
-    from quire.cli.plan_table import rows_table
+def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str | None, plot: Path | None) -> Report:
+    from quire.cli.plan_sweep import sweep_rows
 
-    columns, rows = sweep_rows(subject, settings, what, values)
-    fits = any(row[columns.index("fits")] for row in rows)
+    rows = sweep_rows(subject, settings, what, values)
     if plot is not None:
-        draw(plot, subject.name, what, rows)
-    if as_json:
-        print(
-            json.dumps(
-                {"model": subject.name, "sweep": what, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
-            )
-        )
-        raise typer.Exit(0 if fits else EXIT_DOES_NOT_FIT)
-    console = Console()
-    console.print(
-        Panel(rows_table(columns, rows), title=f"[bold]{subject.name}[/bold]", title_align="left", expand=False)
-    )
-    if plot is not None:
-        console.print(f"Drawn into {plot}.")
-    if not fits:
-        raise typer.Exit(EXIT_DOES_NOT_FIT)
+        from quire.cli.chart import draw_sweep
+
+        draw_sweep(plot, subject.name, what, rows)
+
+    def shown() -> Iterator[RenderableType]:
+        columns = tuple(rows[0])
+        yield panel(plain_table(columns, (tuple(row.values()) for row in rows), wraps=columns), subject.name)
+        if plot is not None:
+            yield f"Drawn into {plot}."
+
+    data = {"model": subject.name, "sweep": what, "rows": rows}
+    return Report(data, shown, 0 if any(row["fits"] for row in rows) else EXIT_DOES_NOT_FIT)
 
 
-def _compare(two: tuple[str, str], request: PlanRequest, as_json: bool) -> None:
-    from quire.cli.plan_table import rows_table
+def _comparison(two: tuple[str, str], request: PlanRequest) -> Report:
     from quire.plan.report import comparison, plan_as_dict
 
     requests = {text: request.changed(text) for text in two}
     plans = {text: each.planned_model().plan_or_least(each.settings()) for text, each in requests.items()}
-    if as_json:
-        print(json.dumps({name: plan_as_dict(found, model=name) for name, found in plans.items()}))
-        return
+    data = {name: plan_as_dict(found, model=name) for name, found in plans.items()}
+    columns = ("", *plans)
     rows = [(what, *numbers) for what, numbers in comparison(plans)]
-    Console().print(
-        Panel(rows_table(("", *plans), rows), title="[bold]Side by side[/bold]", title_align="left", expand=False)
-    )
+    return Report(data, lambda: [panel(plain_table(columns, rows, wraps=columns), "Side by side")])
 
 
 def _measured(model: str, settings: PlanSettings) -> PlanSettings:
@@ -146,12 +124,8 @@ def _measured(model: str, settings: PlanSettings) -> PlanSettings:
     return replace(settings, device=device, measured=lines)
 
 
-def _print_catalogue(as_json: bool) -> None:
+def _catalogue() -> Report:
     from quire.spec.catalogue import CATALOGUE
 
-    if as_json:
-        print(json.dumps({name: known.hub for name, known in CATALOGUE.items()}))
-        return
-    console = Console()
-    for name, known in CATALOGUE.items():
-        console.print(Text.assemble((f"{name:30} ", "bold"), (known.hub, "dim")))
+    hubs = {name: known.hub for name, known in CATALOGUE.items()}
+    return Report(hubs, lambda: [named_rows((name, Text(hub, "dim")) for name, hub in hubs.items())])

@@ -3,15 +3,75 @@
 from __future__ import annotations
 
 import inspect
-import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.text import Text
 
-from quire.cli.replay_request import ReplayedCache, ReplayedEngine, ReplayedTiers
-from quire.engine.setting import Settings, setting
+from quire.cli.report import Report, named_rows
+from quire.engine.config import LoadWord, PrefetchWord, WriteWord
+from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput
+
+_COST, _ENGINE, _TIERS = "Cost of steps", "Engine", "Below the device"
+
+
+class ReplayedCache(Settings):
+    """The caches that a trace is replayed through, and which part of the trace."""
+
+    policy: str = setting("lru,density", "Eviction policies to compare: lru,lfu.", group="Cache")
+    pool_tokens: str | None = setting(
+        None,
+        "Pool sizes: tokens (64k), or parts of what the trace would fill (1/16,1/4).",
+        group="Cache",
+        otherwise="1/8, or more where that holds no request",
+    )
+    page_size: str = setting("16", "Page sizes, in tokens: 1,16,64.", group="Cache", aliases=("--block-size",))
+    model: list[str] = setting(
+        [],
+        "Plan the pools of this model: a name of the catalogue or a config.json; may be repeated.",
+        group="Cache",
+        aliases=("-m",),
+    )
+    limit: int | None = setting(None, "Only the first N requests.", group="Output", ge=1)
+    seed: int = setting(0, "Seed of a workload.", group="Output")
+
+
+class ReplayedEngine(Settings):
+    """The engine that replays, and what its steps cost."""
+
+    gpu: str = setting("h100-80gb", "A device whose published peaks give the times.", group=_COST)
+    tp: int = setting(1, "Devices that share the work of a step.", group=_COST)
+    prefill_rate: float | None = setting(None, "Prompt tokens per second, instead of a device.", group=_COST)
+    decode_ms: float | None = setting(None, "Milliseconds of a decode step, instead of a device.", group=_COST)
+    fit: bool = setting(False, "Measure the engine here with the bundled model.", group=_COST, option="--fit")
+    max_running_requests: int = setting(
+        256, "Requests that run at once.", group=_ENGINE, aliases=("--max-running", "--max-num-seqs"), ge=1
+    )
+    max_num_batched_tokens: int = setting(2048, "Tokens of one step.", group=_ENGINE)
+    overlap: bool = setting(False, "Launch a step before the one before it has settled.", group=_ENGINE)
+    order: str = setting("fcfs", "Which waiting request goes first: fcfs, or lpm.", group=_ENGINE)
+    check: str = setting(
+        "off", "off; reads: every page that a step reads; all: and the laws of the cache.", group="Output"
+    )
+
+
+class ReplayedTiers(Settings):
+    """The tiers below the simulated device; bandwidths in GB/s."""
+
+    host_tokens: Tokens | None = setting(
+        None, "Tokens that host memory holds; everything is replayed without it and with it.", group=_TIERS
+    )
+    host_memory: Bytes | None = setting(None, "The same in bytes: 64GiB.", group=_TIERS)
+    storage_tokens: Tokens | None = setting(None, "Tokens that storage behind it holds.", group=_TIERS)
+    host_bandwidth: float | None = setting(None, "GB/s each way.", group=_TIERS, otherwise="the device's bus", gt=0)
+    storage_bandwidth: float | None = setting(None, "GB/s each way.", group=_TIERS, otherwise="7", gt=0)
+    write_policy: WriteWord = setting("write_through", "{choices}.", group=_TIERS)
+    prefetch_policy: PrefetchWord = setting("break_even", "{choices}.", group=_TIERS, aliases=("--prefetch",))
+    load: LoadWord = setting(
+        "break_even", "{choices}; break_even only where that is faster than computing.", group=_TIERS
+    )
 
 
 class ReplayOutput(Settings):
@@ -22,9 +82,7 @@ class ReplayOutput(Settings):
     names: bool = setting(False, "Print workloads, trace formats and policies.", group="Output", option="--list")
 
 
-def replay(
-    output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers, *, as_json: bool
-) -> None:
+def replay(output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers) -> Report:
     """Replay a trace through the cache and the scheduler of the engine, on a simulated device.
 
     Nothing waits: times are those of a virtual clock, from what steps would cost. Requests that can never fit are
@@ -33,53 +91,46 @@ def replay(
     [dim]Example:[/dim] quire replay chat --policy lru,lfu --pool-tokens 1/16,1/8,1/4 --check reads
     """
     if output.names:
-        _print_names(as_json)
-        return
+        return _names()
     if output.trace is None:
         raise InvalidInput("no trace is named.", fix="name a file or a workload; see --list.")
+    from quire.cli.chart import check_chart, draw_runs
     from quire.cli.replay_grid import grid_of
-    from quire.cli.replay_plot import check_picture, draw_runs
-    from quire.cli.replay_table import heading, progress_bar, remarks, run_tables, tier_tables
+    from quire.cli.replay_table import progress_bar, shown_runs
     from quire.sim.comparison import compare
     from quire.sim.trace import open_trace
 
     plot = output.plot
     grid = grid_of(cache, engine, tiers)
     if plot is not None:
-        check_picture(plot)
+        check_chart(plot)
     trace = open_trace(output.trace, limit=cache.limit, seed=cache.seed)
     with progress_bar(len(trace)) as progress:
         runs = compare(trace, grid, progress)
     if plot is not None:
         draw_runs(plot, trace.name, runs)
-    if as_json:
-        print(json.dumps([run.as_dict() for run in runs]))
-        return
-    console = Console()
-    console.print(heading(trace, runs))
-    for table in run_tables(runs):
-        console.print(table, "")
-    for table in tier_tables(runs):
-        console.print(table, "")
-    for remark in remarks(runs):
-        console.print(remark)
-    if plot is not None:
-        console.print(f"Drawn into {plot}.")
+
+    def shown() -> Iterator[RenderableType]:
+        yield from shown_runs(trace, runs)
+        if plot is not None:
+            yield f"Drawn into {plot}."
+
+    return Report([run.as_dict() for run in runs], shown)
 
 
-def _print_names(as_json: bool) -> None:
+def _names() -> Report:
     from quire.prefix.evict import POLICIES
     from quire.sim.trace import FORMATS
     from quire.sim.workloads import WORKLOADS
 
     workloads = {name: inspect.cleandoc(make.__doc__ or "") for name, make in WORKLOADS.items()}
     formats = [found.name for found in FORMATS]
-    if as_json:
-        print(json.dumps({"workloads": workloads, "formats": formats, "policies": list(POLICIES)}))
-        return
-    console = Console()
-    console.print("Workloads, with settings as in chat:requests=500,rate=4:", style="bold")
-    for name, about in workloads.items():
-        console.print(Text.assemble((f"  {name:26} ", "bold"), (about.partition(". ")[0].replace("\n", " "), "dim")))
-    console.print("Trace formats: " + ", ".join(formats), highlight=False)
-    console.print("Policies: " + ", ".join(POLICIES), highlight=False)
+
+    def shown() -> Iterator[RenderableType]:
+        yield Text("Workloads, with settings as in chat:requests=500,rate=4:", "bold")
+        summaries = {name: about.partition(". ")[0].replace("\n", " ") for name, about in workloads.items()}
+        yield named_rows((f"  {name}", Text(about, "dim")) for name, about in summaries.items())
+        yield "Trace formats: " + ", ".join(formats)
+        yield "Policies: " + ", ".join(POLICIES)
+
+    return Report({"workloads": workloads, "formats": formats, "policies": list(POLICIES)}, shown)

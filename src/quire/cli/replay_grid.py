@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.cli.planned_model import PlannedModel, planned_model
-from quire.cli.replay_request import ReplayedCache, ReplayedEngine, ReplayedTiers
+from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedTiers
 from quire.errors import InvalidInput
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan

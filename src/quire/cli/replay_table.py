@@ -1,4 +1,4 @@
-"""The runs of `quire replay` as a person reads them: a table for each model, and progress while they go on."""
+"""The runs of `quire replay` as a person reads them: a table for each model and pool, and progress meanwhile."""
 
 from __future__ import annotations
 
@@ -7,75 +7,69 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from quire.cli.report import plain_table
 from quire.plan.budget import counted
 from quire.sim.comparison import ReportProgress
 from quire.sim.result import ReplayResult
 from quire.sim.trace_request import Trace
 
 _COLUMNS = {
-    "policy": 0, "hit": 6, "of gap": 6, "evicted": 7, "preempts": 8, "TTFT": 7, "p99": 7, "out/s": 6, "manager": 7,
-    "digest": 0,
+    "policy": 8, "hit": 6, "of gap": 6, "evicted": 7, "preempts": 8, "TTFT": 7, "p99": 7, "out/s": 6, "manager": 7,
+    "digest": 8,
 }  # fmt: skip
-"""Columns of a table and their least widths; 0 for those that stand on the left."""
+"""Columns of a table and their least widths, so that tables of different pools look alike."""
+
+_LEGEND = (
+    "hit: share of the prompt tokens that were cached. optimum: the most that any policy could hit in this pool; "
+    "ideal: in a pool that holds everything. of gap: the part of the way from lru to the optimum.\n"
+    "evicted: tokens. preempts: preemptions. TTFT, p99: time to the first token, median and 99th percentile; "
+    "out/s: output tokens a second; all three on the simulated device.\n"
+    "manager: CPU time of scheduler and cache. digest: equal where all hits and evictions are."
+)
+_PERCENTILES = (50, 95, 99)
+_TIER_COLUMNS = ("policy", "device", "host", "storage", "declined", "saved", "loaded", "fetched")
 
 
-def run_tables(runs: Sequence[ReplayResult]) -> Iterator[Table]:
-    """A table for each model, page size and pool, in the order of the runs: its policies, and what they could reach."""
-    for (model, page_size, pool), group in groupby(runs, key=attrgetter("place")):
-        same = list(group)
-        share = pool / same[0].working_set_tokens if same[0].working_set_tokens else 0.0
-        table = Table(
-            title=f"{model}: pages of {page_size}, {pool:,} tokens, {share:.3g} of the working set{_refused(same[0])}",
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            padding=(0, 1, 0, 0),
-        )
-        for name, width in _COLUMNS.items():
-            table.add_column(name, justify="right" if width else "left", no_wrap=True, min_width=width or 8)
-        for run in same:
-            table.add_row(*_row(run))
-        table.add_row("optimum", f"{same[0].optimal_hit_rate:.2%}", style="dim")
-        table.add_row("ideal", f"{same[0].ideal_hit_rate:.2%}", style="dim")
-        yield table
-
-
-def heading(trace: Trace, runs: Sequence[ReplayResult]) -> Text:
-    """The trace, and what it would fill."""
-    return Text(
+def shown_runs(trace: Trace, runs: Sequence[ReplayResult]) -> Iterator[RenderableType]:
+    """The trace and what it would fill, a table for each model, page size and pool, and remarks."""
+    yield Text(
         f"{trace.source}: {counted(len(trace), 'request')}, {trace.prompt_tokens:,} prompt and "
         f"{trace.output_tokens:,} output tokens; a working set of {runs[0].working_set_tokens:,}.\n"
     )
+    pools = [list(group) for _, group in groupby(runs, key=attrgetter("place"))]
+    for same in pools:
+        yield _run_table(same)
+        yield ""
+    yield Text(f"{_LEGEND}\n", style="dim")
+    for same in pools:
+        if any(run.tiers for run in same):
+            for table in _tier_tables(same):
+                yield table
+                yield ""
+    yield from _remarks(pools)
 
 
-def remarks(runs: Sequence[ReplayResult]) -> Iterator[Text]:
-    """What a table does not say: pools that are larger than was asked for; requests that were refused, which depends on
-    the pool alone, and why the first of them was; and what was checked."""
-    for note in dict.fromkeys(run.pool_note for run in runs if run.pool_note):
-        yield Text(note, style="yellow")
-    for (model, page_size, pool), group in groupby(runs, key=attrgetter("place")):
-        result = next(group)
-        refused = [record for record in result.records if record.refused]
-        if refused:
-            yield Text(
-                f"{model}, pages of {page_size}, {pool:,} tokens: {len(refused):,} of {len(result.records):,} requests "
-                f"were refused; their {result.refused_tokens:,} prompt tokens count as not hit. The first: "
-                f"{refused[0].refused}",
-                style="yellow",
-            )
-    yield from tier_remarks(runs)
-    if runs and runs[0].checked != "off":
-        yield Text("Every page that a step read held what it must.", style="green")
+def _run_table(same: Sequence[ReplayResult]) -> Table:
+    """The policies in one pool, and what they could reach."""
+    first = same[0]
+    share = first.pool_tokens / first.working_set_tokens if first.working_set_tokens else 0.0
+    refused = f"; {count:,} refused" if (count := first.count("refused")) else ""
+    title = f"{_pool_of(first, ':')}, {share:.3g} of the working set{refused}"
+    table = plain_table(tuple(_COLUMNS), map(_row, same), left=("policy", "digest"), title=title)
+    for column, width in zip(table.columns, _COLUMNS.values(), strict=True):
+        column.min_width = width
+    for name, rate in (("optimum", first.optimal_hit_rate), ("ideal", first.ideal_hit_rate)):
+        table.add_row(name, f"{rate:.2%}", style="dim")
+    return table
 
 
-def _refused(run: ReplayResult) -> str:
-    count = run.count("refused")
-    return f"; {count:,} refused" if count else ""
+def _pool_of(run: ReplayResult, after_model: str = ",") -> str:
+    return f"{run.model}{after_model} pages of {run.page_size}, {run.pool_tokens:,} tokens"
 
 
 def _row(result: ReplayResult) -> tuple[str, ...]:
@@ -102,53 +96,20 @@ def _short(count: int) -> str:
     return f"{count:,}"
 
 
-_PERCENTILES = (50, 95, 99)
-_TIER_COLUMNS = ("policy", "device", "host", "storage", "declined", "saved", "loaded", "fetched")
+def _tier_tables(same: Sequence[ReplayResult]) -> Iterator[Table]:
+    """Where the tokens of one pool were hit, and what moved; then times to the first token without tiers and with."""
+    where = _pool_of(same[0], ":")
+    uses = [_tier_use(run) for run in same if run.tiers is not None]
+    yield plain_table(_TIER_COLUMNS, uses, title=f"{where}: hits by tier, and GB moved")
+    names = ("policy", *(f"p{percentile}" for percentile in _PERCENTILES), "mean")
+    rows = []
+    for without, beside in zip(same[::2], same[1::2], strict=True):
+        pairs = zip(_first_token_times(without), _first_token_times(beside), strict=True)
+        rows.append((without.policy, *(f"{before:.3f} -> {after:.3f}" for before, after in pairs)))
+    yield plain_table(names, rows, title=f"{where}: seconds to the first token, with and without")
 
 
-def tier_tables(runs: Sequence[ReplayResult]) -> Iterator[Table]:
-    """For each model, page size and pool that was replayed with tiers: where its tokens were hit, and what moved; then
-    the times to the first token without tiers and with them."""
-    for place in dict.fromkeys(run.place for run in runs):
-        same = [run for run in runs if run.place == place]
-        if not any(run.tiers for run in same):
-            continue
-        model, page_size, pool = place
-        where = f"{model}: pages of {page_size}, {pool:,} tokens"
-        table = _table(f"{where}: hits by tier, and GB moved", _TIER_COLUMNS)
-        for run in same:
-            if run.tiers is not None:
-                table.add_row(*_uses(run))
-        yield table
-        names = [f"p{percentile}" for percentile in _PERCENTILES] + ["mean"]
-        table = _table(f"{where}: seconds to the first token, with and without", ("policy", *names))
-        for without, beside in zip(same[::2], same[1::2], strict=True):
-            table.add_row(without.policy, *map(_change, _times(without), _times(beside)))
-        yield table
-
-
-def tier_remarks(runs: Sequence[ReplayResult]) -> Iterator[Text]:
-    """How large and fast the tiers were, and which links turned themselves off, when and why."""
-    for tiers in [run.tiers for run in runs if run.tiers is not None][:1]:
-        storage = ""
-        if tiers.storage_tokens:
-            storage = f"; storage of {tiers.storage_tokens:,} at {tiers.storage_bandwidth / 1e9:.1f} GB/s"
-        yield Text(f"A host of {tiers.host_tokens:,} tokens at {tiers.host_bandwidth / 1e9:.1f} GB/s{storage}.")
-    for run in runs:
-        for change in run.tiers.changes if run.tiers is not None else ():
-            what = f"turned itself off: {change.why}" if change.why else "is on again"
-            policy, pool = run.policy, f"{run.pool_tokens:,} tokens"
-            yield Text(f"{policy}, {pool}, after {change.time:.1f} s: {change.link} {what}.", style="yellow")
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    return table
-
-
-def _uses(result: ReplayResult) -> tuple[str, ...]:
+def _tier_use(result: ReplayResult) -> tuple[str, ...]:
     tiers = result.tiers
     assert tiers is not None
     shares = (tiers.device_hit_tokens, tiers.host_hit_tokens, tiers.storage_hit_tokens, tiers.declined_tokens)
@@ -157,12 +118,36 @@ def _uses(result: ReplayResult) -> tuple[str, ...]:
     return (result.policy, *(f"{share / tokens:.2%}" for share in shares), *(f"{size / 1e9:.2f}" for size in moved))
 
 
-def _times(result: ReplayResult) -> list[float]:
+def _first_token_times(result: ReplayResult) -> list[float]:
     return [*result.first_token_seconds(_PERCENTILES), result.mean_first_token_seconds]
 
 
-def _change(without: float, beside: float) -> str:
-    return f"{without:.3f} -> {beside:.3f}"
+def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
+    """Larger pools than asked for; refused requests, which depend on the pool alone; what tiers did; what was
+    checked."""
+    runs = [run for same in pools for run in same]
+    for note in dict.fromkeys(run.pool_note for run in runs if run.pool_note):
+        yield Text(note, style="yellow")
+    for first, *_ in pools:
+        refused = [record.refused for record in first.records if record.refused]
+        if refused:
+            yield Text(
+                f"{_pool_of(first)}: {len(refused):,} of {len(first.records):,} requests were refused; their "
+                f"{first.refused_tokens:,} prompt tokens count as not hit. The first: {refused[0]}",
+                style="yellow",
+            )
+    for tiers in [run.tiers for run in runs if run.tiers is not None][:1]:
+        storage = ""
+        if tiers.storage_tokens:
+            storage = f"; storage of {tiers.storage_tokens:,} at {tiers.storage_bandwidth / 1e9:.1f} GB/s"
+        yield Text(f"A host of {tiers.host_tokens:,} tokens at {tiers.host_bandwidth / 1e9:.1f} GB/s{storage}.")
+    for run in runs:
+        for change in run.tiers.changes if run.tiers is not None else ():
+            what = f"turned itself off: {change.why}" if change.why else "is on again"
+            pool = f"{run.policy}, {run.pool_tokens:,} tokens"
+            yield Text(f"{pool}, after {change.time:.1f} s: {change.link} {what}.", style="yellow")
+    if runs[0].checked != "off":
+        yield Text("Every page that a step read held what it must.", style="green")
 
 
 class _Rate(ProgressColumn):

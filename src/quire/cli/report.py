@@ -77,12 +77,12 @@ def cell(value: Any) -> str | Text:
 
 
 def named_rows(rows: Iterable[tuple[str, str | Text]]) -> Table:
-    """Names in bold, and a text beside each."""
+    """Names in bold, and a text beside each, without markup."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
     for name, text in rows:
-        table.add_row(name, text)
+        table.add_row(name, Text(text) if isinstance(text, str) else text)
     return table
 
 

@@ -8,11 +8,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
+from quire.cli.report import named_rows, panel
 from quire.engine.config import EngineConfig
 from quire.serve.config import ServerConfig
 
@@ -50,7 +50,7 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
         if as_json:
             print(json.dumps(summary), flush=True)
         else:
-            console.print(_panel(summary))
+            console.print(_ready_panel(summary))
 
     try:
         with without_torch():
@@ -66,21 +66,16 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
     """What the server resolved its settings to."""
     statistics = running.engine.start_statistics
     plan = statistics["plan"]
+    same = (
+        "architecture", "dtype", "device", "kv_bytes", "num_pages", "page_size", "bytes_per_token", "context",
+        "largest_request", "max_running_requests",
+    )  # fmt: skip
     return {
         "url": running.url,
         "model": running.model_name,
-        "architecture": statistics["architecture"],
-        "dtype": statistics["dtype"],
-        "device": statistics["device"],
+        **{name: statistics[name] for name in same},
         "kv_dtype": plan["kv_dtype"],
-        "kv_bytes": statistics["kv_bytes"],
-        "num_pages": statistics["num_pages"],
-        "page_size": statistics["page_size"],
         "tokens_that_fit": plan["max_total_num_tokens"],
-        "bytes_per_token": statistics["bytes_per_token"],
-        "context": statistics["context"],
-        "largest_request": statistics["largest_request"],
-        "max_running_requests": statistics["max_running_requests"],
         "policy": config.policy,
         "eviction": config.eviction,
         "prefix_caching": config.enable_prefix_caching,
@@ -89,42 +84,26 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
     }
 
 
-def _panel(summary: dict[str, Any]) -> Panel:
+def _ready_panel(summary: dict[str, Any]) -> Panel:
     from quire.cli.plan_table import ledger_table, summary_table
     from quire.engine.tier_report import tier_rows
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_row("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})")
+    plan, tiers = summary["plan"], summary["tiers"]
     sharing = "on" if summary["prefix_caching"] else "off"
-    table.add_row("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}")
-    tiers = summary["tiers"]
-    for name, text in tier_rows(tiers) if tiers else ():
-        table.add_row(name, Text(text))
-    table.add_row("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)")
-    plan = summary["plan"]
-    return Panel(
-        Group(ledger_table(plan), Text(""), summary_table(plan), table, *_warnings(plan), *_notes(tiers)),
-        title="[bold]Quire is ready[/bold]",
-        title_align="left",
-        border_style="green",
-        expand=False,
-    )
-
-
-def _warnings(plan: dict[str, Any]) -> list[Text]:
-    """What an operator should know before the first request."""
-    if plan["fits"]:
-        return []
-    text = (
-        f"No request of the whole context of {plan['context']:,} tokens fits, so `quire plan` says 'does not fit'; the "
-        f"largest is {plan['largest_request']:,} tokens. Use --max-model-len {plan['largest_request']}, or raise "
-        "--kv-memory."
-    )
-    return [Text(text, style="bold yellow")]
-
-
-def _notes(tiers: dict[str, Any] | None) -> list[Text]:
-    """What was chosen for the operator, and what will bring little."""
-    return [Text(f"Note: {note}", style="dim") for note in tiers["notes"]] if tiers else []
+    rows = [
+        ("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})"),
+        ("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}"),
+        *(tier_rows(tiers) if tiers else ()),
+        ("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)"),
+    ]
+    parts: list[RenderableType] = [ledger_table(plan), "", summary_table(plan), named_rows(rows)]
+    if not plan["fits"]:
+        largest = plan["largest_request"]
+        text = (
+            f"No request of the whole context of {plan['context']:,} tokens fits, so `quire plan` says 'does not fit'; "
+            f"the largest is {largest:,} tokens. Use --max-model-len {largest}, or raise --kv-memory."
+        )
+        parts.append(Text(text, style="bold yellow"))
+    if tiers:
+        parts += [Text(f"Note: {note}", style="dim") for note in tiers["notes"]]
+    return panel(Group(*parts), "Quire is ready", "green")

@@ -1,16 +1,18 @@
-"""Pictures of replays: hit rate against pool size, and what the pool held over time."""
+"""Charts, with matplotlib: replays over pool sizes and time, and the sweep of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidInput
 from quire.sim.result import ReplayResult
 
+_DARK, _LIGHT = "#3b6ea5", "#a9c4e0"
 
-def check_picture(path: Path) -> None:
+
+def check_chart(path: Path) -> None:
     """Raises InvalidInput if the drawing library or the folder is missing, or the format is unknown."""
     try:
         import matplotlib as mpl
@@ -34,9 +36,9 @@ def draw_runs(path: Path, title: str, runs: Sequence[ReplayResult]) -> None:
 
     Left a line for each policy over the pool sizes, with the ideal and the optimum dashed; right the share of the pool
     that requests held, and that was cached, in the run with the first policy and the largest pool. Raises InvalidInput
-    where the file cannot be written, and what `check_picture` raises.
+    where the file cannot be written, and what `check_chart` raises.
     """
-    check_picture(path)
+    check_chart(path)
     from matplotlib import pyplot
 
     first = runs[0]
@@ -45,11 +47,28 @@ def draw_runs(path: Path, title: str, runs: Sequence[ReplayResult]) -> None:
     _draw_rates(rates, shown)
     _draw_occupancy(pool, max(shown, key=lambda run: run.pool_tokens))
     figure.suptitle(f"{title}: {first.model}, pages of {first.page_size}")
-    save_picture(figure, path)
+    _save(figure, path)
 
 
-def save_picture(figure: Any, path: Path) -> None:
-    """Write and close a figure. Raises InvalidInput if the file cannot be written."""
+def draw_sweep(path: Path, title: str, what: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw tokens and requests over the values of a sweep into `path`. Raises as `draw_runs`."""
+    check_chart(path)
+    from matplotlib import pyplot
+
+    names = [str(row[what]) for row in rows]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, column in zip(axes, ("tokens", "requests at once"), strict=True):
+        heights = [row[column] or 0 for row in rows]
+        axis.bar(names, heights, color=_DARK)
+        axis.bar_label(axis.containers[0], labels=[f"{height:,}" for height in heights], fontsize=8)
+        axis.set_xlabel(what)
+        axis.set_title(column)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     try:
@@ -84,11 +103,9 @@ def _draw_rates(axis: Any, runs: Sequence[ReplayResult]) -> None:
 def _draw_occupancy(axis: Any, run: ReplayResult) -> None:
     samples = run.occupancy
     times = [sample.time for sample in samples]
-    # A sample holds until the next: `step` draws it so.
     held, cached = [sample.held for sample in samples], [sample.cached for sample in samples]
-    axis.stackplot(
-        times, held, cached, labels=("held by requests", "cached"), colors=("#3b6ea5", "#a9c4e0"), step="post"
-    )
+    # A sample is valid until the next one, hence `step`.
+    axis.stackplot(times, held, cached, labels=("held by requests", "cached"), colors=(_DARK, _LIGHT), step="post")
     axis.set_ylim(0, 1)
     axis.set_xlabel("seconds of the virtual clock")
     axis.set_title(f"share of a pool of {run.pool_tokens:,} tokens, {run.policy}")

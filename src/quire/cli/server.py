@@ -1,23 +1,27 @@
-"""A server as `quire explain` and the demo ask it, over HTTP."""
+"""A server, asked over HTTP, and one in a process of its own."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from quire.errors import InvalidInput, QuireError
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S, _STOP_S = 60.0, 20.0
 
 
 class Server:
     """One live server, by its address, with or without `/v1` at the end."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         try:
             parts = urllib.parse.urlsplit(url)
         except ValueError:
@@ -31,6 +35,8 @@ class Server:
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON at `path`, or the answer to a body. Raises the server's own error, or InvalidInput without one."""
+        import urllib.request
+
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         try:
@@ -51,4 +57,39 @@ def _error_of(answer: urllib.error.HTTPError, url: str) -> QuireError:
         error.code = str(body["code"])
     except (ValueError, KeyError, TypeError):
         return InvalidInput(f"{url} answered {answer.code}, which is not an answer of Quire.", fix="check --url.")
+    return error
+
+
+@contextmanager
+def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
+    """`quire serve` on a free port, without variables `QUIRE_NAME`: its summary and its process, stopped at the end."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, env=env, stderr=log, **pipes) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                process.wait(_STOP_S)
+                log.seek(0)
+                raise start_error(log.read(), process.returncode)
+            yield json.loads(line), process
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def start_error(log: str, exit_code: int) -> QuireError:
+    """What the server said before it ended."""
+    said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
+    try:
+        found = json.loads(said[0])["error"]
+    except (ValueError, KeyError, TypeError):
+        found = {"message": said[0]}
+    error = QuireError(found["message"], fix=found.get("fix", ""))
+    error.code, error.exit_code = found.get("code", error.code), max(exit_code, 1)
     return error
