@@ -43,17 +43,16 @@ QUESTIONS = (
     "What did Elizabeth say to her sister?",
     "Tell me about money.",
 )
-MAX_TOKENS = 40
 MOST_GROWTH = 0.05
 
 
-def requests() -> list[dict[str, Any]]:
+def requests(max_tokens: int) -> list[dict[str, Any]]:
     """Every system prompt with every question, half of them greedy, half drawn with a seed."""
     made: list[dict[str, Any]] = []
     for i, (system, question) in enumerate((s, q) for s in SYSTEMS for q in QUESTIONS):
         sampling = {"temperature": 0} if i % 2 else {"temperature": 0.8, "seed": i}
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        made.append({"messages": messages, "max_tokens": MAX_TOKENS, **sampling})
+        made.append({"messages": messages, "max_tokens": max_tokens, **sampling})
     return made
 
 
@@ -107,7 +106,11 @@ class Soak:
     async def _client(self, http: httpx.AsyncClient, until: float) -> None:
         while time.monotonic() < until:
             which = self.random.randrange(len(self.made))
-            abort_after = self.random.randrange(1, 30) if self.random.random() < 0.25 else None
+            abort_after = (
+                self.random.randrange(1, self.made[which]["max_tokens"] * 3 // 4)
+                if self.random.random() < 0.25
+                else None
+            )
             try:
                 text = await self._ask(http, which, abort_after)
             except httpx.HTTPError:
@@ -166,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--max-tokens", type=int, default=40, help="of each answer (%(default)s)")
     parser.add_argument("--model", default=None, help="a folder or hub id; the bundled model by default")
     parser.add_argument("--kv-memory", default="4MiB", help="small on purpose")
     parser.add_argument("--max-running-requests", type=int, default=64)
@@ -173,7 +177,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args()
     model = [options.model] if options.model else []
-    made = requests()
+    made = requests(options.max_tokens)
     expected = solo_answers(made, model)
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--dtype", "float32"]
     command += ["--kv-memory", options.kv_memory, "--max-running-requests", str(options.max_running_requests)]

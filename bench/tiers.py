@@ -211,7 +211,7 @@ def measure_traces(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     sources: dict[str, Trace | str] = {"returning sessions": open_trace(RETURNING_TRACE)}
     if options.toy:
-        sources = {"returning sessions": open_trace("alternating:sessions=4,tokens=6000,turns=3,think=60")}
+        sources = {"returning sessions": open_trace("alternating:sessions=4,tokens=3000,turns=3,think=60")}
     for name, (path, limit) in TRACES.items():
         if options.toy:
             break

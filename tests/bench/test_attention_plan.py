@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "attention_plan.py"
 
@@ -13,8 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "attention_plan.py"
 def test_the_measurement_runs(tmp_path: Path) -> None:
     """It fails by itself where a kept plan reads other tokens than a fresh one."""
     written = tmp_path / "result.json"
-    command = [sys.executable, str(BENCH), "--toy", "--json", str(written)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(BENCH, "--toy", "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(written.read_text())["rows"]
     assert len(rows) > 15
@@ -24,8 +23,7 @@ def test_the_measurement_runs(tmp_path: Path) -> None:
 def test_verified_rows_are_measured(tmp_path: Path) -> None:
     """It fails by itself where batched rows and segments of each sequence give other outputs."""
     written = tmp_path / "result.json"
-    command = [sys.executable, str(BENCH.with_name("verify_rows.py")), "--toy", "--json", str(written)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(BENCH.with_name("verify_rows.py"), "--toy", "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(written.read_text())
     assert {row["name"][0] for row in rows} == {"1", "8"}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "engine.py"
 
@@ -14,14 +14,12 @@ BENCH = Path(__file__).parents[2] / "bench" / "engine.py"
 @pytest.mark.parametrize("engines", ["quire,generate", pytest.param("quire,generate,cb", marks=pytest.mark.slow)])
 def test_the_engine_benchmark_runs(engines: str) -> None:
     """It fails by itself where Quire's float32 tokens are not `generate`'s, or where a warm batch reused nothing."""
-    command = [sys.executable, str(BENCH), "--toy", "--threads", "1", "--engines", engines]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_program(BENCH, "--toy", "--threads", "1", "--engines", engines)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Quire" in done.stdout + done.stderr
 
 
 def test_the_profile_of_the_engine_runs() -> None:
-    command = [sys.executable, str(BENCH), "--toy", "--threads", "1", "--profile"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_program(BENCH, "--toy", "--threads", "1", "--profile")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "key and value writes" in done.stdout + done.stderr

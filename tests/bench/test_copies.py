@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "copies.py"
 
@@ -13,8 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "copies.py"
 def test_the_measurement_runs(tmp_path: Path) -> None:
     """It fails by itself where a byte is wrong."""
     written = tmp_path / "result.json"
-    command = [sys.executable, str(BENCH), "--toy", "--pages", "16KiB,256KiB", "--json", str(written)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(BENCH, "--toy", "--pages", "16KiB,256KiB", "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(written.read_text())
     assert [row["page_bytes"] for row in result["rows"]] == [2**14, 2**18]

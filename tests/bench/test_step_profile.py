@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "step_profile.py"
 
 
 @pytest.mark.parametrize("kind", ["full", "full+window"])
 def test_the_profile_runs(kind: str) -> None:
-    command = [sys.executable, str(BENCH), "--toy", "--running", "4", "--kind", kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(BENCH, "--toy", "--running", "4", "--kind", kind)
     assert done.returncode == 0, done.stderr
     rows = {cells[1].strip(): float(cells[2]) for line in done.stdout.splitlines()[2:] if (cells := line.split("|"))}
     assert rows["scheduler/scheduler"] >= 2

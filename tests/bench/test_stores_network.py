@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "stores_network.py"
 
@@ -18,8 +18,7 @@ def test_the_comparison_runs(tmp_path: Path) -> None:
     if not (shutil.which("valkey-server") or shutil.which("redis-server")):
         pytest.skip("neither valkey-server nor redis-server is on PATH")
     written = tmp_path / "rows.json"
-    command = [sys.executable, str(BENCH), "--toy", "--json", str(written)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(BENCH, "--toy", "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(written.read_text())
     assert {(row["system"], row["verb"]) for row in rows} >= {("ValkeyStore", "put"), ("redis-py", "get")}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "tiers.py"
 
 
 def test_the_measurement_runs(tmp_path: Path) -> None:
     written = tmp_path / "result.json"
-    command = [sys.executable, str(BENCH), "--toy", "--folder", str(tmp_path), "--json", str(written)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_program(BENCH, "--toy", "--folder", tmp_path, "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(written.read_text())
     assert set(result["parts"]) == {"copies", "directory", "network", "engine", "simulator"}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from quire.cli.server import server_process
 from tests.examples.generated_sections import DOCUMENTS, ROOT, SECTIONS, document_with, generated
 from tests.examples.shown_outputs import PLANS, output_of
+from tests.programs import run_program
 
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 EXPECTED = {
@@ -41,16 +40,6 @@ EXPECTED = {
 MOST_LINES = {"09_store.py": 130}
 
 
-def run_program(*command: str | Path) -> str:
-    """The standard output of a program run as a user would, in this source tree. Fails with its errors."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of `quire serve` with the bundled model."""
@@ -70,7 +59,9 @@ def test_plans_shown_are_what_is_printed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(path: Path) -> None:
-    printed = run_program(sys.executable, path)
+    done = run_program(path, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     for text in EXPECTED[path.name]:
         assert text in printed
     if path.name in ("01_generate.py", "03_serve_and_chat.py"):
@@ -117,7 +108,9 @@ def test_python_of_documents_runs(
 def test_shell_of_documents_runs(block: str, server: str) -> None:
     """The first time nothing is in the cache, the second time nearly everything."""
     command = block.replace("http://127.0.0.1:8000", server)
-    first, second = (json.loads(run_program("bash", "-c", command))["usage"] for _ in range(2))
+    run = ["bash", "-c", command]
+    outputs = [subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout for _ in range(2)]
+    first, second = (json.loads(output)["usage"] for output in outputs)
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16 > 0
 

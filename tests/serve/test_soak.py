@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
 
 @pytest.mark.parametrize(
-    ("clients", "seconds"),
-    [(24, 3), pytest.param(200, 60, marks=pytest.mark.slow)],
+    ("clients", "seconds", "max_tokens", "kv_memory"),
+    [(24, 1, 12, "1536KiB"), pytest.param(200, 60, 40, "4MiB", marks=pytest.mark.slow)],
 )
-def test_soak(clients: int, seconds: int) -> None:
+def test_soak(clients: int, seconds: int, max_tokens: int, kv_memory: str) -> None:
     """Every answer equals its solo run, aborts happened, pages were evicted, and none is left behind."""
-    command = [sys.executable, str(SOAK), "--clients", str(clients), "--seconds", str(seconds), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    options = {"--clients": clients, "--seconds": seconds, "--max-tokens": max_tokens, "--kv-memory": kv_memory}
+    done = run_program(SOAK, "--json", *(str(part) for option in options.items() for part in option))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["answers"] > 0
