@@ -70,7 +70,7 @@ def die_in(say: Say, seconds: float) -> None:
 
 
 def serve(work: Callable[[dict[str, Any], Say], None]) -> None:
-    """Do jobs until nobody tells one any more."""
+    """Do jobs until the input ends."""
     for line in sys.stdin:
         reading, writing = os.pipe()
         child = os.fork()

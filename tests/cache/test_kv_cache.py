@@ -120,7 +120,7 @@ def test_a_shrinking_extension_changes_nothing() -> None:
     cache.audit()
 
 
-def test_extending_nobody_is_nothing() -> None:
+def test_extending_no_request_changes_nothing() -> None:
     cache = KVCache(small_plan(4, 2))
     cache.extend([], [])
     kv = cache.begin(ids(1))

@@ -178,9 +178,9 @@ def test_a_live_server(run: Run, server: LiveServer) -> None:
     shown = run("explain", *asked, again["id"], env={"COLUMNS": "80"}).stdout
     assert f"{again['id']}-0-1" in shown and "48 of them reused" in shown.replace("\n", " ")
     assert "all prompt tokens" in run("explain", *asked).stdout
-    unknown = run("explain", *asked, "nobody", "--json")
+    unknown = run("explain", *asked, "unknown", "--json")
     assert unknown.exit_code == 2
     error = json.loads(unknown.stderr)["error"]
     assert error["code"] == "QUIRE-REQUEST-01" and "1,000" in error["message"]
-    wrong = run("explain", *asked[:2], "--api-key", "guess", "nobody", "--json")
+    wrong = run("explain", *asked[:2], "--api-key", "guess", "unknown", "--json")
     assert json.loads(wrong.stderr)["error"]["code"] == "QUIRE-AUTH-01"

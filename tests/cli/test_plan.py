@@ -124,7 +124,7 @@ def test_what_does_not_fit_says_what_would(run: Run) -> None:
             "raise --mem",
         ),
         (("llama-3.1-8b", "--measure", "--tp", "2"), 2, "QUIRE-INPUT-01", "--measure"),
-        (("nobody/no-such-model",), 2, "QUIRE-MODEL-02", "cannot be fetched"),
+        (("nowhere/no-such-model",), 2, "QUIRE-MODEL-02", "cannot be fetched"),
         (("--compare", "llama-3.1-8b", "llama-3.1-8b,window-pool=maybe"), 2, "QUIRE-INPUT-01", "valid boolean"),
         (("--compare", "llama-3.1-8b", "llama-3.1-8b,luck=1"), 2, "QUIRE-INPUT-01", "is not a setting"),
     ],

@@ -205,7 +205,7 @@ def test_gc_gives_the_disk_its_bytes(run: Run, tmp_path: Path) -> None:
         assert done["removed"] == 56 and done["freed_bytes"] == 7 * (64 << 10)
         assert DirectoryMedium(tmp_path).disk_bytes() == 64 << 10
         buffers = [bytearray(size) for _ in late]
-        assert opened.get(late, buffers) == [Answer.HIT] * 8, "for whoever has it open too"
+        assert opened.get(late, buffers) == [Answer.HIT] * 8, "for a process that has it open too"
         assert buffers == [sealed(key) for key in late]
     DirectoryMedium(tmp_path).check()
 

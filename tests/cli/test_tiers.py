@@ -14,7 +14,7 @@ from quire.cli import doctor
 from tests.cli.conftest import Run
 
 SMALL = ("--kv-memory", "1MiB", "--dtype", "float32", "--max-tokens", "4")
-TEXT = "It was a fine evening, and nobody was at home but the cat. " * 3
+TEXT = "It was a fine evening, and only the cat was at home. " * 3
 
 
 def test_generate_finds_what_it_stored(run: Run, tiny_model: Path, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_url_that_means_nothing(run: Run, tiny_model: Path) -> None:
     assert "valkey://" in error["fix"]
 
 
-def test_a_directory_of_somebody_else_is_left_alone(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_directory_of_another_owner_is_left_alone(run: Run, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("Dear Emma")
     done = run("generate", "Hello", "--model", tiny_model, *SMALL, "--storage", tmp_path, "--json")
     error = json.loads(done.stderr)["error"]

@@ -54,8 +54,8 @@ def refused(kind: type[QuireError], **settings: Any) -> QuireError:
     return caught.value
 
 
-def nobody() -> int:
-    """A port that nobody listens at."""
+def unused_port() -> int:
+    """A port without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -77,7 +77,7 @@ def test_a_store_that_is_not_there(
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    assert said in refused(kind, model=str(model), storage=url.format(port=nobody())).message
+    assert said in refused(kind, model=str(model), storage=url.format(port=unused_port())).message
 
 
 def test_a_package_that_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +140,13 @@ def test_what_was_opened_is_closed_where_the_load_fails(model: Path, tmp_path: P
 
 
 def test_a_server_is_refused_before_torch_is_loaded() -> None:
-    url = f"valkey://127.0.0.1:{nobody()}/0?timeout=1"
+    url = f"valkey://127.0.0.1:{unused_port()}/0?timeout=1"
     done = subprocess.run([sys.executable, "-c", REFUSED, url], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.startswith("False QUIRE-STORE-01"), done.stdout + done.stderr
 
 
 def test_models_that_are_not_here_are_left_to_the_load(tmp_path: Path) -> None:
-    """The configuration would have to be fetched, or says too little: nobody is refused for that here."""
+    """The configuration would have to be fetched, or says too little: that is no reason to refuse here."""
     for name in ("owner/model", str(tmp_path)):
         opened = open_tiers(engine_config(model=name, storage=str(tmp_path / "kv"), storage_size="2KiB"))
         assert opened.store is not None
@@ -172,7 +172,7 @@ def test_a_new_disk_is_a_new_directory(tmp_path: Path) -> None:
 
 
 def test_a_size_that_holds_no_page(tmp_path: Path) -> None:
-    """Refused with the least size that does, given now or by whoever made the directory; that size holds a page."""
+    """Refused with the least size that does, given now or when the directory was made; that size holds a page."""
     path = tmp_path / "store"
     with pytest.raises(PlanError, match="hold no page") as caught:
         open_tiers(engine_config(storage=str(path), storage_size="4KiB", page_size=256))

@@ -1,4 +1,4 @@
-"""Flushing an engine, and replacing its weights while it runs: what was cached before is used by nobody any more."""
+"""Flushing an engine, and replacing its weights while it runs: no later request uses what was cached before."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_requests_go_on_across_it_and_leave_nothing(llms: Any, tiers: bool, over
         while engine.has_work():
             tokens += [token for output in engine.step() for token in output.token_ids]
             engine.audit()
-        assert tokens == drawn, "whoever runs keeps what it has"
+        assert tokens == drawn, "a running request keeps what it has"
         settle(llm)
         assert not engine.cache.tree.hidden_roots and engine.cache.tree.num_pages == 0
         assert ask(llm)[0] == 0

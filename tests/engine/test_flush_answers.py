@@ -1,4 +1,4 @@
-"""The answer to a flush waits for storage, holds nobody else up, and comes when the engine ends."""
+"""The answer to a flush waits for storage, delays no other request, and comes when the engine ends."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_what_is_known_is_answered_at_once() -> None:
     assert run(Core(lambda namespace, waits: GONE), asks(1, process.Core.flush, None)) == [answers(1, GONE)]
 
 
-def test_nobody_waits_for_another_ones_flush() -> None:
-    """Alice's ends after bob's, and between them somebody else is answered."""
+def test_a_flush_does_not_wait_for_another() -> None:
+    """Alice's ends after Bob's, and another request is answered between them."""
     asked: list[object] = []
 
     def says(namespace: Namespace | None, waits: bool) -> Flushed | None:

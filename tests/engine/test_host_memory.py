@@ -217,14 +217,14 @@ def test_memory_is_taken_by_one_process_at_a_time(tmp_path: Path, monkeypatch: p
             assert (tmp_path / "ended").exists()
 
 
-def test_whoever_is_killed_while_it_takes_memory_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_takes_memory_blocks_no_other(tmp_path: Path) -> None:
     with another_process(tmp_path) as other:
         other.kill()
         with alone_on_this_host(tmp_path):
             assert not (tmp_path / "ended").exists()
 
 
-def test_memory_is_taken_where_nobody_can_meet(tmp_path: Path) -> None:
+def test_memory_is_taken_where_no_other_process_can_meet(tmp_path: Path) -> None:
     with alone_on_this_host(tmp_path / "not there"):
         pass
 

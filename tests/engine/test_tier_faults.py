@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("threads_end")
 )
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_damaged_host_record(name: str, group: int, overlap: bool) -> None:
-    """All records that only the host has lose a bit. Whoever waited for one computes it."""
+    """All records that only the host has lose a bit. A request that waited for one computes it."""
     case = case_of(name)
     model, expected, others = case
     core = small(model, host=8.0, overlap=overlap)
@@ -182,7 +182,7 @@ def test_loads_that_cannot_be_checked(dense: Case, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_load_that_fails_while_layers_arrive(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step that reads it cannot be finished: its requests fail or begin again, nobody begins on what is torn."""
+    """The step that reads it cannot be finished: its requests fail or begin again, and none begins on torn pages."""
     model, expected = dense.model, dense.expected
     core = small(model, host=8.0)
     dense.check(core)

@@ -42,7 +42,7 @@ WEIGHTS = {
 _DRAWN = tuple(name for name, weight in WEIGHTS.items() for _ in range(weight))
 MOST_IN_FLIGHT = 3
 Did = tuple[Any, ...]
-"""What an operation did, to be put in words by `tell` when somebody wants to know."""
+"""What an operation did; `tell` puts it into words on request."""
 
 
 class CacheMachine:

@@ -1,7 +1,7 @@
 """Device: frames that hold names instead of bytes, and steps that read and write them as a real device would.
 
 A launched step has captured where it reads and writes. It touches memory when the device gets to it, in launch order,
-and the host hears of that later: so a page that was handed out too early shows, whoever wrote it last.
+and the host hears of that later: so a page that was handed out too early shows, whatever request wrote it last.
 """
 
 from __future__ import annotations

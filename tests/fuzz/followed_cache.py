@@ -1,6 +1,6 @@
 """FollowedCache: a KVCache whose every verb is also done to a model, compared with it, and followed by all checks.
 
-Whoever drives it, random operations or a scheduler, uses it as the cache. What is read through it without changing
+Its driver, random operations or a scheduler, uses it as the cache. What is read through it without changing
 anything goes to the cache as it is.
 """
 
@@ -288,7 +288,7 @@ class FollowedCache:
         return 0
 
     def _short(self, batch: list[Followed], wanted: int) -> tuple[str, int, int, int] | None:
-        """(group, wanted, free, evictable) of the first group that is short, by counting what somebody reads."""
+        """(group, wanted, free, evictable) of the first group that is short, by counting what requests read."""
         free, evictable = self.model.free(), self.model.evictable()
         for group in self.cache.groups:
             if group.reach.whole:

@@ -27,7 +27,7 @@ _NAME_BYTES = 8
 
 
 class HostRecords:
-    """See `quire.tiers.transfer.Copies`. `wrong` has what must never have happened, in words; whoever drives it looks.
+    """See `quire.tiers.transfer.Copies`. `wrong` has what must never have happened, in words; its driver reads them.
 
     `damaged` says which records hold something else than was written, and by what fault: `(group, host frame)`. `met`
     counts faults that a check has seen, with the name that it gave them, `found` the names alone. `saved` counts
@@ -35,7 +35,7 @@ class HostRecords:
     """
 
     device: Device
-    """Whose frames are copied; set by whoever has made it."""
+    """The cache whose frames are copied; set after construction."""
 
     def __init__(self, plan: MemoryPlan, keys: PageKeys, frames: Sequence[int]) -> None:
         self._keys = keys
@@ -83,7 +83,7 @@ class HostRecords:
         self.saved[group] += len(host)
 
     def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
-        """With the first layer only, a frame holds nothing that anybody could take for names."""
+        """With the first layer only, a frame holds nothing that looks like names."""
         for frame, row in zip(device.tolist(), host.tolist(), strict=True):
             names, turned = self.content(group, row)
             if layer == LAYERS[0]:
@@ -94,7 +94,7 @@ class HostRecords:
         self.loaded += len(host) if layer != LAYERS[0] else 0
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes]) -> None:
-        """What is sealed is what the keys say, or somebody wrote to a frame while it was copied."""
+        """What is sealed is what the keys say; else a frame was written while it was copied."""
         self._formats[group].seal(self._rows[group], host, keys)
         for row, key in zip(host.tolist(), keys, strict=True):
             if not self._is_content_of(group, row, key):
@@ -107,11 +107,11 @@ class HostRecords:
             fault = self.damaged.get((group, row), "") or self.lied(group, key)
             if defect:
                 self.found[defect] += 1
-                self.met[fault or "nobody's fault", defect] += 1
+                self.met[fault or "no fault", defect] += 1
                 if fault:
                     self.damaged[group, row] = fault
                 else:
-                    self.wrong.append(f"a record of group {group} that nobody has damaged fails its check: {defect}")
+                    self.wrong.append(f"a record of group {group} without a fault fails its check: {defect}")
             elif not self._is_content_of(group, row, key):
                 self.wrong.append(f"a record of group {group} passed its check, and is wrong ({fault or 'no fault'})")
             else:

@@ -1,7 +1,7 @@
 """Names: what a token's key and value depend on, as one number. A token's name stands for it and all tokens before it.
 
 Two contents are equal exactly if their names are. Everything about a prefix is remembered with the name of its last
-token, so that whoever compares contents compares numbers, and mostly the same objects. None of it is the cache's code.
+token, so that a comparison of contents compares numbers, and mostly the same objects. None of it is the cache's code.
 """
 
 from __future__ import annotations

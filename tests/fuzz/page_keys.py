@@ -46,8 +46,8 @@ class PageKeys:
         found = self._scopes.get(namespace)
         if found is None:
             fields = (self._identity, namespace.adapter.encode(), namespace.salt.encode())
-            edition = _digest(b"quire-edition-1", self._identity)[:8]
-            found = self._scopes[namespace] = edition + _digest(b"quire-scope-1", *fields)[:8]
+            prefix = _digest(b"quire-edition-1", self._identity)[:8]
+            found = self._scopes[namespace] = prefix + _digest(b"quire-scope-1", *fields)[:8]
         return found
 
     def seed(self, namespace: Namespace) -> bytes:

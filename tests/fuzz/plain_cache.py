@@ -71,7 +71,7 @@ class PlainCache:
         return set().union(*[self.names.ends[name] for name in self.leases()])
 
     def free(self) -> int:
-        """Pages that belong to nobody."""
+        """Pages without an owner."""
         size = self.page_size
         private = sum([-(-s.allocated // size) - s.pinned for s in self.live])
         return (

@@ -249,7 +249,7 @@ class SchedulerMachine:
     def _check_empty(self) -> None:
         """With nothing to serve and no step in flight, all memory is free or cached."""
         cache = self.cache.cache
-        assert not self.cache.model.live and not cache.fences.waiting, "memory is held for nobody"
+        assert not self.cache.model.live and not cache.fences.waiting, "memory is held without a request"
         found = cache.pages.num_free_pages + cache.tree.num_evictable
         assert found == self.plan.num_pages, f"{found} of {self.plan.num_pages} pages can be had when nothing runs"
         self.cache.happened["empty"] += 1

@@ -51,7 +51,7 @@ def spoil(records: HostRecords, tiers: Tiering, faults: Collection[str], choices
 
 
 def _is_read(tiers: Tiering, group: int, row: int) -> bool:
-    """Whether a load that has checked this record is about to copy it: then nobody could know."""
+    """Whether a load that has checked this record is about to copy it: then no check can notice."""
     return any(
         move.checked and not move.done and part.group == group and row in part.host
         for move, moving in tiers.moving.items()
@@ -61,7 +61,7 @@ def _is_read(tiers: Tiering, group: int, row: int) -> bool:
 
 
 def _damage(records: HostRecords, fault: str, group: int, row: int, other: int, choices: Choices) -> bool:
-    """Do that to a host record, which nobody is reading; whether it has changed. `other` is another row in use."""
+    """Do that to a host record that no transfer reads; whether it has changed. `other` is another row in use."""
     rows = records.rows(group)
     record, before = rows[row], rows[row].copy()
     half = (len(record) - 64) // 2
@@ -110,7 +110,7 @@ class WatchedStore(WrappedStore):
         return "torn-write" if (group, page) in self._torn else self._lies.get((group, page), "")
 
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
-        """Nothing is stored in a scope that is not its own, or under a key that is nobody's, but marks of flushes."""
+        """Nothing is stored in a scope that is not its own, or under an unknown key, except tombstones of flushes."""
         for key in keys:
             if tombstone_scope(key) is not None:
                 continue

@@ -5,7 +5,7 @@ What is evicted, saved and fetched when is the policies' business. What must be 
     the audit, the tiers' laws among them
     every frame of a cached page holds its page, on the device and on the host, but for what is on its way or damaged
     a step reads only what it must, when the layer has arrived
-    what a check has met that is damaged has a name, is counted once, and nobody reads it
+    what a check finds damaged has a name, is counted once, and is never read
     a page is stored in its whole groups after the page before it; keys and scopes are those of the definition
     a refusal is one: nothing that moves could have made room
     who reads ahead to the end can begin as far as device, host and store together let it
@@ -41,7 +41,7 @@ from tests.fuzz.watch import Watch
 
 
 class TieredPlain(PlainCache):
-    """The model: `ever` is what was ever committed. The tree may lose of it what nobody holds, and get it back."""
+    """The model: `ever` is what was ever committed. The tree may lose what no lease holds, and get it back."""
 
     def __init__(self, names: Names, num_pages: int, page_size: int, *, shares: bool = True) -> None:
         super().__init__(names, num_pages, page_size, shares=shares)
@@ -54,12 +54,12 @@ class TieredPlain(PlainCache):
         self.ever |= self.cached
         gone = self.cached - found
         assert gone.isdisjoint(self.leased()), "a page was evicted that a lease holds"
-        assert found <= self.ever, "a page is cached that nobody ever committed"
+        assert found <= self.ever, "a page is cached that was never committed"
         self.cached = set(found)
 
 
 class TieredWatch(Watch):
-    """Frames that a load is to fill hold nothing yet, and nobody begins on pages that are known to be bad."""
+    """Frames that a load is to fill hold nothing yet, and no request begins on pages that are known to be bad."""
 
     def _check_pages(self, group: GroupSnapshot, wanted: list[Page | None]) -> None:
         arriving = self._arriving(group)
@@ -230,7 +230,7 @@ class TieredCache(FollowedCache, ReadAhead):
         self._check("finish")
 
     def evict(self, num_pages: int) -> int:
-        """As the cache's; so many pages leave the device, if there are so many that nobody holds."""
+        """As the cache's; so many pages leave the device, if so many have no lease."""
         before, idle = self._on_device(), self._idle_on_device()
         found = self.cache.evict(num_pages)
         self._check("evict")
@@ -241,13 +241,13 @@ class TieredCache(FollowedCache, ReadAhead):
         return found
 
     def forget(self) -> None:
-        """What nobody holds is forgotten on the device and on the host: it is in the store only, if anywhere."""
+        """What no lease holds is removed from the device and the host: it is in the store only, if anywhere."""
         self.cache.evict(self.cache.pages.num_pages)
         while self.tiers.evict_host(self.cache.pages.num_pages):
             pass
         self._check("forget")
         left = [node for node, _ in self.watch.snapshot.tree.edges if not node.level]
-        assert not left, "pages are cached that nobody holds, and all was evicted"
+        assert not left, "pages without a lease are cached, and all was evicted"
 
     def demote(self, num_frames: int) -> None:
         """Room is made for so many frames, as for a request, so that what is cached leaves the device."""
@@ -266,11 +266,11 @@ class TieredCache(FollowedCache, ReadAhead):
         self._check("drop")
 
     def clear(self) -> int:
-        """As the cache's; what is left, somebody holds."""
+        """As the cache's; leases hold what is left."""
         found = clear(self.cache)
         self._check("clear")
         left = [node for node, _ in self.watch.snapshot.tree.edges if not node.level]
-        assert not left, "pages are cached that nobody holds, and all was cleared"
+        assert not left, "pages without a lease are cached, and all was cleared"
         return found
 
     def execute(self, step: Step, batch: Sequence[Followed]) -> None:
@@ -338,7 +338,7 @@ class TieredCache(FollowedCache, ReadAhead):
         lacking, loads = self._missing(near, found), self._missing(here, found)
         if fresh > self.cache.pages.num_free_pages or (
             fresh > 0 and not any(lacking)
-        ):  # what reads nothing, nobody looks for
+        ):  # a group that reads nothing is not looked up
             return None
         for at, (count, load) in enumerate(zip(lacking, loads, strict=True)):
             if count > self._room_beside(at, pages[:found]) or 0 < self.cache.groups[at].num_frames <= load:
@@ -374,12 +374,12 @@ class TieredCache(FollowedCache, ReadAhead):
     def check_idle(self) -> None:
         """Nothing runs and nothing moves: nothing is held, and what was met is counted."""
         tiers, cache = self.tiers, self.cache
-        assert not self.model.live and not cache.fences.waiting, "memory is held for nobody"
+        assert not self.model.live and not cache.fences.waiting, "memory is held without a request"
         assert not (tiers.moving or tiers.archiver.moves or tiers.damaged_paths), "something moves for ever"
         prefetcher = offload_of(cache).prefetcher
         assert prefetcher is not None and not prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.snapshot.tree.edges if node.level]
-        assert not held, "a prefix is held for nobody"
+        assert not held, "a prefix is held without a request"
         found = cache.pages.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
         assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
         self.check_counters()
@@ -388,7 +388,7 @@ class TieredCache(FollowedCache, ReadAhead):
 
     def check_empty(self) -> None:
         """All was cleared: nothing is anywhere."""
-        assert not self.watch.ends, "pages are cached that nobody holds, and all was cleared"
+        assert not self.watch.ends, "pages without a lease are cached, and all was cleared"
         for host in self.tiers.hosts:
             left = host.num_frames - host.num_free - len(host.quarantined)
             assert not left, f"{left} host frames of group '{host.name}' are lost"

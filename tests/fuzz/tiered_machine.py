@@ -217,7 +217,7 @@ class TieredMachine(CacheMachine):
         return self.did
 
     def demote(self, choices: Choices) -> Did:
-        """What nobody holds leaves the device, all of it or some."""
+        """What no lease holds leaves the device, all of it or some."""
         self.did = ("demote",)
         self.cache.demote(choices.one_of((1, 3, self.cache.cache.plan.num_pages)))
         return self.did

@@ -12,7 +12,7 @@ from tests.fuzz.host_records import HostRecords
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """Seconds that pass when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -227,7 +227,7 @@ class Steps:
             self.pool[:, sequence.frames[page], offset] = new[:, at]
 
     def _frame(self) -> int:
-        """A frame that nobody holds: any, or the first one."""
+        """A free frame: any, or the first one."""
         free = np.flatnonzero(~self.held)
         found = int(self.random.choice(free)) if self.scattered else int(free[0])
         self.held[found] = True

@@ -82,7 +82,7 @@ def test_who_leaves_takes_only_its_own_segments_along() -> None:
 
 
 def test_two_batches_of_one_planner_ask_in_turns() -> None:
-    """A plan is that of the batch that asks, whoever asked before."""
+    """A plan is that of the batch that asks, whatever batch came before."""
     cases = [PagedCase([(300 + at, 1), (90, 1)], page_size=16, seed=at) for at in range(2)]
     shared = AttentionPlanner()
     for case in cases:

@@ -50,7 +50,7 @@ def test_is_the_recurrence(length):
     inputs = case(length)
     before = inputs[-1].clone()
     assert_close(selective_scan(*inputs), naive(*inputs))
-    assert torch.equal(inputs[-1], before), "the state to begin with is somebody's"
+    assert torch.equal(inputs[-1], before), "the initial state belongs to a request"
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -122,7 +122,7 @@ class HostSlots(RuleBasedStateMachine):
         assert self.allocator.num_free_pages == free
 
     @invariant()
-    def pages_are_whole_and_nobody_shares_one(self) -> None:
+    def pages_are_whole_and_never_shared(self) -> None:
         if not hasattr(self, "pages"):
             return
         everyone = [page for pages in self.pages for page in pages]

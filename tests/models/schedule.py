@@ -48,7 +48,7 @@ def long_steps(length: int, *, shared: int = 64) -> Sequence[Step]:
 
 @dataclass
 class Frames:
-    """The frames of one group: a table per sequence, and a pool in which all that nobody wrote is NaN."""
+    """The frames of one group: a table per sequence, and a pool in which all that was not written is NaN."""
 
     group: GroupSpec
     pool: Pool
@@ -104,7 +104,7 @@ class Schedule:
         return Frames(group, pool, tables)
 
     def largest_error(self, model: LoadedModel, reference: torch.nn.Module) -> float:
-        """Between all logits of all steps and those of `reference`; NaN where memory was read that nobody wrote."""
+        """Between all logits of all steps and those of `reference`; NaN where memory was read that was not written."""
         with torch.inference_mode():
             plain = {n: reference(torch.from_numpy(t)[None], use_cache=False).logits[0] for n, t in self.tokens.items()}
         frames = self.frames(model)

@@ -194,7 +194,7 @@ def test_only_the_frames_of_the_step_are_written():
 
 
 @pytest.mark.parametrize("name", ["bamba", "jamba", "qwen3_next", "lfm2"])
-def test_rows_of_nobody_get_logits_and_change_nothing(name):
+def test_rows_of_no_request_get_logits_and_change_nothing(name):
     model = load(name, check=False)
     tokens = {"a": np.arange(9)}
     memory, padded = Memory(model, tokens, {}), Memory(model, tokens, {})

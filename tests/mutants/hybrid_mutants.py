@@ -25,7 +25,7 @@ def all_windows_are_worth_the_same(patch: Patch) -> None:
     patch.setattr(Column, "_raise_rank", lambda self, pages, rank: real(self, pages, Rank.MARKED))
 
 
-@mutant("reuse", "a window pool that is full of cached windows admits nobody")
+@mutant("reuse", "a window pool that is full of cached windows admits no request")
 def cached_windows_count_as_taken(patch: Patch) -> None:
     patch.setattr(PagedGroup, "num_evictable", property(lambda group: 0))
 
@@ -48,7 +48,7 @@ def no_state_is_taken_over(patch: Patch) -> None:
     patch.setattr(StateGroup, "_takeable", lambda self, rows: rows[:0])
 
 
-@mutant("reuse", "prompts that share a prefix compute it again and again, since nobody leaves a state where they part")
+@mutant("reuse", "prompts that share a prefix compute it again and again, since no state is stored where they diverge")
 def no_state_where_prompts_part(patch: Patch) -> None:
     real = RequestKV.mark_ends
 

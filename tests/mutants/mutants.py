@@ -454,7 +454,7 @@ def small_windows_are_accepted(patch: Patch) -> None:
     patch.setattr(HybridSWAPoolConfigurator, "_check", lambda solve, config: None)
 
 
-@mutant("planner", "draft layers have keys and values that nobody budgeted")
+@mutant("planner", "draft layers have keys and values outside of the budget")
 def drafts_are_free(patch: Patch) -> None:
     real = ModelSpec.groups
     patch.setattr(ModelSpec, "groups", lambda spec, *args, **options: real(spec, *args, **{**options, "num_drafts": 0}))

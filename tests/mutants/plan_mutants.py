@@ -37,7 +37,7 @@ def changed_pages_are_not_noticed(patch: Patch) -> None:
     patch.setattr(_CachedPlan, "_changed", changed)
 
 
-@mutant("plans", "sequences go on sharing a prefix with whoever has the place of one that left")
+@mutant("plans", "sequences go on sharing a prefix with the sequence that took the place of one that left")
 def sharing_outlives_who_shares(patch: Patch) -> None:
     real = _CachedPlan._share
 
@@ -61,7 +61,7 @@ def a_shorter_context_is_not_noticed(patch: Patch) -> None:
         patch.setattr(_CachedPlan, name, step)
 
 
-@mutant("plans", "columns without a token read what nobody wrote, and all is NaN")
+@mutant("plans", "columns without a token read memory that was never written, and all is NaN")
 def padding_is_read_from_nowhere(patch: Patch) -> None:
     real = _Cells.upload
 

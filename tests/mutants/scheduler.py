@@ -1,4 +1,4 @@
-"""Mistakes of the scheduler: who is preempted, who waits for whom, what is promised."""
+"""Mistakes of the scheduler: which request is preempted, which waits for which, what is promised."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def tokens_behind_the_end_are_kept(patch: Patch) -> None:
 
 
 @mutant("steps", "who takes a row over while a step is in flight gets the tokens of who had it before")
-def a_row_is_whoever_has_it(patch: Patch) -> None:
+def a_row_keeps_no_owner(patch: Patch) -> None:
     real = RunningRows.settle
 
     def settle(self: RunningRows, step: Step, *drawn: Any) -> Any:

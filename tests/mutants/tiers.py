@@ -1,4 +1,4 @@
-"""Mistakes of tiers: bytes that are not there yet, not there any more, somebody else's, or damaged and not noticed."""
+"""Mistakes of tiers: bytes that are not there yet, not there any more, another page's, or damaged without notice."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def a_failed_load_frees_its_frames_twice(patch: Patch) -> None:
 
 @mutant("tiers", field.DEAD)
 def damage_is_not_counted(patch: Patch) -> None:
-    """Damaged records are noticed, and nobody hears of them."""
+    """Damaged records are noticed, and not reported."""
     patch.setattr(TierCounters, "corrupt", lambda counters, tier, defects: None)
 
 
@@ -197,7 +197,7 @@ def a_failed_store_is_visible(patch: Patch) -> None:
 
 @mutant("tiers", field.PARTIAL)
 def a_page_is_stored_without_the_one_before(patch: Patch) -> None:
-    """Pages are stored that nobody can find, since those before them are not."""
+    """Pages are stored that no lookup finds, since those before them are not stored."""
     real = archiving.transfer_of
 
     def make(link: Lane, parts: Any, *args: Any) -> Transfer:
@@ -236,7 +236,7 @@ def keys_do_not_cover_the_salt(patch: Patch) -> None:
 
 @mutant("tiers", field.KEY)
 def all_namespaces_share_a_scope(patch: Patch) -> None:
-    """What is flushed of one tenant is flushed of all, and what is listed of one is everybody's."""
+    """A flush of one tenant removes the pages of all, and a list of one has the pages of all."""
     real = PageNames.scope
     patch.setattr(PageNames, "scope", lambda names, namespace: real(names, Namespace()))
 

@@ -31,7 +31,7 @@ def split_loses_leases(patch: Patch) -> None:
 
 @mutant("cache", field.PINS)
 def release_unpins_only_the_node(patch: Patch) -> None:
-    """Pins on shared ancestors are never given back, and the pool fills with what nobody uses."""
+    """Pins on shared ancestors are never released, and the pool fills with unused pages."""
     real = Levels.release
 
     def release(levels: Levels, node: Any) -> None:

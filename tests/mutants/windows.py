@@ -47,7 +47,7 @@ def a_pinned_window_is_dropped(patch: Patch) -> None:
 
 @mutant("cache", field.PINS)
 def passed_windows_stay_pinned(patch: Patch) -> None:
-    """The pool of windows fills with what was passed, and requests fail beside frames that nobody reads."""
+    """The pool of windows fills with passed frames, and requests fail although no request reads them."""
     nothing = NO_PAGES, NO_PAGES
     patch.setattr(PagedGroup, "_advance", lambda self, new: (self.first[new.rows], *nothing))
 
@@ -60,7 +60,7 @@ def eviction_ignores_windows(patch: Patch) -> None:
 
 @mutant("cache", field.DEAD)
 def a_window_is_not_revived(patch: Patch) -> None:
-    """A page computed again keeps its cached twin without a window, and nobody resumes there ever after."""
+    """A page computed again keeps its cached twin without a window, and no request resumes there again."""
     patch.setattr(PagedGroup, "_revive", lambda self, ours, theirs: None)
 
 

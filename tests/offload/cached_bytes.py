@@ -228,7 +228,7 @@ class CachedBytes(ABC):
     # -- at the end
 
     def check_rest(self) -> None:
-        """Nothing runs and nothing moves, and nothing is held for anybody."""
+        """No request runs, no transfer is in flight, and nothing is held."""
         cache = self.cache
         cache.audit()
         tiers = offload_of(cache).tiers
@@ -243,4 +243,4 @@ class CachedBytes(ABC):
             frames = host.statistics()
             assert frames["moving"] == 0 and host.num_free + frames["cached"] + len(host.quarantined) == host.num_frames
         for name, frames in cache.statistics().frames.items():
-            assert frames.private == frames.moving == 0, f"{name}: frames of nobody"
+            assert frames.private == frames.moving == 0, f"{name}: frames without a request"

@@ -24,7 +24,7 @@ Say = Callable[[dict[str, Any]], None]
 
 class RandomLife:
     """Operations on `cache`, drawn by `rng`. `say` hears what outlives the process: a flush that is to be, and one that
-    the store has done. Beside other caches on the same store nobody `flushes`: what they have is theirs. `happened`
+    the store has done. Beside other caches on the same store it does not `flush`: what they have is theirs. `happened`
     counts operations."""
 
     def __init__(
@@ -175,7 +175,7 @@ class RandomLife:
         cache.parts.reclaim(wanted, "")
 
     def forget(self) -> None:
-        """What nobody holds is in the store only."""
+        """What no lease holds is in the store only."""
         cache = self.cache.cache
         cache.evict(cache.pages.num_pages)
         while self.cache.tiers.evict_host(cache.pages.num_pages):

@@ -75,7 +75,7 @@ def test_what_the_store_refused_goes_when_it_takes_it(method: str) -> None:
     assert world.stored() == 2
     tries = len(store.log)
     world.drain()
-    assert len(store.log) == tries, "nobody asks again at once"
+    assert len(store.log) == tries, "it is not tried again at once"
     assert not archiver_of(world).is_due
     store.refused[method].clear()
     world.now += 100
@@ -196,7 +196,7 @@ def restarted(world: TieredCache) -> TieredCache:
 
 @pytest.mark.parametrize("pause", [0.0, 150.0])
 def test_what_is_always_asked_for_stays_stored(pause: float) -> None:
-    """A session with a turn every round never leaves the device; beside it come prompts that nobody asks for again."""
+    """A session with a turn every round never leaves the device; beside it come prompts that do not return."""
     size = TieredCache().copies.sizes[0]
     world = TieredCache(40, 80, store=ScriptedStore(60 * size), seconds=0.1)
     for turn in range(1, 31):
@@ -293,7 +293,7 @@ def test_what_is_behind_a_gap_is_stored_when_that_is_closed() -> None:
     tiers_of(world).archiver.store_is_empty()
     assert tiers_of(world).save(end, match.pages, ends=(2,), first=1) is not None
     world.drain()
-    assert (before, world.stored()) == (1, 0), "nobody would find it"
+    assert (before, world.stored()) == (1, 0), "no lookup would find it"
     assert tiers_of(world).save(end.parent, match.pages[:1], ends=(1,)) is not None
     world.drain()
     assert world.stored() == 2
@@ -301,20 +301,20 @@ def test_what_is_behind_a_gap_is_stored_when_that_is_closed() -> None:
 
 
 def test_what_is_owed_may_go_while_it_is_read() -> None:
-    """Who makes room on the host for one path evicts others, of which something is owed."""
+    """Making room on the host for one path evicts others that have pages to write back."""
     world = TieredCache(12, 24, seconds=0.0)
     tree = world.cache.tree
-    owed = PendingPaths(tree)
+    pending = PendingPaths(tree)
     for number in range(4):
         world.compute(tokens_of((number, number)))
-        owed.add(tree.match(ALICE, tokens_of((number, number))).path[-1])
+        pending.add(tree.match(ALICE, tokens_of((number, number))).path[-1])
     world.drain()
     found = 0
-    for _ in owed.first(8):
+    for _ in pending.first(8):
         found += 1
         world.cache.evict(world.cache.pages.num_pages)
         while tiers_of(world).evict_host(world.cache.pages.num_pages):
             pass
-        owed.removed(5_000)
-    assert found == 1 and not len(owed)
+        pending.removed(5_000)
+    assert found == 1 and not len(pending)
     world.close()

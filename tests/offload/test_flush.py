@@ -1,4 +1,4 @@
-"""Forgetting a namespace: all of it that nobody holds, nothing of others, and no trace of what was evicted before."""
+"""Flushing a namespace: all of it that no lease holds, nothing of others, and no trace of what was evicted before."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ def test_what_a_request_holds_is_its_own_until_it_ends() -> None:
     cache.audit()
     assert cache.pages.num_free_pages == 12 - 2 and cache.match(tokens, SPACES[0]).num_tokens == 2 * PAGE
     assert offload_of(cache).flush(SPACES[0]).flushed_tokens == 2 * PAGE
-    assert offload_of(cache).flush(Namespace("nobody")).flushed_tokens == 0
+    assert offload_of(cache).flush(Namespace("unknown")).flushed_tokens == 0
     assert cache.pages.num_free_pages == 12
     cache.audit()

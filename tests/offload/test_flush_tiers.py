@@ -102,7 +102,7 @@ def test_to_clear_the_cache_clears_what_is_on_its_way(link: Lane) -> None:
 
 @pytest.mark.parametrize("reaches", MODELS)
 @pytest.mark.parametrize("kind", ["flush", "flush all", "epoch"])
-def test_what_a_request_holds_is_found_by_nobody_else(reaches: tuple[object, ...], kind: str) -> None:
+def test_what_a_request_holds_is_found_by_no_other(reaches: tuple[object, ...], kind: str) -> None:
     tiered = filled(reaches=reaches, host=24)
     kv = tiered.begin(asking(SECRET), ALICE)
     assert kv.num_cached == len(SECRET)
@@ -116,7 +116,7 @@ def test_what_a_request_holds_is_found_by_nobody_else(reaches: tuple[object, ...
     tiered.cache.commit(kv, longer)
     tiered.cache.audit()
     assert tiered.cached(longer, ALICE) == 0, "nor is what it computes"
-    assert not tiered.cache.admission.will_leave(kv, 6), "nobody need wait for it"
+    assert not tiered.cache.admission.will_leave(kv, 6), "no request need wait for it"
     again = tiered.begin(asking(SECRET), ALICE)
     tiered.grow(again, asking(SECRET))
     tiered.finish(again, asking(SECRET))
@@ -293,7 +293,7 @@ def test_a_flush_says_what_has_become_of_what_was_stored() -> None:
     store.down = "remove"
     tiered.flush(BOB)
     tiered.drain()
-    assert tiered.flushed(BOB, waits=True).storage == "hidden", "nobody need wait for the next try"
+    assert tiered.flushed(BOB, waits=True).storage == "hidden", "no caller need wait for the next try"
     store.refused["prepare"].add(tombstone_of(tiered.tiers.names.scope_prefix))
     tiered.flush(None)
     tiered.drain()
@@ -330,7 +330,7 @@ def test_what_would_be_forgotten_with_the_rest_is_stored_later() -> None:
     store.down = ""
     tiered.now += 2
     tiered.drain()
-    assert tiered.stored(ALICE) == 4, "nobody had to ask for it again"
+    assert tiered.stored(ALICE) == 4, "no caller had to ask again"
     tiered.close()
 
 

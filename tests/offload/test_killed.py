@@ -76,7 +76,7 @@ def url_in(folder: Path, timeout: float = 2.0) -> str:
 
 
 class Stored:
-    """What a store of a seed may hold: every record is one that somebody has computed, in whole."""
+    """What a store of a seed may hold: every record is one that a life has computed, in whole."""
 
     def __init__(self, url: str, seed: int) -> None:
         self._url = url
@@ -158,8 +158,8 @@ class Lives:
 def test_killed_on_a_directory(caches: ForkServer, tmp_path: Path) -> None:
     """A seed of each model."""
     lived = [Lives(caches, str(tmp_path / str(seed)), seed) for seed in range(FEW)]
-    assert sum(lives.storage_hits for lives in lived) > 0, "nobody ever began on what a dead one had stored"
-    assert sum(lives.reclaimed for lives in lived) > 0, "nobody was ever killed while it wrote"
+    assert sum(lives.storage_hits for lives in lived) > 0, "no life began on what a dead one had stored"
+    assert sum(lives.reclaimed for lives in lived) > 0, "no life was killed while it wrote"
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def killed(life: RandomLife, server: Server, rng: random.Random) -> None:
 
 
 def hung(life: RandomLife, server: Server, rng: random.Random) -> None:
-    """The server says nothing for longer than anybody waits, and then does what it was told."""
+    """The server says nothing for longer than a client waits, and then does what it was told."""
     assert server.process is not None
     server.process.send_signal(signal.SIGSTOP)
     goes_on = threading.Timer(rng.uniform(0.1, 0.8), server.process.send_signal, (signal.SIGCONT,))
@@ -278,7 +278,7 @@ TROUBLES: dict[str, tuple[Trouble, float]] = {"killed": (killed, 2.0), "hung": (
 def test_a_server_that_is_away_for_a_while(trouble: str, seed: int, folder: Path) -> None:
     before = threading.active_count()
     act, timeout = TROUBLES[trouble]
-    assert check_troubled_server(folder, seed, act, timeout=timeout) > 0, "nobody noticed that the server was away"
+    assert check_troubled_server(folder, seed, act, timeout=timeout) > 0, "no client noticed that the server was away"
     assert threading.active_count() <= before
 
 

@@ -91,7 +91,7 @@ def check_link(seed: int) -> None:
                 free = max(free, now) + seconds
                 under_way.append((free, num_bytes, seconds))
                 taken = free - now
-            if is_measured or not loads:  # nobody could have known
+            if is_measured or not loads:  # no estimate could have known
                 spent.add(taken, compute)
             if now > began + LONG and speed > 3 and queued == 0:
                 spent.tokens += tokens

@@ -293,7 +293,7 @@ def test_requests_with_the_same_prompt_wait_for_one_fetch() -> None:
     world.close()
 
 
-def test_a_fetch_ends_when_its_link_is_off_and_nobody_waits() -> None:
+def test_a_fetch_ends_when_its_link_is_off_and_no_request_waits() -> None:
     world = TieredCache(always=False)
     world.compute(TOKENS)
     forget(world)
@@ -361,7 +361,7 @@ def test_what_was_fetched_is_held_until_its_request_begins(reaches: tuple[ReachS
     world.ahead.stop_prefetch(prefetch)
     assert world.prefetcher is not None and not world.prefetcher._holding
     press(world)
-    assert world.cached(TOKENS) == 0, "nobody holds it any more"
+    assert world.cached(TOKENS) == 0, "no lease holds it any more"
     world.close()
 
 
@@ -421,7 +421,7 @@ def test_who_runs_takes_what_is_held_from_the_last_one_first() -> None:
     world.close()
 
 
-def test_nobody_begins_to_read_where_others_hold_most_of_the_host() -> None:
+def test_no_fetch_begins_where_others_hold_most_of_the_host() -> None:
     world = stored_only(host=8)
     prefetch = fetched(world)
     assert prefetch.limit == 5 and not world.ahead.can_prefetch
@@ -546,7 +546,7 @@ def test_several_pieces_are_on_their_way_at_once(single: pytest.MonkeyPatch) -> 
     world.close()
 
 
-def test_more_is_on_its_way_where_all_has_come_by_the_time_that_somebody_looks(single: pytest.MonkeyPatch) -> None:
+def test_more_is_in_flight_where_all_has_come_by_the_next_look(single: pytest.MonkeyPatch) -> None:
     single.setattr(reading_ahead, "_FIRST_BYTES", 1)
     world = stored_only()
     prefetch = begun(world, TOKENS)
@@ -690,7 +690,7 @@ def test_a_store_that_is_slower_than_computing_costs_little() -> None:
 
 
 def test_prompts_that_are_new_do_not_hide_for_ever_what_is_stored() -> None:
-    """To look takes a twentieth of the time to compute; after many looks in vain nobody waits so long, but hears it."""
+    """To look takes a twentieth of the time to compute; after many looks in vain no request waits so long."""
     world = TieredCache(20, 40, always=False, prefetch=PrefetchPolicy.BREAK_EVEN, seconds=0.01)
     tiers_of(world).break_even.computed(1000 * len(TOKENS), 1000.0)
     world.compute(TOKENS)

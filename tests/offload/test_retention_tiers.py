@@ -64,7 +64,7 @@ def test_copies_on_the_host_of_what_is_kept_are_not_evicted(pin: bool) -> None:
     tiered.close()
 
 
-def test_soft_retentions_give_way_before_anybody_waits_for_moves() -> None:
+def test_soft_retentions_give_way_before_a_request_waits_for_transfers() -> None:
     tiered = TieredCache(num_pages=12, host=24, seconds=5.0)
     tiered.compute(KEPT)
     tiered.drain()

@@ -75,7 +75,7 @@ def test_a_change_is_said_once() -> None:
     assert health.refused == {Lane.LOOK: 11, Lane.FETCH: 0, Lane.ARCHIVE: 20}
 
 
-def test_nobody_says_anything_of_what_happens_now_and_then() -> None:
+def test_rare_failures_are_not_logged() -> None:
     said: list[str] = []
     health = StoreHealth(lambda kind, is_lost: said.append(kind))
     for _ in range(10):

@@ -47,7 +47,7 @@ def test_a_load_that_finds_no_room_on_its_link_leaves_the_request_waiting() -> N
     world.close()
 
 
-def test_damage_is_counted_once_and_keeps_nobody_else_from_caching() -> None:
+def test_damage_is_counted_once_and_keeps_no_other_request_from_caching() -> None:
     world = TieredCache()
     tokens, others = tokens_of((1, 2, 3)), tokens_of((7, 8))
     world.compute(tokens)
@@ -61,7 +61,7 @@ def test_damage_is_counted_once_and_keeps_nobody_else_from_caching() -> None:
     assert world.cached(others) == len(others)
     changes = world.cache.num_changes
     world.cache.finish(kv)
-    assert world.ahead.settle_moves(), "room came back, which whoever waits for some must hear"
+    assert world.ahead.settle_moves(), "room came back, which a waiting request must hear"
     assert world.cache.num_changes > changes and not tiers_of(world).damaged_paths
     assert world.cached(tokens) <= PAGE
     assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1}
@@ -98,7 +98,7 @@ def test_failed_loads_with_pages_in_common_do_not_keep_each_other(
     world.close()
 
 
-def test_whoever_computes_a_damaged_page_again_keeps_it_to_itself_while_it_is_held() -> None:
+def test_a_damaged_page_that_is_computed_again_is_private_while_it_is_held() -> None:
     world = TieredCache()
     tokens = tokens_of((1, 2))
     world.compute(tokens)
@@ -108,7 +108,7 @@ def test_whoever_computes_a_damaged_page_again_keeps_it_to_itself_while_it_is_he
     world.drain()
     assert world.compute(tokens) == 0
     world.cache.audit()
-    assert world.cached(tokens) == 0, "nobody may begin on the damaged one"
+    assert world.cached(tokens) == 0, "no request may begin on the damaged one"
     world.cache.finish(kv)
     world.ahead.settle_moves()
     assert world.compute(tokens) == 0 and world.cached(tokens) == len(tokens)
@@ -133,7 +133,7 @@ def test_a_damaged_copy_of_a_page_on_the_device_is_made_again() -> None:
 
 
 def test_a_damaged_copy_of_what_has_left_the_device_is_computed_again_and_stored() -> None:
-    """Storing finds the damage; whoever wants the page then begins again."""
+    """Storing finds the damage; a request for the page then begins again."""
     world = TieredCache()
     tokens = tokens_of((1, 2, 3))
     world.compute(tokens)
@@ -168,7 +168,7 @@ def test_what_is_evicted_is_stored_with_what_stays_on_the_device_above_it() -> N
     world.close()
 
 
-def test_whoever_reads_ahead_gives_way() -> None:
+def test_a_request_that_reads_ahead_gives_way() -> None:
     world = TieredCache(num_pages=4)
     tokens = tokens_of((1, 2, 3, 4))
     world.compute(tokens)
@@ -223,7 +223,7 @@ def test_a_page_is_stored_after_the_one_before_it() -> None:
     match = world.cache.tree.match(ALICE, tokens)
     assert tiers_of(world).save(match.path[-1], match.pages, ends=(2,), first=1) is not None
     world.drain()
-    assert world.stored() == 0, "nobody would find it"
+    assert world.stored() == 0, "no lookup would find it"
     assert tiers_of(world).save(match.path[-1], match.pages, ends=(2,)) is not None
     world.drain()
     assert world.stored() == 2

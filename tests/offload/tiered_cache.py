@@ -137,7 +137,7 @@ class TieredCache(CachedBytes):
             self.copies.host[0][self.tiers.hosts[0].table.frame[pages[place]], self.copies.sizes[0] - 1] ^= 1
 
     def demote(self) -> None:
-        """All that nobody holds leaves the device."""
+        """All that no lease holds leaves the device."""
         self.drain()
         self.cache.parts.reclaim([group.num_free + group.num_evictable for group in self.cache.groups], "")
         self.cache.audit()

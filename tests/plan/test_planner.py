@@ -390,7 +390,7 @@ def test_admission_knows_that_ranks_share_pages(dcp: int) -> None:
     assert plan.memory.pool_bytes == plan.config.bytes
 
 
-def test_nobody_else_computes_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reserve_is_computed_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planner, row widths and admission all move when the three functions do."""
     before = plan_of("gemma-3-27b")
     rows, tokens = before.memory.pages_per_row, before.memory.tokens_per_step

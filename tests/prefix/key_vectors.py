@@ -11,7 +11,7 @@ from quire.spec.events import Namespace
 
 IDENTITY = bytes(range(32))
 NAMESPACES = {
-    "nobody": Namespace(),
+    "no tenant": Namespace(),
     "salt": Namespace(salt="tenant-1"),
     "adapter": Namespace(adapter="tenant-1"),
     "both": Namespace(adapter="söl", salt="塩"),
@@ -30,7 +30,7 @@ def vectors() -> dict[str, list[str]]:
     found = {
         "seeds": [namespace_seed(namespace, IDENTITY) for namespace in NAMESPACES.values()],
         "scopes": [scope_of(namespace, IDENTITY) for namespace in NAMESPACES.values()],
-        "edition": [scope_prefix_of(IDENTITY)],
+        "scope prefix": [scope_prefix_of(IDENTITY)],
         "layouts": [layout_identity(IDENTITY, ["ab" * 32]), layout_identity(IDENTITY, ["ab" * 32, "cd" * 32])],
         "page of 1": list(chain_pages(seed, tokens(7), 4)),
         "pages of 1": list(chain_pages(seed, tokens(7, 0, 2**31 - 1), 4)),

@@ -36,7 +36,7 @@ GOLDEN = {
         "3eb803886136c829eba010729271db6a",
         "3eb803886136c829eeb666d01e1801a7",
     ],
-    "edition": [
+    "scope prefix": [
         "3eb803886136c829",
     ],
     "layouts": [
@@ -87,9 +87,9 @@ def test_a_key_written_out_by_hand() -> None:
     assert namespace_seed(Namespace(salt="tenant-1"), IDENTITY) == seed
     page = hashlib.sha256(b"quire-page-2" + (4).to_bytes(4, "little") + seed + b"\x07\x00\x00\x00").digest()
     assert chain_pages(seed, tokens(7), 4) == (page,)
-    edition = hashlib.sha256(b"quire-edition-1" + (1).to_bytes(8, "little") + field(IDENTITY)).digest()[:8]
-    assert scope_prefix_of(IDENTITY) == edition
-    assert scope_of(Namespace(), IDENTITY)[:8] == edition and len(scope_of(Namespace(), IDENTITY)) == 16
+    prefix = hashlib.sha256(b"quire-edition-1" + (1).to_bytes(8, "little") + field(IDENTITY)).digest()[:8]
+    assert scope_prefix_of(IDENTITY) == prefix
+    assert scope_of(Namespace(), IDENTITY)[:8] == prefix and len(scope_of(Namespace(), IDENTITY)) == 16
 
 
 # -- nothing collides

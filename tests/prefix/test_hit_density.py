@@ -68,7 +68,7 @@ def loop() -> Iterator[list[int]]:
 
 
 def scan() -> Iterator[list[int]]:
-    """Ten hot prompts, each with a question of its own, and long documents that nobody reads twice."""
+    """Ten hot prompts, each with a question of its own, and long documents that are read once."""
     for turn in range(1_500):
         if turn % 3:
             yield [*range(turn % 10 * 20, turn % 10 * 20 + 20), 1_000 + turn]

@@ -1,4 +1,4 @@
-"""The keys of pages: made once, whoever wants them, and what is remembered of names is bounded."""
+"""The keys of pages: each is made once, and the memory of names is bounded."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_without_a_listener_nothing_is_hashed() -> None:
     assert all(node.hashes == [] for node in tree.nodes())
 
 
-def test_nothing_is_hashed_before_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_hashed_before_a_hash_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[CacheEvent] = []
     tree = RadixCache(1, eviction_policy("lru"), emit=events.append)
     hashed: list[int] = []

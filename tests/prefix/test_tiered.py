@@ -232,7 +232,7 @@ class TieredTree(RuleBasedStateMachine):
     @precondition(lambda self: self.model.pages)
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
-        """A page and all behind it are forgotten, unless somebody holds its node or what is behind."""
+        """A page and all pages after it are removed, unless a lease holds its node or one after it."""
         node = data.draw(st.sampled_from(sorted(self.tree.nodes(), key=lambda node: node.pages.tolist())))
         start = data.draw(st.integers(0, node.num_pages - 1))
         top = self.model.named(int(node.pages[0]))
@@ -324,7 +324,7 @@ TestTieredTree = TieredTree.TestCase
 
 
 def tree_of(text: str, *, below: str = "") -> tuple[RadixCache, list[CacheEvent], Where]:
-    """`text` is cached on the device, and `below` behind it on the host; nobody holds any of it."""
+    """`text` is cached on the device, and `below` after it on the host; no lease holds any of it."""
     events: list[CacheEvent] = []
     where = Where()
     tree = RadixCache(1, eviction_policy("lru"), emit=events.append, placement=where)

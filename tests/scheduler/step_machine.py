@@ -150,7 +150,7 @@ class StepMachine:
             assert life.request.tokens.tolist() == life.tokens
 
     def draft(self, choices: Choices) -> None:
-        """The next tokens of some requests are proposed: rightly, up to some place."""
+        """Draft the next tokens of some requests: correct ones, up to some place."""
         batch, _, _, room = self.scheduler.drafting()
         lives = {life.request.request_id: life for life in self.lives}
         counts, tokens = np.zeros(len(batch), dtype=np.int64), np.zeros((len(batch), MOST), dtype=np.int32)
@@ -206,7 +206,7 @@ class StepMachine:
         assert not self.lives, f"they never end: {[life.request.wait_reason for life in self.lives]}"
         self.cache.audit()
         found = self.cache.pages.num_free_pages + self.cache.tree.num_evictable
-        assert found == self.plan.num_pages, "memory is held for nobody"
+        assert found == self.plan.num_pages, "memory is held without a request"
 
     def check(self) -> None:
         """Requests are as far as the model says, and what is cached is what it should be."""

@@ -127,7 +127,7 @@ def test_who_goes_away_holds_nothing() -> None:
     assert queue.begun == ["first", "b"]
 
 
-def test_what_others_hold_keeps_nobody_out_for_ever() -> None:
+def test_what_others_hold_keeps_no_request_waiting_for_ever() -> None:
     """They hold what they found on the device, too; the first in the queue needs nearly all of it."""
     stored = [prompt(number) for number in range(1, 6)]
     queue = Queue(stored, num_pages=12)

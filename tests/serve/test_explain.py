@@ -25,7 +25,7 @@ def client(server: LiveServer) -> OpenAI:
 
 
 def fresh(length: int = 60) -> str:
-    """A prompt that nobody has sent, though others may begin with the same letters."""
+    """A prompt that was never sent, though others may begin with the same letters."""
     return (f"{uuid.uuid4().hex} " * 8)[:length]
 
 

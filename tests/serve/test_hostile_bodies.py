@@ -145,7 +145,7 @@ def test_every_argument_of_the_tokenizers_own_is_reserved() -> None:
     assert names <= TEMPLATE_ARGUMENTS
 
 
-def test_a_stream_nobody_started_to_read_is_closed() -> None:
+def test_a_stream_that_is_never_read_is_closed() -> None:
     """The client may leave before the first event; what feeds the stream must be closed all the same."""
     closed = []
 

@@ -39,7 +39,7 @@ def test_an_api_key_may_be_any_text() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "  ", " key", "a\nb"])
-def test_a_key_that_nobody_could_send_is_refused(key: str) -> None:
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
     with pytest.raises(InvalidInput, match="API key"):
         ServerConfig.read({"api_key": key})
 

@@ -39,7 +39,7 @@ def _forget(live: LiveServer) -> Iterator[None]:
 
 
 def fresh(length: int = 48) -> str:
-    """A prompt that nobody has sent."""
+    """A prompt that was never sent."""
     return (f"{uuid.uuid4().hex} " * 8)[:length]
 
 
@@ -304,7 +304,7 @@ def test_in_this_process(tiny_model: Path) -> None:
     for first in range(60, 250, 10):
         llm.generate([[first + i % 7 for i in range(100)]], SamplingParams(max_tokens=1))
     assert llm.generate([prompt], SamplingParams(max_tokens=1))[0].num_cached_tokens == 48
-    assert llm.retain("nobody sent this", ttl_seconds=1).granted_tokens == 0
+    assert llm.retain("this was never sent", ttl_seconds=1).granted_tokens == 0
     assert llm.release(granted.retention_id) and not llm.release(granted.retention_id)
     changes = llm.engine.cache.num_changes
     assert llm.retain(prompt, ttl_seconds=60).granted_tokens == 48

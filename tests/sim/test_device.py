@@ -92,7 +92,7 @@ def test_a_page_of_another_request() -> None:
 
 @pytest.mark.parametrize("groups", ["full", "window", "chunk"])
 def test_a_frame_that_was_given_to_another_too_early(groups: str) -> None:
-    """Somebody's new tokens are written over the last whole page of somebody else."""
+    """One request's new tokens are written over the last whole page of another."""
     replay = replay_of(groups=groups)
     frames = replay.cache.rows.page_table
 

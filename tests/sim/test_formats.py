@@ -203,7 +203,7 @@ WHEN = "2023-11-16 18:17:03"
         (TOKENS, TOKENS | {"output_token_ids": [2**31]}, "output_token_ids"),
         (TOKENS, TOKENS | {"timestamp": -1}, "timestamp"),
         (TOKENS, TOKENS | {"abort_after": -1}, "abort_after"),
-        (TOKENS, TOKENS | {"after": "nobody"}, "'nobody'"),
+        (TOKENS, TOKENS | {"after": "unknown"}, "'unknown'"),
         (TOKENS | {"timestamp": 5}, TOKENS | {"after": "1"}, "earlier"),
         (TOKENS, TOKENS | {"request_id": "1"}, "a request '1' before"),
         (TEXT, TEXT | {"input": ""}, "input"),

@@ -154,7 +154,7 @@ def test_waiting_for_a_layer_brings_those_up_to_it() -> None:
     load.wait_layer(2)
 
 
-def test_a_load_that_fails_while_somebody_waits() -> None:
+def test_a_load_that_fails_while_a_request_waits() -> None:
     world = World()
     world.move(Lane.SAVE, 1)
     world.run()

@@ -67,7 +67,7 @@ def test_a_workload_is_drawn_from_its_seed(name: str) -> None:
 
 
 def test_workloads_stay_what_they_are() -> None:
-    """A trace that somebody measured with can be made again. Change a digest only with the change that explains it."""
+    """A measured trace can be made again. Change a digest only with the change that explains it."""
     assert {name: digest(open_trace(name, limit=20)) for name in WORKLOADS} == PINNED_DIGESTS
 
 

@@ -170,7 +170,7 @@ def test_a_link_that_became_fast_recovers_with_one_measurement() -> None:
     assert bench.said[1:] == [(Lane.LOAD, "")]
 
 
-def test_while_a_trial_is_under_way_nobody_else_takes_part() -> None:
+def test_while_a_trial_is_under_way_no_other_request_takes_part() -> None:
     """Its SAVE is fast, as is what it was before: neither says anything about what it is now."""
     bench = slow(losses=1)
     for _ in range(9):

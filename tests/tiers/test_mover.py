@@ -68,7 +68,7 @@ def collect(mover: ThreadMover, count: int = 1) -> list[Transfer]:
 
 
 def entered(source: ArrayCopies | ScriptedStore) -> None:
-    assert source.entered.acquire(timeout=LONG), "nobody came"
+    assert source.entered.acquire(timeout=LONG), "no call came"
 
 
 def test_round_trip() -> None:
@@ -314,7 +314,7 @@ def test_what_reads_goes_before_what_waits_to_write() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("link", [Lane.ARCHIVE, Lane.DELETE])
 def test_writing_goes_on_however_much_is_read(threads: int, link: Lane) -> None:
-    """Whoever reads ahead asks again as soon as it has an answer."""
+    """A request that reads ahead asks again as soon as it has an answer."""
     copies, store = saved(1), ScriptedStore()
     gate = store.hold("exists")
     with mover_of(copies, store, threads=threads) as mover:

@@ -59,12 +59,12 @@ def test_marks_say_what_they_stand_for() -> None:
     assert [part for part, _ in tombstones_over(ALICE)] == [ALICE[:8], ALICE]
     assert len({tombstone_of(part) for part in (ALICE, BOB, ALICE[:8])}) == 3
     assert tombstone_scope(StoreKey(ALICE, page(1), 0)) is None
-    assert tombstone_scope(StoreKey(ALICE, page(1), 0xFFFF)) is None, "somebody else's"
+    assert tombstone_scope(StoreKey(ALICE, page(1), 0xFFFF)) is None, "another tenant's"
 
 
 @pytest.mark.parametrize(("scope", "hidden"), [(ALICE, [ALICE]), (ALICE[:8], [ALICE, BOB])])
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_what_died_on_the_way_is_found_by_nobody_and_gone_on_with(
+def test_an_interrupted_deletion_is_found_by_no_lookup_and_goes_on(
     scope: bytes, hidden: list[bytes], pieces: int
 ) -> None:
     store = filled()
@@ -104,7 +104,7 @@ def test_to_be_stopped_is_to_stop_soon_and_still_to_hide() -> None:
 
 
 def test_a_mark_is_a_sound_record_of_the_size_of_others() -> None:
-    """So that it takes the room of one of those, and whoever checks the store finds nothing wrong."""
+    """So that it takes the room of one of those, and a check of the store finds nothing wrong."""
     store = filled()
     _move, steps = deleting(store, ALICE)
     next(steps)

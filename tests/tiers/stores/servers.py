@@ -88,7 +88,7 @@ def started(make: Callable[[], Server]) -> Server:
 
 
 def _die_with_the_tests() -> None:
-    """In the child: SIGKILL when whoever started it ends, however that happens (Linux)."""
+    """In the child: SIGKILL when the process that started it ends, however that happens (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -112,7 +112,7 @@ def valkey_program() -> str:
 
 
 def _install(package: str) -> None:
-    """Try apt-get once on this machine, whoever of several test runs comes first."""
+    """Try apt-get once on this machine, in the first of several test runs."""
     tried = Path(tempfile.gettempdir()) / f"quire-installed-{package}"
     with tried.open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -155,7 +155,7 @@ def s3(port: int) -> Server:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
+    """A port of 127.0.0.1 without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -163,7 +163,7 @@ def free_port() -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody accepts connections there."""
+    """Whether a server accepts connections there."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -247,7 +247,7 @@ def test_an_index_that_is_busy(tmp_path: Path) -> None:
 
 
 def test_the_log_of_the_index_stays_small(tmp_path: Path) -> None:
-    """While somebody reads an old state of the index its log grows; afterwards it shrinks by itself."""
+    """While a reader has an old state of the index open its log grows; afterwards it shrinks by itself."""
     log = tmp_path / "index.sqlite-wal"
     with closing(open_in(tmp_path)) as store, closing(open_in(tmp_path, None)) as reader:
         keys = make_keys(256)
@@ -325,7 +325,7 @@ def test_a_use_is_known_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_nobody_else_may_read(tmp_path: Path, is_new: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_other_user_may_read(tmp_path: Path, is_new: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the umask. A folder that was there keeps its mode, as what is in it is closed. What was made open to
     others stays so, with a word."""
     path = tmp_path / "new" / "store"
@@ -381,7 +381,7 @@ def test_what_is_no_store(tmp_path: Path) -> None:
 
 
 def test_a_smaller_capacity(tmp_path: Path) -> None:
-    """The coldest slabs go until it fits, for whoever opens it next."""
+    """The coldest slabs are removed until it fits, for the process that opens it next."""
     with closing(open_in(tmp_path, slab_bytes=128 << 10)) as store:
         keys = filled(store, 20)
         assert read(store, keys[19], 30_000) == make_record(19, 30_000)  # its slab is the warmest now

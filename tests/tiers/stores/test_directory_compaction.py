@@ -1,4 +1,4 @@
-"""A directory gives the disk back what it does not need, whoever else has it open and whatever happens meanwhile."""
+"""A directory frees the disk space that it does not need, also while other processes have it open."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_being_written_stays(tmp_path: Path) -> None:
 
 
 def test_records_move_together(tmp_path: Path) -> None:
-    """Six records of six slabs come to lie in two, in the same order of use, and are right for whoever has it open."""
+    """Six records of six slabs come to lie in two, in the same order of use, and are right for other processes."""
     store, keys = scattered(tmp_path)
     with closing(store), closing(DirectoryStore(tmp_path, None)) as other:
         assert all_right(other, keys)

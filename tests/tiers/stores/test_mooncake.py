@@ -270,6 +270,6 @@ def test_closing_waits_for_calls(shared_pool: Pool) -> None:
 # -- opening
 
 
-def test_nobody_there() -> None:
+def test_no_server() -> None:
     with pytest.raises(StoreError, match="cannot be reached"):
         mooncake_store.open(f"mooncake://127.0.0.1:{free_port()}")

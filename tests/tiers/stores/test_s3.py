@@ -224,7 +224,7 @@ def test_trouble_is_an_answer(trouble: ThreadingHTTPServer, mood: str, monkeypat
 
 
 def test_a_writer_that_dies_leaves_nothing(port: int) -> None:
-    """Nothing was sent before `complete`, so nobody waits for it."""
+    """Nothing was sent before `complete`, so no call waits for it."""
     dead, store = open_store(port, "dies"), open_store(port, "dies")
     key = make_key(0)
     assert dead.prepare([key], [900]) == [MISS]
@@ -242,7 +242,7 @@ def test_of_two_uploads_the_first_stays(port: int) -> None:
 # -- opening
 
 
-def test_nobody_there(port: int) -> None:
+def test_no_server(port: int) -> None:
     with pytest.raises(StoreError, match="cannot be reached"):
         open_store(free_port(), "any", timeout=1)
     with pytest.raises(StoreError, match="cannot be reached"):

@@ -212,7 +212,9 @@ def test_a_server_that_hangs(directory: Path, server: Server) -> None:
     server.process.send_signal(signal.SIGCONT)
     assert read(store, keys[1], 5000) == make_record(1, 5000)
     assert store.exists(keys[:2]) == [HIT, HIT]
-    assert write(store, keys[2:], [make_record(2, 5000)]) == [HIT], "its own mark, whose answer was lost, stops nobody"
+    assert write(store, keys[2:], [make_record(2, 5000)]) == [HIT], (
+        "its own mark, whose answer was lost, stops no write"
+    )
     assert store.failures["TimeoutError"] == 2
     server.process.send_signal(signal.SIGSTOP)
     many, buffers = make_keys(600), [bytearray(20_000) for _ in range(600)]
@@ -343,7 +345,7 @@ def test_a_writer_that_dies_while_it_sends(directory: Path, server: Server) -> N
     """What can be found afterwards is whole; what cannot leaves no bytes behind."""
     store, count, size = open_store(directory), 60, MIB
     keys = make_keys(count)
-    orphans = 0
+    unfinished = 0
     with redis.Redis(unix_socket_path=f"{directory}/valkey.sock") as client:
         for arrived in (1, 3, 6):
             dying = writer(directory, count, size, pending=0.5)
@@ -354,14 +356,14 @@ def test_a_writer_that_dies_while_it_sends(directory: Path, server: Server) -> N
             while client.dbsize() < count + arrived and time.monotonic() < give_up:
                 pass
             end(dying)
-            orphans += sum(1 for _ in client.scan_iter("quire.written/*"))
+            unfinished += sum(1 for _ in client.scan_iter("quire.written/*"))
             for number, key in enumerate(keys):
                 assert read(store, key, size) in (None, make_record(number, size))
             assert all(entry.num_bytes == size for entry in store.entries())
             store.remove(keys)
             time.sleep(0.6)
             assert list(client.scan_iter("*")) == []
-    assert orphans, "it was never killed in the middle"
+    assert unfinished, "it was never killed in the middle"
     store.close()
 
 
@@ -374,7 +376,7 @@ def test_records_outlive_the_time_their_writers_have(directory: Path, server: Se
 
 
 def test_a_writer_that_is_late(directory: Path, server: Server) -> None:
-    """Its mark has expired: it completes if nobody else has begun, else it stops."""
+    """Its mark has expired: it completes if no other writer has begun, else it stops."""
     late, other = open_store(directory, pending=0.1), open_store(directory)
     keys = make_keys(3)
     mine, theirs = [make_record(number, 900) for number in range(3)], [make_record(9, 900)]
@@ -454,7 +456,7 @@ def test_tls(directory: Path, start: Starting) -> None:
         valkey_store.open(f"valkeys://127.0.0.1:{port}/0")
 
 
-def test_nobody_there(directory: Path) -> None:
+def test_no_server(directory: Path) -> None:
     with pytest.raises(StoreError, match="does not answer"):
         open_store(directory)
     with pytest.raises(StoreError, match="does not answer"):
