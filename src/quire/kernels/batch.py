@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.segments import Sequences, Slots, StepPlan, Trees, flatten_ranges
+from quire.kernels.segments import Sequences, Slots, StepPlan, Trees, flatten_ranges, to_device
 from quire.spec.ids import Ids
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class PagedBatch:
     """`R` sequences packed into one flat batch of `T` rows, for one step and one group. All layers share it.
 
@@ -43,8 +44,6 @@ class PagedBatch:
     planner: AttentionPlanner = field(default_factory=AttentionPlanner)
     ids: Slots | None = None
     parents: Ids | None = None
-    _slots: Tensor | None = field(default=None, repr=False, init=False)
-    _planned: Sequences | None = field(default=None, repr=False, init=False)
     _derived: dict[object, Any] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
@@ -83,14 +82,14 @@ class PagedBatch:
 
     def positions(self) -> Slots:
         """The position in its sequence of each of the T rows, int64."""
-        trees = self._sequences().trees
+        trees = self._sequences.trees
         if trees is None:
             return flatten_ranges(*self.spans())
         return np.repeat(self.spans()[0], np.diff(self.query_starts)) + trees.depths
 
     def refuse_trees(self, what: str) -> None:
         """Raise UnsupportedModel if drafts of this batch branch, which `what` cannot compute."""
-        if self._sequences().trees is not None:
+        if self._sequences.trees is not None:
             raise UnsupportedModel(
                 f"drafts of one request that branch cannot be verified by {what}.",
                 fix="propose one draft per position (topk 1) for this model.",
@@ -98,9 +97,7 @@ class PagedBatch:
 
     def slots_on(self, device: torch.device) -> Tensor:
         """`slots` as int64 `[T]` on `device`; copied there once per step."""
-        if self._slots is None or self._slots.device != device:
-            self._slots = torch.from_numpy(self.slots.astype(np.int64)).to(device, non_blocking=True)
-        return self._slots
+        return self.derived(("slots", device), lambda batch: to_device(batch.slots.astype(np.int64), device))
 
     def plan(self, window: int, device: torch.device, *, chunked: bool = False) -> StepPlan:
         """The plan for attention with `window` (0: everything), built on first use and shared by the layers of a step.
@@ -111,16 +108,15 @@ class PagedBatch:
         chunked = chunked and window > 0
         if chunked:
             self.refuse_trees("chunked attention")
-        return self.planner.plan(self._sequences(), window, device, chunked=chunked)
+        return self.planner.plan(self._sequences, window, device, chunked=chunked)
 
+    @cached_property
     def _sequences(self) -> Sequences:
         """The same object for all plans of the step, by which the planner recognises the batch."""
-        if self._planned is None:
-            starts, contexts = self.query_starts.astype(np.int64), self.context_lens.astype(np.int64)
-            lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if self.ids is None else self.ids
-            trees = None if self.parents is None else Trees.of(self.parents, starts)
-            self._planned = Sequences(starts, lows, contexts, self.frames, ids, self.page_size, np.diff(starts), trees)
-        return self._planned
+        starts, contexts = self.query_starts.astype(np.int64), self.context_lens.astype(np.int64)
+        lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if self.ids is None else self.ids
+        trees = None if self.parents is None else Trees.of(self.parents, starts)
+        return Sequences(starts, lows, contexts, self.frames, ids, self.page_size, np.diff(starts), trees)
 
     def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
         """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
@@ -17,9 +18,7 @@ class Workspace(threading.local):
     def take(self, name: str, dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
         """An uninitialised tensor of `shape`."""
         key = (name, dtype, device)
-        size = 1
-        for extent in shape:
-            size *= extent
+        size = math.prod(shape)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):  # so that later calls outside inference mode may write it

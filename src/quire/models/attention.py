@@ -153,7 +153,6 @@ class _SharedAttention:
         self._keeps = keeps
 
     def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
-        """See `OwnAttention`."""
         if self._keeps:
             forward.shared[self._kind] = keep(forward, key, value, options)
         kept: KeptKeys = forward.shared[self._kind]

@@ -11,7 +11,7 @@ from quire.errors import UnsupportedModel
 from quire.kernels.attention import attend_selected
 from quire.kernels.tiles import SelectingRows
 from quire.models.attention import OWN_ATTENTION, CallOptions, KeptKeys, keep
-from quire.models.forward import Forward, RecordingForward, current_forward, in_forward
+from quire.models.forward import Forward, current_forward, in_forward
 from quire.models.indexers import index_keys, split_rows
 
 
@@ -94,11 +94,9 @@ class _BlockIndexer:
         if not in_forward():
             found: Tensor = self._forward(hidden_states, position_embeddings, past_key_values, position_ids)
             return found
-        forward, device, count = current_forward(), hidden_states.device, hidden_states.shape[1]
-        if isinstance(forward, RecordingForward):
-            return torch.zeros(1, self._heads, count, 0, dtype=torch.int64, device=device)
-        selection = torch.full((self._heads, count, self._most_blocks), -1, dtype=torch.int64, device=device)
-        for keys in index_keys(forward, self.most, device):
+        shape, device = (self._heads, hidden_states.shape[1], self._most_blocks), hidden_states.device
+        selection = torch.full(shape, -1, dtype=torch.int64, device=device)
+        for keys in index_keys(current_forward(), self.most, device):
             rows = keys.tile.rows
             hidden, cos, sin = (tensor[0][rows] for tensor in (hidden_states, *position_embeddings))
             chosen = self._forward(hidden, (cos, sin), keys, keys.tile.positions)

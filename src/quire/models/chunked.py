@@ -43,7 +43,6 @@ class _ChunkedAttention:
         self._floor, self._factor = float(module.floor_scale), float(module.attn_scale)
 
     def __call__(self, forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
-        """See `OwnAttention`."""
         options = replace(options, window=self._chunk, chunked=self._chunk > 0)
         kept = keep(forward, key, value, options)
         if self._scales and kept.batch is not None:

@@ -14,7 +14,7 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import PagedField
 from quire.kernels.segments import Slots
 from quire.kernels.tiles import SelectingRows, Tile, tiles_of
-from quire.models.forward import RunningForward
+from quire.models.forward import Forward, RecordingForward
 
 
 class IndexKeys:
@@ -54,8 +54,10 @@ class IndexKeys:
         return self.update(keys[:, 0]).unsqueeze(1)
 
 
-def index_keys(forward: RunningForward, most: int, device: torch.device) -> list[IndexKeys]:
-    """The tiles in which an indexer that selects `most` tokens computes a step, for the next attention call."""
+def index_keys(forward: Forward, most: int, device: torch.device) -> list[IndexKeys]:
+    """The tiles in which an indexer that selects `most` tokens computes the next call. A dry run has none."""
+    if isinstance(forward, RecordingForward):
+        return []
     stored, batch = forward.rows("index_k", forward.ordinal)
     batch.refuse_trees("attention with an indexer")
     tiles = batch.derived(("tiles", most), lambda batch: _tiles(batch, most, device))

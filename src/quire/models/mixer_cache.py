@@ -84,11 +84,9 @@ class RecordedStates(MixerStates):
         return StateCall(**self._found, state_dtype=state_dtype)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Never."""
         return False
 
     def recurrence(self, rows: Tensor, *shape: int) -> Tensor:
-        """Zeros."""
         return torch.zeros(len(rows), *shape, device=rows.device)
 
     def update_conv_state(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.attention import attend_selected, merge_attention
 from quire.models.attention import OWN_ATTENTION, CallOptions
-from quire.models.forward import Forward, RecordingForward, current_forward, in_forward
+from quire.models.forward import Forward, current_forward, in_forward
 from quire.models.indexers import index_keys, split_rows
 from quire.models.latent import LatentAttention
 
@@ -86,10 +86,7 @@ class _Indexer:
                 hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values, **others
             )
             return found
-        forward = current_forward()
-        if isinstance(forward, RecordingForward):
-            return hidden_states.new_zeros(1, hidden_states.shape[1], 0, dtype=torch.int32)
-        tiles = index_keys(forward, self._most, hidden_states.device)
+        tiles = index_keys(current_forward(), self._most, hidden_states.device)
         width = max((keys.tile.width for keys in tiles), default=0)
         selection = hidden_states.new_full((hidden_states.shape[1], min(width, self._most)), -1, dtype=torch.int32)
         for keys in tiles:
