@@ -109,7 +109,7 @@ def _with_ranks(settings: PlanSettings, name: str) -> Iterator[PlanSettings]:
 
 
 def more_room(settings: PlanSettings, replan: Replan, left: int) -> str:
-    """What makes room for pools on the device of `settings`, as the fix of an error: each change was planned and fits.
+    """The fix of an error of a full device: changes that make room for pools, each planned and found to fit.
 
     `left` are the bytes beside weights and working memory. Weights given per rank do not shrink with more ranks: the
     fix is then the most bytes that they may take.

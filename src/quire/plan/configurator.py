@@ -217,7 +217,7 @@ class MemoryPoolConfigurator:
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         """The most tokens, in whole pages, whose pools use at most `available_bytes`, and those pools."""
-        rules = self._rules(page_size, available_bytes=available_bytes)
+        rules = self._rules(page_size, available_bytes, None)
         step = page_size * self.options.token_ranks
         coeff, bias = _line(rules, available_bytes)
         if available_bytes < bias:
@@ -232,11 +232,11 @@ class MemoryPoolConfigurator:
 
     def limits_tokens(self, page_size: int) -> bool:
         """Whether some pool grows with the tokens. None does if there are only states, in a given number."""
-        return any(rule.per_token for rule in self._rules(page_size, tokens=page_size))
+        return any(rule.per_token for rule in self._rules(page_size, None, page_size))
 
     def bytes_for(self, max_total_num_tokens: int, page_size: int) -> int:
         """The smallest budget from which `calculate_pool_sizes` gives that many tokens, a multiple of the page."""
-        rules = self._rules(page_size, tokens=max_total_num_tokens)
+        rules = self._rules(page_size, None, max_total_num_tokens)
         coeff, bias = _line(rules, tokens=max_total_num_tokens)
         return math.ceil(max_total_num_tokens * coeff + bias)
 
@@ -254,12 +254,10 @@ class MemoryPoolConfigurator:
             raise PlanError(
                 f"{max_total_num_tokens:,} tokens are less than one page of {step:,}.", fix=f"allow at least {step:,}."
             )
-        rules = self._rules(page_size, available_bytes=available_bytes, tokens=tokens)
+        rules = self._rules(page_size, available_bytes, tokens)
         return self._config(rules, tokens, page_size)
 
-    def _rules(
-        self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
-    ) -> list[PoolRule]:
+    def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
         """A rule for each pool, from the budget, or the tokens to size for, or both."""
         return [self._full_rule(group, page_size) for group in self._groups_at(page_size)]
 
@@ -307,9 +305,7 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
     Without prefix caching, no pool is larger than `max_running_requests` can fill.
     """
 
-    def _rules(
-        self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
-    ) -> list[PoolRule]:
+    def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
         groups = self._groups_at(page_size)
         counted = self.options.windows_only
         return [
@@ -365,10 +361,8 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     are solved for together.
     """
 
-    def _rules(
-        self, page_size: int, *, available_bytes: int | None = None, tokens: int | None = None
-    ) -> list[PoolRule]:
-        others = super()._rules(page_size, available_bytes=available_bytes, tokens=tokens)
+    def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
+        others = super()._rules(page_size, budget, tokens)
         state = next(group for group in self._groups_at(page_size) if group.reach.kind == "state")
         options = self.options
         if options.max_mamba_cache_size is not None:
@@ -376,7 +370,7 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         ratio = options.mamba_full_memory_ratio
         if ratio is None or not others:
             return [*others, *self._derived(state, page_size)]
-        shares = [] if available_bytes is None else [available_bytes * ratio / (1 + ratio)]
+        shares = [] if budget is None else [budget * ratio / (1 + ratio)]
         if tokens is not None:
             shares.append(ratio * sum(rule.bytes(tokens) for rule in others))
         slots = self._slots_in(int(min(shares)), state.layout.bytes_per_frame)

@@ -161,7 +161,7 @@ class _Server:
         )
 
     def solve_stages(self, options: PoolOptions) -> list[_Solved]:
-        """Every stage that keeps something. Stages of states alone limit requests, not tokens."""
+        """Every stage that has a pool. Stages of states alone limit requests, not tokens."""
         found: list[_Solved] = []
         stages = self.settings.parallel.stages(len(self.spec.layers))
         for index, stage in enumerate(stages):
@@ -247,7 +247,7 @@ def _device_lines(
 
 
 def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:
-    """What the pools of a rank may take. Raises NoRoom where the rest of the device does not leave it."""
+    """The budget of the pools of a rank. Raises NoRoom if the device has less left for them."""
     device, wanted = settings.device, settings.kv_memory
     if device is None:
         if wanted is None:

@@ -94,11 +94,6 @@ class ModelSpec:
         """Every call that stores data, in order; its index is its ordinal."""
         return tuple(call for layer in self.layers for call in layer)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every layer is one attention over keys and values of its own."""
-        return all(len(layer) == 1 and isinstance(layer[0], AttentionCall) for layer in self.layers)
-
     def page_size(self, least: int) -> int:
         """The smallest multiple of `least` tokens that is a page: it holds whole entries of every field."""
         kept = plain_format(self.dtype)
