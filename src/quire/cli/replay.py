@@ -53,7 +53,7 @@ class ReplayedEngine(Settings):
     overlap: bool = setting(False, "Launch a step before the one before it has settled.", group=_ENGINE)
     order: str = setting("fcfs", "Which waiting request goes first: fcfs, or lpm.", group=_ENGINE)
     check: str = setting(
-        "off", "off; reads: every page that a step reads; all: and the laws of the cache.", group="Output"
+        "off", "off; reads: every page that a step reads; all: and the invariants of the cache.", group="Output"
     )
 
 
