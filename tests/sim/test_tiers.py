@@ -12,10 +12,9 @@ from quire.errors import InvalidInput, WrongContent
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.sim.clock import CostModel
 from quire.sim.pools import plain_pools
-from quire.sim.records import SimulatedCopies, SimulatedStore
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
-from quire.sim.tiers import SimulatedTiers, TierUse
+from quire.sim.tiers import SimulatedCopies, SimulatedStore, SimulatedTiers, TierUse
 from quire.sim.trace import open_trace
 from quire.sim.workloads import WORKLOADS
 from quire.spec.ids import Ids

@@ -24,10 +24,8 @@ from quire.scheduler.step import Step
 from quire.sim.arrivals import Arrivals, ScriptedRequest, scripted
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.device import SimulatedDevice, SimulatedStep, frames_of
-from quire.sim.occupancy import OccupancyLog
-from quire.sim.records import LAYER
-from quire.sim.result import ReplayResult, RequestRecord
-from quire.sim.tiers import SimulatedTiers, VirtualTiers
+from quire.sim.result import OccupancyLog, ReplayResult, RequestRecord
+from quire.sim.tiers import LAYER, SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
 from quire.tiers.transfer import Transfer
 

@@ -1,123 +1,222 @@
-"""Generated workloads, by name. Each is a function that fills a draft; its other arguments are settings."""
+"""Generated workloads, by name. Each is a function that adds requests to a `Workload`; other arguments are settings.
+
+Nothing here holds tokens: seeds and lengths are drawn when a workload is made, and tokens are computed from them later.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from typing_extensions import Unpack
 
 from quire.errors import InvalidInput
-from quire.sim.draft import Conversation, Draft
-from quire.sim.trace_request import Planned
+from quire.sim.synthetic_text import Text, text_seed
+from quire.sim.trace_request import Planned, RequestFields
 from quire.spec.events import Namespace
+
+Choice = TypeVar("Choice")
+
+NOMINAL_STEP_S = 0.02
+"""Assumed time of a decode step, for the estimated arrivals of follow-ups."""
+
+
+class Workload:
+    """A workload while it is being made. All random numbers come from one seeded generator."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.random = random.Random(f"{name}/{seed}")
+        self.requests: list[Planned] = []
+        self._seed = text_seed(name, seed)
+        self._num_texts = 0
+
+    def text(self, low: int, high: int | None = None) -> Text:
+        """A text of `low` tokens, or of a random number from `low` to `high`; no other text begins like it."""
+        length = low if high is None else self.between(low, high)
+        self._num_texts += 1
+        return Text(text_seed(self._seed, self._num_texts), length)
+
+    def between(self, low: int, high: int) -> int:
+        """A uniform whole number from `low` to `high`, both included."""
+        return self.random.randint(low, high)
+
+    def poisson(self, rate: float) -> Iterator[float]:
+        """Endless arrival times of a Poisson process of `rate` a second, from 0 on, to the microsecond."""
+        arrival = 0.0
+        while True:
+            yield arrival
+            arrival += round(self.random.expovariate(1.0) * (1 / rate), 6)
+
+    def popular(self, choices: Sequence[Choice], exponent: float = 1.0) -> Choice:
+        """One of `choices`, the n-th with a weight of `n ** -exponent`."""
+        weights = accumulate((at + 1) ** -exponent for at in range(len(choices)))
+        return self.random.choices(choices, cum_weights=tuple(weights))[0]
+
+    def add(
+        self,
+        prompt: Sequence[Text],
+        output: Text,
+        *,
+        arrival: float,
+        request_id: str = "",
+        **fields: Unpack[RequestFields],
+    ) -> str:
+        """Add a request and return its id."""
+        request_id = request_id or str(len(self.requests))
+        self.requests.append(Planned.of_texts(request_id, prompt, output, round(arrival, 6), **fields))
+        return request_id
+
+
+class Conversation:
+    """Turns whose prompts are the whole conversation so far and a new text."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        session: str,
+        opening: Sequence[Text],
+        *,
+        arrival: float,
+        namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
+    ) -> None:
+        self._workload = workload
+        self._session = session
+        self._said = list(opening)
+        self._arrival = arrival
+        self._namespace = namespace
+        self._last = ""
+        self._num_turns = 0
+
+    def turn(self, user: Text, output_tokens: int, *, think: float = 0.0) -> None:
+        """Add the next turn. It arrives `think` seconds after the one before has finished; the first has no wait."""
+        think = think if self._last else 0.0
+        self._said.append(user)
+        output = self._workload.text(output_tokens)
+        self._last = self._workload.add(
+            self._said,
+            output,
+            arrival=self._arrival + think,
+            request_id=f"{self._session}.{self._num_turns}",
+            session=self._session,
+            namespace=self._namespace,
+            after=self._last,
+            think=round(think, 6),
+        )
+        self._arrival += think + output_tokens * NOMINAL_STEP_S
+        self._said.append(output)
+        self._num_turns += 1
+
 
 # -- conversations: each prompt repeats the earlier turns
 
 _TURNS = (1, 1, 2, 3, 3, 4, 5, 6, 8, 10)
 
 
-def chat(draft: Draft, *, requests: int = 200, systems: int = 8, documents: int = 40, rate: float = 2.0) -> None:
+def chat(load: Workload, *, requests: int = 200, systems: int = 8, documents: int = 40, rate: float = 2.0) -> None:
     """Conversations of 1 to 10 turns under popular system prompts, every fourth about a popular document.
 
     `rate` is new conversations a second.
     """
-    opening = [draft.text(256, 2048) for _ in range(systems)]
-    attached = [draft.text(1024, 6144) for _ in range(documents)]
-    for number, arrival in enumerate(draft.poisson(rate)):
-        if len(draft.requests) >= requests:
+    opening = [load.text(256, 2048) for _ in range(systems)]
+    attached = [load.text(1024, 6144) for _ in range(documents)]
+    for number, arrival in enumerate(load.poisson(rate)):
+        if len(load.requests) >= requests:
             break
-        said = [draft.popular(opening, 1.1)]
-        if draft.random.random() < 0.25:
-            said.append(draft.popular(attached, 0.9))
-        conversation = Conversation(draft, f"c{number}", said, arrival=arrival)
-        for turn in range(min(draft.random.choice(_TURNS), requests - len(draft.requests))):
-            think = draft.random.uniform(0.5, 20.0) if turn else 0.0
-            conversation.turn(draft.text(20, 400), draft.between(40, 300), think=think)
+        said = [load.popular(opening, 1.1)]
+        if load.random.random() < 0.25:
+            said.append(load.popular(attached, 0.9))
+        conversation = Conversation(load, f"c{number}", said, arrival=arrival)
+        for turn in range(min(load.random.choice(_TURNS), requests - len(load.requests))):
+            think = load.random.uniform(0.5, 20.0) if turn else 0.0
+            conversation.turn(load.text(20, 400), load.between(40, 300), think=think)
 
 
-def sessions(draft: Draft, *, requests: int = 200, systems: int = 16, rate: float = 4.0) -> None:
+def sessions(load: Workload, *, requests: int = 200, systems: int = 16, rate: float = 4.0) -> None:
     """Many sessions at a time, 1 to 8 turns each, that come back after 96 to 640 requests of others.
 
     `rate` is requests a second, new sessions and turns together.
     """
-    opening = [draft.text(256, 2048) for _ in range(systems)]
+    opening = [load.text(256, 2048) for _ in range(systems)]
     due: list[tuple[int, int, Conversation, int]] = []
     for tick in range(requests):
         if due and due[0][0] <= tick:
             _, number, conversation, turns = heappop(due)
         else:
-            said, turns, number = [draft.popular(opening)], draft.between(1, 8), tick
-            conversation = Conversation(draft, f"s{number}", said, arrival=tick / rate)
-        wait = draft.between(96, 640)
-        conversation.turn(draft.text(32, 512), draft.between(16, 192), think=wait / rate)
+            said, turns, number = [load.popular(opening)], load.between(1, 8), tick
+            conversation = Conversation(load, f"s{number}", said, arrival=tick / rate)
+        wait = load.between(96, 640)
+        conversation.turn(load.text(32, 512), load.between(16, 192), think=wait / rate)
         if turns > 1:
             heappush(due, (tick + wait, number, conversation, turns - 1))
 
 
 def alternating(
-    draft: Draft, *, sessions: int = 2, tokens: int = 8192, turns: int = 6, user: int = 200, think: float = 30.0
+    load: Workload, *, sessions: int = 2, tokens: int = 8192, turns: int = 6, user: int = 200, think: float = 30.0
 ) -> None:
     """A few sessions of `tokens` each that take turns; every turn repeats the whole session. The session that runs
     needs the room of the one before."""
     for number in range(sessions):
-        conversation = Conversation(draft, f"s{number}", [draft.text(tokens)], arrival=number * think / sessions)
+        conversation = Conversation(load, f"s{number}", [load.text(tokens)], arrival=number * think / sessions)
         for _ in range(turns):
-            conversation.turn(draft.text(user), user // 2 + 1, think=think)
+            conversation.turn(load.text(user), user // 2 + 1, think=think)
 
 
-def agents(draft: Draft, *, tasks: int = 32, calls: int = 12, tools: int = 1024) -> None:
+def agents(load: Workload, *, tasks: int = 32, calls: int = 12, tools: int = 1024) -> None:
     """Agents that call the model in a loop: 86 % of the gaps are under a second, 95 % under ten, the rest minutes.
 
     `tools` is the length of the instructions that all of them share.
     """
-    instructions = draft.text(tools)
+    instructions = load.text(tools)
     for number in range(tasks):
-        task = draft.text(100, 800)
-        agent = Conversation(draft, f"a{number}", [instructions, task], arrival=draft.random.uniform(0.0, 20.0))
+        task = load.text(100, 800)
+        agent = Conversation(load, f"a{number}", [instructions, task], arrival=load.random.uniform(0.0, 20.0))
         for _ in range(calls):
-            draw = draft.random.random()
+            draw = load.random.random()
             low, high = (0.05, 1.0) if draw < 0.86 else (1.0, 10.0) if draw < 0.95 else (60.0, 600.0)
-            think = draft.random.uniform(low, high)
-            agent.turn(draft.text(20, 600), draft.between(20, 160), think=think)
+            think = load.random.uniform(low, high)
+            agent.turn(load.text(20, 600), load.between(20, 160), think=think)
 
 
 # -- prefixes that are hard for a cache to keep, or to find
 
 
-def rag_scan(draft: Draft, *, requests: int = 200, system: int = 2048, hot_every: int = 8, rate: float = 4.0) -> None:
+def rag_scan(load: Workload, *, requests: int = 200, system: int = 2048, hot_every: int = 8, rate: float = 4.0) -> None:
     """A scan: long prompts of passages that never come again, and every `hot_every`-th request a short question under
     one system prompt. A cache should not evict that prompt for the passages."""
-    hot = draft.text(system)
-    for number, arrival in zip(range(requests), draft.poisson(rate), strict=False):
+    hot = load.text(system)
+    for number, arrival in zip(range(requests), load.poisson(rate), strict=False):
         if number % hot_every:
-            prompt = [draft.text(256, 512) for _ in range(4)]
+            prompt = [load.text(256, 512) for _ in range(4)]
         else:
-            prompt = [hot, draft.text(20, 100)]
-        draft.add(prompt, draft.text(16, 64), arrival=arrival)
+            prompt = [hot, load.text(20, 100)]
+        load.add(prompt, load.text(16, 64), arrival=arrival)
 
 
 def mixed_prefixes(
-    draft: Draft, *, requests: int = 400, large: int = 4, small: int = 96, tokens: int = 8192, rate: float = 4.0
+    load: Workload, *, requests: int = 400, large: int = 4, small: int = 96, tokens: int = 8192, rate: float = 4.0
 ) -> None:
     """`large` prefixes of up to `tokens` and `small` ones of a 16th to a 64th of that, all requested equally often. A
     cache that counts each large one as one entry has room for little else."""
-    shared = [draft.text(tokens // 2, tokens) for _ in range(large)]
-    shared += [draft.text(max(tokens // 64, 1), max(tokens // 16, 1)) for _ in range(small)]
-    for _, arrival in zip(range(requests), draft.poisson(rate), strict=False):
-        draft.add([draft.random.choice(shared), draft.text(10, 50)], draft.text(8, 32), arrival=arrival)
+    shared = [load.text(tokens // 2, tokens) for _ in range(large)]
+    shared += [load.text(max(tokens // 64, 1), max(tokens // 16, 1)) for _ in range(small)]
+    for _, arrival in zip(range(requests), load.poisson(rate), strict=False):
+        load.add([load.random.choice(shared), load.text(10, 50)], load.text(8, 32), arrival=arrival)
 
 
-def match_unit(draft: Draft, *, unit: int = 64, requests: int = 4, rate: float = 2.0) -> None:
+def match_unit(load: Workload, *, unit: int = 64, requests: int = 4, rate: float = 2.0) -> None:
     """Families of `requests` prompts that share just less than a unit, a unit and just more, and 1,600 tokens of 2,200
     and 1,500 of 2,200: hits depend on the unit in which prefixes match."""
     lengths = [(shared, 2 * unit) for shared in (unit - 1, unit, unit + 1) if shared]
     arrival = 0.0
     for shared, own in (*lengths, (1600, 600), (1500, 700)):
-        prefix = draft.text(shared)
+        prefix = load.text(shared)
         for _ in range(requests):
             session = f"{shared}+{own}"
-            draft.add([prefix, draft.text(own)], draft.text(8), arrival=arrival, session=session)
+            load.add([prefix, load.text(own)], load.text(8), arrival=arrival, session=session)
             arrival += 1 / rate
 
 
@@ -125,123 +224,123 @@ def match_unit(draft: Draft, *, unit: int = 64, requests: int = 4, rate: float =
 
 
 def over_commit(
-    draft: Draft, *, pool: int = 16384, ratio: float = 1.25, prompt: int = 128, output: int = 512, rate: float = 50.0
+    load: Workload, *, pool: int = 16384, ratio: float = 1.25, prompt: int = 128, output: int = 512, rate: float = 50.0
 ) -> None:
     """Short prompts with long answers, together `ratio` times a pool of `pool` tokens: all of them start, and some must
     be preempted before all can end."""
     requests = max(round(pool * ratio / (prompt + output)), 1)
-    for _, arrival in zip(range(requests), draft.poisson(rate), strict=False):
-        length = draft.between(output // 2 + 1, output + output // 2)
-        draft.add([draft.text(prompt)], draft.text(length), arrival=arrival)
+    for _, arrival in zip(range(requests), load.poisson(rate), strict=False):
+        length = load.between(output // 2 + 1, output + output // 2)
+        load.add([load.text(prompt)], load.text(length), arrival=arrival)
 
 
-def two_loads(draft: Draft, *, pool: int = 16384, share: float = 0.6, rounds: int = 4, output: int = 64) -> None:
+def two_loads(load: Workload, *, pool: int = 16384, share: float = 0.6, rounds: int = 4, output: int = 64) -> None:
     """Two prompts of `share` of the pool at the same time, again and again: each fits, both do not."""
-    prompts = [draft.text(max(int(pool * share) - output, 1)) for _ in range(2)]
+    prompts = [load.text(max(int(pool * share) - output, 1)) for _ in range(2)]
     for number in range(rounds):
         for prompt in prompts:
-            draft.add([prompt], draft.text(output), arrival=number * 10.0)
+            load.add([prompt], load.text(output), arrival=number * 10.0)
 
 
-def near_capacity(draft: Draft, *, pool: int = 4096, page: int = 16, rounds: int = 2, output: int = 32) -> None:
+def near_capacity(load: Workload, *, pool: int = 4096, page: int = 16, rounds: int = 2, output: int = 32) -> None:
     """Requests of a pool's length, and of up to two pages less and more; the longer ones can never be served."""
     for number in range(rounds):
         for at, pages in enumerate((0, -2, 1, -1, 2)):
-            prompt = draft.text(max(pool + pages * page - output, 1))
+            prompt = load.text(max(pool + pages * page - output, 1))
             arrival = number * 50.0 + at * 10.0
-            draft.add([prompt], draft.text(output), arrival=arrival, session=f"{pages:+d} pages")
+            load.add([prompt], load.text(output), arrival=arrival, session=f"{pages:+d} pages")
 
 
 def abort_storm(
-    draft: Draft, *, requests: int = 200, share: float = 0.89, systems: int = 4, rate: float = 40.0
+    load: Workload, *, requests: int = 200, share: float = 0.89, systems: int = 4, rate: float = 40.0
 ) -> None:
     """Requests of which `share` lose their client: a third while they wait, the rest at some token of the answer."""
-    opening = [draft.text(256, 1024) for _ in range(systems)]
-    leaving = set(draft.random.sample(range(requests), round(requests * min(share, 1.0))))
-    for number, arrival in zip(range(requests), draft.poisson(rate), strict=False):
-        length = draft.between(40, 200)
-        abort_after = 0 if draft.random.random() < 1 / 3 else draft.between(1, length - 1)
-        draft.add(
-            [draft.popular(opening), draft.text(50, 500)],
-            draft.text(length),
+    opening = [load.text(256, 1024) for _ in range(systems)]
+    leaving = set(load.random.sample(range(requests), round(requests * min(share, 1.0))))
+    for number, arrival in zip(range(requests), load.poisson(rate), strict=False):
+        length = load.between(40, 200)
+        abort_after = 0 if load.random.random() < 1 / 3 else load.between(1, length - 1)
+        load.add(
+            [load.popular(opening), load.text(50, 500)],
+            load.text(length),
             arrival=arrival,
             abort_after=abort_after if number in leaving else None,
         )
 
 
 def fillers(
-    draft: Draft, *, requests: int = 24, fillers: int = 2000, filler_tokens: int = 1, rate: float = 200.0
+    load: Workload, *, requests: int = 24, fillers: int = 2000, filler_tokens: int = 1, rate: float = 200.0
 ) -> None:
     """The same `requests` twice, and between them `fillers` prompts of `filler_tokens` that answer with one token: the
     second time should hit as much as the first allows."""
-    system = draft.text(1024)
-    asked = [(draft.text(50, 400), draft.text(16, 64)) for _ in range(requests)]
+    system = load.text(1024)
+    asked = [(load.text(50, 400), load.text(16, 64)) for _ in range(requests)]
     arrival = 0.0
     for session in ("before", "after"):
         for question, answer in asked:
-            draft.add([system, question], answer, arrival=arrival, session=session)
+            load.add([system, question], answer, arrival=arrival, session=session)
             arrival += 20.0 / rate
         if session == "before":
             for _ in range(fillers):
-                draft.add([draft.text(filler_tokens)], draft.text(1), arrival=arrival, session="filler")
+                load.add([load.text(filler_tokens)], load.text(1), arrival=arrival, session="filler")
                 arrival += 1 / rate
 
 
-def fits(draft: Draft, *, pool: int = 32768, turns: int = 4) -> None:
+def fits(load: Workload, *, pool: int = 32768, turns: int = 4) -> None:
     """Conversations that all fit a pool of `pool` tokens: no eviction is needed, so eviction should cost nothing."""
     tokens = pool // 2
-    system = draft.text(tokens // 8)
+    system = load.text(tokens // 8)
     for number in range(8):
-        conversation = Conversation(draft, f"s{number}", [system], arrival=number * 2.0)
+        conversation = Conversation(load, f"s{number}", [system], arrival=number * 2.0)
         for _ in range(turns):
             share = max(tokens // (16 * turns), 1)
-            conversation.turn(draft.text(share), max(share // 2, 1), think=draft.random.uniform(1.0, 5.0))
+            conversation.turn(load.text(share), max(share // 2, 1), think=load.random.uniform(1.0, 5.0))
 
 
 # -- requests that must not share, or must not slow each other down, whatever their text is
 
 
 def rl_groups(
-    draft: Draft, *, epochs: int = 3, prompts: int = 4, fewest: int = 8, most: int = 64, round_s: float = 60.0
+    load: Workload, *, epochs: int = 3, prompts: int = 4, fewest: int = 8, most: int = 64, round_s: float = 60.0
 ) -> None:
     """Reinforcement learning: in each round `fewest` to `most` samples of each prompt at once, and new weights after
     it, which make all earlier pages invalid. The prompts are the same in every round."""
-    asked = [draft.text(128, 1024) for _ in range(prompts)]
+    asked = [load.text(128, 1024) for _ in range(prompts)]
     for epoch in range(epochs):
         weights, arrival = Namespace(salt=f"weights {epoch}"), epoch * round_s
         for number, prompt in enumerate(asked):
-            for _ in range(draft.between(min(fewest, most), most)):
-                output, session = draft.text(32, 256), f"group {number}"
-                draft.add([prompt], output, arrival=arrival, session=session, namespace=weights)
+            for _ in range(load.between(min(fewest, most), most)):
+                output, session = load.text(32, 256), f"group {number}"
+                load.add([prompt], output, arrival=arrival, session=session, namespace=weights)
 
 
-def same_text_other_namespace(draft: Draft, *, texts: int = 6, repeats: int = 2, rate: float = 4.0) -> None:
+def same_text_other_namespace(load: Workload, *, texts: int = 6, repeats: int = 2, rate: float = 4.0) -> None:
     """The same prompts under the plain model, two adapters and two salts (two images behind the same placeholder, or
     two tenants): each may only hit pages of its own namespace."""
     plain, one, other = Namespace(), Namespace(adapter="one"), Namespace(adapter="other")
     namespaces = (plain, one, other, Namespace(salt="one"), Namespace(adapter="one", salt="other"))
-    asked = [(draft.text(200, 1500), draft.text(16, 64)) for _ in range(texts)]
+    asked = [(load.text(200, 1500), load.text(16, 64)) for _ in range(texts)]
     arrival = 0.0
     for _ in range(repeats):
         for prompt, output in asked:
             for namespace in namespaces:
-                draft.add([prompt], output, arrival=arrival, namespace=namespace)
+                load.add([prompt], output, arrival=arrival, namespace=namespace)
                 arrival += 1 / rate
 
 
-def noisy_neighbour(draft: Draft, *, requests: int = 200, noise: int = 9, rate: float = 4.0) -> None:
+def noisy_neighbour(load: Workload, *, requests: int = 200, noise: int = 9, rate: float = 4.0) -> None:
     """Two tenants: for each turn of a quiet one's conversations a noisy one sends `noise` prompts that never recur."""
     quiet, noisy = Namespace(salt="quiet"), Namespace(salt="noisy")
-    system = draft.text(1024)
+    system = load.text(1024)
     turns = max(requests // (noise + 1), 1)
     think = (noise + 1) / rate
     for number in range(0, turns, 4):
-        conversation = Conversation(draft, f"quiet {number}", [system], arrival=number * think, namespace=quiet)
+        conversation = Conversation(load, f"quiet {number}", [system], arrival=number * think, namespace=quiet)
         for _ in range(min(4, turns - number)):
-            conversation.turn(draft.text(50, 300), draft.between(20, 100), think=think)
+            conversation.turn(load.text(50, 300), load.between(20, 100), think=think)
     for number in range(max(requests - turns, 0)):
-        prompt, output = draft.text(500, 2000), draft.text(20, 100)
-        draft.add([prompt], output, arrival=number / rate, session="noisy", namespace=noisy)
+        prompt, output = load.text(500, 2000), load.text(20, 100)
+        load.add([prompt], output, arrival=number / rate, session="noisy", namespace=noisy)
 
 
 # -- by name
@@ -259,14 +358,14 @@ def make_workload(source: str, seed: int) -> Sequence[Planned]:
     """The requests of a workload: `name`, or `name:setting=value,setting=value`. The same source and seed give the same
     requests everywhere. Raises InvalidInput for a setting that it does not have."""
     name, _, settings = source.partition(":")
-    draft = Draft(name, seed)
-    WORKLOADS[name](draft, **_settings(name, settings))
-    return draft.requests
+    load = Workload(name, seed)
+    WORKLOADS[name](load, **_settings(name, settings))
+    return load.requests
 
 
 def _settings(name: str, settings: str) -> dict[str, float]:
-    parameters = inspect.signature(WORKLOADS[name]).parameters
-    known: dict[str, Any] = {key: each.default for key, each in parameters.items() if key != "draft"}
+    _, *parameters = inspect.signature(WORKLOADS[name]).parameters.values()
+    known: dict[str, Any] = {each.name: each.default for each in parameters}
     fix = "it has " + ", ".join(f"{key}={value}" for key, value in known.items()) + "."
     found: dict[str, float] = {}
     for setting in filter(None, settings.split(",")):
