@@ -39,7 +39,7 @@ app.add_typer(store)
 
 
 def _refused_command(name: str, what: str, fix: str) -> None:
-    """A hidden command that says where something else is, whatever options it is given."""
+    """A hidden command that points to another one, whatever options it gets."""
 
     def refuse() -> None:
         with reported(as_json=False):

@@ -58,8 +58,8 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
     """Add a command to `app`: a function of settings, one parameter for each model, which returns its report. A command
     that prints by itself returns None, and takes `as_json`.
 
-    Where two models have a setting of one name, it is the first one's. `positional` is a setting that may be given
-    without its option's name too. The function's docstring is the command's help.
+    If two models have a setting of the same name, it belongs to the first. `positional` is a setting that may also be
+    given without its option. The function's docstring is the command's help.
     """
 
     def register(body: Body) -> Body:
@@ -92,7 +92,7 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
 
 
 def _fields(models: Sequence[type[Settings]]) -> Iterator[tuple[type[Settings], str]]:
-    """Each model with its settings that no model before it has."""
+    """Each model with those of its settings that no earlier model has."""
     seen: set[str] = set()
     for model in models:
         for field in model.model_fields:
@@ -106,7 +106,7 @@ def _settings(models: Sequence[type[Settings]], options: Mapping[str, Any], path
     elsewhere = {name for model in _MODELS for field in model.model_fields for name in names_of(model, field)}
     in_file = own_names(models, read_file(Path(path)), path, elsewhere) if path is not None else {}
     in_environment = _in_environment(models)
-    for model in models:  # a variable is for all commands and servers: one that does nothing here is left out
+    for model in models:  # a variable is for all commands and servers: one without effect here is ignored
         while idle := model.idle({**in_file, **in_environment, **options}).keys() & in_environment.keys():
             in_environment = {field: value for field, value in in_environment.items() if field not in idle}
     given = {**in_file, **in_environment, **options}
@@ -119,7 +119,8 @@ def _settings(models: Sequence[type[Settings]], options: Mapping[str, Any], path
 
 
 def _in_environment(models: Sequence[type[Settings]]) -> dict[str, str]:
-    """The settings that variables give. An empty variable gives none, but for a secret, whose model refuses it."""
+    """The settings from environment variables. An empty variable counts as unset, except for a secret, whose model
+    refuses it."""
     found = {}
     for model, field in _fields(models):
         value = os.environ.get(_variable(field)) if model.ENVIRONMENT else None
@@ -170,7 +171,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _parameters(models: Sequence[type[Settings]], positional: str) -> Iterator[Parameter]:
-    """The parameters of a command, for typer to make its options of."""
+    """The parameters of a command, from which typer makes its options."""
     fields = list(_fields(models))
     for model, field in fields:
         shown = shown_of(model, field)
@@ -211,7 +212,7 @@ def _parameter(name: str, kind: Any, shown: Any, default: Any) -> Parameter:
 
 
 def _command_class(models: Sequence[type[Settings]]) -> type[TyperCommand]:
-    """A command that says what to type in place of another server's option."""
+    """A command that suggests an option in place of another server's."""
 
     class Command(TyperCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -1,7 +1,7 @@
 """`quire demo`: four scenes that show what a paged, prefix-shared cache does, on the models that come with Quire.
 
 Three run an engine in this process, with pools that are too small on purpose; the fourth, `quire.cli.demo_tiers`, stops
-and kills servers. Each ends with ticks: what it had to show, and whether it did.
+and kills servers. Each ends with ticks: its claims, and whether they hold.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
 
 
 def show(scene: Scene, turns: int) -> tuple[dict[str, Any], list[Tick], Rows]:
-    """Hold the conversations: the findings, what they had to show, and a table of them. Raises AuditFailure."""
+    """Run the conversations; returns the findings, the claims and a table. Raises AuditFailure."""
     with scene.engine() as llm:
         talked = _converse(llm, scene.talks, turns)
         limits = _limits(llm) if scene.short == "full" else {}
@@ -185,7 +185,7 @@ def _equal_answers(scene: Scene, warm: list[RequestOutput]) -> int:
 
 
 def ticks_of(scene: Scene, found: Mapping[str, Any]) -> list[Tick]:
-    """What the findings of `show` have to show."""
+    """The claims about the findings of `show`."""
     short, evicted = found["pools"][scene.short], found["evicted_pages"]
     hit, prompt = found["hit_tokens"], found["prompt_tokens"]
     ticks = [Tick("prefixes were reused", hit > 0, f"{hit:,} of {prompt:,} prompt tokens ({hit / max(1, prompt):.0%})")]

@@ -50,7 +50,7 @@ Rows = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Something that the demo has to show: whether it did, and the numbers."""
+    """A claim of the demo: whether it holds, and the numbers."""
 
     name: str
     passed: bool
@@ -133,7 +133,7 @@ def _damage(directory: Path, number: int) -> None:
 
 
 def tier_ticks(found: Mapping[str, Any]) -> list[Tick]:
-    """What the findings of `show_tiers` have to show."""
+    """The claims about the findings of `show_tiers`."""
     first, second, third = found["runs"]
     reusable = (third["prompt_tokens"] - 1) // PAGE_SIZE * PAGE_SIZE
     loaded, fetched = first["moved_bytes"].get("load", 0), second["moved_bytes"].get("fetch", 0)

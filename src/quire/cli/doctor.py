@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine is and what Quire would assume on it."""
+"""`quire doctor`: describes this machine and the defaults of Quire on it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DoctorSettings(Settings):
 
 
 def doctor(settings: DoctorSettings) -> Report:
-    """Say what this machine is, what Quire would assume on it, and what looks wrong.
+    """Describe this machine, the defaults of Quire on it, and likely problems.
 
     [dim]Example:[/dim] quire doctor --json
     """
@@ -139,7 +139,7 @@ def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checks(found: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Each thing that may be wrong: whether it is, and what to say then."""
+    """Each possible problem: whether it exists, and its message."""
     from quire.spec.bundled import BUNDLED_MODELS
 
     cpu, on_cpu = found["cpu"], not found["cuda_devices"]
@@ -193,7 +193,7 @@ def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def examine_tiers(available: int) -> dict[str, Any]:
-    """All findings, as plain values. `available` is what may be taken of the host's memory, in bytes."""
+    """All findings, as plain values. `available` is the usable host memory in bytes."""
     from quire.plan.host import largest_host_bytes
 
     return {

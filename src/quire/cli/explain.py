@@ -1,4 +1,4 @@
-"""`quire explain`: why no more of a prompt was cached, of a request of a trace or of a live server."""
+"""`quire explain`: why no more of a prompt was cached, for a request of a trace or of a live server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Asked(Settings):
 
 
 class ServerKey(Settings):
-    """What opens the server that is asked."""
+    """How to reach the live server."""
 
     ENVIRONMENT: ClassVar[bool] = True
 
@@ -38,7 +38,7 @@ class ServerKey(Settings):
 
 
 class ExplainedCache(ReplayedCache):
-    """The one cache that a trace is replayed through."""
+    """The cache for the replay of a trace."""
 
     policy: str = setting("density", "Eviction policy.", group="Cache")
 
@@ -67,7 +67,7 @@ def explain(asked: Asked, cache: ExplainedCache, key: ServerKey) -> Report:
 
 
 def _refuse_replays(asked: Asked, cache: ReplayedCache) -> None:
-    """Raise InvalidInput for what only a replay can be given."""
+    """Raise InvalidInput for options that only a replay has."""
     if asked.request is not None:
         raise InvalidInput(
             "--url asks a server, which has no traces.", fix="give it one argument, a request's id, or none."

@@ -50,7 +50,7 @@ def request_report(trace: Trace, result: ReplayResult, request_id: str) -> Repor
 
 
 def summary_report(trace: Trace, result: ReplayResult) -> Report:
-    """All requests: what became of their tokens, and those that lost most of what had been cached."""
+    """All requests: their tokens by cause, and the requests that lost most cached tokens."""
     details: Counter[str] = Counter()
     for record in result.records:
         for reason in _reasons(record):
@@ -93,7 +93,7 @@ def _reasons(record: RequestRecord) -> tuple[Reason, ...]:
 
 
 def _lost(record: RequestRecord) -> dict[str, Any]:
-    """What a request lost of what had been cached, and to what."""
+    """The cached tokens that a request lost, by cause."""
     lost: Counter[str] = Counter()
     for reason in _reasons(record):
         if reason.cause in _LOSSES:

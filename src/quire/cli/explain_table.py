@@ -30,7 +30,7 @@ _STYLES = {"hit": "green", "evicted": "red", "group": "yellow", "namespace": "ye
 
 def reasons_table(explanation: Mapping[str, Any]) -> Table:
     """A row for each reason of an explanation (`Explanation.to_dict`), in the order of the prompt. Neighbouring
-    evictions share one where they were for the same request, or where there would be too many."""
+    evictions share one if they were for the same request, or if there would be too many."""
     rows = []
     for reason in merged_evictions(explanation["reasons"]):
         start, tokens, cause = reason["start"], reason["tokens"], reason["cause"]
@@ -78,7 +78,7 @@ def _tokens(reasons: Sequence[Mapping[str, Any]]) -> int:
 
 
 def causes_table(causes: Mapping[str, int]) -> Table:
-    """A row for each cause, and what they are together."""
+    """A row for each cause, and the sum."""
     total = sum(causes.values())
     rows = [
         (tokens, f"{tokens / total:.1%}" if total else "", Text(cause, _STYLES.get(cause, "")), _MEANINGS[cause])

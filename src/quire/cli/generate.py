@@ -13,7 +13,7 @@ from quire.engine.setting import Settings, setting
 
 
 class Question(Settings):
-    """What is asked, and how the answer is drawn."""
+    """The prompt, and how the answer is drawn."""
 
     prompt: str = setting(..., "The text to go on from; - reads it from the standard input.", argument=True)
     chat: bool = setting(False, "Ask it as a question, through the chat template.", option="--chat")

@@ -25,7 +25,7 @@ _OUTPUT = "Output"
 
 
 class PlanOutput(Settings):
-    """What is printed of a plan."""
+    """The output of a plan."""
 
     measure: bool = setting(
         False, "Load the model here and measure instead of estimating.", group="Budget", option="--measure"

@@ -1,4 +1,4 @@
-"""PlanRequest: what `quire plan` is asked, and the settings of its plan. Planning is imported when it is asked for."""
+"""PlanRequest: the arguments of `quire plan`, and the settings of its plan. Planning is imported on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FROM_LOAD = "from the load"
 
 
 def _ratio(value: Any) -> Fraction:
-    """A ratio as it was written, not as floating point keeps it."""
+    """A ratio as it was written, without rounding to floating point."""
     try:
         return Fraction(str(value))
     except ValueError:
@@ -34,7 +34,7 @@ Ratio = Annotated[Fraction, BeforeValidator(_ratio)]
 
 
 class PlanRequest(Settings):
-    """A model and what its plan is asked for; None is the planner's choice. Sizes are those of one rank."""
+    """A model and the load to plan for; None is the planner's choice. Sizes are those of one rank."""
 
     model: str | None = setting(
         None, "A name in the catalogue, a bundled model, a config.json or its folder, or a hub id."

@@ -50,7 +50,7 @@ def sweep_rows(subject: PlannedModel, settings: PlanSettings, what: str, values:
 
 
 def _defaults(subject: PlannedModel, what: str) -> str:
-    """The values where none are given: contexts only up to the model's own."""
+    """The default values: contexts only up to the model's own."""
     found = _DEFAULTS[what].split(",")
     if what == "context":
         most = subject.spec.context_length

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: the ledger, what fits, and why. Made from the dictionary that machines get."""
+"""A plan as tables: the ledger, what fits, and why. Made from the dictionary that machines get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PlannedModel: what planning knows of a model by name, without its weights."""
+"""PlannedModel: a model by name, as planning knows it without its weights."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class PlannedModel:
         return make_plan(self.spec, settings, self.weights)
 
     def plan_or_least(self, settings: PlanSettings) -> Plan:
-        """The plan; without any budget, for the least KV memory in which what is asked for fits."""
+        """The plan; without any budget, for the least KV memory in which the requested load fits."""
         if settings.kv_memory is not None or settings.device is not None:
             return self._noted(self.plan(settings))
         if settings.context is None and settings.mix is None:
-            settings = replace(settings, context=self.spec.context_length)  # what has to fit is also what is expected
+            settings = replace(settings, context=self.spec.context_length)  # the required load is also the expected one
         size = least_memory(settings, self.plan)
         if size is None:
             self.plan(replace(settings, kv_memory=2**50))  # raises with the reason, where there is one
@@ -83,7 +83,7 @@ def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | Non
 
 
 def _declared(reader: ConfigReader) -> list[str]:
-    """What a checkpoint says of its cache that a plan does not follow by itself."""
+    """Notes on settings of a checkpoint's cache that a plan does not apply by itself."""
     quantisation = reader.get("quantization_config", default={})
     scheme = quantisation.get("kv_cache_scheme") if isinstance(quantisation, Mapping) else None
     bits = scheme.get("num_bits") if isinstance(scheme, Mapping) else None

@@ -18,7 +18,7 @@ _COST, _ENGINE, _TIERS = "Cost of steps", "Engine", "Below the device"
 
 
 class ReplayedCache(Settings):
-    """The caches that a trace is replayed through, and which part of the trace."""
+    """The caches for the replay of a trace, and which part of it is replayed."""
 
     policy: str = setting("lru,density", "Eviction policies to compare: lru,lfu.", group="Cache")
     pool_tokens: str | None = setting(
@@ -75,7 +75,7 @@ class ReplayedTiers(Settings):
 
 
 class ReplayOutput(Settings):
-    """Which trace is replayed, and what is drawn of it."""
+    """The trace of a replay, and its chart."""
 
     trace: str | None = setting(None, "A trace's file or folder, or a workload: see --list.", argument=True)
     plot: Path | None = setting(None, "Draw hit rates and occupancy into a PNG or SVG file.", group="Output")

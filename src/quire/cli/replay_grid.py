@@ -1,4 +1,4 @@
-"""What is compared for a replay: the grid of models, pools, policies and tiers that was asked for."""
+"""The grid of a replay: models, pools, policies and tiers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DEFAULT_POOL = "1/8"
 """Of the working set."""
 
 _COSTS_LIKE = "llama-3.1-8b"
-"""What the steps of the plain model cost."""
+"""The cost of the plain model's steps."""
 
 
 def grid_of(
     cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers | None = None, *, explain: bool = False
 ) -> Grid:
-    """What to compare. Raises InvalidInput for what cannot be understood, and what reading a model raises."""
+    """What to compare. Raises InvalidInput for bad values, and the errors of reading a model."""
     return Grid(
         models=[_model(name, engine) for name in cache.model or (PLAIN,)],
         policies=_policies(cache.policy),
@@ -66,7 +66,7 @@ def _page_sizes(text: str) -> list[int]:
 
 
 def _tiers(asked: ReplayedTiers) -> SimulatedTiers | None:
-    """The tiers, None if none is asked for. Raises InvalidInput if that does not agree with the rest."""
+    """The tiers, or None. Raises InvalidInput if they contradict other settings."""
     if asked.host_tokens is None and asked.host_memory is None:
         if asked != ReplayedTiers():
             raise InvalidInput(
@@ -125,7 +125,7 @@ def _cost(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[Memory
 
 
 def _active_parameters(name: str, model: PlannedModel) -> int:
-    """Parameters that one token goes through: of routed experts, those that are chosen."""
+    """Parameters that one token uses: of routed experts, the selected ones."""
     reader = ConfigReader(read_model_config(name)[0])
     experts = reader.size("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", default=0)
     chosen = reader.size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", default=experts)

@@ -1,4 +1,4 @@
-"""The runs of `quire replay` as a person reads them: a table for each model and pool, and progress meanwhile."""
+"""The runs of `quire replay` as tables, one for each model and pool, and their progress."""
 
 from __future__ import annotations
 

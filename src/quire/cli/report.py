@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for machines, and a panel with an exit code where they fail."""
+"""The output of commands: tables for people, JSON for machines, and a panel with an exit code for errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command found: `data` as JSON, or what `shown` makes of it for people; and the exit code."""
+    """The result of a command: `data` as JSON, or the output of `shown` for people; and the exit code."""
 
     data: Any
     shown: Callable[[], Iterable[RenderableType]]
@@ -93,12 +93,12 @@ def panel(content: RenderableType, title: str, style: str = "none") -> Panel:
 
 @contextmanager
 def reported(*, as_json: bool, debug: bool = False) -> Iterator[None]:
-    """Run a command's body; whatever it raises becomes a message and an exit code. `debug` shows the traceback too."""
+    """Run a command's body; an exception becomes a message and an exit code. `debug` shows the traceback too."""
     try:
         yield
     except typer.Exit:
         raise
-    except BrokenPipeError:  # the reader of our output has enough
+    except BrokenPipeError:  # the reader of the output has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
         raise typer.Exit(0) from None
     except KeyboardInterrupt:

@@ -63,7 +63,7 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
 
 
 def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
-    """What the server resolved its settings to."""
+    """The resolved settings of the server."""
     statistics = running.engine.start_statistics
     plan = statistics["plan"]
     same = (

@@ -1,4 +1,4 @@
-"""`quire store inspect`, `verify` and `gc`: what is in a store, whether it is whole, and what can go."""
+"""`quire store inspect`, `verify` and `gc`: list, check and delete the records of a store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StoreUrl(Settings):
 
 @contextmanager
 def opened(url: str) -> Iterator[Store]:
-    """The store as it is, closed afterwards. Nothing is made where there is none, and to look is not to use."""
+    """The store as it is, closed afterwards. A missing store is not created, and reading does not count as a use."""
     from quire.tiers.stores.registry import open_store
 
     store = open_store(url, counts_use=False)
@@ -349,7 +349,7 @@ def gc(url: StoreUrl, settings: GcSettings) -> Report:
                 store.remove(list(tombstones))
         if directory is not None:
             status.update("Giving room back to the disk ...")
-            directory.reclaim()  # what dead writers had prepared; opening the store has dropped some of it
+            directory.reclaim()  # prepared records of dead writers; opening the store has dropped some of them
             directory.compact()
             reclaimed = directory.statistics["reclaimed"]
             freed = max(0, before - directory.facts().slab_bytes)
@@ -382,8 +382,8 @@ def _chosen(
     to_bytes: int | None,
     deleted: tuple[bytes, ...],
 ) -> list[Entry]:
-    """Which records go: those of `deleted` scopes too. Of the same age, those that are listed first go first. Raises
-    InvalidInput for ages that the store does not know, and for a scope to keep that is not there."""
+    """The records to delete, with those of `deleted` scopes. At the same age, those that are listed first are deleted
+    first. Raises InvalidInput for ages that the store does not know, and for a scope to keep that is not there."""
     scopes = {entry.key.scope.hex() for entry in records}
     unknown = [scope for scope in keep if not any(each.startswith(scope) for each in scopes)]
     if unknown and scopes:

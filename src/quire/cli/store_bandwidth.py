@@ -1,4 +1,4 @@
-"""How fast a store is, and the disk under it: bytes a second of batches, and seconds of one record alone."""
+"""The speed of a store and its disk: bytes a second of batches, and seconds of one record alone."""
 
 from __future__ import annotations
 

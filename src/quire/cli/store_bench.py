@@ -1,4 +1,4 @@
-"""`quire store bench`: how fast a store takes and returns records, beside the disk under it."""
+"""`quire store bench`: the speed of put and get of a store, and of the disk under it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_BATCH_BYTES = 16 << 20
 
 
 class BenchSettings(Settings):
-    """What is written and read, and how."""
+    """The store and the records to measure."""
 
     sizes: str = setting("64KiB,256KiB,1MiB,4MiB", "Bytes of a record, several with commas.", metavar="SIZES")
     total: Bytes = setting("256MiB", "Bytes to write for each size.", validate_default=True)

@@ -1,1 +1,1 @@
-"""What the system says of itself: metrics and events."""
+"""Metrics, events and explanations."""

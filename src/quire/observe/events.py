@@ -8,8 +8,8 @@ from quire.spec.events import CacheEvent
 
 
 class EventLog:
-    """The last `capacity` events. A reader that asks for more than is kept is told where the log begins now, and has to
-    rebuild from a snapshot instead of missing events silently."""
+    """The last `capacity` events. If a reader requests events that were dropped, it gets the first sequence number that
+    is left. Then it has to rebuild from a snapshot."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._events: deque[CacheEvent] = deque(maxlen=capacity)
@@ -26,7 +26,7 @@ class EventLog:
         self._next += 1
 
     def since(self, sequence: int) -> tuple[int, list[CacheEvent]]:
-        """Events from number `sequence` on, and the number of the first one returned: higher than asked for where older
-        ones are no longer kept."""
+        """Events from number `sequence` on, and the number of the first one returned: higher than `sequence` if older
+        ones were dropped."""
         first = max(sequence, self._next - len(self._events))
         return first, list(self._events)[len(self._events) - (self._next - first) :]

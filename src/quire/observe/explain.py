@@ -1,4 +1,4 @@
-"""Explanation: what became of each token of a prompt, and why no more of it was reused. Plain data, for people too."""
+"""Explanation: a cause for each token of a prompt, and so why no more of it was reused. Plain data, for people too."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from quire.errors import UnknownRequest
 
 
 class Cause(StrEnum):
-    """What became of a run of a prompt's tokens. Every token has exactly one cause."""
+    """The cause of a run of a prompt's tokens. Every token has exactly one cause."""
 
     HIT = "hit"
     """Reused."""
     LAST_TOKEN = "last_token"
     """Cached, and computed again: a prompt's last token always is, with the page it is in."""
     SLOWER = "slower"
-    """Cached below the device, and computed again because that is quicker than to load it."""
+    """Cached on a lower tier, and computed again because that is faster than loading."""
     GROUP = "group"
-    """Cached, but a group of layers has lost what it needs to go on from there."""
+    """Cached, but a group of layers has lost the frames that it needs to resume there."""
     EVICTED = "evicted"
-    """Was cached and had to make room."""
+    """Was cached and then evicted."""
     NAMESPACE = "namespace"
     """Cached for another adapter or salt only."""
     PAGE = "page"
-    """Less than a page: the same tokens as in a page that is or was cached, which differs later on."""
+    """Less than a page: the same tokens as at the start of a page that is or was cached."""
     NEW = "new"
-    """Never seen behind this prefix, as far as is remembered."""
+    """Never seen after this prefix, as far as evicted edges show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Tokens `start .. start + tokens - 1` of a prompt and their cause. `by` and `seconds_ago` tell of an eviction."""
+    """Tokens `start .. start + tokens - 1` of a prompt and their cause. `by` and `seconds_ago` describe an eviction."""
 
     cause: Cause
     start: int
@@ -72,8 +72,8 @@ class Explanation:
         return {"prompt_tokens": self.prompt_tokens, "hit_tokens": self.hit_tokens, "reasons": reasons}
 
     def for_client(self) -> Explanation:
-        """What the prompt's client may be told: what others have cached, and what was evicted for them, is theirs.
-        Less than a page in common is not told either: it would let a prompt be guessed token by token."""
+        """The part that the prompt's client may see, without pages and evictions of other namespaces. Less than a page
+        in common is omitted too: it would let a prompt be guessed token by token."""
         hidden = (Cause.NAMESPACE, Cause.PAGE, Cause.NEW)
         known = tuple(
             replace(reason, by="", detail=f"evicted {reason.seconds_ago:.1f} s ago")
@@ -90,14 +90,14 @@ class Explanation:
 
 
 def never_seen(start: int, stop: int) -> tuple[Reason, ...]:
-    """That tokens `start .. stop - 1`, if there are any, are new."""
+    """The reason that tokens `start .. stop - 1`, if any, are new."""
     if start == stop:
         return ()
     return (Reason(Cause.NEW, start, stop - start, f"token {start} is the first that was never seen here"),)
 
 
 class Explanations:
-    """The explanations of the requests that were admitted last, by their ids; older ones are forgotten."""
+    """The explanations of the last admitted requests, by their ids; older ones are dropped."""
 
     CAPACITY = 1000
 
@@ -105,7 +105,7 @@ class Explanations:
         self._kept: OrderedDict[str, Explanation] = OrderedDict()
 
     def add(self, request_id: str, explanation: Explanation) -> None:
-        """Keep the explanation of a request that was admitted."""
+        """Store the explanation of an admitted request."""
         self._kept[request_id] = explanation
         self._kept.move_to_end(request_id)
         if len(self._kept) > self.CAPACITY:
@@ -113,7 +113,7 @@ class Explanations:
 
     def of(self, request_id: str) -> dict[str, Explanation]:
         """The explanation of the sequence of that id, or of all sequences of that request: at least one. Raises
-        UnknownRequest where none is kept."""
+        UnknownRequest if none is stored."""
         if request_id in self._kept:
             return {request_id: self._kept[request_id]}
         sequences = re.compile(re.escape(request_id) + r"(-\d+)+")

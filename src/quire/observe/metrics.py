@@ -1,7 +1,7 @@
-"""Prometheus metrics: the engine's counters as they are, and what only the server can measure (latencies, statuses).
+"""Prometheus metrics: the engine's counters, and latencies and statuses that only the server can measure.
 
-The engine's numbers are read when a scrape asks, from the snapshot that `statistics` returns. No number is counted
-twice. Counters restart with the engine process, as Prometheus expects.
+At each scrape the engine's numbers are read from the snapshot that `statistics` returns. No number is counted twice.
+Counters restart with the engine process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TIER_COUNTERS = {
 
 
 class EngineCollector(Collector):
-    """Shows a snapshot of the engine's statistics. A key the engine does not report is left out, not shown as 0."""
+    """Shows a snapshot of the engine's statistics. A key that the engine does not report is omitted, not shown as 0."""
 
     def __init__(self, statistics: Callable[[], Statistics], healthy: Callable[[], bool]) -> None:
         self._statistics = statistics
@@ -189,7 +189,7 @@ def _links(tiers: Statistics) -> Iterator[Metric]:
 
 
 class ServerMetrics(Collector):
-    """All metrics of one server; each sample says of which model."""
+    """All metrics of one server; each sample has the model as a label."""
 
     def __init__(
         self, statistics: Callable[[], Statistics], healthy: Callable[[], bool], *, model_name: str, version: str

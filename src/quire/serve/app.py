@@ -1,4 +1,4 @@
-"""The FastAPI app: the OpenAI routes, and the ones that say how the server is."""
+"""The FastAPI app: the OpenAI routes, and those for health, metrics and the cache."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ TEMPLATE_ARGUMENTS = frozenset((
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
     "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 ))  # fmt: skip
-"""Names that mean something to the tokenizer itself, not to the model's template: a client's own template would be a
-program of theirs, run here."""
+"""Names that the tokenizer itself interprets, not the model's template: a client's own template would be a program that
+runs here."""
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -73,7 +73,7 @@ class MessageChoices:
         self._num_top = num_top
 
     def content(self, part: CompletionOutput, *, whole: bool) -> dict[str, Any]:
-        """The message of a choice, or what is new of it."""
+        """The message of a choice, or the new part of it."""
         if whole:
             return {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         return {"delta": {"content": part.text} if part.text else {}}

@@ -38,7 +38,7 @@ class TextChoices:
         self._num_characters: dict[int, int] = {}  # of the tokens shown, by choice
 
     def content(self, part: CompletionOutput, *, whole: bool) -> dict[str, Any]:
-        """The text of a choice, or what is new of it."""
+        """The text of a choice, or the new part of it."""
         return {"text": part.text}
 
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:

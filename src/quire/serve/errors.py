@@ -27,7 +27,7 @@ _TYPES = {
 }
 
 _SAME = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-"""Names that have another name here, where they are not known."""
+"""Names of other servers, with the names here."""
 
 UNKNOWN_FIELD = "unknown_field"
 """Pydantic's type of the error of an object with a field that it does not have; `ctx` has its `name`, and those
@@ -43,7 +43,7 @@ class BadField(InvalidInput):
 
 
 def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) -> BadField:
-    """The error for a field that nothing knows, with the nearest name that is known."""
+    """The error for an unknown field, with the nearest known name."""
     near = [_SAME[name]] if name in _SAME else get_close_matches(name, known, n=1)
     return BadField(
         f"{name[:60]} is no field of this request.",
@@ -97,7 +97,7 @@ def install(app: FastAPI) -> None:
 
 
 def _unreadable(cause: BaseException | None) -> InvalidInput | None:
-    """Why a body could not be turned into JSON, where that is more than a syntax error."""
+    """Why a body is no JSON, if that is more than a syntax error."""
     match cause:
         case RecursionError():
             return InvalidInput("the body is not JSON that can be read: it is nested too deeply.")
@@ -109,7 +109,7 @@ def _unreadable(cause: BaseException | None) -> InvalidInput | None:
 
 
 def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
-    """Name the first wrong field; a field that may have several types lists what each of them would need."""
+    """Name the first wrong field; for a field with several types, list what each of them requires."""
     problems = error.errors()
     for problem in problems:
         if problem["type"] == UNKNOWN_FIELD:

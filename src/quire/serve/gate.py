@@ -1,4 +1,4 @@
-"""What every request passes before its route: its id, the API key, the size limit, and the count of answers.
+"""The checks of every request before its route: its id, the API key, the size limit; and the count of answers.
 
 Plain ASGI, so that a closed connection reaches the routes untouched.
 """

@@ -37,7 +37,7 @@ class Service:
     started_at: int
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not the one served; none given means the one served."""
+        """Refuse a model that is not served; the default is the served one."""
         if name is not None and name != self.model_name:
             raise UnknownModel(
                 f"the model '{name}' does not exist here.", fix=f"use '{self.model_name}', the one this server has."
@@ -45,7 +45,7 @@ class Service:
 
 
 class Choices(Protocol):
-    """What differs between the two generation routes: names, and how a choice is shown."""
+    """The differences of the two generation routes: names, and the form of a choice."""
 
     kind: str
     answer_object: str
@@ -64,7 +64,7 @@ async def answer(
     prompts: Sequence[Prompt],
     choices: Choices,
 ) -> Response:
-    """Generate what a checked body asks for, until the client leaves."""
+    """Generate the answer to a checked body, until the client leaves."""
     submit = Generation.submit(service, prompts, params, body, kind=choices.kind, client_id=request.state.request_id)
     generation = await while_connected(request.receive, submit)
     if body.stream:
@@ -183,7 +183,7 @@ class Generation:
         return cls(service, request_id, in_order, client_id=client_id, started_s=started_s)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
-        """(choice, delta) as they come, of all prompts together."""
+        """(choice, delta) in the order of arrival, of all prompts together."""
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
                 yield self._timed(0, delta)

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of answers: their fields, and the errors of every route."""
+"""The answers in the OpenAPI document: their fields, and the errors of every route."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Usage(BaseModel):
 
 
 class Choice(BaseModel):
-    """What the choices of both endpoints share."""
+    """The common fields of choices of both endpoints."""
 
     index: int
     finish_reason: str | None
@@ -71,7 +71,7 @@ class MessageChoice(Choice):
 
 
 class Answer(BaseModel):
-    """What the answers of both endpoints share."""
+    """The common fields of answers of both endpoints."""
 
     id: str
     object: str

@@ -1,8 +1,8 @@
-"""The bodies of requests, and what they ask for.
+"""The bodies of requests, and their meaning.
 
 A field that Quire does not have is either harmless (`user`, `metadata`, `store`: ignored) or would change the answer
 (`tools`, `response_format`): those are refused by name, because an answer that silently ignores them is a wrong answer.
-A field that nothing here knows is refused with the nearest known name: it may be a typing error.
+An unknown field is refused with the nearest known name: it may be a typing error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ IGNORED = frozenset((
     "detokenize", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
     "safety_identifier", "service_tier", "skip_reading_prefix_cache", "spaces_between_special_tokens", "store", "user",
 ))  # fmt: skip
-"""Fields that other servers know and that change nothing in the answer of this one."""
+"""Fields of other servers that do not affect the answer of this one."""
 
 
 def _encodable(text: str) -> str:
@@ -97,7 +97,7 @@ class ClosedObject(BaseModel):
 
 
 class StreamOptions(ClosedObject):
-    """What a stream carries beside its deltas."""
+    """Options of a stream."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
     neutral: ClassVar[tuple[object, ...]] = _NOTHING

@@ -1,7 +1,7 @@
 """`POST /v1/cache/retain`, `release`, `flush` and `epoch`, `GET /v1/cache/retained`: what to keep and what to delete.
 
-A client may ask for each namespace whose salt it knows. What is kept is released by an id that only the answer has; the
-list has neither ids nor tokens nor salts.
+A client may use each namespace whose salt it knows. A retention is released by an id that only the answer has; the list
+has neither ids nor tokens nor salts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RetainBody(ClosedObject):
     pin: bool | None = field("Keep it also where running requests need the room.")
 
     async def tokens(self, service: Service) -> Prompt:
-        """What is to be kept. Raises BadField unless it is given in exactly one form."""
+        """The token ids to retain. Raises BadField unless it is given in exactly one form."""
         given = [name for name in _PROMPTS if getattr(self, name) is not None]
         if len(given) != 1:
             found = f"got {' and '.join(given)}" if given else "got none"
@@ -90,8 +90,8 @@ def retention_router(service: Service) -> APIRouter:
 
     @router.post("/v1/cache/retain")
     async def retain(body: RetainBody) -> dict[str, Any]:
-        """Keep what is cached of a prompt. `granted_tokens` says how much, `host_tokens` what of that is below the
-        device now, and `reason` why not more; it may be nothing."""
+        """Retain the cached part of a prompt. `granted_tokens` says how much, `host_tokens` how much of that is on
+        lower tiers now, and `reason` why not more; it may be 0."""
         service.check_model(body.model)
         granted = await engine.retain(
             await body.tokens(service),
@@ -106,23 +106,23 @@ def retention_router(service: Service) -> APIRouter:
 
     @router.post("/v1/cache/release")
     async def release(body: ReleaseBody) -> dict[str, Any]:
-        """Keep it no longer. `released` is false where it had expired, was given up, or was never kept."""
+        """Keep it no longer. `released` is false if it had expired, was ended for other requests, or never existed."""
         return {"id": body.id, "released": await engine.ask(Core.release, body.id)}
 
     @router.get("/v1/cache/retained")
     async def retained() -> dict[str, Any]:
-        """What is kept, in the order in which it would be released, and the budget."""
+        """The retentions, in the order in which they would be released, and the budget."""
         return asdict(await engine.ask(Core.retained))
 
     @router.post("/v1/cache/flush")
     async def flush(body: FlushBody) -> dict[str, Any]:
-        """Forget what is cached of a namespace, or everything, in every tier. Running requests go on; no other
-        request finds what they hold."""
+        """Delete the cached pages of a namespace, or all pages, in every tier. Running requests continue; no other
+        request finds their pages."""
         return asdict(await engine.ask(Core.flush, body.namespace()))
 
     @router.post("/v1/cache/epoch")
     async def epoch(body: EpochBody) -> dict[str, Any]:
-        """The weights were replaced: nothing that was cached before is found any more, on any tier."""
+        """The weights were replaced: pages cached before are never found again, on any tier."""
         done = await engine.ask(Core.set_weights_epoch, body.weights_epoch)
         return {"weights_epoch": body.weights_epoch, **asdict(done)}
 

@@ -1,9 +1,9 @@
-"""Running the server: address first, then the model, then HTTP; and the way down.
+"""Runs the server: address first, then the model, then HTTP; and its shutdown.
 
     bind -> start engine -> serve -> signal -> stop accepting -> open requests finish or are aborted -> exit
 
 The port is taken, and listened on, before the model is loaded, so that a port in use costs nothing: two sockets that
-only bound a port may share it. Who connects while the model loads is answered once it is there.
+only bound a port may share it. Clients that connect while the model loads are answered after the load.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM; the exit code: 0, or 130 or 143 where the signal came before the engine was ready.
 
-    Raises what keeps it from starting, and `EngineDead` never: /health tells. `on_progress` hears of host memory that
-    is being touched, `on_ready` of when requests are answered. After a signal during the start, a thread may still load
+    Raises the errors of a start, but never `EngineDead`: /health reports it. `on_progress` hears of host memory that is
+    being touched, `on_ready` of when requests are answered. After a signal during the start, a thread may still load
     the tokenizer.
     """
     listener = bind(server.host, server.port)

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing a client that has gone.
+"""Server-sent events, and detection of a client that has left.
 
 A client that leaves must free its pages at once, also while nothing is being sent to it; so both kinds of answers watch
 the connection next to producing.

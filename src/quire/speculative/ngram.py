@@ -130,7 +130,7 @@ class _Places:
         high: Lengths | int,
     ) -> tuple[Lengths, Lengths]:
         """Where in `text`, from `low[i]` on and before `high[i]`, the longest n-gram ended that ends in `flat` at
-        `ends[i]`, and its length: 0 where none is found. `lengths[i]` tokens up to there are of one sequence."""
+        `ends[i]`, and its length: 0 if none is found. `lengths[i]` tokens up to there are of one sequence."""
         found, sizes = np.zeros(len(ends), dtype=np.int64), np.zeros(len(ends), dtype=np.int64)
         for size, hashes in enumerate(self._hashes(flat, ends, seeds), start=self._shortest):
             places = self._table[hashes] - 1

@@ -31,7 +31,7 @@ class Speculator:
         self._took_s = 0.0  # to draft for the step that is made now
 
     def propose(self, batch: RunningBatch, tokens: Ids, known: Lengths, room: Lengths) -> Drafts | None:
-        """Tokens that may follow the first `known[i]` of each request, at most `room[i]`; None where none would pay."""
+        """Tokens that may follow the first `known[i]` of each request, at most `room[i]`; None if none would pay."""
         began = time.perf_counter()
         most = room if self._governor is None else np.minimum(room, self._governor.limits(batch.rows, batch.serials))
         drafts = self.drafter.propose(Drafting(batch, tokens, known, most)) if np.count_nonzero(most) else None
@@ -69,7 +69,7 @@ class Speculator:
 
 
 def speculator_of(config: SpeculativeConfig | None, plan: MemoryPlan) -> Speculator | None:
-    """What an engine with this configuration and plan drafts with; None where it drafts nothing."""
+    """What an engine with this configuration and plan drafts with; None if it drafts nothing."""
     if config is None:
         return None
     most = plan.tokens_per_step - 1

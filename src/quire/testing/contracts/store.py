@@ -364,7 +364,7 @@ class StoreContract:
         assert store.remove(keys) == 0
 
     def test_restart(self, store: Store) -> None:
-        """What was complete is there when it is opened again, and what was not has never been."""
+        """After it is opened again, complete records are there, and incomplete ones are not."""
         keys = make_keys(len(self.record_sizes))
         records = [make_record(number, size) for number, size in enumerate(self.record_sizes)]
         assert write(store, keys, records) == [HIT] * len(keys)
