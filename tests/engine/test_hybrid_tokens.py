@@ -16,7 +16,7 @@ from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_latents import SPARSE, build_latent
 from tests.tiny_models import VOCAB_SIZE
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
 LONGEST = max(map(len, PROMPTS)) + NEW_TOKENS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 
 from quire.errors import InvalidInput, WrongContent
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
+from quire.plan.budget import MemoryPlan
 from quire.sim.clock import CostModel
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.tiers import SimulatedCopies, SimulatedStore, SimulatedTiers, TierUse
-from quire.sim.trace import open_trace
+from quire.sim.trace import Trace, open_trace
 from quire.sim.workloads import WORKLOADS
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
@@ -29,12 +31,25 @@ RETURNING = "alternating:sessions=8,tokens=20000,turns=4,think=240"
 
 def both(source: str, tiers: SimulatedTiers, *, limit: int | None = None, **settings: Any) -> list[ReplayResult]:
     """A replay without tiers and one with them, in a pool that holds an eighth of the trace, or its longest request."""
+    trace, plan = trace_of(source, limit)
+    tiers = replace(tiers, record_bytes=(16 * TOKEN_BYTES + 64,))
+    beside = Replay(plan, FAST, ReplaySettings(tiers=tiers, **settings)).run(trace)
+    return [without_tiers(source, limit, **settings), beside]
+
+
+@cache
+def trace_of(source: str, limit: int | None) -> tuple[Trace, MemoryPlan]:
     trace = open_trace(source, limit=limit, seed=1)
     lengths = [sum(each) for each in trace.lengths]
     pool = max(sum(lengths) // 8, max(lengths) * 5 // 4)
-    plan = plain_pools(pool, 16, context=max(lengths), max_running=16)
-    tiers = replace(tiers, record_bytes=(16 * TOKEN_BYTES + 64,))
-    return [Replay(plan, FAST, ReplaySettings(tiers=below, **settings)).run(trace) for below in (None, tiers)]
+    return trace, plain_pools(pool, 16, context=max(lengths), max_running=16)
+
+
+@cache
+def without_tiers(source: str, limit: int | None, **settings: Any) -> ReplayResult:
+    """Shared by the tests that compare with it."""
+    trace, plan = trace_of(source, limit)
+    return Replay(plan, FAST, ReplaySettings(**settings)).run(trace)
 
 
 def use_of(result: ReplayResult) -> TierUse:
