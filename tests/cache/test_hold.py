@@ -1,4 +1,4 @@
-"""Holds: what they keep, that each is released once, and who is named when there is no room."""
+"""Holds: what they keep, that each is released once, and that a refusal names their reasons."""
 
 from __future__ import annotations
 

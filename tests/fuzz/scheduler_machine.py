@@ -36,7 +36,7 @@ MOST_REQUESTS = 10
 
 
 class _Flight:
-    """A launched step, what the device has of it, and who it was launched for."""
+    """A launched step, what the device has of it, and the requests that it was launched for."""
 
     __slots__ = ("followed", "launched", "step")
 

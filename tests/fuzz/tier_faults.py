@@ -83,7 +83,7 @@ def _damage(records: HostRecords, fault: str, group: int, row: int, other: int, 
 
 
 class WatchedStore(WrappedStore):
-    """A faulty store, and who is told lies about what. `wrong` has what its caller must never do, in words.
+    """A faulty store, and which cache gets wrong answers. `wrong` has what its caller must never do, in words.
 
     `injected` counts lies by the name of their fault.
     """

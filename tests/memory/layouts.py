@@ -44,7 +44,7 @@ def specs() -> Mapping[str, ModelSpec]:
 
 
 def layouts(page_size: int, most: int) -> Iterator[tuple[str, PageLayout]]:
-    """Different layouts with pages of that size whose frames take at most `most` bytes, each with the name of its model."""
+    """Different layouts with pages of that size whose frames take at most `most` bytes, each with its model."""
     seen = set()
     for name, spec in specs().items():
         for kv_format in (None, *KV_FORMATS.values()):

@@ -1,4 +1,4 @@
-"""Records: golden bytes, and that every change of a record, or of who it is said to be, is noticed and named."""
+"""Records: golden bytes, and that every change of a record, or of its identity, is noticed and named."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _NOTHING = object()
 
 @dataclass(frozen=True)
 class Mutant:
-    """`level` is what has to be driven to meet it, `field` who had it."""
+    """`level` is what has to be driven to meet it, `field` the projects that had it."""
 
     apply: Callable[[Patch], None]
     level: Level

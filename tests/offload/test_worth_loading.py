@@ -1,4 +1,4 @@
-"""Who looks at what is on the host decides nothing; who begins does, and one request at a time tries a link again."""
+"""A look at the host decides nothing; the start of a request does, and one request at a time tries a link again."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def check_one_state(name: str) -> None:
 
 
 def test_checkpoints_never_take_the_place_of_a_request() -> None:
-    """As many states as may run at once: the first request takes no frame for what it would leave, so that those who
-    come later run beside it."""
+    """As many states as may run at once: the first request takes no frame for a checkpoint, so that later ones run
+    beside it."""
     server = HybridServer(FULL, STATE, num_pages=200, frames=(200, 3), max_requests=3, chunk=32)
     early = server.submit(prompt(1, 150), max_tokens=60)
     for _ in range(5):

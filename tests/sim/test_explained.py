@@ -1,4 +1,4 @@
-"""Replays that explain: causes add up for every request, name who evicted and when, and change nothing."""
+"""Replays that explain: causes add up for every request, name what it was evicted for and when, and change nothing."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def fill_up(disk: Path) -> None:
 
 
 def test_a_disk_that_is_full_at_start(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is stored is read by everyone who opens it, with a word, and nothing is stored until there is room."""
+    """Every process that opens it reads what is stored, with a warning, and stores nothing until there is room."""
     path = small_disk / "kv"
     with closing(open_in(path, 4 << 20, slab_bytes=128 << 10)) as store:
         keys, direct = filled(store, 20), store.direct
