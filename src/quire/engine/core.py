@@ -275,8 +275,8 @@ class EngineCore:
         self._report(found, logprobs, outputs)
 
     def _measure(self, launched: Launched) -> None:
-        """Measure the cost of prompts from a settled step, unless it waited for bytes. It began when it was launched,
-        or when the one before it was done."""
+        """Measure the cost of prompts from a settled step, unless it waited for bytes. A step begins at its launch, or
+        at the end of the step before it."""
         began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
         step, seconds = launched.step, self._settled_at - began
         if launched.waits:

@@ -164,7 +164,7 @@ def _store(tiers: Statistics) -> Iterator[Metric]:
 
 
 def _links(tiers: Statistics) -> Iterator[Metric]:
-    """Of the links between tiers. Why one is off is in the log and in `GET /v1/cache/statistics`."""
+    """Of the links between tiers. The log and `GET /v1/cache/statistics` say why a lane is off."""
     links, bandwidth = tiers["links"], tiers["bandwidth"]
     yield _gauge(
         "tier_link_off",

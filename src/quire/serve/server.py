@@ -71,7 +71,7 @@ def serve(
     on_progress: Progress | None = None,
     start: Callable[..., Coroutine[Any, Any, AsyncEngine]] = AsyncEngine.start,
 ) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code: 0, or 130 or 143 where the signal came before the engine was ready.
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 0, or 130 or 143 for a signal before the engine is ready.
 
     Raises the errors of a start, but never `EngineDead`: /health reports it. `on_progress` hears of host memory that is
     being touched, `on_ready` of when requests are answered. After a signal during the start, a thread may still load

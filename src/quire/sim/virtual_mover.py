@@ -24,7 +24,7 @@ class VirtualMover(Mover):
     transfer that must be complete at once ends early, but its lane stays busy for the full time.
 
     With `choose`, which returns a number below its argument, due transfers end in the order that it picks, and some
-    only at a later call, as between lanes of a real machine; one queue keeps its order.
+    only at a later call. That is as between lanes of a real machine; one queue keeps its order.
     """
 
     def __init__(

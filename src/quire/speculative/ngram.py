@@ -144,7 +144,7 @@ class _Places:
         return found, sizes
 
     def _hashes(self, flat: Ids, ends: Lengths, seeds: _Hashes) -> list[npt.NDArray[np.intp]]:
-        """Of the n-grams that end at these places, of each length, the shortest first."""
+        """Hashes of the n-grams that end at these places, by length, the shortest first."""
         state, found = seeds.copy(), []
         for back in range(self._longest):
             state ^= flat[np.maximum(ends - back, 0)].astype(np.uint64)

@@ -259,7 +259,7 @@ def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_
 
 
 def _grown_slots(prefix: Longs, seq: Longs, last: Longs, pages: Ids, page_size: int) -> Ids:
-    """As `slots_behind`, for several sequences, packed."""
+    """`slots_behind` for several sequences, packed."""
     touched = np.where(seq > prefix, -(-seq // page_size) - prefix // page_size, 0)  # pages that get tokens
     ends = np.cumsum(touched)
     ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)

@@ -93,7 +93,7 @@ class IdPool:
         return ids
 
     def take_back(self, ids: IdArray) -> None:
-        """Set allocated ids aside. Raises InvalidFree, changing nothing, if one is not out or is named twice."""
+        """Set allocated ids aside. Raises InvalidFree, changing nothing, if one is not allocated or is given twice."""
         self._out[self.check_out(ids)] = False
 
     def put(self, ids: Ids) -> None:
