@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from quire.cache import KVCache
 from quire.offload import offload_of
+from quire.prefix.radix_cache import RadixCache
+from quire.spec.ids import Ids
 
 
 def clear(cache: KVCache) -> int:
@@ -15,6 +19,19 @@ def clear(cache: KVCache) -> int:
     if offload.tiers is not None:
         offload.tiers.delete_stored(None)
     offload._cancel(None)
-    pages = cache.tree.clear()
+    pages = clear_tree(cache.tree)
     cache.parts.free(pages)
     return len(pages)
+
+
+def clear_tree(tree: RadixCache) -> Ids:
+    """Forget all pages that no lease holds, and all evicted edges; returns the pages."""
+    pages = np.concatenate((tree.evict(tree.num_pages), tree.evict_lower(tree.num_below, _stays).removed))
+    tree.evicted.clear()
+    if not tree.num_pages and not tree.num_below:
+        tree.names.cleared()
+    return pages
+
+
+def _stays(pages: Ids) -> None:
+    raise AssertionError("pages that should be forgotten stay in the tree")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from quire.cache.damaged import DamagedPages
+from quire.cache.groups import DamagedPages
 from quire.cache.hold import Hold, Holds, Reason
 from quire.cache.request_kv import RequestKV
 from quire.memory import record

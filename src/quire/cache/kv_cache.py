@@ -10,8 +10,7 @@ import numpy as np
 
 from quire.cache.admission import Admission
 from quire.cache.audit import audit
-from quire.cache.damaged import DamagedPages
-from quire.cache.groups import NO_PAGES, GroupRelease, NewPages, PagedGroup
+from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, PagedGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
@@ -22,11 +21,11 @@ from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
+    MambaSlotAllocator,
     PageFrames,
-    carried_frames,
-    passing_frames,
+    SlotFrames,
+    SWATokenToKVPoolAllocator,
     token_allocator,
-    whole_frames,
 )
 from quire.memory.residency import Residency
 from quire.observe.explain import Cause
@@ -403,13 +402,17 @@ def _groups_of(
 ) -> tuple[GroupCache, ...]:
     groups: list[GroupCache] = []
     for index, group in enumerate(plan.groups):
-        num_frames, column = plan.frames_of(index), table.of(Tier.DEVICE, index)
-        reach = reach_of(group.reach, plan.page_size)
+        num_frames, column, size = plan.frames_of(index), table.of(Tier.DEVICE, index), plan.page_size
+        reach, name, tokens = reach_of(group.reach, size), group.name, num_frames * size
         if reach.in_place:
-            groups.append(StateGroup(index, reach, carried_frames(column, num_frames), tree, plan, interval))
+            slots = SlotFrames(column, MambaSlotAllocator(num_frames, name=name))
+            groups.append(StateGroup(index, reach, slots, tree, plan, interval))
+            continue
+        if reach.whole:
+            frames = PageFrames(column, token_allocator(tokens, size, name=name))
         else:
-            make = whole_frames if reach.whole else passing_frames
-            groups.append(PagedGroup(index, reach, make(column, num_frames, pages), tree, plan.max_requests))
+            frames = SWATokenToKVPoolAllocator(pages.size, tokens, size, name=name, full=pages, table=column)
+        groups.append(PagedGroup(index, reach, frames, tree, plan.max_requests))
     return tuple(groups)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.cache.damaged import DamagedPages
-from quire.cache.groups import resume_point
+from quire.cache.groups import DamagedPages, resume_point
 from quire.cache.hold import Holds
 from quire.cache.request_kv import Choice, PrefixHit, RequestKV
 from quire.cache.running import RunningTables

@@ -99,10 +99,6 @@ class RunningTables:
         """Tokens that have settled."""
         return int(self.num_committed[self.row_of(kv)])
 
-    def protected(self, kv: RequestKV) -> int:
-        """Leading tokens of a request that are cached."""
-        return kv.lease.num_pages * self.page_size
-
     def page_ids(self, kv: RequestKV) -> Ids:
         """The page ids of a request in order, a copy."""
         row = self.row_of(kv)

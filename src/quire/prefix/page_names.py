@@ -88,8 +88,6 @@ class PageNames:
             for hashes in cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]:
                 self._emit(event(node.namespace, hashes, tier))
 
-    # -- inside
-
     def _seed(self, namespace: Namespace) -> bytes:
         return namespace_seed(namespace, self._identity)
 

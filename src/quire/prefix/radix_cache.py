@@ -249,14 +249,6 @@ class RadixCache:
         self._forget(node, start, self._eviction(""), removed)
         return join_ids(removed)
 
-    def clear(self) -> Ids:
-        """Remove all pages that no lease holds, and all evicted edges; returns the pages."""
-        pages = np.concatenate((self.evict(self.num_pages), self.evict_lower(self.num_below, _stays).removed))
-        self.evicted.clear()
-        if not self.num_pages and not self.num_below:
-            self.names.cleared()
-        return pages
-
     # -- flushing
 
     def flush(self, namespace: Namespace) -> tuple[Ids, int]:
@@ -323,8 +315,6 @@ class RadixCache:
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""
         return set(self._policy.candidates() if tier is Tier.DEVICE else self._where.copies)
-
-    # -- inside
 
     def _end_of(self, match: Match, num_pages: int) -> Node:
         """The node at the end of a match's first `num_pages` pages. Splits an edge if they end inside it."""
@@ -544,7 +534,3 @@ class RadixCache:
                 self.names.tell(PagesRemoved, node, keep, node.num_pages, Tier.DEVICE)
             self.names.tell(PagesRemoved, node, keep, self.num_copies(node), Tier.HOST)
             node.hashes = cut_hashes(node.hashes, keep)[0]
-
-
-def _stays(pages: Ids) -> None:
-    raise AssertionError("pages that should be forgotten stay in the tree")

@@ -8,10 +8,6 @@ from quire.memory.allocator.base import token_allocator as token_allocator
 from quire.memory.allocator.frames import GroupFrames as GroupFrames
 from quire.memory.allocator.frames import PageFrames as PageFrames
 from quire.memory.allocator.frames import SlotFrames as SlotFrames
-from quire.memory.allocator.frames import carried_frames as carried_frames
-from quire.memory.allocator.frames import whole_frames as whole_frames
 from quire.memory.allocator.mamba import MambaSlotAllocator as MambaSlotAllocator
 from quire.memory.allocator.swa import GrowingAllocator as GrowingAllocator
 from quire.memory.allocator.swa import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
-from quire.memory.allocator.swa import growing_allocator as growing_allocator
-from quire.memory.allocator.swa import passing_frames as passing_frames

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, token_allocator
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
 from quire.memory.allocator.mamba import MambaSlotAllocator
 from quire.memory.residency import Column
 from quire.memory.runs import in_order
@@ -53,14 +53,3 @@ class SlotFrames(GroupFrames[MambaSlotAllocator]):
     def drop(self, pages: Ids) -> None:
         """As `PageFrames.drop`."""
         self.allocator.free(in_order(self.table.unbind(pages)))
-
-
-def whole_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> PageFrames:
-    """Frames of a group in which a page keeps its frame for as long as it exists."""
-    size = pages.page_size
-    return PageFrames(table, token_allocator(num_frames * size, size, name=table.name))
-
-
-def carried_frames(table: Column, num_frames: int) -> SlotFrames:
-    """Frames of a group in which each request updates one frame."""
-    return SlotFrames(table, MambaSlotAllocator(num_frames, name=table.name))

@@ -114,8 +114,6 @@ class IdPool:
         else:
             ring[at:], ring[: count - fitting] = ids[:fitting], ids[fitting:]
 
-    # -- inside
-
     def _first(self, count: int) -> Ids:
         ids = self._ring[self._head : self._head + count]
         return ids.copy() if len(ids) == count else np.concatenate((ids, self._ring[: count - len(ids)]))

@@ -7,7 +7,6 @@ token covers it. The map between them is a column of the residency table.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -72,8 +71,6 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         self.size = 0 if self._windows_only else full.size
         self._sides = (swa,) if self._windows_only else (swa, full)
         self.clear()
-
-    # -- what there is
 
     @property
     def full_to_swa_page_mapping(self) -> Ids:
@@ -206,8 +203,6 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         for side in self._sides:
             side.free_group_end()
 
-    # -- inside
-
     def _mapped(self, column: Ids) -> Ids:
         return np.flatnonzero(column).astype(np.int32)
 
@@ -234,14 +229,3 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
 GrowingAllocator: TypeAlias = BaseTokenToKVPoolAllocator | SWATokenToKVPoolAllocator
 """Grows a batch of sequences and frees the pages of those that end, on all sides or on none."""
-
-
-def growing_allocator(pages: BaseTokenToKVPoolAllocator, frames: Sequence[object]) -> GrowingAllocator:
-    """The first of `frames` that reclaims frames before pages and has `pages` as its full side; else `pages`."""
-    return next((each for each in frames if isinstance(each, SWATokenToKVPoolAllocator)), pages)
-
-
-def passing_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator) -> SWATokenToKVPoolAllocator:
-    """Frames of a group whose frames can be reclaimed before their pages; `pages` allocates the pages."""
-    size = pages.page_size
-    return SWATokenToKVPoolAllocator(pages.size, num_frames * size, size, name=table.name, full=pages, table=table)
