@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
+from quire.cache.audit import Snapshot
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
-from quire.cache.snapshot import Snapshot
 from quire.errors import OutOfPages
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
@@ -309,9 +309,9 @@ class FollowedCache:
     def _idle(self, g: int) -> int:
         """Resident pages of the tree that no request and no step in flight reads."""
         size, snapshot = self.page_size, self.watch.snapshot
-        held = {page for group, unpinned, _, _ in snapshot.waits.given if group == g for page in unpinned}
+        held = {page for group, unpinned, _, _ in snapshot.given if group == g for page in unpinned}
         group = self.cache.groups[g]
-        for row, s in zip(snapshot.requests.rows, self.model.live, strict=True):
+        for row, s in zip(snapshot.requests, self.model.live, strict=True):
             if not group.reach.in_place:
                 held.update(row.pages[self.device.first_page(g, s.committed // size * size) : s.pinned])
             elif s.launched == s.begun > 0 and len(group.pinned(row.kv.row, self.names.tokens(0))):
@@ -321,13 +321,13 @@ class FollowedCache:
 
     def _untouched(self, batch: list[Followed], firsts: list[int]) -> Callable[[Snapshot], None] | None:
         """What to check after an allocation: no page and no frame of it is one that a step could touch still."""
-        moving = set(self.watch.snapshot.waits.pages)
+        moving = set(self.watch.snapshot.moving)
         touched = [set().union(*[self.device.touches(step, g) for step in self.steps]) for g in self._groups]
         if not moving and not any(touched):
             return None
 
         def check(snapshot: Snapshot) -> None:
-            rows = {row.kv: row.pages for row in snapshot.requests.rows}
+            rows = {row.kv: row.pages for row in snapshot.requests}
             for s, first in zip(batch, firsts, strict=True):
                 pages = rows[s.kv][first:]
                 assert moving.isdisjoint(pages), "a page was handed out while a step could touch it"

@@ -18,9 +18,9 @@ from collections.abc import Sequence, Set
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
+from quire.cache.audit import GroupSnapshot, RequestSnapshot
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
-from quire.cache.snapshot import GroupSnapshot, RequestSnapshot
 from quire.errors import OutOfPages
 from quire.offload import offload_of
 from quire.offload.prefetch import Prefetch, ReadAhead
@@ -246,7 +246,7 @@ class TieredCache(FollowedCache, ReadAhead):
         while self.tiers.evict_host(self.cache.pages.num_pages):
             pass
         self._check("forget")
-        left = [node for node, _ in self.watch.snapshot.tree.edges if not node.level]
+        left = [node for node, _ in self.watch.snapshot.edges if not node.level]
         assert not left, "pages without a lease are cached, and all was evicted"
 
     def demote(self, num_frames: int) -> None:
@@ -269,7 +269,7 @@ class TieredCache(FollowedCache, ReadAhead):
         """As the cache's; leases hold what is left."""
         found = clear(self.cache)
         self._check("clear")
-        left = [node for node, _ in self.watch.snapshot.tree.edges if not node.level]
+        left = [node for node, _ in self.watch.snapshot.edges if not node.level]
         assert not left, "pages without a lease are cached, and all was cleared"
         return found
 
@@ -358,7 +358,7 @@ class TieredCache(FollowedCache, ReadAhead):
         assert (found.prompt_tokens, found.hit_tokens) == (self.prompt_tokens, self.hit_tokens)
         assert (found.cached_pages, found.evictable_pages) == (self._on_device(), self._idle_on_device())
         assert self.tiers.statistics()["host_pages"] == sum(
-            len(pages) for node, pages in snapshot.tree.edges if not self.cache.tree.is_here(node)
+            len(pages) for node, pages in snapshot.edges if not self.cache.tree.is_here(node)
         )
         for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
             owners = (frames.free, frames.private, frames.cached, frames.moving)
@@ -378,7 +378,7 @@ class TieredCache(FollowedCache, ReadAhead):
         assert not (tiers.moving or tiers.archiver.moves or tiers.damaged_paths), "something moves for ever"
         prefetcher = offload_of(cache).prefetcher
         assert prefetcher is not None and not prefetcher.in_flight, "a prefetch never ends"
-        held = cache.tree.num_protected or [node for node, _ in self.watch.snapshot.tree.edges if node.level]
+        held = cache.tree.num_protected or [node for node, _ in self.watch.snapshot.edges if node.level]
         assert not held, "a prefix is held without a request"
         found = cache.pages.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
         assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
@@ -427,7 +427,7 @@ class TieredCache(FollowedCache, ReadAhead):
         here: set[int] = set()
         kept: set[int] = set()
         names = self.names
-        for node, _ in self.watch.snapshot.tree.edges:
+        for node, _ in self.watch.snapshot.edges:
             ends = names.ends[self.watch.name_of(node)][-node.num_pages :]
             here.update(ends if self.cache.tree.is_here(node) else ())
             kept.update(ends[: self.cache.tree.num_copies(node)])
@@ -542,11 +542,11 @@ class TieredCache(FollowedCache, ReadAhead):
 
     def _on_device(self) -> int:
         here = self.cache.tree.is_here
-        return sum(len(pages) for node, pages in self.watch.snapshot.tree.edges if here(node))
+        return sum(len(pages) for node, pages in self.watch.snapshot.edges if here(node))
 
     def _idle_on_device(self) -> int:
         here = self.cache.tree.is_here
-        return sum(len(pages) for node, pages in self.watch.snapshot.tree.edges if here(node) and not node.level)
+        return sum(len(pages) for node, pages in self.watch.snapshot.edges if here(node) and not node.level)
 
     # -- inside
 
@@ -554,7 +554,7 @@ class TieredCache(FollowedCache, ReadAhead):
         """In a commit of several, a request with duplicates is saved before the next one enters the tree. If host room
         for that was made of pages which the next one has too, its own enter the tree, and are no duplicates."""
         pages, before = slice(s.pinned, num_tokens // self.page_size), self.watch.snapshot
-        had = next(row.pages[pages] for row in before.requests.rows if row.kv is s.kv)
+        had = next(row.pages[pages] for row in before.requests if row.kv is s.kv)
         rows = zip(self.names.ends[s.name][pages], had, self.cache.rows.pages[s.kv.row, pages], strict=True)
         gone = {end for end, old, new in rows if old == new} & self.model.cached
         assert gone.isdisjoint(self.model.leased()), "a commit forgot a page that a lease holds"

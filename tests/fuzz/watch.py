@@ -7,8 +7,7 @@ What is cached of every page, in every group, is what its place in the tree prom
 from __future__ import annotations
 
 from quire.cache import KVCache
-from quire.cache.audit import audit
-from quire.cache.snapshot import GroupSnapshot, RequestSnapshot, Snapshot
+from quire.cache.audit import GroupSnapshot, RequestSnapshot, Snapshot, audit
 from quire.prefix.node import Node
 from tests.fuzz.device import Device
 from tests.fuzz.names import Names, Page
@@ -36,10 +35,10 @@ class Watch:
     def check(self) -> None:
         """All of it. O(pages) in small numbers, and less where little has changed since the last check."""
         before, model, executed = self.snapshot, self._model, self._device.num_executed
-        snapshot = audit(self._cache.parts, before)
+        snapshot = audit(self._cache.parts)
         self.snapshot = snapshot
-        tree = snapshot.tree is not before.tree
-        rows = snapshot.requests is not before.requests
+        tree = snapshot.raw_tree != before.raw_tree
+        rows = snapshot.raw_requests != before.raw_requests
         device = executed != self._executed
         self._executed = executed
         changed = False
@@ -54,10 +53,10 @@ class Watch:
             self._check_requests(snapshot, self._known)
             changed = True
         for at, group in enumerate(snapshot.groups):
-            if not changed and group is before.groups[at]:
+            if not changed and group.raw == before.groups[at].raw:
                 continue
             if group.group.reach.in_place:
-                self._check_carried(group, snapshot.requests.rows)
+                self._check_carried(group, snapshot.requests)
             else:
                 self._check_pages(group, self._known)
 
@@ -77,9 +76,9 @@ class Watch:
         names, edges, known = self._names, self._edges, {}
         ends: dict[int, int] = {}
         wanted: list[Page | None] = [None] * (self._cache.pages.num_pages + 1)
-        for root in snapshot.tree.roots:
+        for root in snapshot.roots:
             known[root] = names.root(root.namespace)
-        for node, pages in snapshot.tree.edges:
+        for node, pages in snapshot.edges:
             assert node.parent is not None
             above = known[node.parent]
             seen = edges.get(node)
@@ -105,7 +104,7 @@ class Watch:
                 f"{self._shown(self.ends.keys() - self._model.cached)}"
             )
         expected = sorted([name for name in self._model.leases() if self._names.path[name]])
-        requests = [*[row.kv.lease for row in snapshot.requests.rows], *snapshot.waits.leases]
+        requests = [*[row.kv.lease for row in snapshot.requests], *snapshot.waiting_leases]
         leased = sorted([self.name_of(lease.node) for lease in requests if lease.node.parent is not None])
         if leased != expected:
             raise AssertionError(
@@ -119,7 +118,7 @@ class Watch:
     def _check_requests(self, snapshot: Snapshot, wanted: list[Page | None]) -> None:
         """Lengths are the model's, and what the device has executed of private pages is the request's own."""
         size, names = self._cache.page_size, self._names
-        for row, s in zip(snapshot.requests.rows, self._model.live, strict=True):
+        for row, s in zip(snapshot.requests, self._model.live, strict=True):
             assert row.kv is s.kv, "live requests are not in the order in which they began"
             lengths = (row.allocated, row.committed, row.shared, len(row.pages))
             expected = (s.allocated, s.committed, s.pinned, -(-s.allocated // size))

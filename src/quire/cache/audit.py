@@ -14,54 +14,139 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from quire.cache.offload import CacheParts
-from quire.cache.snapshot import GroupSnapshot, Snapshot
+from quire.cache.request_kv import RequestKV
+from quire.cache.states import GroupCache
 from quire.errors import AuditFailure
 from quire.prefix.node import TOKEN_BYTES, Node
+from quire.spec.ids import Tier
+
+_ALL = slice(None)
 
 
-def audit(parts: CacheParts, before: Snapshot | None = None) -> Snapshot:
-    """Check all invariants, and return the snapshot. Raises AuditFailure, which names each fault. O(pages + nodes).
-    Parts that equal those of `before`, a snapshot that has passed, are not checked again."""
-    snapshot = Snapshot(parts, before)
-    if broken := list(_broken(snapshot, before)):
+@dataclass(slots=True)
+class RequestSnapshot:
+    """One running request: lengths in tokens, page ids in order, the first `shared` of them cached."""
+
+    kv: RequestKV
+    allocated: int
+    committed: int
+    pages: list[int]
+    shared: int
+
+
+@dataclass(slots=True)
+class GroupSnapshot:
+    """One group. The last four lists are empty if no frame can be reclaimed before its page."""
+
+    raw: object
+    group: GroupCache
+    column: list[int]  # the frame of each page, 0 for none
+    out: list[int]  # frames handed out, ascending
+    num_free: int
+    num_evictable: int
+    num_pinned: int = 0
+    carried: list[int] = field(default_factory=list)  # frames of requests that belong to no page
+    pins: list[int] = field(default_factory=list)  # of each page
+    idle: list[int] = field(default_factory=list)  # pages with idle frames, ascending
+    readers: list[int] = field(default_factory=list)  # a page for each request, hold and step in flight that reads it
+
+
+class Snapshot:
+    """The whole state of a cache at one moment, as plain Python lists: for the tiny pools of tests a list costs a tenth
+    of an array. It shares only nodes, leases and request records with the cache. O(pages + nodes).
+
+    `edges` are all nodes except the roots, parents first, with their page ids; `ends` is the node of each lease; `out`
+    are the allocated page ids, ascending. `moving` pages were released and wait for a step in flight or a hold; `given`
+    is each `GroupRelease` that waits: group, pages to unpin, pages that lose their frames, frames to free. Each `raw`
+    is all data of a part, so that two snapshots can be compared.
+    """
+
+    def __init__(self, parts: CacheParts) -> None:
+        tree, rows, holds = parts.tree, parts.rows, parts.holds
+        self.parts = parts
+        self.is_tiered = bool(parts.checks)
+        retired = holds.fences.waiting
+        self.moving = [*holds.waiting, *(page for each in retired for page in each.pages.tolist())]
+        waiting = [part for each in retired for part in each.released]
+        self.given = [(p.group, p.unpinned.tolist(), p.dropped.tolist(), p.frames.tolist()) for p in waiting]
+        self.waiting_leases = [each.lease for each in retired if each.lease is not None]
+        live = list(rows.live.values())
+        shared = [kv.lease.num_pages for kv in live]
+        self.requests = [
+            RequestSnapshot(kv, rows.allocated(kv), rows.committed(kv), rows.page_ids(kv).tolist(), count)
+            for kv, count in zip(live, shared, strict=True)
+        ]
+        self.private = [page for row in self.requests for page in row.pages[row.shared :]]
+        self.raw_requests = (live, shared, *(a.tobytes() for a in (rows.pages, rows.num_allocated, rows.num_committed)))
+        nodes, self.roots = list(tree.nodes()), tree.all_roots()
+        self.ends = [lease.node for lease in holds.leases()]
+        self.edges = [(node, node.pages.tolist()) for node in nodes]
+        self.cached = [page for _, pages in self.edges for page in pages]
+        every = [
+            (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,), n.parent or not n.evicted)
+            for n in (*self.roots, *nodes)
+        ]
+        tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if self.is_tiered else None
+        sums = (tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below)
+        self.raw_tree = (every, self.ends, sums, tiers)
+        self.num_free = parts.pages.num_free_pages
+        self.out: list[int] = parts.pages.ids.is_out(_ALL).nonzero()[0].tolist()
+        self.groups = [self._group(group) for group in parts.groups]
+
+    def held(self) -> tuple[object, ...]:
+        """All raw data without clocks and counters, to check that an operation changed nothing."""
+        waits = self.moving, self.given, self.waiting_leases
+        return self.out, self.num_free, self.raw_requests, self.raw_tree, [group.raw for group in self.groups], waits
+
+    def _group(self, group: GroupCache) -> GroupSnapshot:
+        frames, rows = group.frames, self.parts.rows
+        out = frames.allocator.ids.is_out(_ALL)
+        held = self.parts.holds.readers(group.index, Tier.DEVICE).tolist()
+        raw = (frames.table.contents(), out.tobytes(), group.num_free, group.num_evictable, group.row_data(), held)
+        column, is_out = frames.table.frame.tolist(), out.nonzero()[0].tolist()
+        found = GroupSnapshot(raw, group, column, is_out, group.num_free, group.num_evictable)
+        if not group.table.reclaims:
+            return found
+        found.readers += held
+        for index, unpinned, _, given in self.given:
+            if index == group.index:
+                found.carried += given
+                found.readers += unpinned
+        for row in self.requests:
+            found.readers += group.pinned(row.kv.row, rows.pages[row.kv.row, : row.shared]).tolist()
+            if group.reach.in_place:
+                found.carried += group.frames_of(row.kv.row).tolist()
+        found.pins, found.num_pinned = group.table.pins.tolist(), group.table.num_pinned
+        found.idle = group.table.ticket.nonzero()[0].tolist()
+        return found
+
+
+def audit(parts: CacheParts) -> Snapshot:
+    """Check all invariants, and return the snapshot. Raises AuditFailure, which names each fault. O(pages + nodes)."""
+    snapshot = Snapshot(parts)
+    if broken := list(_broken(snapshot)):
         raise AuditFailure("; ".join(broken) + ".")
     return snapshot
 
 
-def _broken(now: Snapshot, before: Snapshot | None) -> Iterator[str]:
-    def changed(name: str) -> bool:
-        return before is None or getattr(now, name) is not getattr(before, name)
-
-    pages, rows, tree, waits = map(changed, ("out", "requests", "tree", "waits"))
-    if pages or rows or tree or waits:
-        yield from _page_owners(now)
-    if rows or tree:
-        yield from _requests(now)
-    if tree:
-        yield from _tree(now)
-        yield from _leases(now)
-    queued, is_here = now.parts.tree.queued(), now.parts.tree.is_here
-    for node, pages_of in now.tree.edges:
-        leaf = is_here(node) and not any(map(is_here, node.children.values()))
-        if not node.level and leaf and node not in queued:
-            yield f"an unleased leaf of {len(pages_of)} pages can never be evicted"
-    for at, found in enumerate(now.groups):
-        group = before is None or found is not before.groups[at]
-        if group or pages:
-            yield from _frames(now, found)
-        if not found.group.reach.whole and (group or tree):
-            yield from _idle(found, now.tree.cached)
-        if not found.group.reach.whole and (group or rows):
-            yield from _reads(now, found)
-    for check in now.parts.checks:
+def _broken(now: Snapshot) -> Iterator[str]:
+    for check in (_page_owners, _requests, _tree, _leases):
         yield from check(now)
+    for found in now.groups:
+        yield from _frames(now, found)
+        if not found.group.reach.whole:
+            yield from _idle(found, now.cached)
+            yield from _reads(now, found)
+    for more in now.parts.checks:
+        yield from more(now)
 
 
 def _page_owners(now: Snapshot) -> Iterator[str]:
     """Every page id is either free, private, cached or moving."""
-    cached, private, moving = now.tree.cached, now.requests.private, now.waits.pages
+    cached, private, moving = now.cached, now.private, now.moving
     owned, num_pages = sorted(cached + private + moving), now.parts.pages.num_pages
     if owned != now.out:
         out = set(now.out)
@@ -98,10 +183,10 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
         missing = set(now.out) - set(resident)
         if now.is_tiered:
             here = now.parts.tree.is_here
-            gone = {page for node, pages in now.tree.edges if not here(node) for page in pages}
+            gone = {page for node, pages in now.edges if not here(node) for page in pages}
             if gone & set(resident):
                 yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
-            missing -= gone.union(now.waits.pages)  # the frame of a duplicate may be that of a page on lower tiers only
+            missing -= gone.union(now.moving)  # the frame of a duplicate may be that of a page on lower tiers only
         if missing and group.reach.whole:
             yield f"{name}: page {min(missing)} is out and has no frame"
 
@@ -109,7 +194,7 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
 def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
     """The pages of a window that a request reads have frames."""
     group, size = found.group, now.parts.plan.page_size
-    for row in now.requests.rows if not group.reach.in_place else ():
+    for row in now.requests if not group.reach.in_place else ():
         first = group.reach.needed(row.committed // size).start
         if 0 in [found.column[page] for page in row.pages[first:]]:
             yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"
@@ -134,8 +219,8 @@ def _idle(found: GroupSnapshot, cached: list[int]) -> Iterator[str]:
 
 def _requests(now: Snapshot) -> Iterator[str]:
     """protected <= committed <= allocated, and the protected pages are the leased path."""
-    pages = dict(now.tree.edges)
-    for row in now.requests.rows:
+    pages = dict(now.edges)
+    for row in now.requests:
         name, protected = f"row {row.kv.row}", row.shared * now.parts.plan.page_size
         if not 0 <= protected <= row.committed <= row.allocated:
             lengths = f"protected {protected}, committed {row.committed}, allocated {row.allocated}"
@@ -154,16 +239,19 @@ def _requests(now: Snapshot) -> Iterator[str]:
 
 def _tree(now: Snapshot) -> Iterator[str]:
     """Edges are whole pages, children are found by their first page, parents are right, counters are sums."""
-    tree, page_bytes = now.parts.tree, now.parts.plan.page_size * TOKEN_BYTES
+    tree, page_bytes, queued = now.parts.tree, now.parts.plan.page_size * TOKEN_BYTES, now.parts.tree.queued()
     sums = dict.fromkeys(("num_pages", "num_protected", "num_shared", "num_below"), 0)
-    num_children = sum(len(root.children) for root in now.tree.roots)
-    for node, pages in now.tree.edges:
+    num_children = sum(len(root.children) for root in now.roots)
+    for node, pages in now.edges:
         length, parent = len(pages), node.parent
         if not length or len(node.key) != length * page_bytes:
             yield f"an edge of {length} pages has {len(node.key)} bytes of tokens"
         if parent is None or parent.children.get(node.key[:page_bytes]) is not node:
             yield "a child hangs in the wrong place"
         num_children += len(node.children)
+        leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
+        if not node.level and leaf and node not in queued:
+            yield f"an unleased leaf of {length} pages can never be evicted"
         if tree.is_here(node):
             sums["num_pages"] += length
             sums["num_protected"] += length if node.level else 0
@@ -172,9 +260,9 @@ def _tree(now: Snapshot) -> Iterator[str]:
             sums["num_below"] += length
         if parent is not None and node.depth != parent.depth + parent.num_pages:
             yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
-    if any(not root.children and not root.evicted and not root.level for root in now.tree.roots):
+    if any(not root.children and not root.evicted and not root.level for root in now.roots):
         yield "a root is kept that nothing needs"
-    if num_children != len(now.tree.edges):
+    if num_children != len(now.edges):
         yield "a child hangs in the wrong place"
     for name, total in sums.items():
         if getattr(tree, name) != total:
@@ -183,13 +271,13 @@ def _tree(now: Snapshot) -> Iterator[str]:
 
 def _leases(now: Snapshot) -> Iterator[str]:
     """A node counts the leases that end at it, with those that wait for a step. Its level also counts those below."""
-    here, below = Counter(now.tree.ends), Counter[Node]()
-    for end in now.tree.ends:
+    here, below = Counter(now.ends), Counter[Node]()
+    for end in now.ends:
         node: Node | None = end
         while node is not None:
             below[node] += 1
             node = node.parent
-    for node in (*now.tree.roots, *(node for node, _ in now.tree.edges)):
+    for node in (*now.roots, *(node for node, _ in now.edges)):
         if node.leases != here[node]:
             yield f"a node counts {node.leases} leases and has {here[node]}"
         if node.level != min(2, below[node]):

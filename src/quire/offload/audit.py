@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quire.cache.snapshot import Snapshot
+from quire.cache.audit import Snapshot
 from quire.offload.host_groups import HostGroup
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.tiering import Tiering
@@ -34,7 +34,7 @@ def tier_faults(tiers: Tiering, prefetcher: Prefetcher, snapshot: Snapshot) -> I
 def _nodes(snapshot: Snapshot, queued: set[Node]) -> Iterator[str]:
     tree, table = snapshot.parts.tree, snapshot.parts.frames
     device, host = table.anchor(Tier.DEVICE).frame, table.anchor(Tier.HOST).frame
-    for node, pages in snapshot.tree.edges:
+    for node, pages in snapshot.edges:
         here, copies = tree.is_here(node), tree.num_copies(node)
         if len({bool(device[page]) for page in pages}) > 1:
             yield f"a node of {len(pages)} pages is on the device in part"
@@ -60,7 +60,7 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
         yield f"{name}: {len(out)} frames are out, {owners}"
     if host.num_free + len(out) != host.num_frames:
         yield f"{name}: {host.num_free} free + {len(out)} out != {host.num_frames} frames"
-    cached = set(snapshot.tree.cached)
+    cached = set(snapshot.cached)
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
     if host.whole:
