@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.offload.tier_settings import StoreHealth
 from quire.offload.tiering import Tiering
 from quire.tiers.store import Answer, StoreKey
-from quire.tiers.store_health import StoreHealth
 from quire.tiers.transfer import Lane, Transfer, Units
 from tests.offload.cached_bytes import tokens_of
 from tests.offload.tiered_cache import TieredCache

@@ -15,12 +15,11 @@ from quire.engine.tier_report import store_counts, tiers_as_dict
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
-from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.offload.tier_settings import PrefetchPolicy, StoreHealth, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
-from quire.tiers.store_health import StoreHealth
 from quire.tiers.transfer import LANES, Lane
 
 logger = logging.getLogger(__name__)

@@ -31,9 +31,9 @@ _STAGE_BYTES = 32 * 2**20
 
 class FrameCopies:
     """Copies between `pools[i]`, the device's frames of the group at index i, and the records of that group in `host`.
-    Calls return when the bytes are copied, and let other threads run meanwhile. Two calls at once may share a frame
-    only if both read it. Frame 0 is never copied. A call is fastest if frames that are neighbours on the device are
-    also neighbours on the host."""
+    Its methods are those of `Copies`. Calls let other threads run meanwhile. Two calls at once may share a frame only
+    if both read it. Frame 0 is never copied. A call is fastest if frames that are neighbours on the device are also
+    neighbours on the host."""
 
     def __init__(self, pools: Sequence[Pool], host: HostPool) -> None:
         self._pools = tuple(pools)
@@ -46,33 +46,26 @@ class FrameCopies:
             assert host.format(group).payload_bytes == pool.layout.bytes_per_frame, "a host pool of other layouts"
 
     def layers(self) -> tuple[int, ...]:
-        """The indices of all layers that have fields, ascending, in the order of a forward pass."""
         return tuple(sorted({layer for pool in self._pools for field in pool.layout.fields for layer in field.layers}))
 
     def bytes_of(self, group: int) -> int:
-        """Bytes of one record."""
         return self._host.format(group).num_bytes
 
     def rows(self, group: int) -> Rows:
-        """The host's records, uint8 `[frames + 1, stride]`."""
         return self._host.rows(group)
 
     def to_host(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
-        """Copy `device_frames[i]` into the record of `host_frames[i]`; its header is wrong until `seal`."""
         self._check(group, device_frames, host_frames)
         self._copies[group].to_host(device_frames, host_frames)
 
     def to_device(self, group: int, device_frames: Ids, host_frames: Ids, layer: int | None = None) -> None:
-        """Copy the record of `host_frames[i]` into `device_frames[i]`: all of it, or one layer's part."""
         self._check(group, device_frames, host_frames)
         self._copies[group].to_device(device_frames, host_frames, layer)
 
     def seal(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> None:
-        """See `RecordFormat.seal`."""
         self._host.format(group).seal(self._host.rows(group), host_frames, keys)
 
     def defects(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> list[str]:
-        """See `RecordFormat.defects`."""
         return self._host.format(group).defects(self._host.rows(group), host_frames, keys)
 
     def _check(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
@@ -91,7 +84,7 @@ class _Side(NamedTuple):
 
 
 class HostedFrames:
-    """Copies of one group whose device is the CPU."""
+    """Copies of one group whose device is the CPU. Its methods are those of `FrameCopies`."""
 
     def __init__(self, pool: Pool, rows: Rows) -> None:
         self._all: list[tuple[_Side, _Side]] = []  # on the device and on the host
@@ -105,13 +98,11 @@ class HostedFrames:
                 self._of_layer.setdefault(layer, []).append(_sides(pieces.numpy()[index], host[:, index]))
 
     def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
-        """As `FrameCopies.to_host`."""
         runs = _runs(device_frames, host_frames)
         for device, host in self._all:
             _copy(device, host, runs)
 
     def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
-        """As `FrameCopies.to_device`."""
         runs = _runs(host_frames, device_frames)
         for device, host in self._all if layer is None else self._of_layer.get(layer, []):
             _copy(host, device, runs)
@@ -165,7 +156,7 @@ def _breaks(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> npt
 
 
 class StagedFrames:
-    """Copies of one group whose device is not the host.
+    """Copies of one group whose device is not the host. Its methods are those of `FrameCopies`.
 
     A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device. Each batch crosses
     in one asynchronous copy on a stream of its own, which first waits for the caller's stream. Copies overlap only if
@@ -183,7 +174,6 @@ class StagedFrames:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
-        """As `FrameCopies.to_host`."""
         with self._on_stream():
             for device, host in self._batches(device_frames, host_frames):
                 gathered = [
@@ -195,7 +185,6 @@ class StagedFrames:
                     self._rows[frame, HEADER_BYTES:].copy_(staged[index], non_blocking=True)
 
     def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
-        """As `FrameCopies.to_device`."""
         with self._on_stream():
             for device, host in self._batches(device_frames, host_frames):
                 for start, pieces in self._wanted(layer):

@@ -130,7 +130,9 @@ class HostPool:
         if not len(self._bytes):
             return
         if self.pinned:
-            _unregister(self._bytes)
+            import torch
+
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)  # type: ignore[no-untyped-call]
             self.pinned = False
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._rows = []
@@ -154,9 +156,3 @@ def _register(memory: npt.NDArray[np.uint8]) -> bool:
             fix="lower --host-memory, or raise the limit of locked memory (ulimit -l).",
         )
     return True
-
-
-def _unregister(memory: npt.NDArray[np.uint8]) -> None:
-    import torch
-
-    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]

@@ -141,7 +141,9 @@ class Retention(RetentionPort):
                 self._by_id[prefix.retention_id] = self._by_key[key] = prefix
             else:
                 self._parts.holds.change(prefix.hold, frames, lease=lease)
-        prefix.pinned = prefix.pinned or (pin and self._may_pin(prefix))
+        if pin and not prefix.pinned:
+            fits = _num_pages(nodes_of([*self._pinned, prefix])) <= self._pin_budget
+            prefix.pinned = fits and self._has_frame_room(pages_to(prefix.end))
         prefix.priority = max(prefix.priority, priority)
         prefix.expires_at = max(prefix.expires_at, now + ttl_seconds)
         self._next_expiry = min(self._next_expiry, prefix.expires_at)
@@ -277,25 +279,19 @@ class Retention(RetentionPort):
             taken = f"is taken by {len(self)} retention{'s' if len(self) > 1 else ''}"
             left = f"had {room * size:,} left" if room else taken
             reason = f"{budget} {left if self.budget else 'keeps nothing; raise --retain-share'}"
-        if not pin:
-            return num_pages, _granted(num_pages * size, asked, reason)
         most, room = _room_for(match, self._pinned, self._pin_budget)
-        if num_pages > most:
+        if pin and num_pages > most:
             longest = f"the longest request, {self._parts.plan.largest_request:,} tokens, must find room beside them"
             reason = f"pins may take {self._pin_budget * size:,} tokens, of which {room * size:,} were left: {longest}"
             if prefix is not None and most < prefix.hold.path.num_pages:
                 return num_pages, f"kept, but not pinned: {reason}."
             num_pages = self._resumes(match.pages[:most])[0]
-        if num_pages and not self._has_frame_room(match.pages[:num_pages]):
+        if pin and num_pages and not self._has_frame_room(match.pages[:num_pages]):
             reason = "what the longest request needs of groups that are read in part must find room beside pins"
             if prefix is not None and prefix.pinned:
                 return min(num_pages, prefix.hold.path.num_pages), f"kept as before: {reason}."
             return num_pages, f"kept, but not pinned: {reason}."
-        return num_pages, _granted(num_pages * size, asked, reason)
-
-    def _may_pin(self, prefix: RetainedPrefix) -> bool:
-        fits = _num_pages(nodes_of([*self._pinned, prefix])) <= self._pin_budget
-        return fits and self._has_frame_room(pages_to(prefix.end))
+        return num_pages, f"granted {num_pages * size:,} of {asked:,} tokens: {reason}." if reason else ""
 
     def _has_frame_room(self, pages: Ids) -> bool:
         """Whether the longest request finds frames if those that a request needs after `pages` are pinned too."""
@@ -315,8 +311,17 @@ class Retention(RetentionPort):
         return [prefix for prefix in self._by_id.values() if prefix.pinned]
 
     def _only_soft(self) -> set[Node]:
-        """Nodes on the device that only soft retentions hold."""
-        return {node for node in only_held_by(self._soft) if self._tree.is_here(node)}
+        """Nodes on the device that only soft retentions hold. O(nodes that these hold)."""
+        soft = self._soft
+        ending = Counter(each.end for each in soft)
+        below: Counter[Node | None] = Counter()  # levels of the children that only soft retentions hold
+        only: set[Node] = set()
+        for node in sorted(nodes_of(soft), key=lambda node: -node.depth):
+            if node.held == ending[node] + below[node]:
+                below[node.parent] += node.level
+                if self._tree.is_here(node):
+                    only.add(node)
+        return only
 
     def _shorten(self, prefix: RetainedPrefix, num_pages: int) -> None:
         """Shorten a soft retention by so many device pages, or end it."""
@@ -353,19 +358,6 @@ def nodes_of(retained: Iterable[RetainedPrefix]) -> set[Node]:
     return found
 
 
-def only_held_by(retained: Sequence[RetainedPrefix]) -> set[Node]:
-    """Nodes that only these retentions hold, from the leaves up. O(nodes that they hold). Leases that end at a node and
-    the levels of its children hold it: these retentions account for both, and likewise for the children."""
-    own = Counter(each.end for each in retained)
-    below: Counter[Node | None] = Counter()
-    only: set[Node] = set()
-    for node in sorted(nodes_of(retained), key=lambda node: -node.depth):
-        if node.held == own[node] + below[node]:
-            only.add(node)
-            below[node.parent] += node.level
-    return only
-
-
 def frames_of(retained: Iterable[RetainedPrefix], group: int) -> Ids:
     """Pages whose device frames in a group these retentions hold, once for each retention."""
     held = [frames for each in retained for frames in each.hold.frames]
@@ -397,7 +389,3 @@ def _room_for(match: Match, retained: Iterable[RetainedPrefix], budget: int) -> 
     room = budget - _num_pages(nodes)
     last = next((node for node in reversed(match.path) if node in nodes), None)  # all nodes above it are in `nodes`
     return (last.depth + last.num_pages if last is not None else 0) + room, room
-
-
-def _granted(granted: int, asked: int, reason: str) -> str:
-    return f"granted {granted:,} of {asked:,} tokens: {reason}." if reason else ""

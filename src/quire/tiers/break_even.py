@@ -135,8 +135,6 @@ class BreakEven:
         self._lanes = {lane: _LaneState(lane) for lane in LANES}
         self.turned_off_count = 0  # decisions of all lanes, with failed trials
 
-    # -- measurements
-
     def computed(self, tokens: int, seconds: float) -> None:
         """A step has computed this many prompt tokens."""
         if tokens >= self._tiny_step:
@@ -168,8 +166,6 @@ class BreakEven:
         state = self._lanes[lane]
         return state.rate.known and state.trial is not _Trial.UNDER_WAY
 
-    # -- decisions
-
     def compute_seconds(self, tokens: int) -> float | None:
         """Seconds to compute these tokens; None: unknown."""
         rate = self._computed.mean
@@ -191,9 +187,19 @@ class BreakEven:
         if verdict is _Verdict.TRY:
             self._begin_trial(state, num_bytes)
         elif verdict is _Verdict.LOSE:
-            self._lose(state, tokens, num_bytes)
+            state.losses += 1
+            is_due = state.trial is _Trial.MEASURED if state.why_off else state.losses >= self._losses
+            compute = self.compute_seconds(tokens)
+            if is_due and compute is not None:
+                self._turn_off(state, self._why(lane, compute, num_bytes))
         elif verdict is not _Verdict.LEARN:
-            self._win(state)
+            state.losses = 0
+            if state.trial is not _Trial.UNDER_WAY:  # otherwise it is not measured yet
+                state.why_off, state.trial = "", _Trial.NONE
+                state.wins += state.is_fresh
+                state.is_fresh = False
+                if state.wins >= _WINS:
+                    state.rest = _FIRST_REST
         self._notify(state)
         return verdict in _MOVED
 
@@ -214,8 +220,6 @@ class BreakEven:
     def why_off(self, lane: Lane) -> str:
         """Why the lane is off, for users; empty while it is on."""
         return self._lanes[lane].why_off
-
-    # -- inside
 
     def _verdict(self, lane: Lane, tokens: int, num_bytes: int, queued_bytes: int) -> _Verdict:
         state = self._lanes[lane]
@@ -257,23 +261,6 @@ class BreakEven:
             return 0.0
         looked = self._lanes[Lane.LOOK].rate.seconds(1) or 0.0
         return looked + (self.load_seconds(Lane.LOAD, num_bytes) or 0.0)
-
-    @staticmethod
-    def _win(state: _LaneState) -> None:
-        state.losses = 0
-        if state.trial is not _Trial.UNDER_WAY:  # otherwise it is not measured yet
-            state.why_off, state.trial = "", _Trial.NONE
-            state.wins += state.is_fresh
-            state.is_fresh = False
-            if state.wins >= _WINS:
-                state.rest = _FIRST_REST
-
-    def _lose(self, state: _LaneState, tokens: int, num_bytes: int) -> None:
-        state.losses += 1
-        is_due = state.trial is _Trial.MEASURED if state.why_off else state.losses >= self._losses
-        compute = self.compute_seconds(tokens)
-        if is_due and compute is not None:
-            self._turn_off(state, self._why(state.lane, compute, num_bytes))
 
     def _turn_off(self, state: _LaneState, why: str) -> None:
         self.turned_off_count += 1

@@ -24,7 +24,6 @@ from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Trans
 PIECE_BYTES = 16 << 20  # bytes in one piece; a load waits for at most one piece of a save
 _LOOKED_UP = 128  # pages per lookup: most prompts miss early, and a store may need a request for each key
 _MOST_TOUCHED = 1024  # in one call
-_ABSENT = {Endpoint.STORE: ("storage tier", "--storage"), Endpoint.PEER: ("peer", "one to the mover")}
 
 
 class TransferExecutor:
@@ -45,8 +44,7 @@ class TransferExecutor:
             return
         remote = self._remotes[lane.far]
         if remote is None:
-            what, way = _ABSENT[lane.far]
-            raise InvalidInput(f"there is no {what}.", fix=f"give {way}, or do not ask for one.")
+            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
         if not lane.carries:
             yield from (self._look if lane.is_inward else self._delete)(transfer, remote)
         elif lane.is_inward:

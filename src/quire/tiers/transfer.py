@@ -38,9 +38,6 @@ class Endpoint(Enum):
     PEER = "peer"
 
 
-_REMOTES = (Endpoint.STORE, Endpoint.PEER)
-
-
 @dataclass(frozen=True, eq=False)
 class Lane:
     """One kind of transfer, between the host and a `far` endpoint that has its own threads. `carries` is false if only
@@ -71,18 +68,18 @@ class Lane:
     @cached_property
     def is_remote(self) -> bool:
         """Whether the far endpoint is a store or a peer, which may be slow, refuse or hang."""
-        return self.far in _REMOTES
+        return self.far is not Endpoint.DEVICE
 
     @cached_property
     def is_inward(self) -> bool:
         """Whether pages come closer to the device. Requests wait only for such transfers."""
-        return self.source in _REMOTES or self.target is Endpoint.DEVICE
+        return self.target is (Endpoint.HOST if self.is_remote else Endpoint.DEVICE)
 
     @cached_property
     def queue(self) -> Lane | Endpoint:
         """Lanes with the same queue begin transfers in the order of submission: those that write to one store or peer
         share a queue."""
-        return self.target if self.target in _REMOTES else self
+        return self.target if self.is_remote and not self.is_inward else self
 
 
 _STORE_DEADLINE_S = 600.0  # a store that takes longer hangs; DELETE may take longer for a large scope, and has none
@@ -251,7 +248,7 @@ class Copies(Protocol):
         """The host's records, uint8 `[frames + 1, stride]`; a record is the first `bytes_of(group)` of its row."""
 
     def to_host(self, group: int, device: Ids, host: Ids, /) -> None:
-        """Copy whole frames; returns when the copy is complete."""
+        """Copy whole frames; returns when the copy is complete. The headers are wrong until `seal`."""
 
     def to_device(self, group: int, device: Ids, host: Ids, layer: int | None, /) -> None:
         """Copy one layer of frames, or all (None); returns when the copy is complete. A group may lack the layer."""
