@@ -42,8 +42,7 @@ class GroupRelease:
 
 @dataclass(frozen=True, slots=True)
 class NewPages:
-    """Whole settled pages: pages `starts[i]..ends[i]` of request `kvs[i]` in row `rows[i]`. `table` holds the pages of
-    all rows, int32 `[rows, width]`."""
+    """Settled pages `starts[i]..ends[i]` of request `kvs[i]` in row `rows[i]`; `table` is int32 `[all rows, width]`."""
 
     kvs: Sequence[RequestKV]
     rows: Rows
@@ -239,8 +238,7 @@ class PagedGroup(GroupBase):
 
 
 class DamagedPages:
-    """Cached pages whose bytes are lost: no request begins on them. `num_marked` counts calls of `mark`.
-    `pages` is the device's anchor."""
+    """Cached pages whose bytes are lost: no request begins on them. `num_marked` counts calls of `mark`."""
 
     def __init__(self, pages: Column, groups: Sequence[GroupBase]) -> None:
         self._pages = pages

@@ -21,7 +21,7 @@ from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
 from quire.cache.states import GroupCache
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import GrowingAllocator, PageFrames, SWATokenToKVPoolAllocator
+from quire.memory.allocator import GrowingAllocator, PageFrames
 from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier
 
@@ -38,8 +38,8 @@ class Growth:
         self._frames = parts.frames
         self._context = parts.plan.context
         self._size = parts.plan.page_size
-        windows = (group.frames for group in parts.groups if isinstance(group.frames, SWATokenToKVPoolAllocator))
-        self._growing: GrowingAllocator = next(windows, parts.pages)
+        both_sides = (group.frames for group in parts.groups if isinstance(group.frames, GrowingAllocator))
+        self._growing: GrowingAllocator = next(both_sides, parts.pages)
         sides: object = self._growing
         self._others = tuple(group for group in parts.groups if group.frames is not sides)
         others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))

@@ -21,10 +21,9 @@ from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
-    MambaSlotAllocator,
     PageFrames,
     SlotFrames,
-    SWATokenToKVPoolAllocator,
+    page_frames,
     token_allocator,
 )
 from quire.memory.residency import Residency
@@ -402,17 +401,13 @@ def _groups_of(
 ) -> tuple[GroupCache, ...]:
     groups: list[GroupCache] = []
     for index, group in enumerate(plan.groups):
-        num_frames, column, size = plan.frames_of(index), table.of(Tier.DEVICE, index), plan.page_size
-        reach, name, tokens = reach_of(group.reach, size), group.name, num_frames * size
+        num_frames, column = plan.frames_of(index), table.of(Tier.DEVICE, index)
+        reach = reach_of(group.reach, plan.page_size)
         if reach.in_place:
-            slots = SlotFrames(column, MambaSlotAllocator(num_frames, name=name))
-            groups.append(StateGroup(index, reach, slots, tree, plan, interval))
-            continue
-        if reach.whole:
-            frames = PageFrames(column, token_allocator(tokens, size, name=name))
+            groups.append(StateGroup(index, reach, SlotFrames(column, num_frames), tree, plan, interval))
         else:
-            frames = SWATokenToKVPoolAllocator(pages.size, tokens, size, name=name, full=pages, table=column)
-        groups.append(PagedGroup(index, reach, frames, tree, plan.max_requests))
+            frames = page_frames(column, num_frames, pages, whole=reach.whole)
+            groups.append(PagedGroup(index, reach, frames, tree, plan.max_requests))
     return tuple(groups)
 
 

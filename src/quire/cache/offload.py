@@ -55,8 +55,7 @@ class RetentionPort:
     """Pages that callers retain; here none. *Soft* retentions end before a running request is refused a page."""
 
     def num_soft(self, group: GroupCache | None = None) -> int:
-        """Pages on the device that only soft retentions protect from eviction; for a group that is read in part, such
-        frames."""
+        """Pages on the device that only soft retentions protect; or frames of a group that is read in part."""
         return 0
 
     def num_soft_of(self, match: Match, num_pages: int, group: GroupCache | None = None) -> int:

@@ -52,8 +52,7 @@ class Checkpoint:
 
 
 class StateGroup(GroupBase):
-    """See the module. Its methods are those of `PagedGroup`. `interval` is the distance of unmarked checkpoints, in
-    tokens."""
+    """See the module. Its methods are those of `PagedGroup`. Unmarked checkpoints are `interval` tokens apart."""
 
     frames: SlotFrames
 

@@ -67,8 +67,7 @@ class RecordFormat:
         return HEADER_BYTES + self.payload_bytes
 
     def seal(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> None:
-        """Write the headers of rows `frames` for the payloads in them; `keys[i]` is the page's key, 32 bytes.
-        Reads every payload once."""
+        """Write the headers of rows `frames` for their payloads, which it reads once; `keys[i]` has 32 bytes."""
         memory, starts = self._records(rows, frames)
         head, size = self._head, self.num_bytes
         for start, key in zip(starts, keys, strict=True):

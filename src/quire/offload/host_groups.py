@@ -92,8 +92,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         return pages[self.table.pins[pages] == 0] if self.table.reclaims else pages
 
     def drop(self, pages: Ids) -> None:
-        """Free the frames of these pages as soon as no transfer reads them; quarantine damaged ones. Pages without a
-        frame are ignored."""
+        """Free the frames of these pages, if any, when no transfer reads them; quarantine damaged ones."""
         pages = pages[self.table.present(pages)]
         if not len(pages):
             return

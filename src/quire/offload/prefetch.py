@@ -293,8 +293,7 @@ class Prefetch:
             tiers.counters.fetched_bytes += len(bound) * tiers.settings.record_bytes[host.index]
 
     def _lose(self, piece: Piece, end: int) -> None:
-        """Page `end` has not arrived. The store lacks it, unless it could not answer or host memory was bad; after bad
-        memory, fetch it again."""
+        """Page `end` has not arrived. After bad host memory fetch it again, else the store may have lost it."""
         assert piece.move is not None
         self.wanted, self.lost = self.limit, True
         if any(REFUSED in defects or FAILED in defects for defects in piece.move.defects):

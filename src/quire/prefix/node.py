@@ -67,8 +67,7 @@ class Node:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """A pin on the path from the root to `node`, of `num_pages` pages: none of them is evicted until the lease is
-    released, exactly once."""
+    """A pin on the path to `node`, of `num_pages` pages, none of which is evicted before its release, exactly once."""
 
     end: Node | None  # None: released
     num_pages: int

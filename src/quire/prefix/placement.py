@@ -55,8 +55,7 @@ class Whereabouts:
         self.offer_path(node)
 
     def offer_path(self, node: Node) -> None:
-        """Queue every node of a path whose copies may be evicted, and the lowest node on the device if it is a leaf
-        there."""
+        """Queue the nodes of a path whose copies may be evicted, and its lowest node on the device if it is a leaf."""
         was_here = self.is_here(node)
         for above in path_to(node):
             if above.level:

@@ -23,8 +23,7 @@ _LEARNING_WAIT = 1.0  # seconds a request may wait for storage while nothing is 
 
 
 class Rate:
-    """A line through measurements of (amount, seconds): a fixed time, then a constant rate. None without a
-    measurement."""
+    """A line through measured (amount, seconds): a fixed time, then a constant rate. None without a measurement."""
 
     def __init__(self) -> None:
         # Of weights, amounts, seconds, squares of amounts, and amounts times seconds.

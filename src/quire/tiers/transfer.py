@@ -77,8 +77,7 @@ class Lane:
 
     @cached_property
     def queue(self) -> Lane | Endpoint:
-        """Lanes with the same queue begin transfers in the order of submission: those that write to one store or peer
-        share a queue."""
+        """Lanes with the same queue, those that write to one store or peer, begin transfers in order of submission."""
         return self.target if self.is_remote and not self.is_inward else self
 
 

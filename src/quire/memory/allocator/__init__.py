@@ -11,3 +11,4 @@ from quire.memory.allocator.frames import SlotFrames as SlotFrames
 from quire.memory.allocator.mamba import MambaSlotAllocator as MambaSlotAllocator
 from quire.memory.allocator.swa import GrowingAllocator as GrowingAllocator
 from quire.memory.allocator.swa import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
+from quire.memory.allocator.swa import page_frames as page_frames

@@ -14,8 +14,7 @@ A = TypeVar("A", bound=BaseTokenToKVPoolAllocator | MambaSlotAllocator)
 
 
 class GroupFrames(Generic[A]):
-    """The ids of `allocator` are the frames of `table`; `num_frames` does not count the padding frame. Page ids are
-    distinct within a call."""
+    """An allocator whose ids are the frames of `table`, without the padding frame. Page ids are distinct in a call."""
 
     def __init__(self, table: Column, allocator: A) -> None:
         self.table = table
@@ -49,6 +48,9 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
 
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
     """Frames that requests allocate, and that the table gets when a request stores one with a page."""
+
+    def __init__(self, table: Column, num_frames: int) -> None:
+        super().__init__(table, MambaSlotAllocator(num_frames, name=table.name))
 
     def drop(self, pages: Ids) -> None:
         """As `PageFrames.drop`."""

@@ -42,8 +42,7 @@ class MambaSlotAllocator:
         self._group: Ids | None = None
 
     def alloc(self, need_size: int) -> Ids:
-        """`need_size` slots, int32; the caller owns them. Inside a group they come only from those set aside. Raises
-        OutOfPages, changing nothing."""
+        """`need_size` slots, int32, inside a group from those set aside; the caller owns them. Raises OutOfPages."""
         if self._group is None:
             return self.ids.take(need_size)
         self.ids.check_room(need_size, len(self._group))
@@ -52,8 +51,7 @@ class MambaSlotAllocator:
         return slots
 
     def alloc_group_begin(self, num_requests: int) -> None:
-        """Set `num_requests` slots aside for the `alloc` calls that follow. Groups do not nest. Raises OutOfPages, and
-        then opens no group."""
+        """Set slots aside for `alloc` calls. Groups do not nest. Raises OutOfPages, and then opens no group."""
         assert self._group is None, "alloc groups do not nest"
         self._group = self.ids.set_aside(num_requests)
 

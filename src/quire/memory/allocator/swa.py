@@ -229,3 +229,11 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
 
 GrowingAllocator: TypeAlias = BaseTokenToKVPoolAllocator | SWATokenToKVPoolAllocator
 """Grows a batch of sequences and frees the pages of those that end, on all sides or on none."""
+
+
+def page_frames(table: Column, num_frames: int, pages: BaseTokenToKVPoolAllocator, *, whole: bool) -> PageFrames:
+    """Frames of a group for the pages of `pages`. Unless it is read as a `whole`, a page may lose its frame early."""
+    size, name = pages.page_size, table.name
+    if whole:
+        return PageFrames(table, token_allocator(num_frames * size, size, name=name))
+    return SWATokenToKVPoolAllocator(pages.size, num_frames * size, size, name=name, full=pages, table=table)

@@ -101,8 +101,7 @@ class Index:
 
     @contextmanager
     def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that excludes other writers. Raises Busy, changing nothing; with `wait` False it does so at
-        once."""
+        """A transaction that excludes other writers. Raises Busy, changing nothing; without `wait` at once."""
         if not self._writes.acquire(blocking=wait):
             raise Busy("another thread is writing")
         try:

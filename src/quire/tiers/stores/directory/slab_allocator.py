@@ -58,8 +58,7 @@ def slot_size(num_bytes: int) -> int:
 
 
 class AccessTimes:
-    """Times of last uses by id, in memory until a transaction is worthwhile: distinct microseconds of the wall clock,
-    which all processes share."""
+    """Times of last uses by id, in microseconds, all distinct, in memory until a transaction is worthwhile."""
 
     def __init__(self) -> None:
         self._lock = Lock()

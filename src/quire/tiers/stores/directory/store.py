@@ -129,8 +129,7 @@ class DirectoryStore(Store):
     def _reserve(
         self, index: sqlite3.Connection, wanted: dict[bytes, tuple[int, int]]
     ) -> tuple[dict[bytes, Answer], list[Row]]:
-        """Answers for records that exist, and rows for the others, as far as there is room. `wanted` has the bytes and
-        the time of use by name."""
+        """Answers for existing records, and rows for others while there is room. `wanted`: bytes and time by name."""
         found = find_rows(index, list(wanted))
         if any(row.owner is not None and self._owners.is_dead(row.owner) for row in found.values()):
             self._allocator.reclaim_dead(index)
