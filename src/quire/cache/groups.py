@@ -140,8 +140,7 @@ class PagedGroup(GroupBase):
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
-        passes: Bools = self.reach.first(num_pages) > self.first[rows]
-        return passes
+        return self.reach.first(num_pages) > self.first[rows]
 
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
         """These pages are cached. The cached pages `theirs` replaced the private duplicates `ours`."""

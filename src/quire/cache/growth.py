@@ -183,8 +183,7 @@ def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new:
         return slice(int(first[0]), None, size)
     counts = after - before
     first += np.cumsum(counts) - counts - (np.cumsum(new) - new) * size
-    places: Rows = np.repeat(first, new) + np.arange(int(new.sum())) * size
-    return places
+    return np.repeat(first, new) + np.arange(int(new.sum())) * size
 
 
 def _names_of(kvs: Batch, at_end: Bools) -> str:

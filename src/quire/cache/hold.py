@@ -199,8 +199,7 @@ class Holds:
             return pages
         held = np.array([page in self._private for page in pages.tolist()], dtype=np.bool_)
         self._waiting.update(pages[held].tolist())
-        free: Ids = pages[~held]
-        return free
+        return pages[~held]
 
     @property
     def waiting(self) -> list[int]:

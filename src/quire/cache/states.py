@@ -223,8 +223,7 @@ class StateGroup(GroupBase):
         return any(each.num_pages == num_pages for each in self._unsettled[row])
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        settled: Bools = num_pages >= self._oldest[rows]
-        return settled
+        return num_pages >= self._oldest[rows]
 
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
         released: list[GroupRelease] = []

@@ -370,8 +370,7 @@ def frames_only_held_by(retained: Iterable[RetainedPrefix], group: GroupCache, o
     if not group.table.reclaims or not len(held := frames_of(retained, group.index)):
         return NO_PAGES
     pages, counts = np.unique(held, return_counts=True)
-    found: Ids = pages[group.table.pins[pages] - counts <= others]
-    return found
+    return pages[group.table.pins[pages] - counts <= others]
 
 
 def _rank(prefix: RetainedPrefix) -> tuple[bool, int, float]:

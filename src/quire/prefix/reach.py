@@ -52,8 +52,7 @@ class Reach(ABC):
         """Per page of a prefix: whether a request may resume right after it, from the resident pages."""
         at = np.arange(len(resident))
         last_hole = np.maximum.accumulate(np.where(resident, -1, at))
-        unbroken: Bools = last_hole < self.first(at + 1)
-        return unbroken
+        return last_hole < self.first(at + 1)
 
 
 class Full(Reach):

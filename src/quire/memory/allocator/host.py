@@ -61,8 +61,7 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
                 raise OutOfPages(group=self.name, wanted=new_pages, free=self.num_free_pages, held_by=held)
             row[allocated:page_end] = self.alloc_page(new_pages)
             lengths[req_pool_idx] = page_end
-        slots: Ids = row[start_pos:end].astype(np.int32)
-        return slots
+        return row[start_pos:end].astype(np.int32)
 
     def allocated_host_indices(self, req_to_host_pool: Ids, req_pool_idx: int, allocated_len: int) -> Ids:
         """Slots of a row's first `allocated_len` tokens, rounded up to pages, for `free`; int32, a copy without -1.
@@ -71,8 +70,7 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
         if allocated_len < 0:
             raise InvalidInput(f"a row cannot have slots for {allocated_len} tokens.")
         found = row[: pages_for(int(allocated_len), self.page_size) * self.page_size]
-        slots: Ids = found[found >= 0].astype(np.int32)
-        return slots
+        return found[found >= 0].astype(np.int32)
 
 
 class HostTokenToKVPoolAllocator(HiSparseHostPoolMixin, PagedTokenToKVPoolAllocator):
