@@ -127,8 +127,7 @@ class PagedGroup(GroupBase):
         self.table.pin(pages[first:], Rank.USED)
 
     def take(self, rows: Rows, new_pages: Ids) -> None:
-        """Allocate the frames that `wanted` counts. Raises OutOfPages and changes nothing. `grow`, which cannot fail,
-        or `untake` follows with the same pages."""
+        """Allocate what `wanted` counts. Raises OutOfPages, changing nothing; else `grow` or `untake` follows."""
         self.frames.take(new_pages)
 
     def untake(self, new_pages: Ids) -> None:
@@ -213,8 +212,7 @@ class PagedGroup(GroupBase):
             self.revived_frames += int(np.count_nonzero(missing))
 
     def _advance(self, new: NewPages) -> tuple[Lengths, Ids, Rows]:
-        """Move `first` to the first page that requests with `new.ends` whole pages need. Returns the old `first`, the
-        passed pages, and the request of each passed page."""
+        """Move `first` to what `new.ends` pages need. Returns the old `first`, and passed pages with their requests."""
         firsts = self.first[new.rows]
         after = np.maximum(firsts, self.reach.first(new.ends))
         self.first[new.rows] = after

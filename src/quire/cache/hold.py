@@ -222,8 +222,7 @@ class Holds:
         return np.concatenate(runs) if runs else NO_PAGES
 
     def summary(self, num_pinned: int = 0) -> str:
-        """What holds pages, in words: running requests, the holds of each reason, and the launched steps that releases
-        wait for. Callers have pinned `num_pinned` pages."""
+        """What holds pages, in words: requests, holds by reason, launched steps, and `num_pinned` pages of callers."""
         counts = Counter[str](hold.reason for hold in self._live)
         if self.fences.waiting:
             counts["launched step"] = self.fences.num_open

@@ -294,9 +294,8 @@ class KVCache:
         return NewPages([kv for kv, _, _ in settled], rows, starts, ends, self.rows.pages)
 
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
-        """End a request: commit `tokens` if given, release its lease, its private pages and its row. A request that
-        `returns` will run again: its committed pages may be written back at once. Raises LeaseError if it has ended
-        already."""
+        """End a request: commit `tokens` if given, release its lease, private pages and row. A request that `returns`
+        will run again: its committed pages may be written back at once. Raises LeaseError if it has ended."""
         row = self.rows.row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)

@@ -264,8 +264,7 @@ class StateGroup(GroupBase):
         return self._drop(num_frames, max(Rank))
 
     def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, at_end: Bools) -> Rows:
-        """The requests `at_end` of a page whose only change is to exchange their frame with the checkpoint of an
-        earlier page: the usual case of a decode."""
+        """Requests `at_end` of a page that only exchange their frame with an earlier checkpoint, as most decodes do."""
         places = at_end.nonzero()[0]
         if not len(places):
             return places

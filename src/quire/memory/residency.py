@@ -170,8 +170,7 @@ class Column:
         self._queue(free)
 
     def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
-        """Up to `num_frames` pages with idle frames, lowest rank first and none above `most`. O(reclaimed). They leave
-        the queues, and the caller unbinds their frames."""
+        """Up to `num_frames` pages with idle frames for the caller to unbind, lowest rank first, at most `most`."""
         victims: list[Ids] = []
         left = num_frames
         for queue in self._queues[: most + 1]:

@@ -336,8 +336,7 @@ class Prefetcher(ReadAhead):
             prefetch.seconds, prefetch.own_bytes, prefetch.in_rounds = 0.0, 0, False
 
     def _measure(self, prefetch: Prefetch) -> None:
-        """Measure the lane: bytes fetched for any request since the last call. That time may be one long step, in which
-        no piece could begin; then only seconds of work count."""
+        """Measure the lane: bytes for any request over time, or over seconds of work if one long step held it up."""
         if prefetch.fetching_since is not None:
             seconds = self._parts.seconds() - prefetch.fetching_since
             num_bytes = self._fetched_bytes - prefetch.fetched_before

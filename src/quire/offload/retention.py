@@ -38,9 +38,8 @@ MOST_RETENTIONS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The first `granted_tokens` of `asked_tokens` are retained. `reason` says why not more, or is "". `retention_id`
-    releases them, and is "" if none are retained; it cannot be guessed. `host_tokens` of the granted ones are on lower
-    tiers, and are loaded when they are used."""
+    """The first `granted_tokens` of `asked_tokens` are retained; `reason` says why not more, or is "". `retention_id`
+    releases them, and cannot be guessed; "" if there are none. `host_tokens` of them are on lower tiers."""
 
     retention_id: str = ""
     asked_tokens: int
@@ -89,9 +88,8 @@ class RetainedPrefix:
 
 
 class Retention(RetentionPort):
-    """The retentions of one cache, at most `share` of the plan's pages. Each holds a path of the tree, in any tier. In
-    groups that are read in part it also holds the frames that a request needs to begin at its end, on the device or
-    else on the host."""
+    """The retentions of one cache, at most `share` of the plan's pages. Each holds a path of the tree, in any tier, and
+    in groups that are read in part the frames that a request needs to begin at its end."""
 
     def __init__(self, parts: CacheParts, share: float, hosts: Sequence[HostGroup] = ()) -> None:
         plan = parts.plan

@@ -50,9 +50,8 @@ class PrefetchPolicy(StrEnum):
 
 
 class StoreHealth:
-    """Whether a store answers: to a lookup, a store that is down looks empty. `refused` counts records that it refused,
-    by lane. `on_change(kind, is_lost)` is called when several transfers in a row had no answer, and when the store
-    answers again; `kind` is "read" or "write"."""
+    """Whether a store answers; to a lookup, a store that is down looks empty. `refused` counts records by lane.
+    `on_change(kind, is_lost)` is called when it stops or resumes answering; `kind` is "read" or "write"."""
 
     def __init__(self, on_change: Callable[[str, bool], None] | None = None) -> None:
         self.refused: Counter[Lane] = Counter(dict.fromkeys(_KINDS, 0))

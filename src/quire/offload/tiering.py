@@ -430,9 +430,8 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
 
 
 def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size: int) -> list[np.ndarray]:
-    """The places of a path, by group, to copy to the host. All, if loading them, which takes as long as saving, would
-    be faster than computing them, else none; the first few if the speed is not known yet. A store needs all copies:
-    they outlive this process."""
+    """The places of a path, by group, to copy to the host: all if loading them, which takes as long as saving, would be
+    faster than computing them, or if a store needs them; the first few if the speed is unknown."""
     if settings.always or settings.stores:
         return list(places)
     even, most = settings.break_even, max(map(len, places))

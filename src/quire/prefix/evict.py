@@ -50,9 +50,8 @@ class GDSF(Order):
 
 
 class S3FIFO(EvictionPolicy):
-    """A short queue for new leaves, and a long one for leaves that were hit in the short one or came back after
-    eviction. A leaf that was hit since it was queued is queued again: in the long queue once per hit, at most three
-    times."""
+    """A short queue for new leaves, and a long one for leaves that were hit in it or came back after eviction. A leaf
+    that was hit since it was queued is queued again: in the long queue once per hit, at most three times."""
 
     def __init__(self) -> None:
         self._queues: tuple[LazyQueue[Node], LazyQueue[Node]] = (LazyQueue(live), LazyQueue(live))

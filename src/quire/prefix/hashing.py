@@ -67,8 +67,7 @@ class _Run:
 
 
 class PageHashes:
-    """The hashes of consecutive pages, computed when they are first read. Immutable. `parent` are the previous pages,
-    or a namespace's seed; `tokens` are raw int32 bytes."""
+    """Hashes of consecutive pages, computed at the first read. `parent`: the previous pages, or a namespace's seed."""
 
     __slots__ = ("_run", "_start", "_stop")
 

@@ -29,9 +29,8 @@ _MOST_FOLLOWED = 8  # of the namespaces with the same first page
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """How far a prefix is cached. Valid until the tree's `version` changes. `pages` are read-only ids of the matched
-    pages, in order. `path` are their nodes; the last one may be matched in part. The first `num_here` pages are on the
-    device."""
+    """How far a prefix is cached, until the tree's `version` changes. `pages` are read-only ids of the matched pages.
+    `path` are their nodes, the last one perhaps matched in part. The first `num_here` pages are on the device."""
 
     namespace: Namespace
     pages: Ids

@@ -84,8 +84,7 @@ class Lease:
 
 
 class Levels:
-    """Updates levels, and `num_held[n]`: the pages on the device that at least n leases hold, for n = 1 and 2.
-    `is_here` is None if all pages are on the device."""
+    """Updates levels, and `num_held[n]`: pages on the device that at least n leases hold. No `is_here`: all are."""
 
     def __init__(self, is_here: Callable[[Node], bool] | None) -> None:
         self._is_here = is_here

@@ -274,8 +274,7 @@ class RadixCache:
     # -- tiers
 
     def arrive(self, lease: Lease, start: int, stop: int) -> None:
-        """Pages `start..stop - 1` of a leased path come to the device, which has those before them. The caller gives
-        them frames before its next call of the tree."""
+        """Pages `start..stop - 1` of a leased path come to the device; the caller gives them frames at once."""
         coming = [node for node in path_to(lease.node) if start <= node.depth < stop]
         if coming and coming[0].depth + coming[0].num_pages > stop:
             coming[0] = self._split(coming[0], stop - coming[0].depth)

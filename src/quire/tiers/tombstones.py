@@ -46,9 +46,8 @@ def tombstone_scope(key: StoreKey) -> bytes | None:
 
 
 def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
-    """Remove all records of `transfer.scope`, or of all scopes with this prefix; `transfer.hidden` once none is found.
-    Raises StoreError if the store cannot be listed, records remain, or the transfer was stopped. Then the tombstone
-    stays, and the deletion can begin again."""
+    """Remove all records of the scopes with prefix `transfer.scope`; `transfer.hidden` once none is found. Raises
+    StoreError if the store cannot be listed, records remain, or it was stopped; then the tombstone stays."""
     scope = transfer.scope
     try:
         entries = store.entries(scope if len(scope) == SCOPE_BYTES else None)

@@ -33,8 +33,7 @@ class TokenSlots(ABC):
         """Allocate `num_pages` free pages; the caller owns them. O(num_pages). Raises OutOfPages, changing nothing."""
 
     def alloc(self, need_size: int) -> Ids:
-        """Allocate the slots of `need_size` tokens, int32. Raises OutOfPages, and InvalidInput if `need_size` is no
-        multiple of the page size; nothing has changed then."""
+        """Slots of `need_size` tokens, whole pages, int32. Raises OutOfPages or InvalidInput, changing nothing."""
         if need_size < 0 or need_size % self.page_size:
             raise InvalidInput(f"alloc takes whole pages of {self.page_size} tokens, got {need_size} tokens.")
         return slots_of(self.alloc_pages(need_size // self.page_size), self.page_size)

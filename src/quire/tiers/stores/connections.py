@@ -28,9 +28,8 @@ _AHEAD_BYTES = 4096
 
 
 class Connections:
-    """Pipelines to one server, for any thread; each holds a connection. A connection is closed after any error, so that
-    no answer is read as that of another command; the next call connects again. `failures` counts errors by the name of
-    the exception, or the first word of a refusal."""
+    """Pipelines to one server, for any thread; each holds a connection, which is closed after any error, so that no
+    answer is read as that of another command. `failures` counts by exception, or first word of a refusal."""
 
     def __init__(self, where: str, arguments: Mapping[str, Any], timeout: float, count: int) -> None:
         """`arguments` are redis-py's; `where` names the server in errors. Raises StoreError if it does not answer."""

@@ -119,9 +119,8 @@ def _joined(master: str, host: str, segment: int, timeout: float) -> tuple[Any, 
 
 
 class MooncakeStore(RemoteStore):
-    """The store port on a Mooncake pool; made by `open`. Owns the client and the memory that records pass through.
-    `failures` counts errors by the library's codes. It never answers PENDING for writers in other processes; the first
-    record of a key stays."""
+    """The store port on a Mooncake pool; made by `open`. Owns the client and the registered memory. `failures` counts
+    by the library's codes. It never answers PENDING for other processes; the first record of a key stays."""
 
     def __init__(self, client: Any, replication: Any, where: str, *, bounce_bytes: int, listing: str) -> None:
         super().__init__(Counts())

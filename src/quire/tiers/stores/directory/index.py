@@ -279,9 +279,8 @@ def _make_or_check(connection: sqlite3.Connection, path: Path) -> None:
 
 
 class Owners:
-    """The processes that have the directory open, this one by `name`. Each locks its own file, and the lock ends with
-    the process. It is a lock and not a process id, because ids are reused and differ between containers. A file is
-    unlinked only under its lock."""
+    """The processes that have the directory open, this one by `name`. Each locks its own file, which is unlinked only
+    under the lock. Process ids would be reused, and differ between containers."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError if files cannot be created or locked."""

@@ -244,8 +244,7 @@ def make_file(path: Path, num_bytes: int) -> None:
 
 
 def _can_be_direct(folder: Path) -> bool:
-    """Whether blocks can be written and read with O_DIRECT; a full disk is tested by reading an existing slab. Raises
-    OSError if no file can be created."""
+    """Whether O_DIRECT works; on a full disk an existing slab is read. Raises OSError if no file can be created."""
     probe = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         make_file(probe, BLOCK)

@@ -318,8 +318,7 @@ class DirectoryStore(Store):
             return self._allocator.reclaim_dead(index)
 
     def compact(self) -> None:
-        """Move records together, and free nearly empty slabs. Others may use the store meanwhile; a record that moves
-        may be a MISS for them. Raises StoreError."""
+        """Move records together, and free nearly empty slabs. A record that moves may be a MISS. Raises StoreError."""
         with self._entered("changed"):
             self._flush_uses()
             compact(self._index, self._allocator)
