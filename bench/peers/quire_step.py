@@ -24,7 +24,7 @@ from quire.engine.messages import EngineRequest
 from quire.engine.runner import ModelRunner
 from quire.engine.sampler import Drawn
 from quire.kernels.batch import PagedBatch
-from quire.memory.page_table import DevicePageTables
+from quire.memory.pool import DevicePageTables
 from quire.models.hf import LoadedModel
 from quire.plan.planner import make_plan
 from quire.scheduler.request import Request

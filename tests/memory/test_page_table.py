@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.cache import KVCache
-from quire.memory.page_table import DevicePageTables
+from quire.memory.pool import DevicePageTables
 from quire.memory.residency import PageTableChanges
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan

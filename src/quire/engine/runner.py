@@ -17,8 +17,7 @@ from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
-from quire.memory.page_table import DevicePageTables
-from quire.memory.pool import Pool
+from quire.memory.pool import DevicePageTables, Pool
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan

@@ -44,7 +44,8 @@ class TransferExecutor:
             return
         remote = self._remotes[lane.far]
         if remote is None:
-            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
+            what, way = ("storage tier", "--storage") if lane.far is Endpoint.STORE else ("peer", "one to the mover")
+            raise InvalidInput(f"there is no {what}.", fix=f"give {way}, or do not ask for one.")
         if not lane.carries:
             yield from (self._look if lane.is_inward else self._delete)(transfer, remote)
         elif lane.is_inward:

@@ -21,9 +21,11 @@ Writing has two phases, so that no reader finds half a record or part of a page:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from threading import Condition, Lock
 from typing import NamedTuple, Protocol
 
 from typing_extensions import Buffer
@@ -116,14 +118,54 @@ def prepare_once(
     keys: Sequence[StoreKey], sizes: Sequence[int], prepare: Callable[[list[StoreKey], list[int]], Sequence[Answer]]
 ) -> list[Answer]:
     """Answers of `prepare`, which gets distinct keys; the first of a repeated key is the writer."""
-    first = dict(zip(reversed(keys), reversed(sizes), strict=True))  # of a repeated key the first size
-    if len(first) == len(keys):
-        return list(prepare(list(keys), list(sizes)))
-    distinct = list(dict.fromkeys(keys))
-    answers = dict(zip(distinct, prepare(distinct, [first[key] for key in distinct]), strict=True))
+    sizes_of: dict[StoreKey, int] = {}
+    for key, size in zip(keys, sizes, strict=True):
+        sizes_of.setdefault(key, size)
+    answers = dict(zip(sizes_of, prepare(list(sizes_of), list(sizes_of.values())), strict=True))
     found = []
     for key in keys:
         found.append(answers[key])
         if answers[key] is Answer.MISS:
             answers[key] = Answer.PENDING
     return found
+
+
+class Calls:
+    """Calls in flight of a store. Each is a `with` block, whose value says whether it may continue."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._in_flight = 0
+        self.are_open = True
+
+    def __enter__(self) -> bool:
+        """False after `close`; else the store is not closed before the block ends."""
+        with self._changed:
+            self._in_flight += 1
+            return self.are_open
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Refuse new calls, and wait for those in flight. False: it was closed before."""
+        with self._changed:
+            were_open, self.are_open = self.are_open, False
+            self._changed.wait_for(lambda: self._in_flight == 0)
+        return were_open
+
+
+class Counts(Counter[str]):
+    """Events by name: a Counter whose `add` is atomic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = Lock()
+
+    def add(self, *names: str, **counts: int) -> None:
+        """Add 1 to each of `names`, and add numbers by name."""
+        with self._lock:
+            self.update(names)
+            self.update(counts)

@@ -6,8 +6,7 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.testing.contracts.records import make_keys
-from quire.tiers.store import Answer, StoreKey
-from quire.tiers.stores.calls import Counts
+from quire.tiers.store import Answer, Counts, StoreKey
 from quire.tiers.stores.registry import Options, without_secrets
 from quire.tiers.stores.remote import RemoteStore
 

@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from quire.errors import StoreError
-from quire.tiers.stores.calls import Calls, Counts
+from quire.tiers.store import Calls, Counts
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ResponseError | None"
 Command: TypeAlias = "tuple[bytes | memoryview | Reply, ...]"

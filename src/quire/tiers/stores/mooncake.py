@@ -43,8 +43,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
-from quire.tiers.stores.calls import Calls, Counts
+from quire.tiers.store import Answer, Calls, Counts, Entry, StoreKey, bytes_of
 from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from quire.tiers.store import Answer, Store, StoreKey, bytes_of, prepare_once
-from quire.tiers.stores.calls import Counts
+from quire.tiers.store import Answer, Counts, Store, StoreKey, bytes_of, prepare_once
 
 _Item = TypeVar("_Item")
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})", re.ASCII)

@@ -26,8 +26,7 @@ from obstore.store import S3Store as Bucket
 from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
-from quire.tiers.stores.calls import Counts
+from quire.tiers.store import Answer, Counts, Entry, StoreKey, bytes_of
 from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, in_parts, key_of
 

@@ -131,10 +131,7 @@ class ValkeyStore(RemoteStore):
         for batch in batches([buffer.nbytes for buffer in buffers], _BATCH_KEYS, _ASKED_BYTES):
             targets = [buffers[index] for index in batch]
             commands: list[Command] = [(b"GET", _name(_RECORD, keys[index])) for index in batch]
-            if self._counts_use:
-                replies = self._connections.call(commands, targets)
-            else:
-                replies = self._untouching(commands, targets)
+            replies = (self._connections.call if self._counts_use else self._untouching)(commands, targets)
             for index, target, reply in zip(batch, targets, replies, strict=True):
                 if reply is None or isinstance(reply, int):
                     answers[index] = Answer.HIT if reply == target.nbytes else Answer.MISS

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.tiers.stores.calls import Counts
+from quire.tiers.store import Counts
 from quire.tiers.stores.directory.index import (
     Index,
     Owners,

@@ -26,8 +26,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from quire.errors import StoreError
-from quire.tiers.store import Answer, Entry, Store, StoreKey, bytes_of, prepare_once
-from quire.tiers.stores.calls import Calls
+from quire.tiers.store import Answer, Calls, Entry, Store, StoreKey, bytes_of, prepare_once
 from quire.tiers.stores.directory.index import (
     FACTS,
     Busy,
