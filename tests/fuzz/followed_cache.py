@@ -26,6 +26,7 @@ from tests.fuzz.faults import Faults
 from tests.fuzz.names import Names
 from tests.fuzz.plain_cache import PlainCache
 from tests.fuzz.plain_cache import Sequence as Followed
+from tests.fuzz.raw import RawData
 from tests.fuzz.watch import Watch
 
 NAMESPACE = Namespace()
@@ -76,7 +77,7 @@ class FollowedCache:
 
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
         """As the cache's; what it finds is the most that the model could reuse, and nothing has changed."""
-        unchanged = self.watch.snapshot.held()
+        unchanged = self.watch.raw
         hit = self._match(self._name(tokens, namespace))
         self._check("match")
         self._same(unchanged)
@@ -97,7 +98,7 @@ class FollowedCache:
         now = self._match(name)
         expected = hit if hit is not None and self.cache.admission.is_current(hit) else now
         if len(self.model.live) == self.cache.plan.max_requests:
-            unchanged = self.watch.snapshot.held()
+            unchanged = self.watch.raw
             error = self._refused("rows", lambda: self.cache.begin(tokens, namespace))
             self._check("begin")
             self._same(unchanged)
@@ -129,7 +130,7 @@ class FollowedCache:
         free = model.free()
         short = self._short(batch, wanted)
         if short is not None:
-            unchanged = self.watch.snapshot.held()
+            unchanged = self.watch.raw
             error = self._refused(short[0], lambda: self.cache.extend(kvs, asked))
             found = (error.group, error.wanted, error.free, error.evictable)
             assert found == short, f"the error says {found}: {short}"
@@ -349,8 +350,8 @@ class FollowedCache:
                 self._events.clear()
             self._fold.check(self.model.cached)
 
-    def _same(self, before: tuple[object, ...]) -> None:
-        assert self.watch.snapshot.held() == before, "what must change nothing has changed something"
+    def _same(self, before: RawData) -> None:
+        assert self.watch.raw == before, "what must change nothing has changed something"
 
     def _committed(self, s: Followed, num_tokens: int) -> None:
         duplicates = self.model.commit(s, num_tokens)

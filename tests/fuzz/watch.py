@@ -12,6 +12,7 @@ from quire.prefix.node import Node
 from tests.fuzz.device import Device
 from tests.fuzz.names import Names, Page
 from tests.fuzz.plain_cache import PlainCache, Sequence
+from tests.fuzz.raw import raw_data
 
 
 class Watch:
@@ -29,16 +30,15 @@ class Watch:
         self._known: list[Page | None] = []  # by page id: what the tree promises, and what requests own
         self._expected: list[tuple[int, int, int]] = [(-1, -1, -1)]  # what the model said of requests
         self._executed = 0
-        self.snapshot = audit(cache.parts)
+        self.snapshot, self.raw = audit(cache.parts), raw_data(cache)
         self._read_tree(self.snapshot)
 
     def check(self) -> None:
         """All of it. O(pages) in small numbers, and less where little has changed since the last check."""
-        before, model, executed = self.snapshot, self._model, self._device.num_executed
-        snapshot = audit(self._cache.parts)
-        self.snapshot = snapshot
-        tree = snapshot.raw_tree != before.raw_tree
-        rows = snapshot.raw_requests != before.raw_requests
+        before, model, executed = self.raw, self._model, self._device.num_executed
+        snapshot = self.snapshot = audit(self._cache.parts)
+        raw = self.raw = raw_data(self._cache)
+        tree, rows = raw.tree != before.tree, raw.requests != before.requests
         device = executed != self._executed
         self._executed = executed
         changed = False
@@ -53,7 +53,7 @@ class Watch:
             self._check_requests(snapshot, self._known)
             changed = True
         for at, group in enumerate(snapshot.groups):
-            if not changed and group.raw == before.groups[at].raw:
+            if not changed and raw.groups[at] == before.groups[at]:
                 continue
             if group.group.reach.in_place:
                 self._check_carried(group, snapshot.requests)
@@ -104,7 +104,10 @@ class Watch:
                 f"{self._shown(self.ends.keys() - self._model.cached)}"
             )
         expected = sorted([name for name in self._model.leases() if self._names.path[name]])
-        requests = [*[row.kv.lease for row in snapshot.requests], *snapshot.waiting_leases]
+        requests = [
+            *[row.kv.lease for row in snapshot.requests],
+            *(each.lease for each in self._cache.fences.waiting if each.lease is not None),
+        ]
         leased = sorted([self.name_of(lease.node) for lease in requests if lease.node.parent is not None])
         if leased != expected:
             raise AssertionError(

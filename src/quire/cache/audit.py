@@ -41,7 +41,6 @@ class RequestSnapshot:
 class GroupSnapshot:
     """One group. The last four lists are empty if no frame can be reclaimed before its page."""
 
-    raw: object
     group: GroupCache
     column: list[int]  # the frame of each page, 0 for none
     out: list[int]  # frames handed out, ascending
@@ -55,13 +54,12 @@ class GroupSnapshot:
 
 
 class Snapshot:
-    """The whole state of a cache at one moment, as plain Python lists: for the tiny pools of tests a list costs a tenth
-    of an array. It shares only nodes, leases and request records with the cache. O(pages + nodes).
+    """The state of a cache at one moment, as plain Python lists: for the tiny pools of tests a list costs a tenth of an
+    array. It shares only nodes, leases and request records with the cache. O(pages + nodes).
 
     `edges` are all nodes except the roots, parents first, with their page ids; `ends` is the node of each lease; `out`
     are the allocated page ids, ascending. `moving` pages were released and wait for a step in flight or a hold; `given`
-    is each `GroupRelease` that waits: group, pages to unpin, pages that lose their frames, frames to free. Each `raw`
-    is all data of a part, so that two snapshots can be compared.
+    is each `GroupRelease` that waits: group, pages to unpin, pages that lose their frames, frames to free.
     """
 
     def __init__(self, parts: CacheParts) -> None:
@@ -72,45 +70,26 @@ class Snapshot:
         self.moving = [*holds.waiting, *(page for each in retired for page in each.pages.tolist())]
         waiting = [part for each in retired for part in each.released]
         self.given = [(p.group, p.unpinned.tolist(), p.dropped.tolist(), p.frames.tolist()) for p in waiting]
-        self.waiting_leases = [each.lease for each in retired if each.lease is not None]
-        live = list(rows.live.values())
-        shared = [kv.lease.num_pages for kv in live]
         self.requests = [
-            RequestSnapshot(kv, rows.allocated(kv), rows.committed(kv), rows.page_ids(kv).tolist(), count)
-            for kv, count in zip(live, shared, strict=True)
+            RequestSnapshot(kv, rows.allocated(kv), rows.committed(kv), rows.page_ids(kv).tolist(), kv.lease.num_pages)
+            for kv in rows.live.values()
         ]
         self.private = [page for row in self.requests for page in row.pages[row.shared :]]
-        self.raw_requests = (live, shared, *(a.tobytes() for a in (rows.pages, rows.num_allocated, rows.num_committed)))
-        nodes, self.roots = list(tree.nodes()), tree.all_roots()
+        self.roots = tree.all_roots()
         self.ends = [lease.node for lease in holds.leases()]
-        self.edges = [(node, node.pages.tolist()) for node in nodes]
+        self.edges = [(node, node.pages.tolist()) for node in tree.nodes()]
         self.cached = [page for _, pages in self.edges for page in pages]
-        every = [
-            (n, n.parent, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,), n.parent or not n.evicted)
-            for n in (*self.roots, *nodes)
-        ]
-        tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if self.is_tiered else None
-        sums = (tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below)
-        self.raw_tree = (every, self.ends, sums, tiers)
         self.num_free = parts.pages.num_free_pages
         self.out: list[int] = parts.pages.ids.is_out(_ALL).nonzero()[0].tolist()
         self.groups = [self._group(group) for group in parts.groups]
 
-    def held(self) -> tuple[object, ...]:
-        """All raw data without clocks and counters, to check that an operation changed nothing."""
-        waits = self.moving, self.given, self.waiting_leases
-        return self.out, self.num_free, self.raw_requests, self.raw_tree, [group.raw for group in self.groups], waits
-
     def _group(self, group: GroupCache) -> GroupSnapshot:
         frames, rows = group.frames, self.parts.rows
-        out = frames.allocator.ids.is_out(_ALL)
-        held = self.parts.holds.readers(group.index, Tier.DEVICE).tolist()
-        raw = (frames.table.contents(), out.tobytes(), group.num_free, group.num_evictable, group.row_data(), held)
-        column, is_out = frames.table.frame.tolist(), out.nonzero()[0].tolist()
-        found = GroupSnapshot(raw, group, column, is_out, group.num_free, group.num_evictable)
+        column, out = frames.table.frame.tolist(), frames.allocator.ids.is_out(_ALL).nonzero()[0].tolist()
+        found = GroupSnapshot(group, column, out, group.num_free, group.num_evictable)
         if not group.table.reclaims:
             return found
-        found.readers += held
+        found.readers += self.parts.holds.readers(group.index, Tier.DEVICE).tolist()
         for index, unpinned, _, given in self.given:
             if index == group.index:
                 found.carried += given

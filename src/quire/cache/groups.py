@@ -200,10 +200,6 @@ class PagedGroup(GroupBase):
         """Frames that belong to a row and to none of its pages, unordered."""
         return NO_PAGES
 
-    def row_data(self) -> tuple[object, ...]:
-        """All data about rows, to compare with another time."""
-        return (self.first.tobytes(),)
-
     def _revive(self, ours: Ids, theirs: Ids) -> None:
         """Cached pages without a frame get the frames of the request's duplicates."""
         if len(ours):

@@ -96,11 +96,6 @@ class StateGroup(GroupBase):
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source
 
-    def row_data(self) -> tuple[object, ...]:
-        previous = (self._previous_frame.tobytes(), self._previous_pages.tobytes())
-        unsettled = [(row, each.num_pages, each.frame) for row, some in enumerate(self._unsettled) for each in some]
-        return self._frame.tobytes(), self._draft_frames.tobytes(), self._source.tobytes(), previous, unsettled
-
     def wanted(self, rows: Rows, num_new: int) -> int:
         """Allocate a frame for each row without one. If too few are left, rows use that of the page they begin on."""
         missing = rows[self._frame[rows] == 0]

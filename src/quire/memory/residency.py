@@ -211,11 +211,6 @@ class Column:
         found = pages[self.ticket[pages] == ticket]
         return found if len(found) else None
 
-    def contents(self) -> tuple[object, ...]:
-        """For audits: all data, to compare with another time."""
-        arrays = (self.mapping, self.state, self.pins, self.ticket)
-        return *(array.tobytes() for array in arrays), self.num_idle, self.num_pinned
-
 
 @dataclass(frozen=True, slots=True)
 class PageTableChanges:
