@@ -100,7 +100,7 @@ def test_private_pages_stay_until_their_hold_is_released() -> None:
     assert cache.parts.holds.waiting == [int(pages[1])] and cache.pages.num_free_pages == 3
     cache.parts.holds.release(second)
     cache.audit()
-    assert cache.pages.num_free_pages == 4 and not len(cache.parts.holds)
+    assert cache.pages.num_free_pages == 4 and not cache.parts.holds._live
 
 
 def test_held_frames_are_not_reclaimed() -> None:
@@ -184,7 +184,7 @@ class HoldsBesideCounts(RuleBasedStateMachine):
         self.cache.audit()
         held = np.array(sorted(set().union(*(pages for _, pages in self.holds))), dtype=np.int32)
         assert self.cache.pages.ids.is_out(held).all(), "a held page is free"
-        assert len(self.cache.parts.holds) == len(self.holds)
+        assert len(self.cache.parts.holds._live) == len(self.holds)
 
 
 HoldsBesideCounts.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -206,9 +206,6 @@ class Holds:
         """Private pages that were released and are still held, ascending."""
         return sorted(self._waiting)
 
-    def __len__(self) -> int:
-        return len(self._live)
-
     def leases(self) -> list[Lease]:
         """The leases of running requests, of releases that wait for launched steps, and of live holds."""
         holders: tuple[RequestKV | Retired | Hold, ...] = (*self._requests.values(), *self.fences.waiting, *self._live)

@@ -187,14 +187,12 @@ class Prefetcher(ReadAhead):
 
     def _patience(self, tokens: int, num_bytes: int) -> float:
         """Seconds that a request waits for these tokens."""
-        match self._policy:
-            case PrefetchPolicy.WAIT_COMPLETE:
-                return math.inf
-            case PrefetchPolicy.BEST_EFFORT:
-                return 0.0
-            case PrefetchPolicy.TIMEOUT:
-                return self._tiers.settings.prefetch_seconds
-        return self._tiers.break_even.deadline(tokens, num_bytes)
+        fixed = {
+            PrefetchPolicy.WAIT_COMPLETE: math.inf,
+            PrefetchPolicy.BEST_EFFORT: 0.0,
+            PrefetchPolicy.TIMEOUT: self._tiers.settings.prefetch_seconds,
+        }
+        return fixed[self._policy] if self._policy in fixed else self._tiers.break_even.deadline(tokens, num_bytes)
 
     def _decide(self, prefetch: Prefetch) -> None:
         """Decide how far to fetch: up to the last page after which every group could resume, if that is worth it."""

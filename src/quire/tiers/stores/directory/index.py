@@ -231,13 +231,10 @@ def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path.absolute(), timeout=busy_seconds, isolation_level=None, check_same_thread=False)
     try:
         _to_wal(connection, busy_seconds)
-        for pragma in (
-            "synchronous=NORMAL",
-            "temp_store=MEMORY",
-            "cache_size=-16384",
-            f"journal_size_limit={LOG_BYTES}",
-        ):
-            connection.execute(f"PRAGMA {pragma}")
+        connection.executescript(
+            "PRAGMA synchronous = NORMAL; PRAGMA temp_store = MEMORY; PRAGMA cache_size = -16384;"
+            f"PRAGMA journal_size_limit = {LOG_BYTES}"
+        )
         connection.execute("BEGIN IMMEDIATE")
         _make_or_check(connection, path)
         connection.execute("COMMIT")
