@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.engine.core import EngineCore
@@ -11,6 +12,7 @@ from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from quire.speculative.ngram import NgramDrafter
 from quire.speculative.speculator import Speculator
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.scripted import SCRIPTS, follow_script
@@ -173,6 +175,23 @@ def test_an_abort_with_drafts(llama: LoadedModel) -> None:
     assert [tokens["a"], tokens["c"]] == [expected[0], expected[2]]
     assert tokens["b"] == expected[1][: len(tokens["b"])]
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
+
+
+def test_a_flush_deletes_the_history(llama: LoadedModel) -> None:
+    """What an earlier request had is proposed to the next, and not after a flush."""
+    core = drafting_core(llama, 4)
+    most = core.plan.tokens_per_step - 1
+    drafter = NgramDrafter(core.plan.max_requests, shortest=3, longest=3)
+    core.speculator = Speculator(drafter, None, most)
+    counts = [0]
+    for flushes in (False, False, True):
+        if flushes:
+            core.flush(None)
+        expected = run(core, [[9, 3, 1, 4, 7, 2]], MANY["greedy"], f"after {len(counts)}")
+        assert expected == run(core_for(llama, page_size=4, **BOUNDS), [[9, 3, 1, 4, 7, 2]], MANY["greedy"])
+        counts.append(core.speculator.statistics()["accepted_tokens"])
+    cold, warm, flushed = np.diff(counts).tolist()
+    assert warm > cold == flushed
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -143,13 +143,14 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """The families that a server with all tiers exposes."""
+    """The families that a server with all tiers and speculation exposes."""
     from quire import LLM, SamplingParams
     from quire.observe.metrics import ServerMetrics
 
     with tempfile.TemporaryDirectory() as folder:
         settings = {"kv_memory": "1MiB", "host_memory": "2MiB", "storage": folder, "storage_size": "64MiB"}
-        with LLM(max_model_len=64, show_plan=False, **settings) as llm:
+        drafts = {"method": "ngram", "num_speculative_tokens": 4}
+        with LLM(max_model_len=64, show_plan=False, speculative_config=drafts, **settings) as llm:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
             statistics = llm.statistics()
     lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]

@@ -51,6 +51,8 @@ class Life:
     pending: int = 0
     drafts: list[int] = field(default_factory=list)
     reason: str | None = None
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def outputs(self) -> list[int]:
@@ -213,6 +215,7 @@ class StepMachine:
         for life in self.lives:
             request = life.request
             assert request.tokens.tolist() == life.tokens
+            assert (request.num_drafted, request.num_accepted) == (life.drafted, life.accepted)
             if life.kv is not None:
                 found = (request.num_launched, request.num_settled, request.pending)
                 assert found == (life.launched, life.settled, life.pending), f"{found}, and the model {life}"
@@ -315,6 +318,8 @@ class StepMachine:
                 self.happened["ended inside"] += added < len(tokens)
                 break
         life.settled = work.end - (work.draws - added)
+        life.drafted += len(work.drafts)
+        life.accepted += max(added - 1, 0)
         if work.draws != added:
             life.launched = life.settled
         assert life.outputs == life.expected[: len(life.outputs)], "a draft came true that is wrong"

@@ -20,6 +20,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def drafting(tiny_model: Path) -> Iterator[LiveServer]:
+    """A server that drafts from n-grams."""
+    ngram = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+    settings = ("--served-model-name", "tiny", "--kv-memory", "1MiB", "--log-level", "info")
+    with LiveServer.quire("--model", str(tiny_model), *settings, "--speculative-config", ngram) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
 def server(tiny_model: Path) -> Iterator[LiveServer]:
     """A server with a pool smaller than the model's context. At the end it must go quietly."""
     with LiveServer.quire("--model", str(tiny_model), "--kv-memory", "100KiB") as live:

@@ -62,9 +62,9 @@ def test_what_requests_hold_is_in_use(server: LiveServer) -> None:
     server.wait_idle()
 
 
-def test_the_reference_maps_names_that_exist(server: LiveServer) -> None:
-    server.request("/v1/completions", {"prompt": "a", "max_tokens": 1})
-    known = {key[0] for key in samples(server)}
+def test_the_reference_maps_names_that_exist(drafting: LiveServer) -> None:
+    drafting.request("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    known = {key[0] for key in samples(drafting)}
     rows = re.findall(r"^\| `(vllm:\w+)` \| `(quire_\w+)`", REFERENCE.read_text(), re.MULTILINE)
     assert len(rows) > 10
     for _, name in rows:
@@ -135,6 +135,42 @@ def test_requests_and_the_end_are_logged() -> None:
     )
     assert "POST /v1/completions: 400 [trace-2]" in log
     assert "SIGTERM: no new requests; open ones get 0.5 s to finish" in log
+
+
+def test_drafts_are_counted_by_request_and_in_all(drafting: LiveServer) -> None:
+    """The usage of requests, their lines in the log, and the metrics say the same. Of the two, one draws tokens that
+    are in its prompt in another order, and the other one token again and again."""
+    drafting.wait_idle()
+    before, accepted, rejected = samples(drafting), 0, 0
+    for more_fields in ({"prompt": list(range(256))}, {"prompt": "abc", "logit_bias": {"97": 100}}):
+        body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, **more_fields}
+        status, answer = drafting.request("/v1/completions", body)
+        assert status == 200, answer
+        CompletionAnswer.model_validate(answer, extra="forbid")
+        assert answer["usage"]["completion_tokens"] == 200
+        details = answer["usage"]["completion_tokens_details"]
+        right, wrong = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        line = next(line for line in drafting.log().splitlines() if answer["id"] in line)
+        assert f"200 output tokens, {right} of {right + wrong} drafts accepted, first" in line
+        accepted, rejected = accepted + right, rejected + wrong
+    assert accepted > 0 < rejected, "no draft was accepted or none was rejected, so this shows little"
+    statistics = drafting.wait_idle()
+    more = {key: value - before.get(key, 0.0) for key, value in samples(drafting).items()}
+    assert more[("quire_spec_decode_num_draft_tokens_total",)] == accepted + rejected
+    in_all = more[("quire_spec_decode_num_accepted_tokens_total",)]
+    assert accepted <= in_all <= accepted + 6, "the last drafts of each may be right, and behind the end"
+    by_place = [more[("quire_spec_decode_num_accepted_tokens_per_pos_total", str(at))] for at in range(4)]
+    assert sum(by_place) == in_all and sorted(by_place, reverse=True) == by_place
+    assert by_place[0] <= more[("quire_spec_decode_num_drafts_total",)] <= accepted + rejected
+    found = statistics["speculation"]
+    assert found["tokens_per_step"] == pytest.approx(samples(drafting)[("quire_spec_decode_tokens_per_step",)])
+    assert 1 < found["tokens_per_step"] <= 5
+
+
+def test_without_speculation_nothing_is_said_of_drafts(server: LiveServer) -> None:
+    answer = server.request("/v1/completions", {"prompt": "abab", "max_tokens": 4})[1]
+    assert "completion_tokens_details" not in answer["usage"]
+    assert not [name for name, *_ in samples(server) if "spec_decode" in name]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -352,6 +352,8 @@ class EngineCore:
         no other request finds their pages. The answer comes later: the state in the store, or StoreError if the records
         would be found again after a restart."""
         done = self.offload.flush(namespace)
+        if self.speculator is not None:
+            self.speculator.drafter.forget()
         return Later(
             poll=lambda waits: self.offload.flushed(done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
         )
@@ -473,6 +475,8 @@ def _output(request: Request, **more: Any) -> TokenOutput:
         num_cached_tokens=request.num_cached,
         num_host_tokens=request.num_host,
         num_storage_tokens=request.num_storage,
+        num_draft_tokens=request.num_drafted,
+        num_accepted_tokens=request.num_accepted,
         **more,
     )
 

@@ -69,7 +69,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one sequence after one step. Of its cached prompt tokens, `num_host_tokens` came from host memory
-    and `num_storage_tokens` from storage; the others were on the device.
+    and `num_storage_tokens` from storage; the others were on the device. So far, its steps computed
+    `num_draft_tokens` drafts, of which `num_accepted_tokens` are among its tokens.
 
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
     "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
@@ -82,6 +83,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
     num_storage_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str = ""

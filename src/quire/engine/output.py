@@ -44,7 +44,8 @@ class CompletionOutput:
 
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token that ended
     it, None for the model's own end-of-sequence token. `explanation` says why no more of its prompt was cached, if the
-    request asked for it.
+    request asked for it. With speculation, `num_draft_tokens` were computed, and `num_accepted_tokens` of them are
+    among its tokens; where a stop string ended it, as of the last step that accepted any.
     """
 
     index: int
@@ -55,6 +56,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     explanation: Explanation | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,6 +189,7 @@ class SequenceAssembler:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cached = (0, 0, 0)  # prompt tokens from the cache; of these, from host memory and from storage
+        self.drafts = (0, 0)  # that its steps computed; of these, accepted ones
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error = ""  # why, if `finish_reason` is "error"
@@ -212,6 +216,8 @@ class SequenceAssembler:
         if not ended:
             if output.num_cached_tokens:
                 self.cached = (output.num_cached_tokens, output.num_host_tokens, output.num_storage_tokens)
+            if output.num_draft_tokens:
+                self.drafts = (output.num_draft_tokens, output.num_accepted_tokens)
             self.explanation = output.explanation or self.explanation
             for i, token_id in enumerate(output.token_ids):
                 if self.logprobs is not None and output.logprobs is not None:
@@ -220,6 +226,8 @@ class SequenceAssembler:
                 is_stop = is_last and token_id == output.stop_token
                 ended = self.push_token(token_id, shown=not is_stop or self._params.include_stop_str_in_output)
                 if ended:
+                    drafted, accepted = self.drafts
+                    self.drafts = (drafted, max(0, accepted - (len(output.token_ids) - i - 1)))
                     break
             if output.finish_reason is not None and not ended:
                 self._finish(output)
@@ -260,6 +268,8 @@ class SequenceAssembler:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             explanation=self.explanation,
+            num_draft_tokens=self.drafts[0],
+            num_accepted_tokens=self.drafts[1],
         )
 
     def _show(self, text: str) -> None:

@@ -59,6 +59,20 @@ FRAME_COUNTERS = {
     "skipped": "Places where a request left none, because no frame was to spare.",
 }
 
+SPECULATION_COUNTERS = {
+    "drafts": ("num_drafts", "Times that a request computed drafts in a step."),
+    "draft_tokens": ("num_draft_tokens", "Drafts that were computed."),
+    "accepted_tokens": ("num_accepted_tokens", "Of these, drafts that were accepted."),
+    "steps_without_drafts": ("steps_without_drafts", "Steps without drafts, because none would have paid."),
+}
+
+SPECULATION_GAUGES = {
+    "tokens_per_step": "Mean tokens of a request in a step that draws any, since the start.",
+    "draft_cost": "What a draft adds to a step, in tokens without drafts; 0 while it is not measured.",
+    "draft_brings": "The chance of a draft to be accepted, if those before it are.",
+    "is_off": "1 while no draft is made, because it costs more than it brings.",
+}
+
 TIER_COUNTERS = {
     "declined_tokens": "Prompt tokens that were cached on the host or in storage and computed again, which was faster.",
     "failed_moves": "Moves between tiers that failed, or brought less than half.",
@@ -111,6 +125,8 @@ class EngineCollector(Collector):
             },
             *("tier", "group", "state"),
         )
+        if found := statistics.get("speculation"):
+            yield from _speculation(found)
         if tiers:
             yield from _tiers(tiers, statistics["hit_tokens"])
             yield from _store(tiers)
@@ -118,6 +134,22 @@ class EngineCollector(Collector):
         for key, text in FRAME_COUNTERS.items():
             counts = {group: frames.get(key, 0) for group, frames in groups.items()}
             yield _counter(f"frames_{key}", text, counts, "group")
+
+
+def _speculation(found: Statistics) -> Iterator[Metric]:
+    """What drafts brought, and what the governor does about it."""
+    for key, (name, text) in SPECULATION_COUNTERS.items():
+        if key in found:
+            yield _counter(f"spec_decode_{name}", text, found[key])
+    yield _counter(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that were accepted, by their place after the last known token, from 0.",
+        {str(at): count for at, count in enumerate(found["accepted_tokens_per_position"])},
+        "position",
+    )
+    for key, text in SPECULATION_GAUGES.items():
+        if key in found:
+            yield _gauge(f"spec_decode_{key}", text, found[key])
 
 
 def _tiers(tiers: Statistics, hit_tokens: int) -> Iterator[Metric]:

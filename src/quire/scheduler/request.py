@@ -15,7 +15,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
-KNOWN, LAUNCHED, SETTLED, PENDING = range(4)
+KNOWN, LAUNCHED, SETTLED, PENDING, DRAFTED, ACCEPTED = range(6)
 """The entries of `Request.lengths`, in this order."""
 
 
@@ -43,8 +43,8 @@ class Request:
         0             num_settled                 num_launched              num_tokens
 
     `pending` tokens are drawn by a step in flight and are not on the host yet. Settled tokens do not change any more;
-    only they are committed. While it runs, tokens and lengths are views of its row in `RunningRows`, where steps
-    advance all requests at once.
+    only they are committed. `num_drafted` and `num_accepted` count drafts, of all its steps. While it runs, tokens and
+    lengths are views of its row in `RunningRows`, where steps advance all requests at once.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Request:
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
         self._tokens: Ids = np.array(prompt, dtype=np.int32)
-        self._lengths: Lengths = np.array([len(prompt), 0, 0, 0], dtype=np.int64)
+        self._lengths: Lengths = np.array([len(prompt), 0, 0, 0, 0, 0], dtype=np.int64)
 
     def bind(self, tokens: Ids, lengths: Lengths) -> None:
         """The request runs: from now on its tokens and lengths are in these arrays, which have room for all."""
@@ -136,6 +136,16 @@ class Request:
     def pending(self) -> int:
         """Tokens that a step in flight draws."""
         return int(self._lengths[PENDING])
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafts that its settled steps computed."""
+        return int(self._lengths[DRAFTED])
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that are among its outputs."""
+        return int(self._lengths[ACCEPTED])
 
     @property
     def num_outputs(self) -> int:

@@ -34,8 +34,8 @@ class RunningRows:
         self.width = width
         self.tokens: Ids = np.zeros((num_rows, width), dtype=np.int32)
         self.flat: Ids = self.tokens.reshape(-1)  # a view
-        self._lengths: Lengths = np.zeros((4, num_rows), dtype=np.int64)
-        self.known, self.launched, self.settled, self.pending = self._lengths
+        self._lengths: Lengths = np.zeros((6, num_rows), dtype=np.int64)
+        self.known, self.launched, self.settled, self.pending, self._drafted, self._accepted = self._lengths
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
         self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens after the known ones that may be accepted
         self.num_drafted = 0  # rows that have any
@@ -252,6 +252,8 @@ class RunningRows:
         self.pending[rows] -= drawn
         if several:
             self.launched[rows] -= drawn - kept
+            self._drafted[rows] += np.maximum(drawn - 1, 0)
+            self._accepted[rows] += np.maximum(kept - 1, 0)
 
 
 def _end(

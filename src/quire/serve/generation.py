@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -211,19 +211,27 @@ class Generation:
         return [output for request in self._requests for output in request.output().outputs]
 
     def usage(self) -> dict[str, Any]:
-        """Tokens read, generated, and served from the cache, so far; with tiers also from which of them."""
+        """Tokens read, generated, and served from the cache, so far; with tiers also from which of them, with
+        speculation also drafts. Rejected drafts are not among the completion tokens."""
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self._requests)
         num_output_tokens = sum(len(each.token_ids) for each in self._sequences())
         cached, host, storage = map(sum, zip(*(request.cached for request in self._requests), strict=True))
         details: dict[str, Any] = {"cached_tokens": cached}
         if self._service.engine.start_statistics.get("tiers"):
             details["cached_tokens_by_tier"] = {"device": cached - host - storage, "host": host, "storage": storage}
-        return {
+        found = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": details,
         }
+        if self._service.engine.start_statistics.get("speculation"):
+            drafted, accepted = map(sum, zip(*(each.drafts for each in self._sequences()), strict=True))
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return found
 
     def close(self) -> None:
         """Abort what still runs, and record what became of the request. Idempotent."""
@@ -240,12 +248,13 @@ class Generation:
         if not {"abort", "error"} & set(reasons):
             metrics.request_s.observe(seconds)
         logger.info(
-            "%s [%s]: %d prompt tokens, %d cached, %d output tokens, first after %s, %.3f s, %s",
+            "%s [%s]: %d prompt tokens, %d cached, %d output tokens%s, first after %s, %.3f s, %s",
             self.request_id,
             self._client_id,
             usage["prompt_tokens"],
             usage["prompt_tokens_details"]["cached_tokens"],
             usage["completion_tokens"],
+            _said_of_drafts(usage),
             "-" if self._first_token_s is None else f"{self._first_token_s:.3f} s",
             seconds,
             ", ".join(reason if count == 1 else f"{count} {reason}" for reason, count in sorted(reasons.items())),
@@ -265,6 +274,15 @@ class Generation:
                 self._service.metrics.inter_token_s.observe(now - self._last_token_s[choice])
             self._last_token_s[choice] = now
         return choice, delta
+
+
+def _said_of_drafts(usage: Mapping[str, Any]) -> str:
+    """For the log; nothing without speculation."""
+    found = usage.get("completion_tokens_details")
+    if found is None:
+        return ""
+    accepted = found["accepted_prediction_tokens"]
+    return f", {accepted} of {accepted + found['rejected_prediction_tokens']} drafts accepted"
 
 
 async def _pump(

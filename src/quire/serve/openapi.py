@@ -30,6 +30,13 @@ class PromptDetails(BaseModel):
     cached_tokens_by_tier: dict[str, int] | None = None
 
 
+class CompletionDetails(BaseModel):
+    """With speculation: drafts that are completion tokens, and those that are not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a request."""
 
@@ -37,6 +44,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class Choice(BaseModel):

@@ -49,12 +49,15 @@ class Governor:
         self._trials: npt.NDArray[np.float64] = np.zeros(num_rows)
         self._all_right, self._all_trials = 1.0, 2.0
         self._sizes = [_Size() for _ in range(33)]
+        self._last = self._sizes[0]
+        self._is_off = False
         self.num_plain = 0
         """Steps that computed no draft because none paid."""
 
     def limits(self, rows: Rows, serials: Lengths) -> Lengths:
         """How many drafts each of these requests may have in the next step, int64."""
-        size = self._sizes[len(rows).bit_length()]
+        size = self._last = self._sizes[len(rows).bit_length()]
+        self._is_off = False
         if not size.num_plain or size.since_plain >= _PLAIN_EVERY:
             return np.zeros(len(rows), dtype=np.int64)
         if size.draft_s < 0:
@@ -71,6 +74,7 @@ class Governor:
                 limits[:] = max(1, self._most // 2)
             else:
                 self.num_plain += 1
+                self._is_off = True
         return limits
 
     def settled(self, rows: Rows, serials: Lengths, drafts: Lengths, accepted: Lengths) -> None:
@@ -118,6 +122,15 @@ class Governor:
         return found
 
     def statistics(self) -> dict[str, float]:
-        """Gauges: of the last measured sizes, what a draft costs in tokens without drafts."""
-        known = [size for size in self._sizes if size.draft_s >= 0 and size.num_plain]
-        return {"draft_cost": max((size.draft_s / size.plain_s for size in known), default=0.0)}
+        """What a draft costs and brings, in tokens of a step without drafts, and whether that turns drafts off.
+
+        `draft_cost` is of batches as large as the last one, 0 while it is not measured. `draft_brings` is the share of
+        first drafts, and of those after right ones, that were right, over all requests.
+        """
+        is_known = self._last.draft_s >= 0 and self._last.plain_s > 0
+        return {
+            "draft_cost": self._last.draft_s / self._last.plain_s if is_known else 0.0,
+            "draft_brings": self._all_right / self._all_trials,
+            "is_off": float(self._is_off),
+            "steps_without_drafts": self.num_plain,
+        }

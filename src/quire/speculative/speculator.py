@@ -27,6 +27,7 @@ class Speculator:
         self.drafter = drafter
         self._governor = governor
         self._counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
+        self._num_drawing = self._num_drawn = 0  # works that drew, and the tokens they got
         self._per_position: Lengths = np.zeros(most, dtype=np.int64)
         self._took_s = 0.0  # to draft for the step that is made now
 
@@ -43,6 +44,8 @@ class Speculator:
     ) -> Lengths:
         """`accepted_draws` of a step, counted."""
         kept = accepted_draws(tokens, draws, draw_counts, drawn)
+        self._num_drawing += int(np.count_nonzero(kept))
+        self._num_drawn += int(kept.sum())
         at = (draw_counts > 1).nonzero()[0]
         if len(at):
             drafts, right = draw_counts[at] - 1, kept[at] - 1
@@ -61,8 +64,13 @@ class Speculator:
             self._governor.measured(num_requests, num_drafts, seconds + self._took_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Counters: requests times steps with drafts, drafts, those accepted, and those by their place."""
-        found: dict[str, Any] = {**self._counts, "accepted_tokens_per_position": self._per_position.tolist()}
+        """Counters: requests times steps with drafts, drafts, those accepted, and those by their place. With the mean
+        tokens of a request in a step that draws any, and what `Governor.statistics` says."""
+        found: dict[str, Any] = {
+            **self._counts,
+            "accepted_tokens_per_position": self._per_position.tolist(),
+            "tokens_per_step": self._num_drawn / max(1, self._num_drawing),
+        }
         if self._governor is not None:
             found |= self._governor.statistics()
         return found
