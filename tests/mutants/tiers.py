@@ -23,7 +23,7 @@ from quire.offload.tiering import Tiering
 from quire.prefix import hashing, page_names
 from quire.prefix.node import pages_to
 from quire.prefix.page_names import PageNames
-from quire.prefix.placement import Whereabouts
+from quire.prefix.placement import NodeTiers
 from quire.spec.events import Namespace, PagesRemoved
 from quire.spec.ids import Tier
 from quire.tiers import executor
@@ -293,10 +293,10 @@ def a_flush_leaves_the_store(patch: Patch) -> None:
 def copies_of_leased_paths_are_evicted(patch: Patch) -> None:
     """The copy of a page goes while it is being loaded."""
 
-    def may_lose_copies(where: Whereabouts, node: Any) -> bool:
+    def may_lose_copies(where: NodeTiers, node: Any) -> bool:
         return bool(where.num_copies(node)) and not any(map(where.num_copies, node.children.values()))
 
-    patch.setattr(Whereabouts, "_may_lose_copies", may_lose_copies)
+    patch.setattr(NodeTiers, "_may_lose_copies", may_lose_copies)
 
 
 @mutant("tiers", field.PINS)

@@ -51,7 +51,7 @@ class Node:
     hashes: list[PageHashes] = field(default_factory=list)  # of its pages, in runs as cached, if events are on
     memo: object | None = None  # belongs to the eviction policy
     ticket: int = 0  # of its valid entry in the policy's queue; 0: no candidate for eviction
-    copy_ticket: int = 0  # of its valid entry in `Whereabouts.copies`
+    copy_ticket: int = 0  # of its valid entry in `NodeTiers.copies`
     eviction: Eviction | None = None  # of an evicted edge
 
     @property

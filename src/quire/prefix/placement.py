@@ -1,4 +1,4 @@
-"""Placement: which tiers have a page. Whereabouts: the same for nodes, and which of them may leave a tier."""
+"""Placement: which tiers have a page. NodeTiers: the same for nodes, and which of them may leave a tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Placement(Protocol):
         """Per page: whether it has a copy on a lower tier."""
 
 
-class Whereabouts:
+class NodeTiers:
     """Nodes on the device are offered to `policy`. `copies` queues nodes whose copies may be evicted: the least
     recently used first, and the end of a path before the nodes above it. Without a `placement` every page is on the
     device alone. Only copies of a node's first pages, without a gap, count."""

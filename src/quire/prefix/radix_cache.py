@@ -36,7 +36,7 @@ from quire.prefix.node import (
     path_to,
 )
 from quire.prefix.page_names import PageNames
-from quire.prefix.placement import Placement, Whereabouts
+from quire.prefix.placement import NodeTiers, Placement
 from quire.prefix.policy import EvictionPolicy
 from quire.spec.events import CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids, Tier
@@ -67,8 +67,8 @@ class RadixCache:
         placement: Placement | None = None,
         num_named: int = 0,
     ) -> None:
-        self._where = Whereabouts(placement, policy)
-        self.is_here, self.num_copies = self._where.is_here, self._where.num_copies
+        self._tiers = NodeTiers(placement, policy)
+        self.is_here, self.num_copies = self._tiers.is_here, self._tiers.num_copies
         self._has_lower = placement is not None
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -222,12 +222,12 @@ class RadixCache:
         return Evicted(join_ids(removed), num_moved)
 
     def evict_lower(self, num_pages: int, leave: Give, cause: str = "") -> Evicted:
-        """Remove copies of up to `num_pages` pages that no lease holds, in the order of `Whereabouts.copies`. Pages on
+        """Remove copies of up to `num_pages` pages that no lease holds, in the order of `NodeTiers.copies`. Pages on
         the device stay there, and `leave` frees their copies; the others are removed."""
         removed: list[bytes] = []
         num_moved = 0
         eviction = self._eviction(cause)
-        while num_pages > 0 and (entry := self._where.copies.pop()) is not None:
+        while num_pages > 0 and (entry := self._tiers.copies.pop()) is not None:
             node = entry.item
             copies = self.num_copies(node)
             keep = max(0, copies - num_pages)
@@ -236,7 +236,7 @@ class RadixCache:
                 num_moved += copies - keep
                 self.names.tell(PagesRemoved, node, keep, copies, Tier.HOST)
                 leave(node.pages[keep:copies])
-                self._where.offer_path(node)
+                self._tiers.offer_path(node)
             else:
                 self._forget(node, keep, eviction, removed)
         return Evicted(join_ids(removed), num_moved)
@@ -298,7 +298,7 @@ class RadixCache:
             if node.depth < stop and node.depth + node.num_pages > start:
                 first, end = max(0, start - node.depth), min(node.num_pages, stop - node.depth)
                 self.names.tell(PagesStored, node, first, end, Tier.HOST)
-                self._where.offer_path(node)
+                self._tiers.offer_path(node)
 
     # -- reading, for audits and statistics
 
@@ -313,7 +313,7 @@ class RadixCache:
 
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""
-        return set(self._policy.candidates() if tier is Tier.DEVICE else self._where.copies)
+        return set(self._policy.candidates() if tier is Tier.DEVICE else self._tiers.copies)
 
     def _end_of(self, match: Match, num_pages: int) -> Node:
         """The node at the end of a match's first `num_pages` pages. Splits an edge if they end inside it."""
@@ -376,7 +376,7 @@ class RadixCache:
         node.depth += at
         upper.children[node.key[: self._page_bytes]] = node
         if self._has_lower:
-            self._where.offer_copies(upper)
+            self._tiers.offer_copies(upper)
         return upper
 
     def _append(self, node: Node, lease: Lease, data: bytes, run: bytes, *, here: bool) -> Node:
@@ -483,7 +483,7 @@ class RadixCache:
         if node.parent is None:
             self._drop_root(node)
         elif self._has_lower:
-            self._where.offer(node)
+            self._tiers.offer(node)
         elif not node.children:
             self._policy.offered(node)
 
