@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quire.cache.running import Lengths
 from quire.engine.core import EngineCore
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts
 from quire.speculative.speculator import Speculator
+from quire.speculative.tree import joined
 
 IsRight = Callable[[int], bool]
 """Whether the draft of an output, by its place, is right."""
@@ -33,6 +35,7 @@ class ScriptedDrafter:
         self._prompts = list(prompts)
         self._is_right = is_right
         self._vocabulary = vocabulary
+        self._most = most  # tokens of a tree, or 0: chains
 
     def propose(self, drafting: Drafting) -> Drafts:
         depth = int(drafting.most.max(initial=0))
@@ -49,7 +52,16 @@ class ScriptedDrafter:
                     ]
                     counts[at], tokens[at, : len(guesses)] = len(guesses), guesses
                     break
-        return Drafts(counts, tokens)
+        return self._branched(counts, tokens) if self._most else Drafts(counts, tokens)
+
+    def _branched(self, counts: Lengths, tokens: Ids) -> Drafts:
+        """Beside each draft a wrong one that is computed before it, and goes on as the right one does."""
+        wrong, late = tokens.copy(), tokens.copy()
+        if tokens.shape[1]:
+            wrong[:, 0] = (tokens[:, 0] + 1) % self._vocabulary
+            late[:, -1] = (tokens[:, -1] + 2) % self._vocabulary
+        chains = np.stack([wrong, late, tokens], axis=1)
+        return joined(chains, np.repeat(counts[:, None], 3, axis=1), self._most)
 
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         del namespace, tokens, num_cached
@@ -63,6 +75,11 @@ def follow_script(
 ) -> Speculator:
     """From now on the engine drafts by a script, and always as much as there is room for."""
     sequences = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
-    drafter = ScriptedDrafter(sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size)
-    core.speculator = Speculator(drafter, None, core.plan.tokens_per_step - 1)
+    config = core.plan.speculation
+    assert config is not None
+    most = config.num_draft_tokens - 1 if config.topk > 1 else 0
+    drafter = ScriptedDrafter(
+        sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size, most
+    )
+    core.speculator = Speculator(drafter, None, config.num_steps)
     return core.speculator

@@ -134,6 +134,51 @@ def test_every_kind_of_draw(llama: LoadedModel, params: str, page_size: int) -> 
             check_counts(speculator, script)
 
 
+TREE = {**NGRAM, "num_speculative_tokens": 4, "topk": 3, "num_draft_tokens": 12}
+BRANCHING = ["llama_gqa", "gemma3_text", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+@pytest.mark.parametrize("name", BRANCHING)
+def test_trees(name: str, script: str, tree_cases: dict[str, Case]) -> None:
+    """Drafts that branch, in the middle of pages, of several requests at once: rows that were right are moved down."""
+    model, expected = tree_cases[name]
+    page_size = PAGES[(BRANCHING.index(name) + sorted(SCRIPTS).index(script)) % len(PAGES)]
+    core = core_for(model, page_size=page_size, speculative_config=TREE, **BOUNDS)
+    speculator = follow_script(core, PROMPTS, expected, script)
+    for turn in ("cold", "warm"):
+        assert run(core, PROMPTS, GREEDY, turn) == expected
+    found = speculator.statistics()
+    right = found["accepted_tokens"]
+    assert (right > 0) == (script != "none") and found["draft_tokens"] > 2 * right
+
+
+@pytest.fixture(scope="module")
+def tree_cases() -> dict[str, Case]:
+    llama = LoadedModel(build_tiny("llama_gqa"), name="llama_gqa")
+    expected = run(core_for(llama, page_size=4, **BOUNDS), PROMPTS, GREEDY)
+    return {name: case_of(name) for name in BRANCHING if name != "llama_gqa"} | {"llama_gqa": (llama, expected)}
+
+
+@pytest.mark.parametrize("params", ["greedy", "penalties", "seeded", "stop"])
+def test_trees_of_n_grams(llama: LoadedModel, params: str) -> None:
+    expected = run(core_for(llama, page_size=4, **BOUNDS), REPEATING, MANY[params])
+    core = core_for(llama, page_size=4, speculative_config={**TREE, "prompt_lookup_max": 2}, **BOUNDS)
+    core.speculator = Speculator(core.speculator.drafter, None, 4)
+    for turn in range(2):
+        assert run(core, REPEATING, MANY[params], f"turn{turn}") == expected
+    assert (core.speculator.statistics()["draft_tokens"] > 0) == (params != "penalties")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "llama4_text", "deepseek_v32"])
+def test_trees_that_cannot_be_verified_are_refused(name: str) -> None:
+    from quire.errors import UnsupportedModel
+
+    model, _ = case_of(name)
+    with pytest.raises(UnsupportedModel, match="topk"):
+        core_for(model, page_size=16, speculative_config=TREE, **BOUNDS)
+
+
 def test_log_probabilities(llama: LoadedModel) -> None:
     """Each token of a step with several has its own, as without drafts."""
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=3, ignore_eos=True)
@@ -229,7 +274,5 @@ def test_what_cannot_run_is_refused() -> None:
         engine_config(speculative_config=NGRAM, overlap=True)
     with pytest.raises(InvalidInput, match="eagle"):
         engine_config(speculative_config={"method": "eagle", "model": "x", "num_speculative_tokens": 3})
-    with pytest.raises(InvalidInput, match="tree"):
-        engine_config(speculative_config={**NGRAM, "topk": 2, "num_draft_tokens": 4})
     with pytest.raises(InvalidInput, match="num_speculative_tokens"):
         engine_config(speculative_config='{"method": "ngram", "num_speculative_token": 4}')

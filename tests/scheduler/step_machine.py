@@ -290,7 +290,7 @@ class StepMachine:
                 self.happened["settled too late"] += 1
         step = flight.step
         counted = accepted_draws(step.tokens, step.draws, step.draw_counts, np.asarray(drawn))
-        assert counted.tolist() == kept
+        assert counted.kept.tolist() == kept
         given = None if all(n == work.draws for n, work in zip(kept, flight.works, strict=True)) else np.array(kept)
         found = self.scheduler.settle(flight.step, drawn, given)
         self.cache.close_fence(flight.launched.fence)

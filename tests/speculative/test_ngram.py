@@ -10,12 +10,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from quire.cache.running import RunningBatch
 from quire.spec.events import Namespace
+from quire.spec.speculation import SpeculativeConfig
 from quire.speculative import ngram
 from quire.speculative.drafter import Drafting
 from quire.speculative.ngram import NgramDrafter
 
 ROWS, WIDTH, DEPTH = 4, 40, 6
 SPACES = [Namespace(), Namespace(salt="other")]
+
+
+def config_of(shortest: int, longest: int, topk: int = 1, verified: int = DEPTH + 1) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram",
+        num_steps=DEPTH,
+        topk=topk,
+        num_draft_tokens=verified,
+        prompt_lookup_min=shortest,
+        prompt_lookup_max=longest,
+    )
 
 
 class _Kv:
@@ -50,7 +62,7 @@ class NgramMachine(RuleBasedStateMachine):
     @initialize(shortest=st.integers(1, 3), more=st.integers(0, 2), shares=st.booleans())
     def start(self, shortest: int, more: int, shares: bool) -> None:
         self.shortest, self.longest, self.shares = shortest, shortest + more, shares
-        self.drafter = NgramDrafter(ROWS, shortest=shortest, longest=shortest + more, shares=shares)
+        self.drafter = NgramDrafter(ROWS, config_of(shortest, shortest + more), shares=shares)
         self.tokens = np.zeros((ROWS, WIDTH), dtype=np.int32)
         self.texts: dict[int, list[int]] = {}
         self.spaces: dict[int, Namespace] = {}
@@ -109,7 +121,7 @@ TestNgramMachine = NgramMachine.TestCase
 
 def test_a_full_history_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "_HISTORY", 16)
-    drafter = NgramDrafter(1, shortest=2, longest=2)
+    drafter = NgramDrafter(1, config_of(2, 2))
     for first in range(0, 100, 4):
         drafter.ended(Namespace(), np.arange(first, first + 4, dtype=np.int32), 0)
     batch = RunningBatch([_Kv(Namespace())], np.array([0]), np.array([1]))  # type: ignore[list-item]

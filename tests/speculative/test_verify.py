@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.speculative.governor import Governor
+from quire.speculative.tree import joined
 from quire.speculative.verify import accepted_draws
 
 _work = st.tuples(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=5))
@@ -27,8 +28,77 @@ def test_a_draft_is_kept_while_it_equals_the_draw(works: list[tuple[int, list[tu
         while right < len(pairs) - 1 and pairs[right][0] == pairs[right][1]:
             right += 1
         expected.append(right + 1 if pairs else 0)
-    kept = accepted_draws(*(np.array(each, dtype=np.int64) for each in (tokens, draws, counts, drawn)))
-    assert kept.tolist() == expected
+    arrays = [np.array(each, dtype=np.int64) for each in (tokens, draws, counts, drawn)]
+    assert accepted_draws(*arrays).kept.tolist() == expected
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> list[tuple[int, list[int], list[int], list[int]]]:
+    """Works: tokens of a prompt before the last known one, and parents, tokens and draws of that and of its drafts."""
+    works = []
+    for _ in range(draw(st.integers(1, 4))):
+        parents: list[int] = []
+        tokens: list[int] = []
+        for at in range(draw(st.integers(0, 6))):
+            parent, token = draw(st.integers(-1, at - 1)), draw(st.integers(0, 2))
+            if (parent, token) not in zip(parents, tokens, strict=True):
+                parents.append(parent)
+                tokens.append(token)
+        drawn = draw(st.lists(st.integers(0, 3), min_size=len(tokens) + 1, max_size=len(tokens) + 1))
+        works.append((draw(st.integers(0, 2)), parents, tokens, drawn))
+    return works
+
+
+@given(_trees())
+def test_the_accepted_path_of_a_tree(works: list[tuple[int, list[int], list[int], list[int]]]) -> None:
+    flat_parents, tokens, draws, counts, drawn = [], [], [], [], []
+    expected, moves = [], []
+    for prompt, parents, own, drawn_here in works:
+        flat_parents += [-1 if at == 0 else len(tokens) + at - 1 for at in range(prompt + 1)]
+        root = len(tokens) + prompt
+        tokens += [9] * (prompt + 1) + own
+        flat_parents += [root + 1 + parent for parent in parents]
+        draws += range(root, root + 1 + len(own))
+        counts.append(1 + len(own))
+        drawn += drawn_here
+        path, node = [drawn_here[0]], -1
+        while (node, path[-1]) in zip(parents, own, strict=True):
+            node = list(zip(parents, own, strict=True)).index((node, path[-1]))
+            if node + 1 != len(path):
+                moves.append((root + 1 + node, root + len(path)))
+            path.append(drawn_here[node + 1])
+        expected.append(path)
+    arrays = [np.array(each, dtype=np.int64) for each in (tokens, draws, counts, drawn, flat_parents)]
+    found = accepted_draws(*arrays)
+    order = np.arange(len(draws)) if found.order is None else found.order
+    kept = np.array(drawn)[order]
+    first = np.cumsum(counts) - counts
+    assert [kept[at : at + n].tolist() for at, n in zip(first, found.kept, strict=True)] == expected
+    assert sorted(zip(found.sources.tolist(), found.targets.tolist(), strict=True)) == sorted(moves)
+
+
+@given(st.lists(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=3, max_size=3), min_size=1, max_size=3), st.integers(1, 8))
+def test_chains_are_joined_where_they_begin_alike(requests: list[list[list[int]]], most: int) -> None:
+    chains = np.zeros((len(requests), 3, 4), dtype=np.int32)
+    for i, request in enumerate(requests):
+        for c, chain in enumerate(request):
+            chains[i, c, : len(chain)] = chain
+    lengths = np.array([[len(chain) for chain in request] for request in requests])
+    drafts = joined(chains, lengths, most)
+    assert drafts.parents is not None
+    for i, request in enumerate(requests):
+        nodes: list[tuple[int, ...]] = []
+        for chain in request:
+            for end in range(1, len(chain) + 1):
+                if tuple(chain[:end]) not in nodes:
+                    if len(nodes) == most:
+                        break
+                    nodes.append(tuple(chain[:end]))
+        found: list[tuple[int, ...]] = []
+        for at in range(drafts.counts[i]):
+            above = drafts.parents[i, at]
+            found.append((*(found[above] if above >= 0 else ()), int(drafts.tokens[i, at])))
+        assert found == nodes
 
 
 def _run(acceptance: float, draft_cost: float, steps: int, most: int = 8) -> tuple[float, Governor]:

@@ -302,8 +302,6 @@ class EngineConfig(Settings):
                 f"speculation with {value.method}: this version drafts from n-grams.",
                 fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
             )
-        if value is not None and value.topk > 1:
-            raise InvalidInput("n-grams propose a chain, not a tree.", fix="leave topk out.")
         return value
 
     @field_validator("chat_template")

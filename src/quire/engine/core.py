@@ -258,21 +258,27 @@ class EngineCore:
         batch, tokens, known, room = self.scheduler.drafting()
         drafts = speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
         if drafts is not None:
-            self.scheduler.draft(batch, drafts.counts, drafts.tokens)
+            self.scheduler.draft(batch, drafts.counts, drafts.tokens, drafts.parents)
 
     def _settle(self, launched: Launched, outputs: StepOutputs) -> None:
-        tokens, step, kept = launched.wait(), launched.step, None
+        tokens, step, kept, order = launched.wait(), launched.step, None, None
         self._measure(launched)
-        logprobs = launched.logprobs()
         if self.speculator is not None and len(step.draws):
-            kept = self.speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, tokens)
-        found = self.scheduler.settle(step, tokens, kept)
+            found = self.speculator.accepted(
+                step.batch, step.tokens, step.draws, step.draw_counts, tokens, step.parents
+            )
+            kept, order = found.kept, found.order
+            if order is not None:
+                tokens = tokens[order]
+                self.runner.move(launched, found.sources, found.targets)
+        logprobs = launched.logprobs(order)
+        settled = self.scheduler.settle(step, tokens, kept)
         if self.speculator is not None:
-            for request in [found.requests[at] for at in found.noted]:
+            for request in [settled.requests[at] for at in settled.noted]:
                 if request.finish_reason is not None:
                     self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
         self.cache.close_fence(launched.fence)
-        self._report(found, logprobs, outputs)
+        self._report(settled, logprobs, outputs)
 
     def _measure(self, launched: Launched) -> None:
         """Measure the cost of prompts from a settled step, unless it waited for bytes. A step begins at its launch, or

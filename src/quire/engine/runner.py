@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.cache import KVCache, RunningBatch
-from quire.cache.running import Lengths
+from quire.cache.running import Lengths, Rows
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
@@ -18,6 +19,7 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
 from quire.memory.pool import DevicePageTables, Pool
+from quire.models.forward import move_rows
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
@@ -38,6 +40,7 @@ class Launched:
     drawn: Drawn | None
     began: float
     waits: bool
+    batches: Sequence[PagedBatch | StateBatch]
 
     def wait(self) -> Lengths:
         """Wait for the device: the tokens of the step's draws, int64."""
@@ -46,13 +49,15 @@ class Launched:
         tokens: Lengths = self.drawn.tokens.cpu().numpy()
         return tokens
 
-    def logprobs(self) -> dict[str, list[TokenLogprobs]]:
-        """Log-probabilities of drawn tokens by request id, of the requests that asked for them."""
+    def logprobs(self, order: Rows | None = None) -> dict[str, list[TokenLogprobs]]:
+        """Log-probabilities of drawn tokens by request id, for requests that ask for them, in this order of draws."""
         found: dict[str, list[TokenLogprobs]] = {}
-        for row in self.drawn.logprobs if self.drawn is not None else ():
-            request = self.step.requests[int(self.step.drawers[row])]
-            said = self.drawn.row_logprobs(row) if self.drawn is not None else None
+        if self.drawn is None or not self.drawn.logprobs:
+            return found
+        for row in self.drawn.logprobs if order is None else order.tolist():
+            said = self.drawn.row_logprobs(row)
             if said is not None:
+                request = self.step.requests[int(self.step.drawers[row])]
                 found.setdefault(request.request_id, []).append(said)
         return found
 
@@ -99,10 +104,11 @@ class ModelRunner:
             waits = not all(load.done for load in loads)
             for pool in self.pools:
                 pool.arriving = loads
+            batches = self._batches(step)
             logits = self._model.forward(
                 self._input_ids(step, previous),
                 torch.from_numpy(step.positions).to(self._device, non_blocking=True),
-                self._batches(step),
+                batches,
                 self.pools,
                 torch.from_numpy(step.draws).to(self._device, non_blocking=True),
             )
@@ -113,7 +119,14 @@ class ModelRunner:
         finally:
             for pool in self.pools:
                 pool.arriving = ()
-        return Launched(step, fence, drawn, began, waits)
+        return Launched(step, fence, drawn, began, waits, batches)
+
+    def move(self, launched: Launched, sources: Rows, targets: Rows) -> None:
+        """What a step has written at the flat places `sources` belongs at `targets` of it: drafts that were right."""
+        if len(sources):
+            for pool, batch in zip(self.pools, launched.batches, strict=True):
+                assert isinstance(batch, PagedBatch), "states are of chains"
+                move_rows(pool, batch.slots[sources], batch.slots[targets])
 
     def _loads(self, step: Step) -> tuple[Transfer, ...]:
         """Loads to the device that are in flight for the requests of a step."""
@@ -142,6 +155,7 @@ class ModelRunner:
                     page_size=cache.page_size,
                     planner=planner,
                     ids=requests.rows,
+                    parents=step.parents,
                 )
             )
         return found

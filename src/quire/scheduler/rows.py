@@ -39,6 +39,7 @@ class RunningRows:
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
         self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens after the known ones that may be accepted
         self.num_drafted = 0  # rows that have any
+        self._parents: Ids | None = None  # of the drafts of each row; None: they are chains
         self.serials = serials  # of each row's request; 0: none
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
         self.running: list[Request] = []
@@ -107,23 +108,28 @@ class RunningRows:
     # -- drafts
 
     def draft_room(self, batch: StepRows, most: int) -> Lengths:
-        """How many drafts the next step of each of these may compute, `most` at most: none while it waits for a token,
-        or for more than its last one to be computed, and none that would go past its limit."""
+        """How many tokens ahead drafts of each request may be in its next step, `most` at most. 0 while it waits for a
+        token or has more than its last token to compute. No draft is beyond its limit."""
         rows = batch.rows
         known = self.known[rows]
         room: Lengths = np.clip(batch.limit - known - 1, 0, most)
         room[(self.pending[rows] > 0) | (known - self.launched[rows] != 1)] = 0
         return room
 
-    def draft(self, batch: StepRows, counts: Lengths, tokens: Ids) -> None:
-        """The first `counts[i]` of `tokens[i]` may be the next tokens of request i: its next step computes them after
-        the last known one."""
+    def draft(self, batch: StepRows, counts: Lengths, tokens: Ids, parents: Ids | None = None) -> None:
+        """The first `counts[i]` of `tokens[i]` may follow the last known token of request i, and its next step computes
+        them. Draft j follows draft `parents[i, j]`, an earlier one, or the last known token if that is -1; without
+        `parents` each follows the one before it."""
         rows = batch.rows
         owners = np.repeat(batch.units[:-1], counts)
         within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
         self.flat[(batch.base + self.known[rows])[owners] + within] = tokens[owners, within]
         self.num_drafted += int(np.count_nonzero(counts) - np.count_nonzero(self.drafts[rows]))
         self.drafts[rows] = counts
+        self._parents = None
+        if parents is not None and parents.shape[1]:
+            self._parents = np.full((len(self.drafts), parents.shape[1]), -1, dtype=np.int32)
+            self._parents[rows] = parents
 
     def drafts_of(self, batch: StepRows, most: int) -> Lengths:
         """How many drafts each of these has; if they are more than `most` in all, the last ones are dropped."""
@@ -180,24 +186,42 @@ class RunningRows:
         offsets = np.zeros(len(batch) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         owners = np.repeat(every, counts)
-        positions = np.arange(len(owners)) + (starts - offsets[:-1])[owners]
+        places = np.arange(len(owners)) + (starts - offsets[:-1])[owners]
         drafts = self.drafts[rows]
         last = starts + counts >= self.known[rows] + pending + drafts
         draw_counts = np.where(last, 1 + drafts, 0)
         drawers = np.repeat(every, draw_counts)
         left = np.cumsum(draw_counts)[drawers] - np.arange(len(drawers))  # draws of the work from this one on
-        return Step(
+        step = Step(
             batch=batch,
             starts=starts,
             counts=counts,
             offsets=offsets,
-            positions=positions,
+            positions=places,
             draw_counts=draw_counts,
             drawers=drawers,
             draws=offsets[1:][drawers] - left,
-            tokens=self.flat[batch.base[owners] + positions].astype(np.int64),
+            tokens=self.flat[batch.base[owners] + places].astype(np.int64),
             future=_NO_PLACES,
         )
+        if self._parents is not None and self.num_drafted:
+            self._branch(step, self._parents[rows], drafts)
+        return step
+
+    def _branch(self, step: Step, parents: Ids, drafts: Lengths) -> None:
+        """Drafts of a step are trees: `parents[i, j]` is the draft that draft j of work i follows, or -1."""
+        firsts = step.offsets[1:] - drafts  # flat places of the first draft of each work
+        flat = np.arange(step.num_tokens, dtype=np.int32) - 1
+        flat[step.offsets[:-1]] = -1
+        positions, depths = step.positions.copy(), np.zeros(parents.shape, dtype=np.int64)
+        for draft in range(parents.shape[1]):
+            some = (drafts > draft).nonzero()[0]
+            parent = parents[some, draft]
+            depths[some, draft] = np.where(parent >= 0, depths[some, parent] + 1, 1)
+            flat[firsts[some] + draft] = firsts[some] + parent  # the last known token is before the first draft
+            positions[firsts[some] + draft] = step.positions[firsts[some] - 1] + depths[some, draft]
+        if (positions != step.positions).any():
+            step.parents, step.positions = flat, positions
 
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None) -> tuple[Settled, Lengths, list[int]]:
         """A step has finished; it drew `tokens`, of which work i keeps its first `kept[i]`, by default all.

@@ -150,16 +150,18 @@ class Scheduler:
 
     def drafting(self) -> tuple[StepRows, Ids, Lengths, Lengths]:
         """All running requests; the tokens of all rows, int32 `[rows, width]`, not to be written; how many of its row
-        each request has; and how many drafts its next step may compute. That is as far as the plan reserves room and
-        the request may still draw, and 0 while a step that draws its next token is in flight."""
-        running = self._rows.together()
-        room = self._rows.draft_room(running, self._per_step - 1)
-        return running, self._rows.tokens, self._rows.known[running.rows], room
+        each request has; and how many tokens ahead its next step may draft. That is as far as the plan reserves room
+        and the request may still draw, and 0 while a step that draws its next token is in flight."""
+        running, rows, speculation = self._rows.together(), self._rows, self._cache.plan.speculation
+        room = rows.draft_room(running, speculation.num_steps if speculation is not None else 0)
+        if speculation is not None and speculation.topk > 1:
+            room[running.most_pending == 0] = 0  # its draws depend on all tokens before, which branches do not share
+        return running, rows.tokens, rows.known[running.rows], room
 
-    def draft(self, batch: StepRows, counts: Lengths, tokens: Ids) -> None:
-        """The first `counts[i]` of `tokens[i]` may be the next tokens of request i, at most what `drafting` said: its
-        next step computes them too, and `settle` is told how many were right."""
-        self._rows.draft(batch, counts, tokens)
+    def draft(self, batch: StepRows, counts: Lengths, tokens: Ids, parents: Ids | None = None) -> None:
+        """The next step of request i computes the first `counts[i]` of `tokens[i]` too, no further ahead than
+        `drafting` said, and `settle` is told how many were right. `parents` as in `RunningRows.draft`."""
+        self._rows.draft(batch, counts, tokens, parents)
 
     # -- one step
 

@@ -17,7 +17,7 @@ class Drafting:
     """Requests whose next step may compute drafts.
 
     `tokens` int32 `[rows, width]` has the tokens of all rows: request i has the first `known[i]` of row
-    `batch.rows[i]`. At most `most[i]` tokens are used of what is proposed for it.
+    `batch.rows[i]`. What is proposed for it is at most `most[i]` tokens ahead.
     """
 
     batch: RunningBatch
@@ -31,10 +31,15 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The first `counts[i]` of `tokens[i]`, int32 `[requests, most]`, may be the next tokens of request i."""
+    """The first `counts[i]` of `tokens[i]`, int32 `[requests, most]`, may be the next tokens of request i.
+
+    Each follows the one before. If they branch, draft j follows draft `parents[i, j]`, an earlier one, or the last
+    known token if that is -1. No two of them follow the same one and are equal.
+    """
 
     counts: Lengths
     tokens: Ids
+    parents: Ids | None = None
 
     @property
     def num_tokens(self) -> int:

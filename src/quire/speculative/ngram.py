@@ -10,78 +10,89 @@ looked up together, with array operations only; a step enters the few tokens tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from quire.cache.running import Lengths, Rows
 from quire.spec.events import Namespace
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Ids
+from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
+from quire.speculative.tree import joined
 
 _TABLE_BITS = 20
 _HISTORY = 2**20
-"""Tokens of ended requests that are remembered."""
+"""Tokens of ended requests that are remembered, and twice as many places for them."""
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _SHARED = np.uint64(1) << np.uint64(63)
 _Hashes = npt.NDArray[np.uint64]
 
 
+class _Query(NamedTuple):
+    """The ends of some requests: of request i the `lengths[i]` tokens of `flat` up to place `ends[i]`."""
+
+    flat: Ids
+    ends: Lengths
+    lengths: Lengths
+
+
+class _Match(NamedTuple):
+    """Where an n-gram of each request ended before, and how long it is; 0: nowhere."""
+
+    places: Lengths
+    sizes: Lengths
+    is_own: bool
+
+
 class NgramDrafter:
-    """See the module. N-grams have `shortest` to `longest` tokens; the longest that is found proposes.
+    """See the module. The longest n-gram that is found proposes, or the `topk` longest if drafts may branch.
 
     `num_rows` are the cache's. With `shares`, requests of one namespace also find what earlier ones of it had.
     """
 
-    def __init__(self, num_rows: int, *, shortest: int, longest: int, shares: bool = True) -> None:
-        self._shortest, self._longest = shortest, longest
-        self._places = _Places(shortest, longest)
+    def __init__(self, num_rows: int, config: SpeculativeConfig, *, shares: bool = True) -> None:
+        self._config = config
+        self._places = _Places(config)
         self._serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self._entered: Lengths = np.zeros(num_rows, dtype=np.int64)  # n-grams of each row that end before it
         self._spaces: Lengths = np.zeros(num_rows, dtype=np.int64)  # the namespace of each row, hashed
-        self._history = _History(shortest, longest) if shares else None
+        self._history = _History(config) if shares else None
 
     def propose(self, drafting: Drafting) -> Drafts:
-        """The tokens after the newest earlier place of each request's longest n-gram that is found anywhere."""
-        rows, width = drafting.batch.rows, drafting.tokens.shape[1]
-        if not len(rows):
-            return no_drafts(0)
-        flat = drafting.tokens.reshape(-1)
+        """What came after the newest earlier place of the longest n-gram; of equal ones, that of the request itself."""
+        rows, depth = drafting.batch.rows, int(drafting.most.max(initial=0))
+        query = _Query(drafting.tokens.reshape(-1), rows * drafting.tokens.shape[1] + drafting.known - 1, drafting.known)
         self._meet(drafting)
-        base = rows * width
-        self._enter(rows, base, drafting.known, flat)
-        ends = base + drafting.known - 1
-        most = drafting.most
-        depth = int(most.max(initial=0))
-        counts, tokens = np.zeros(len(rows), dtype=np.int64), np.zeros((len(rows), depth), dtype=np.int32)
+        self._enter(rows, query)
         if not depth:
-            return Drafts(counts, tokens)
-        found, lengths = self._places.find(flat, flat, ends, drafting.known, _own_seeds(rows), base, ends)
-        later = None
-        if self._history is not None and self._history.num_texts:
-            later, longer = self._history.find(flat, ends, drafting.known, self._spaces[rows])
-            from_history = longer > lengths
-        here = lengths > 0 if later is None else (lengths > 0) & ~from_history
-        at = here.nonzero()[0]
-        if len(at):
-            after, period = found[at] + 1, ends[at] - found[at]
-            tokens[at] = flat[after[:, None] + np.arange(depth) % period[:, None]]
-            counts[at] = most[at]
-        if self._history is not None and later is not None:
-            at = from_history.nonzero()[0]
-            if len(at):
-                tokens[at], follow = self._history.after(later[at], depth)
-                counts[at] = np.minimum(follow, most[at])
-        return Drafts(counts, tokens)
+            return no_drafts(len(rows))
+        matches = [*self._matches(rows, query)]
+        every, num_chains = np.arange(len(rows)), self._config.topk
+        order = np.argsort([-match.sizes for match in matches], axis=0, kind="stable")[:num_chains]
+        tokens = np.zeros((len(rows), num_chains, depth), dtype=np.int32)
+        counts = np.zeros((len(rows), num_chains), dtype=np.int64)
+        for place, best in enumerate(order):
+            for at, match in enumerate(matches):
+                some = every[(best == at) & (match.sizes > 0)]
+                if len(some):
+                    tokens[some, place], counts[some, place] = self._after(match, query, some, depth)
+        counts = np.minimum(counts, drafting.most[:, None])
+        if num_chains == 1:
+            return Drafts(counts[:, 0], tokens[:, 0])
+        return joined(tokens, counts, self._config.num_draft_tokens - 1)
 
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         """What it computed itself can be found by later requests of its namespace; the rest was there before."""
         if self._history is not None:
-            self._history.add(_space_of(namespace), tokens[max(0, num_cached - self._longest) :])
+            self._history.add(_space_of(namespace), tokens[max(0, num_cached - self._config.prompt_lookup_max) :])
 
     def forget(self) -> None:
         """Ended requests are found no more."""
         if self._history is not None:
-            self._history = _History(self._shortest, self._longest)
+            self._history = _History(self._config)
 
     def _meet(self, drafting: Drafting) -> None:
         """Rows that have another request than before begin anew."""
@@ -92,74 +103,97 @@ class NgramDrafter:
         self._entered[rows[fresh]] = 0
         self._serials[rows] = serials
 
-    def _enter(self, rows: Rows, base: Lengths, known: Lengths, flat: Ids) -> None:
+    def _enter(self, rows: Rows, query: _Query) -> None:
         """Enter the n-grams of these rows that a token follows since the last time."""
-        before = self._entered[rows]
-        counts = known - 1 - before
+        before, after = self._entered[rows], query.lengths - 1
+        counts = after - before
         owners = np.repeat(np.arange(len(rows)), counts)
         within = np.arange(len(owners)) + (before - (np.cumsum(counts) - counts))[owners]
-        self._places.enter(flat, base[owners] + within, within + 1, _own_seeds(rows[owners]))
-        self._entered[rows] = known - 1
+        ends = (query.ends - after)[owners] + within
+        self._places.enter(_Query(query.flat, ends, within + 1), _own_seeds(rows[owners]))
+        self._entered[rows] = after
+
+    def _matches(self, rows: Rows, query: _Query) -> Iterator[_Match]:
+        """The request's own before those of the history, so that they are taken if they are as long."""
+        low = query.ends - query.lengths + 1
+        own = [*self._places.find(query.flat, query, _own_seeds(rows), low, query.ends)]
+        shared = []
+        if self._history is not None and self._history.num_texts:
+            shared = [*self._history.find(query, self._spaces[rows])]
+        for found, is_own in ((own, True), (shared, False)):
+            if self._config.topk == 1:
+                found = [_longest(found, len(rows))] if found else []
+            yield from (_Match(places, sizes, is_own) for places, sizes in found)
+
+    def _after(self, match: _Match, query: _Query, some: Rows, depth: int) -> tuple[Ids, Lengths]:
+        """The `depth` tokens after the match of some requests, and how many of these may be proposed. What ends with
+        the request's last token is repeated."""
+        places = match.places[some]
+        if match.is_own:
+            period = query.ends[some] - places
+            found = query.flat[places[:, None] + 1 + np.arange(depth) % period[:, None]]
+            return found, np.full(len(some), depth)
+        assert self._history is not None
+        return self._history.after(places, depth)
+
+
+_Found = tuple[Lengths, Lengths]
+"""Places of n-grams, and their sizes, 0 where none is found."""
+
+
+def _longest(found: Sequence[_Found], num_requests: int) -> _Found:
+    """The last one that is there: they are in the order of their sizes."""
+    places, sizes = np.zeros(num_requests, dtype=np.int64), np.zeros(num_requests, dtype=np.int64)
+    for some, size in found:
+        at = size.nonzero()[0]
+        places[at], sizes[at] = some[at], size[at]
+    return places, sizes
 
 
 class _Places:
     """A table from the hash of an n-gram to the place of its last token, in an array that the caller keeps."""
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._longest = shortest, longest
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max
         self._table = np.zeros(2**_TABLE_BITS, dtype=np.int64)  # the place + 1
 
-    def enter(self, flat: Ids, ends: Lengths, lengths: Lengths, seeds: _Hashes) -> None:
-        """The n-grams that end at these places, in the order in which newer ones replace older ones. Of place i, the
-        `lengths[i]` tokens up to it are of one sequence."""
-        for size, hashes in enumerate(self._hashes(flat, ends, seeds), start=self._shortest):
-            if size > self._shortest and not np.count_nonzero(lengths < size):
-                self._table[hashes] = ends + 1
-            else:
-                whole = lengths >= size
-                self._table[hashes[whole]] = ends[whole] + 1
+    def enter(self, query: _Query, seeds: _Hashes) -> None:
+        """The n-grams that end at these places; later ones replace earlier ones."""
+        for size, cells in self._cells(query, seeds):
+            whole = query.lengths >= size
+            self._table[cells[whole]] = query.ends[whole] + 1
 
     def find(
-        self,
-        text: Ids,
-        flat: Ids,
-        ends: Lengths,
-        lengths: Lengths,
-        seeds: _Hashes,
-        low: Lengths | int,
-        high: Lengths | int,
-    ) -> tuple[Lengths, Lengths]:
-        """Where in `text`, from `low[i]` on and before `high[i]`, the longest n-gram ended that ends in `flat` at
-        `ends[i]`, and its length: 0 if none is found. `lengths[i]` tokens up to there are of one sequence."""
-        found, sizes = np.zeros(len(ends), dtype=np.int64), np.zeros(len(ends), dtype=np.int64)
-        for size, hashes in enumerate(self._hashes(flat, ends, seeds), start=self._shortest):
-            places = self._table[hashes] - 1
-            right = (lengths >= size) & (places >= low + (size - 1)) & (places < high)
-            at = right.nonzero()[0]
+        self, text: Ids, query: _Query, seeds: _Hashes, low: Lengths | int, high: Lengths | int
+    ) -> Iterator[_Found]:
+        """For each size, the shortest first, where in `text`, from `low[i]` on and before `high[i]`, the n-gram ended
+        with which request i ends."""
+        for size, cells in self._cells(query, seeds):
+            places = self._table[cells] - 1
+            at = ((query.lengths >= size) & (places >= low + (size - 1)) & (places < high)).nonzero()[0]
             for back in range(size):
-                if not len(at):
-                    break
-                at = at[text[places[at] - back] == flat[ends[at] - back]]
-            found[at], sizes[at] = places[at], size
-        return found, sizes
+                if len(at):
+                    at = at[text[places[at] - back] == query.flat[query.ends[at] - back]]
+            sizes = np.zeros(len(places), dtype=np.int64)
+            sizes[at] = size
+            yield places, sizes
 
-    def _hashes(self, flat: Ids, ends: Lengths, seeds: _Hashes) -> list[npt.NDArray[np.intp]]:
-        """Hashes of the n-grams that end at these places, by length, the shortest first."""
-        state, found = seeds.copy(), []
-        for back in range(self._longest):
-            state ^= flat[np.maximum(ends - back, 0)].astype(np.uint64)
+    def _cells(self, query: _Query, seeds: _Hashes) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+        """Where the n-grams of each size that end at these places are in the table."""
+        state = seeds.copy()
+        for size in range(1, self._longest + 1):
+            state ^= query.flat[np.maximum(query.ends - (size - 1), 0)].astype(np.uint64)
             state *= _PRIME
             state ^= state >> np.uint64(29)
-            if back + 1 >= self._shortest:
-                found.append((state >> np.uint64(64 - _TABLE_BITS)).astype(np.intp))
-        return found
+            if size >= self._shortest:
+                yield size, (state >> np.uint64(64 - _TABLE_BITS)).astype(np.intp)
 
 
 class _History:
     """The tokens of ended requests, one after the other; the oldest are overwritten."""
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._places = _Places(shortest, longest)
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._places = _Places(config)
         self._tokens: Ids = np.zeros(2 * _HISTORY, dtype=np.int32)
         self._spaces: Lengths = np.zeros(2 * _HISTORY, dtype=np.int64)
         self._texts: Ids = np.zeros(2 * _HISTORY, dtype=np.int32)  # the number of each token's text
@@ -172,21 +206,19 @@ class _History:
         if self._end + len(tokens) > len(self._tokens):
             self._end = 1
         self.num_texts += 1
-        places = slice(self._end, self._end + len(tokens))
-        self._tokens[places], self._spaces[places], self._texts[places] = tokens, space, self.num_texts
-        ends = np.arange(places.start, places.stop - 1, dtype=np.int64)  # the last token has none after it
-        self._places.enter(self._tokens, ends, ends - places.start + 1, _shared_seeds(np.full(len(ends), space)))
-        self._end = places.stop
+        first, stop = self._end, self._end + len(tokens)
+        self._tokens[first:stop], self._spaces[first:stop], self._texts[first:stop] = tokens, space, self.num_texts
+        ends = np.arange(first, stop - 1, dtype=np.int64)  # the last token has none after it
+        self._places.enter(_Query(self._tokens, ends, ends - first + 1), _shared_seeds(np.full(len(ends), space)))
+        self._end = stop
 
-    def find(self, flat: Ids, ends: Lengths, lengths: Lengths, spaces: Lengths) -> tuple[Lengths, Lengths]:
+    def find(self, query: _Query, spaces: Lengths) -> Iterator[_Found]:
         """As `_Places.find`, of places in texts of the same namespace."""
-        found, sizes = self._places.find(
-            self._tokens, flat, ends, lengths, _shared_seeds(spaces), 1, len(self._tokens) - 1
-        )
-        first = np.maximum(found - sizes + 1, 0)
-        same: Bools = (self._spaces[found] == spaces) & (self._texts[first] == self._texts[found])
-        sizes[~(same & (self._texts[found + 1] == self._texts[found]))] = 0
-        return found, sizes
+        for found, sizes in self._places.find(self._tokens, query, _shared_seeds(spaces), 1, len(self._tokens) - 1):
+            texts = self._texts[found]
+            same = (self._spaces[found] == spaces) & (self._texts[found - sizes + 1] == texts)
+            sizes[~(same & (self._texts[np.minimum(found + 1, len(self._texts) - 1)] == texts))] = 0
+            yield found, sizes
 
     def after(self, places: Lengths, depth: int) -> tuple[Ids, Lengths]:
         """The `depth` tokens after each place, and how many of these belong to its text."""

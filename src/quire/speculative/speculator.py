@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 
 from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.errors import UnsupportedModel
 from quire.plan.budget import MemoryPlan
 from quire.spec.ids import Ids
+from quire.spec.layers import INDEXER_GROUP
 from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import Drafter, Drafting, Drafts
 from quire.speculative.governor import Governor
 from quire.speculative.ngram import NgramDrafter
-from quire.speculative.verify import accepted_draws
+from quire.speculative.verify import Accepted, accepted_draws
 
 
 class Speculator:
-    """Asks a drafter for as many tokens as pay, and counts. `most` is the largest number of drafts of a request.
+    """Asks a drafter for as many tokens as pay, and counts. Drafts are at most `most` tokens ahead.
 
     Without a governor each request gets as many drafts as there is room for.
     """
@@ -40,23 +42,29 @@ class Speculator:
         return drafts
 
     def accepted(
-        self, batch: RunningBatch, tokens: Lengths, draws: Rows, draw_counts: Lengths, drawn: Lengths
-    ) -> Lengths:
+        self,
+        batch: RunningBatch,
+        tokens: Lengths,
+        draws: Rows,
+        draw_counts: Lengths,
+        drawn: Lengths,
+        parents: Ids | None = None,
+    ) -> Accepted:
         """`accepted_draws` of a step, counted."""
-        kept = accepted_draws(tokens, draws, draw_counts, drawn)
-        self._num_drawing += int(np.count_nonzero(kept))
-        self._num_drawn += int(kept.sum())
+        found = accepted_draws(tokens, draws, draw_counts, drawn, parents)
+        self._num_drawing += int(np.count_nonzero(found.kept))
+        self._num_drawn += int(found.kept.sum())
         at = (draw_counts > 1).nonzero()[0]
         if len(at):
-            drafts, right = draw_counts[at] - 1, kept[at] - 1
+            drafts, right, most = draw_counts[at] - 1, found.kept[at] - 1, len(self._per_position)
             self._counts["drafts"] += len(at)
             self._counts["draft_tokens"] += int(drafts.sum())
             self._counts["accepted_tokens"] += int(right.sum())
-            depths = np.bincount(right, minlength=len(self._per_position) + 1)
-            self._per_position += len(at) - depths.cumsum()[: len(self._per_position)]
+            depths = np.bincount(right, minlength=most + 1)
+            self._per_position += len(at) - depths.cumsum()[:most]
             if self._governor is not None:
-                self._governor.settled(batch.rows[at], batch.serials[at], drafts, right)
-        return kept
+                self._governor.settled(batch.rows[at], batch.serials[at], np.minimum(drafts, most), right)
+        return found
 
     def measured(self, num_requests: int, num_drafts: int, seconds: float) -> None:
         """A step of so many requests, all of which decode, took this time."""
@@ -80,6 +88,19 @@ def speculator_of(config: SpeculativeConfig | None, plan: MemoryPlan) -> Specula
     """What an engine with this configuration and plan drafts with; None if it drafts nothing."""
     if config is None:
         return None
-    most = plan.tokens_per_step - 1
-    drafter = NgramDrafter(plan.max_requests, shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
-    return Speculator(drafter, Governor(plan.max_requests, most), most)
+    if config.topk > 1:
+        _refuse_trees(plan)
+    drafter = NgramDrafter(plan.max_requests, config)
+    return Speculator(drafter, Governor(plan.max_requests, config.num_steps), config.num_steps)
+
+
+def _refuse_trees(plan: MemoryPlan) -> None:
+    """Raise UnsupportedModel if drafts that branch cannot be verified on these groups."""
+    for group in plan.groups:
+        entries = {field.per for field in group.layout.fields}
+        if group.reach.kind not in ("full", "window") or entries != {1} or group.name == INDEXER_GROUP:
+            raise UnsupportedModel(
+                f"drafts that branch (topk {plan.speculation.topk if plan.speculation else 1}) cannot be verified on "
+                f"the group '{group.name}' of this model.",
+                fix="leave topk out: drafts are a chain then.",
+            )
