@@ -29,7 +29,7 @@ class ScriptedDrafter:
     """Proposes for each sequence of `sequences` (prompt and outputs) what comes next, where the script says so."""
 
     def __init__(
-        self, sequences: Sequence[Sequence[int]], prompts: Sequence[int], is_right: IsRight, vocabulary: int
+        self, sequences: Sequence[Sequence[int]], prompts: Sequence[int], is_right: IsRight, vocabulary: int, most: int
     ) -> None:
         self._sequences = [np.array(each, dtype=np.int32) for each in sequences]
         self._prompts = list(prompts)
@@ -78,8 +78,6 @@ def follow_script(
     config = core.plan.speculation
     assert config is not None
     most = config.num_draft_tokens - 1 if config.topk > 1 else 0
-    drafter = ScriptedDrafter(
-        sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size, most
-    )
+    drafter = ScriptedDrafter(sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size, most)
     core.speculator = Speculator(drafter, None, config.num_steps)
     return core.speculator

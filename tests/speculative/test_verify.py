@@ -77,7 +77,10 @@ def test_the_accepted_path_of_a_tree(works: list[tuple[int, list[int], list[int]
     assert sorted(zip(found.sources.tolist(), found.targets.tolist(), strict=True)) == sorted(moves)
 
 
-@given(st.lists(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=3, max_size=3), min_size=1, max_size=3), st.integers(1, 8))
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.integers(1, 8),
+)
 def test_chains_are_joined_where_they_begin_alike(requests: list[list[list[int]]], most: int) -> None:
     chains = np.zeros((len(requests), 3, 4), dtype=np.int32)
     for i, request in enumerate(requests):

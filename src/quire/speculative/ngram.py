@@ -64,7 +64,9 @@ class NgramDrafter:
     def propose(self, drafting: Drafting) -> Drafts:
         """What came after the newest earlier place of the longest n-gram; of equal ones, that of the request itself."""
         rows, depth = drafting.batch.rows, int(drafting.most.max(initial=0))
-        query = _Query(drafting.tokens.reshape(-1), rows * drafting.tokens.shape[1] + drafting.known - 1, drafting.known)
+        query = _Query(
+            drafting.tokens.reshape(-1), rows * drafting.tokens.shape[1] + drafting.known - 1, drafting.known
+        )
         self._meet(drafting)
         self._enter(rows, query)
         if not depth:
