@@ -13,7 +13,6 @@ import numpy as np
 from quire.cache.running import Lengths, Rows
 from quire.spec.ids import Ids
 
-
 _NOWHERE: Rows = np.empty(0, dtype=np.intp)
 
 
