@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quire.cache import KVCache
+from quire.cache.running import Lengths
 from quire.engine.before_load import Storage, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
@@ -39,6 +40,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
 from quire.speculative.speculator import Speculator, speculator_of
+from quire.speculative.verify import Accepted
 
 logger = logging.getLogger(__name__)
 
@@ -261,24 +263,26 @@ class EngineCore:
             self.scheduler.draft(batch, drafts.counts, drafts.tokens, drafts.parents)
 
     def _settle(self, launched: Launched, outputs: StepOutputs) -> None:
-        tokens, step, kept, order = launched.wait(), launched.step, None, None
+        step, tokens = launched.step, launched.wait()
         self._measure(launched)
-        if self.speculator is not None and len(step.draws):
-            found = self.speculator.accepted(
-                step.batch, step.tokens, step.draws, step.draw_counts, tokens, step.parents
-            )
-            kept, order = found.kept, found.order
-            if order is not None:
-                tokens = tokens[order]
-                self.runner.move(launched, found.sources, found.targets)
+        verified = self._verify(self.speculator, launched, tokens) if self.speculator is not None else None
+        order = verified.order if verified is not None else None
         logprobs = launched.logprobs(order)
-        settled = self.scheduler.settle(step, tokens, kept)
+        tokens = tokens if order is None else tokens[order]
+        found = self.scheduler.settle(step, tokens, verified.kept if verified is not None else None)
         if self.speculator is not None:
-            for request in [settled.requests[at] for at in settled.noted]:
+            for request in [found.requests[at] for at in found.noted]:
                 if request.finish_reason is not None:
                     self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
         self.cache.close_fence(launched.fence)
-        self._report(settled, logprobs, outputs)
+        self._report(found, logprobs, outputs)
+
+    def _verify(self, speculator: Speculator, launched: Launched, drawn: Lengths) -> Accepted:
+        """Which draws of a step are tokens of their requests. What was written for these is moved to its place."""
+        step = launched.step
+        found = speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, drawn, step.parents)
+        self.runner.move(launched, found.sources, found.targets)
+        return found
 
     def _measure(self, launched: Launched) -> None:
         """Measure the cost of prompts from a settled step, unless it waited for bytes. A step begins at its launch, or
