@@ -12,6 +12,7 @@ from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.speculator import Speculator
 from tests.engine.running import core_for, run, tight_core
@@ -225,9 +226,8 @@ def test_an_abort_with_drafts(llama: LoadedModel) -> None:
 def test_a_flush_deletes_the_history(llama: LoadedModel) -> None:
     """What an earlier request had is proposed to the next, and not after a flush."""
     core = drafting_core(llama, 4)
-    most = core.plan.tokens_per_step - 1
-    drafter = NgramDrafter(core.plan.max_requests, shortest=3, longest=3)
-    core.speculator = Speculator(drafter, None, most)
+    config = SpeculativeConfig.parse({**NGRAM, "prompt_lookup_min": 3})
+    core.speculator = Speculator(NgramDrafter(core.plan.max_requests, config), None, config.num_steps)
     counts = [0]
     for flushes in (False, False, True):
         if flushes:
