@@ -50,6 +50,24 @@ def test_json_has_a_run_for_every_combination(run: Run) -> None:
     assert half == found[0]["working_set_tokens"] // 8 * 4
 
 
+def test_speculation_is_replayed(run: Run) -> None:
+    """With a chance of all drafts. A trace that records none, and a text that is no number, are refused."""
+    plain, drafted = (
+        runs(run, *SHORT, "--policy", "lru", "--check", "reads", *more)[0] for more in ((), ("--speculate", "4,0.7"))
+    )
+    assert plain["speculation"] is None
+    found = drafted["speculation"]
+    assert 0 < found["accepted_tokens"] < found["draft_tokens"]
+    assert drafted["output_tokens"] == plain["output_tokens"] and drafted["steps"] < plain["steps"]
+    shown = run("replay", *SHORT, "--policy", "lru", "--speculate", "4,0.7")
+    assert f"{found['accepted_tokens']:,} of {found['draft_tokens']:,} drafts accepted" in " ".join(
+        shown.stdout.split()
+    )
+    for wrong, why in (("4", "records no acceptance"), ("x", "no number of drafts"), ("4,2", "an acceptance of 2")):
+        refused = run("replay", *SHORT, "--speculate", wrong)
+        assert refused.exit_code == 2 and why in " ".join(refused.stderr.split()), refused.stderr
+
+
 def test_the_same_words_give_the_same_digest(run: Run) -> None:
     first, second = runs(run, *SHORT)[0], runs(run, *SHORT, "--check", "reads")[0]
     assert first["digest"] == second["digest"]

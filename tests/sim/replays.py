@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import TraceRequest
 from quire.spec.group import ReachSpec
+from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
 
 COST = CostModel.from_flags(prefill_rate=20_000, decode_ms=5, key_ns=10)
@@ -35,10 +37,12 @@ def replay_of(
     max_running: int = 8,
     groups: str = "full",
     frames: tuple[int, ...] = (),
+    speculation: SpeculativeConfig | None = None,
     **settings: Any,
 ) -> Replay:
     """A replay that checks everything, unless told otherwise."""
     plan = small_plan(num_pages, page_size, context=context, max_requests=max_running, frames=frames, **HYBRIDS[groups])
+    plan = replace(plan, speculation=speculation)
     return Replay(plan, cost, ReplaySettings(**{"check": "all", "chunk": 16} | settings))
 
 

@@ -165,7 +165,7 @@ def test_a_page_that_is_begun_anew_while_a_step_in_flight_reads_it(monkeypatch: 
 def test_tokens_that_were_drawn_for_another() -> None:
     replay = replay_of()
     settle = replay.scheduler.settle
-    replay.scheduler.settle = lambda batch, drawn: settle(batch, drawn[::-1])  # type: ignore[method-assign]
+    replay.scheduler.settle = lambda batch, drawn, kept: settle(batch, drawn[::-1])  # type: ignore[method-assign]
     with pytest.raises(WrongContent, match="drawn for another"):
         runs(replay)
 

@@ -18,6 +18,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.trace import TraceRequest, open_trace
 from quire.spec.ids import Ids
+from tests.engine.scripted import follow_script
 from tests.sim.replays import COST
 
 AGENTS = Path(__file__).parents[3] / "shared" / "data" / "traces" / "lmcache_agent"
@@ -70,6 +71,7 @@ def in_the_simulator(
         check="all",
         checkpoint_interval=core.config.checkpoint_interval,
         explain=core.config.explain,
+        acceptance=1.0,  # if it drafts at all
     )
     replay = Replay(core.plan, COST, settings)
     result = replay.run(trace)
@@ -82,13 +84,11 @@ def in_the_simulator(
     return found, replay.cache.statistics()
 
 
-@pytest.mark.parametrize(
-    ("model", "kv_memory"),
-    [("quire-bundled", "1536KiB"), ("quire-bundled-window", "640KiB"), ("quire-bundled-recurrent", "2MiB")],
-)
-@pytest.mark.skipif(not AGENTS.exists(), reason="no traces: shared/data is not beside the repository")
-def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
-    core = EngineCore(
+MODELS = [("quire-bundled", "1536KiB"), ("quire-bundled-window", "640KiB"), ("quire-bundled-recurrent", "2MiB")]
+
+
+def core_of(model: str, kv_memory: str, **more: object) -> EngineCore:
+    return EngineCore(
         engine_config(
             model=model,
             kv_memory=kv_memory,
@@ -96,14 +96,20 @@ def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
             max_num_batched_tokens=256,
             max_running_requests=12,
             checkpoint_interval=64,
+            **more,
         )
     )
+
+
+def agents(core: EngineCore, most: int) -> tuple[dict[str, Ids], dict[str, int]]:
+    """Prompts of at most so many tokens, and the lengths of their outputs."""
     tokenizer = load_tokenizer(core.config.model)
-    most = min(core.plan.largest_request - 64, 500)
     trace = open_trace(str(AGENTS / "taubench.jsonl.xz"), tokenize=lambda text: tokenizer.encode(text)[:most], limit=20)
     prompts = {request.request_id: request.prompt for request in trace}
-    lengths = {name: 30 if at % 3 else 4 for at, name in enumerate(prompts)}
-    real = in_the_engine(core, prompts, lengths)
+    return prompts, {name: 30 if at % 3 else 4 for at, name in enumerate(prompts)}
+
+
+def check(core: EngineCore, prompts: dict[str, Ids], real: dict[str, Fate]) -> None:
     simulated, statistics = in_the_simulator(core, prompts, real)
     assert list(simulated) == list(real)
     assert simulated == real
@@ -112,4 +118,29 @@ def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
     assert statistics == core.cache.statistics()
     dropped = sum(frames.dropped for frames in statistics.frames.values())
     assert statistics.evicted_pages + dropped > 0
+
+
+@pytest.mark.parametrize(("model", "kv_memory"), MODELS)
+@pytest.mark.skipif(not AGENTS.exists(), reason="no traces: shared/data is not beside the repository")
+def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
+    core = core_of(model, kv_memory)
+    prompts, lengths = agents(core, min(core.plan.largest_request - 64, 500))
+    real = in_the_engine(core, prompts, lengths)
+    check(core, prompts, real)
     assert sum(fate.preemptions for fate in real.values()) > 0 or model != "quire-bundled"
+
+
+@pytest.mark.parametrize(("model", "kv_memory"), MODELS)
+@pytest.mark.skipif(not AGENTS.exists(), reason="no traces: shared/data is not beside the repository")
+def test_with_drafts_they_fare_alike_too(model: str, kv_memory: str) -> None:
+    """All drafts are right, so that both make the same ones."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    core = core_of(model, kv_memory, speculative_config=ngram, dtype="float32")
+    prompts, lengths = agents(core, min(core.plan.largest_request - 64, 300))
+    ample = core_of(model, "64MiB", enable_prefix_caching=False, dtype="float32")
+    outputs = [fate.output for _, fate in sorted(in_the_engine(ample, prompts, lengths).items())]
+    speculator = follow_script(core, [prompts[name].tolist() for name in sorted(prompts)], outputs, "all right")
+    real = in_the_engine(core, prompts, lengths)
+    assert [fate.output for _, fate in sorted(real.items())] == outputs
+    assert speculator.statistics()["accepted_tokens"] == speculator.statistics()["draft_tokens"] > 100
+    check(core, prompts, real)

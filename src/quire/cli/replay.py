@@ -51,6 +51,12 @@ class ReplayedEngine(Settings):
     )
     max_num_batched_tokens: int = setting(2048, "Tokens of one step.", group=_ENGINE)
     overlap: bool = setting(False, "Launch a step before the one before it has settled.", group=_ENGINE)
+    speculate: str | None = setting(
+        None,
+        "Drafts of a step, and the chance of each to be right: 4,0.7. Without a chance, that of the trace's requests.",
+        group=_ENGINE,
+        metavar="N[,CHANCE]",
+    )
     order: str = setting("fcfs", "Which waiting request goes first: fcfs, or lpm.", group=_ENGINE)
     check: str = setting(
         "off", "off; reads: every page that a step reads; all: and the invariants of the cache.", group="Output"

@@ -18,6 +18,7 @@ from quire.sim.replay import ReplaySettings
 from quire.sim.tiers import SimulatedTiers
 from quire.spec.config_reader import ConfigReader
 from quire.spec.record_size import HEADER_BYTES
+from quire.spec.speculation import SpeculativeConfig
 
 DEFAULT_POOL = "1/8"
 """Of the working set."""
@@ -30,6 +31,7 @@ def grid_of(
     cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers | None = None, *, explain: bool = False
 ) -> Grid:
     """What to compare. Raises InvalidInput for bad values, and the errors of reading a model."""
+    speculation, acceptance = _drafts(engine.speculate)
     return Grid(
         models=[_model(name, engine) for name in cache.model or (PLAIN,)],
         policies=_policies(cache.policy),
@@ -37,6 +39,7 @@ def grid_of(
         grows=cache.pool_tokens is None,
         page_sizes=_page_sizes(cache.page_size),
         max_running=engine.max_running_requests,
+        speculation=speculation,
         tiers=_tiers(tiers) if tiers is not None else None,
         settings=ReplaySettings(
             order=engine.order,
@@ -44,8 +47,21 @@ def grid_of(
             overlap=engine.overlap,
             check=engine.check,
             explain=explain,
+            acceptance=acceptance,
         ),
     )
+
+
+def _drafts(text: str | None) -> tuple[SpeculativeConfig | None, float | None]:
+    """How many drafts, and the chance of each to be right."""
+    if text is None:
+        return None, None
+    number, _, chance = text.partition(",")
+    try:
+        found = SpeculativeConfig.parse({"method": "ngram", "num_steps": int(number)})
+        return found, float(chance) if chance else None
+    except ValueError:
+        raise InvalidInput(f"'{text}' says no number of drafts.", fix="write --speculate 4, or 4,0.7.") from None
 
 
 def _policies(text: str) -> list[str]:

@@ -142,6 +142,12 @@ def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
             storage = f"; storage of {tiers.storage_tokens:,} at {tiers.storage_bandwidth / 1e9:.1f} GB/s"
         yield Text(f"A host of {tiers.host_tokens:,} tokens at {tiers.host_bandwidth / 1e9:.1f} GB/s{storage}.")
     for run in runs:
+        if (found := run.speculation) is not None:
+            yield Text(
+                f"{_pool_of(run)}, {run.policy}: {found['accepted_tokens']:,} of {found['draft_tokens']:,} drafts "
+                f"accepted, {found['tokens_per_step']:.2f} tokens of a request in a step."
+            )
+    for run in runs:
         for change in run.tiers.changes if run.tiers is not None else ():
             what = f"turned itself off: {change.why}" if change.why else "is on again"
             pool = f"{run.policy}, {run.pool_tokens:,} tokens"

@@ -35,6 +35,7 @@ class ScriptedRequest(Request):
         )
         self.script: Ids = np.concatenate((request.prompt, output))
         self.abort_after = request.abort_after
+        self.acceptance = request.acceptance
         self.arrived = arrived
         self.admitted: float | None = None
         self.first_token: float | None = None

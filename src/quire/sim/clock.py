@@ -42,10 +42,10 @@ class CostModel:
         if min(numbers) < 0 or not sum(numbers) > 0 or min(self.host_bandwidth, self.storage_bandwidth) <= 0:
             raise InvalidInput("a step takes no time at all, or less.", fix="give times and bandwidths above zero.")
 
-    def seconds(self, starts: Lengths, ends: Lengths) -> float:
-        """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, without the
-        launch."""
-        tokens, pairs, contexts = work_of(starts, ends)
+    def seconds(self, starts: Lengths, ends: Lengths, drafts: Lengths | None = None) -> float:
+        """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, of which the last
+        `drafts[i]` are drafts, without the launch. A draft costs as much as a token of a prompt."""
+        tokens, pairs, contexts = work_of(starts, ends, drafts)
         total = max(self.weights, self.token * tokens) + self.pair * pairs
         for seconds, most in self.reads:
             total += seconds * int((np.minimum(contexts, most) if most else contexts).sum())
@@ -94,15 +94,17 @@ class CostModel:
         return cls(launch=_LAUNCH_S, weights=decode_ms / 1e3, token=1 / prefill_rate, pair=0.0, reads=reads)
 
 
-def work_of(starts: Lengths, ends: Lengths) -> tuple[int, int, Lengths]:
-    """Of a step as in `CostModel.seconds`: new tokens, (query, key) pairs of prompts, and contexts of single tokens."""
+def work_of(starts: Lengths, ends: Lengths, drafts: Lengths | None = None) -> tuple[int, int, Lengths]:
+    """Of a step as in `CostModel.seconds`: new tokens, (query, key) pairs of prompts and of drafts, and contexts of
+    single tokens."""
     tokens = int((ends - starts).sum())
     if tokens == len(ends):
         return tokens, 0, ends
-    prompts = ends - starts > 1
-    first, last = starts[prompts], ends[prompts]
-    # Token p of a prompt reads p + 1 keys: the sum over starts..ends - 1 is a difference of triangles.
-    return tokens, int((last * (last + 1) - first * (first + 1)).sum()) // 2, ends[~prompts]
+    known = ends if drafts is None else ends - drafts
+    prompts = known - starts > 1
+    first = np.where(prompts, starts, known)
+    # Token p of a prompt reads p + 1 keys: the sum over first..ends - 1 is a difference of triangles.
+    return tokens, int((ends * (ends + 1) - first * (first + 1)).sum()) // 2, known[~prompts]
 
 
 def _pair_flops(spec: ModelSpec) -> tuple[float, float]:
@@ -132,10 +134,10 @@ class VirtualClock:
         self._cost = cost
         self._free_at = 0.0
 
-    def launch(self, starts: Lengths, ends: Lengths, *, arrives: float = 0.0) -> float:
-        """A step is launched now; returns the time at which it will have settled. Its layers wait for those of a load
-        that ends at `arrives`; after that only the work of the last layer remains."""
-        seconds = self._cost.seconds(starts, ends)
+    def launch(self, starts: Lengths, ends: Lengths, *, drafts: Lengths | None = None, arrives: float = 0.0) -> float:
+        """A step is launched now (`CostModel.seconds`); returns the time at which it will have settled. Its layers wait
+        for those of a load that ends at `arrives`; after that only the work of the last layer remains."""
+        seconds = self._cost.seconds(starts, ends, drafts)
         self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
         if arrives:
             self._free_at = max(self._free_at, arrives + seconds * _LAST_LAYER)

@@ -10,6 +10,7 @@ from functools import partial
 
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
+from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.sim.clock import CostModel
 from quire.sim.hit_bounds import HitBounds
 from quire.sim.pools import PLAIN, model_pools, plain_pools
@@ -18,6 +19,7 @@ from quire.sim.result import ReplayResult
 from quire.sim.tiers import SimulatedTiers
 from quire.sim.trace_request import Trace
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 
 _BASELINE = "lru"
 
@@ -41,7 +43,7 @@ class SimulatedModel:
 class Grid:
     """What to compare. A pool is a number of tokens or a part of the trace's working set. With `grows`, a part that
     holds no request of the trace becomes the smallest pool that holds all of them. With `tiers`, every replay is done
-    without them and then with them."""
+    without them and then with them. With `speculation`, requests draft as `ReplaySettings.acceptance` says."""
 
     models: Sequence[SimulatedModel]
     policies: Sequence[str]
@@ -50,6 +52,7 @@ class Grid:
     max_running: int
     settings: ReplaySettings
     grows: bool = False
+    speculation: SpeculativeConfig | None = None
     tiers: SimulatedTiers | None = None
 
 
@@ -104,7 +107,8 @@ def _pool_tokens(
     """A pool in tokens: whole pages, at least one. Also why it is larger than requested, if it is."""
     tokens = int(working_set_tokens * pool) if isinstance(pool, Fraction) else pool
     tokens = max(page_size, tokens - tokens % page_size)
-    written = [prompt + max(1, output) - 1 for prompt, output in trace.lengths]  # the last token is never written
+    reserved = get_alloc_reserve_per_decode(grid.speculation, page_size) if grid.speculation is not None else 0
+    written = [prompt + max(1, output) - 1 + reserved for prompt, output in trace.lengths]  # all but the last token
     if not grid.grows or not isinstance(pool, Fraction) or min(written) <= tokens:
         return tokens, ""
     larger = -(-max(written) // page_size) * page_size
@@ -119,11 +123,13 @@ def _replays(
 ) -> Iterator[ReplayResult]:
     """By policy, without tiers and with them."""
     lengths = [prompt + max(1, output) for prompt, output in trace.lengths]
+    running, chunk, drafts = grid.max_running, grid.settings.chunk, grid.speculation
     if model.spec is None:
-        plan = plain_pools(tokens, page_size, context=max(lengths), max_running=grid.max_running)
+        plan = plain_pools(tokens, page_size, context=max(lengths), max_running=running, speculation=drafts)
     else:
-        running, chunk = grid.max_running, grid.settings.chunk
-        plan = model_pools(model.spec, tokens, page_size, lengths=lengths, max_running=running, chunk=chunk)
+        plan = model_pools(
+            model.spec, tokens, page_size, lengths=lengths, max_running=running, chunk=chunk, speculation=drafts
+        )
     cost = model.cost(plan)
     variants: list[SimulatedTiers | None] = [None]
     if grid.tiers is not None:

@@ -3,12 +3,12 @@
 It draws the tokens of each request's script. Its frames store prefix hashes (`quire.sim.prefix_hash`), one for each
 token slot of each group. A hash represents the namespace and all tokens up to its own, and so the position too. All
 layers and fields of a group are written at the same slots by the same step, so one hash represents all of them; its
-array represents the group.
+array represents the group. Where a draft is wrong, other numbers are written, there and behind it.
 
 Every step does for every group the accesses of a forward pass, in the order of launches:
 
     write    the hashes of its new tokens, to the slots that the cache gave
-    read     every page that attention reads for a request, from the first that its reach needs to its last token
+    read     every page that attention reads for a request, from the first that its reach needs to its last known token
 
 Why nothing escapes. Each read is compared with the expected content, completely and in every step: whole pages by their
 digest, the last page slot by slot. The digest of a frame is computed again from all of its slots whenever one of them
@@ -38,9 +38,11 @@ from quire.scheduler.request import RequestState
 from quire.scheduler.step import Step
 from quire.sim.arrivals import ScriptedRequest, scripted
 from quire.sim.prefix_hash import Hashes, PrefixHasher, page_digests
+from quire.sim.scripts import Scripts
 from quire.spec.ids import Ids
 
 _SEVERAL = -1
+_GARBLED = np.uint64(2**64 - 1)
 _FEW_PAGES = 16384
 """Up to this many reads, a step is compared as one table, padding included."""
 
@@ -56,8 +58,9 @@ class _PageTable:
 @dataclass(slots=True)
 class SimulatedStep:
     """A launched step. `drawn` are the tokens it draws, int64. The other fields are for the checks: where each work
-    ends, by group the pieces if requests update a state, the row of each work in the tables of expected contents, and
-    by group the slots it writes and the tables it reads."""
+    ends without its drafts, by group the pieces if requests update a state, the row of each work in the tables of
+    expected contents, by which number the content of each flat place differs from the expected one (None: all are
+    right), and by group the slots it writes and the tables it reads."""
 
     number: int
     step: Step
@@ -66,6 +69,7 @@ class SimulatedStep:
     drawn: Lengths
     pieces: dict[int, Pieces]
     expected: Lengths
+    garbled: Hashes | None = None
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[_PageTable]] = field(default_factory=dict)
 
@@ -84,32 +88,35 @@ class SimulatedDevice:
             groups = enumerate(frames)
             self._memory = tuple(_GroupMemory(cache, at, each, self._expected, overlap) for at, each in groups)
         self._launched = self._settled = 0
-        plan = cache.plan  # memory is allocated when it is written
-        self._outputs: Ids = np.zeros((plan.max_requests, plan.pages_per_row * plan.tokens_per_page), dtype=np.int32)
-        self._serials: Lengths = np.zeros(plan.max_requests, dtype=np.int64)  # requests whose outputs are in the row
+        self.scripts = Scripts(cache.plan)
 
     def launch(self, scheduled: Step, fence: int, pieces: dict[int, Pieces]) -> SimulatedStep:
         """Start a step. `fence` was opened for it, and `pieces` are the results of `KVCache.launch` for every group
         that has any. O(works) without checks."""
-        requests, ends = scripted(scheduled.requests), scheduled.ends
+        self.scripts.enter(scheduled.batch)
         self._launched += 1
-        drawn, expected = self._draw(scheduled, requests, ends), ends[:0]
+        drawers = scheduled.batch.rows[scheduled.drawers]
+        drawn = self.scripts.outputs[drawers, scheduled.positions[scheduled.draws] + 1].astype(np.int64)
+        ends = scheduled.ends - np.maximum(scheduled.draw_counts - 1, 0)
+        step = SimulatedStep(self._launched, scheduled, fence, ends, drawn, pieces, ends[:0])
         if self._expected is not None:
-            expected = self._expected.rows_of(requests, self._launched, self._settled)
-            self._expected.check_inputs(requests, scheduled)
-        step = SimulatedStep(self._launched, scheduled, fence, ends, drawn, pieces, expected)
+            requests = scripted(scheduled.requests)
+            step.expected = self._expected.rows_of(requests, self._launched, self._settled)
+            step.garbled = self._garbled(scheduled, ends)
+            self._expected.check_inputs(requests, scheduled, ends)
         for memory in self._memory:
             memory.capture(step, self._settled)
         return step
 
-    def _draw(self, step: Step, requests: Sequence[ScriptedRequest], ends: Lengths) -> Lengths:
-        """The next tokens of works that draw. Outputs are written into a request's row when it first computes."""
-        own, drawers = step.batch.rows, step.drawers
-        for at in (self._serials[own] != step.batch.serials).nonzero()[0].tolist():
-            script, first = requests[at].script, requests[at].num_prompt_tokens
-            self._outputs[own[at], first : len(script)] = script[first:]
-        self._serials[own] = step.batch.serials
-        return self._outputs[own[drawers], ends[drawers]].astype(np.int64)
+    def _garbled(self, step: Step, ends: Lengths) -> Hashes | None:
+        """Drafts that are wrong, and what is behind them."""
+        if len(step.draws) == np.count_nonzero(step.draw_counts):
+            return None
+        works = np.repeat(np.arange(len(step)), step.counts)
+        wrong = step.tokens != self.scripts.outputs[step.batch.rows[works], step.positions]
+        so_far = np.cumsum(wrong & (step.positions >= ends[works]))
+        found: Hashes = np.where(so_far > so_far[step.offsets[:-1]][works], _GARBLED, np.uint64(0))
+        return found
 
     def settle(self, step: SimulatedStep) -> Lengths:
         """Wait for a step: check what it does, and return the tokens it drew. Steps settle in launch order."""
@@ -165,10 +172,10 @@ class _Expected:
         self._last_used[rows] = launched
         return rows
 
-    def check_inputs(self, requests: Sequence[ScriptedRequest], step: Step) -> None:
+    def check_inputs(self, requests: Sequence[ScriptedRequest], step: Step, ends: Lengths) -> None:
         """The input tokens of prompts are those of their scripts; single tokens are compared once, at the end."""
-        for at in np.flatnonzero(step.counts > 1).tolist():
-            part = slice(int(step.starts[at]), int(step.starts[at] + step.counts[at]))
+        for at in np.flatnonzero(ends - step.starts > 1).tolist():
+            part = slice(int(step.starts[at]), int(ends[at]))
             if not np.array_equal(requests[at].tokens[part], requests[at].script[part]):
                 raise WrongContent(f"request '{requests[at].request_id}' computes tokens that are not its own.")
 
@@ -225,7 +232,7 @@ class _GroupMemory:
             self._check_pieces(step, settled)
             return
         starts, kvs = step.step.starts, step.step.batch
-        writes = step.writes[self._group] = self._cache.rows.slots(kvs, starts, step.ends, self._group)
+        writes = step.writes[self._group] = self._cache.rows.slots(kvs, starts, step.step.ends, self._group)
         if settled + 1 < step.number:
             begun = writes[writes % self._size == 0] // self._size
             self._check_not_read(begun, settled)
@@ -291,7 +298,8 @@ class _GroupMemory:
         if not frames.all():
             owner = self._expected.owner(int(expected[np.flatnonzero(frames == 0)[0]]))
             raise WrongContent(f"request '{owner}' writes to a page of group '{self._name}' that has no frame.")
-        self._hashes.reshape(-1)[slots] = self._expected.hashes[expected, step.step.positions]
+        contents = self._expected.hashes[expected, step.step.positions]
+        self._hashes.reshape(-1)[slots] = contents if step.garbled is None else contents ^ step.garbled
         written = frames if len(slots) == len(step.ends) else frames[np.flatnonzero(np.diff(frames, prepend=0))]
         self._frames.update_digests(written)
 
@@ -348,6 +356,8 @@ class _GroupMemory:
         for turn in range(int(order.max(initial=-1)) + 1):
             now = np.flatnonzero(order == turn)
             expected = np.where(begins[now] > 0, hashes[rows[now], begins[now] - 1], np.uint64(0))
+            if step.garbled is not None and turn:
+                expected ^= step.garbled[(flat_ends - pieces.lengths)[now] - 1]
             found = np.where(pieces.sources[now] > 0, held[pieces.sources[now]], np.uint64(0))
             wrong = np.flatnonzero(found != expected)
             if len(wrong):
@@ -356,7 +366,8 @@ class _GroupMemory:
                     f"request '{self._expected.owner(int(rows[at]))}' goes on at token {int(begins[at]):,} from frame "
                     f"{int(pieces.sources[at])} of group '{self._name}', which holds something else."
                 )
-            held[pieces.targets[now]] = hashes[rows[now], stops[now] - 1]
+            written = hashes[rows[now], stops[now] - 1]
+            held[pieces.targets[now]] = written if step.garbled is None else written ^ step.garbled[flat_ends[now] - 1]
 
 
 def _owners_of(pieces: Pieces, step: SimulatedStep) -> Lengths:

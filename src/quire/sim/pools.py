@@ -15,6 +15,7 @@ from quire.plan.planner import make_plan
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
 
 _NO_LIMIT = 2**62  # bytes: the pools are sized by tokens
 _PLAIN_FIELD = Field(name="kv", shape=(1,), dtype=DType.UINT8, layers=(0,))
@@ -23,7 +24,9 @@ PLAIN = "plain"
 """The model of one full group, in which a token uses one unit."""
 
 
-def plain_pools(pool_tokens: int, page_size: int, *, context: int, max_running: int) -> MemoryPlan:
+def plain_pools(
+    pool_tokens: int, page_size: int, *, context: int, max_running: int, speculation: SpeculativeConfig | None = None
+) -> MemoryPlan:
     """Pools of one full group, for requests of at most `context` tokens, prompt and output. Raises InvalidInput if
     there is not one page."""
     if page_size < 1 or pool_tokens < page_size:
@@ -37,11 +40,19 @@ def plain_pools(pool_tokens: int, page_size: int, *, context: int, max_running: 
         num_pages=pool_tokens // page_size,
         context=context,
         max_requests=max_running,
+        speculation=speculation,
     )
 
 
 def model_pools(
-    spec: ModelSpec, pool_tokens: int, page_size: int, *, lengths: Sequence[int], max_running: int, chunk: int
+    spec: ModelSpec,
+    pool_tokens: int,
+    page_size: int,
+    *,
+    lengths: Sequence[int],
+    max_running: int,
+    chunk: int,
+    speculation: SpeculativeConfig | None = None,
 ) -> MemoryPlan:
     """Pools of a model for that many tokens, split between its groups as `quire plan` does for requests of these
     lengths. Requests beyond the model's context are refused when they arrive. Raises the planner's errors."""
@@ -53,6 +64,7 @@ def model_pools(
         mix=mix_of(lengths, "the trace"),
         max_requests=max_running,
         max_total_tokens=pool_tokens,
+        speculation=speculation,
     )
     plan = make_plan(spec, settings).memory
     return replace(plan, max_requests=min(plan.max_requests, max_running))

@@ -25,8 +25,10 @@ from quire.sim.arrivals import Arrivals, ScriptedRequest, scripted
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.device import SimulatedDevice, SimulatedStep, frames_of
 from quire.sim.result import OccupancyLog, ReplayResult, RequestRecord
+from quire.sim.scripts import SimulatedDrafter
 from quire.sim.tiers import LAYER, SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
+from quire.speculative.speculator import Speculator
 from quire.tiers.transfer import Transfer
 
 CHECKS = ("off", "reads", "all")
@@ -40,7 +42,8 @@ _POLL_S = 0.005  # between polls of transfers if nothing can be computed: the en
 class ReplaySettings:
     """The engine's settings: the eviction policy, the order of waiting requests, the tokens of one step, whether a step
     is launched before the one before it has settled, what is checked, whether each record says why no more of its
-    prompt was cached, and the lower tiers."""
+    prompt was cached, and the lower tiers. `acceptance` is the chance of a draft to be right if the plan has
+    speculation; None: as recorded in the trace."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -50,12 +53,15 @@ class ReplaySettings:
     checkpoint_interval: int = 512
     explain: bool = False
     tiers: SimulatedTiers | None = None
+    acceptance: float | None = None
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise InvalidInput(f"'{self.check}' is not something to check.", fix=f"use one of {', '.join(CHECKS)}.")
         if self.chunk < 1:
             raise InvalidInput(f"a step of {self.chunk} tokens.", fix="give at least 1.")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise InvalidInput(f"an acceptance of {self.acceptance:g}.", fix="give a probability: 0 to 1.")
 
 
 class _CpuTime:
@@ -95,6 +101,8 @@ class Replay:
         *,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> None:
+        if settings.overlap and plan.speculation is not None:
+            raise InvalidInput("drafts follow the tokens of the last step.", fix="leave --overlap or --speculate out.")
         self.clock = VirtualClock(cost)
         frames = frames_of(plan) if settings.check != "off" else None
         self.tiers = (
@@ -117,6 +125,10 @@ class Replay:
             ahead=self.ahead,
         )
         self.device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
+        self.speculator: Speculator | None = None
+        if plan.speculation is not None:
+            drafter = SimulatedDrafter(self.device.scripts, settings.acceptance)
+            self.speculator = Speculator(drafter, None, plan.tokens_per_step - 1)
         self._settings = settings
         self._progress = progress
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.in_place)
@@ -159,6 +171,8 @@ class Replay:
     def _step(self) -> None:
         """As `EngineCore.step`: schedule and launch, then settle the step before, or this one without overlap."""
         with self._manager:
+            if self.speculator is not None:
+                self._draft(self.speculator)
             step = self.scheduler.schedule()
         for request in scripted(step.admitted):
             request.admitted = self.clock.now
@@ -171,6 +185,12 @@ class Replay:
         if launched is not None and not self._settings.overlap:
             self._settle(launched)
             self._in_flight = None
+
+    def _draft(self, speculator: Speculator) -> None:
+        batch, tokens, known, room = self.scheduler.drafting()
+        drafts = speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
+        if drafts is not None:
+            self.scheduler.draft(batch, drafts.counts, drafts.tokens)
 
     def _wait(self) -> bool:
         """There is nothing to compute until bytes have arrived. Polls as often as the engine does."""
@@ -201,7 +221,8 @@ class Replay:
             loads = [load for kv in scheduled.batch.kvs for load in kv.loads if not load.done]
             arrives = max(map(self.tiers.mover.end_of, loads), default=0.0)
         began = self.clock.now
-        return _Launched(step, loads, began, self.clock.launch(scheduled.starts, ends, arrives=arrives))
+        drafts = ends - step.ends if self.speculator is not None else None
+        return _Launched(step, loads, began, self.clock.launch(scheduled.starts, ends, drafts=drafts, arrives=arrives))
 
     def _settle(self, launched: _Launched) -> None:
         step = launched.step
@@ -213,7 +234,11 @@ class Replay:
         if step.step.computes_prompts and not launched.loads:
             self.ahead.computed(step.step.num_tokens, launched.done - began)
         with self._manager:
-            settled = self.scheduler.settle(step.step, drawn)
+            kept = None
+            if self.speculator is not None:
+                of, tokens, draws = step.step.batch, step.step.tokens, step.step.draws
+                kept = self.speculator.accepted(of, tokens, draws, step.step.draw_counts, drawn).kept
+            settled = self.scheduler.settle(step.step, drawn, kept)
             self.cache.close_fence(step.fence)
         num_ended = len(self._records)
         for request in scripted(settled.requests[at] for at in settled.noted):
@@ -315,4 +340,5 @@ class Replay:
             checked=self._settings.check,
             occupancy=tuple(self._occupancy.samples),
             tiers=self.tiers.use(self.cache) if self.tiers is not None else None,
+            speculation=self.speculator.statistics() if self.speculator is not None else None,
         )

@@ -76,6 +76,8 @@ class ReplayResult:
     occupancy: tuple[Occupancy, ...]
     tiers: TierUse | None = None
     """The results of the tiers, if there are any."""
+    speculation: dict[str, Any] | None = None
+    """What was drafted and accepted (`Speculator.statistics`), if anything could be."""
 
     # What a comparison adds. Rates are shares of `prompt_tokens`.
     trace: str = ""
@@ -153,7 +155,7 @@ class ReplayResult:
 _JSON_FIELDS = (
     "trace", "model", "policy", "page_size", "pool_tokens", "pool_note", "working_set_tokens", "refused_tokens",
     "prompt_tokens", "output_tokens", "hit_tokens", "hit_rate", "ideal_hit_rate", "optimal_hit_rate", "gap_closed",
-    "evicted_tokens", "preemptions", "steps", "manager_seconds", "wall_seconds", "checked", "digest",
+    "evicted_tokens", "preemptions", "steps", "speculation", "manager_seconds", "wall_seconds", "checked", "digest",
 )  # fmt: skip
 
 _MOST_SAMPLES = 512

@@ -35,6 +35,8 @@ class TraceRequest:
     priority: int = 0
     abort_after: int | None = None
     """The client leaves after this many output tokens; 0: while it waits, so the request never runs."""
+    acceptance: float | None = None
+    """The chance of a draft to be accepted, if those before it are."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt):

@@ -39,6 +39,7 @@ class _Row(msgspec.Struct, omit_defaults=True):
     salt: str = ""
     priority: int = 0
     abort_after: Annotated[int, Meta(ge=0)] | None = None
+    acceptance: Annotated[float, Meta(ge=0, le=1)] | None = None
 
 
 _ROWS = msgspec.json.Decoder(_Row)
@@ -92,6 +93,7 @@ def _request(line: Line, arrival: float) -> TraceRequest:
         think=_seconds(row.think),
         priority=row.priority,
         abort_after=row.abort_after,
+        acceptance=row.acceptance,
     )
 
 
@@ -111,6 +113,7 @@ def write_trace(trace: Trace, path: Path) -> None:
                 salt=request.namespace.salt,
                 priority=request.priority,
                 abort_after=request.abort_after,
+                acceptance=request.acceptance,
             )
             file.write(msgspec.json.encode(row) + b"\n")
 
