@@ -92,7 +92,7 @@ class StepMachine:
         size, reaches = choices.between(1, 4), choices.one_of(KINDS)
         drafts = choices.between(1, 5)
         plan = small_plan(
-            choices.between(44, 64) // size + 2,
+            choices.between(40, 50) // size + 2,
             size,
             context=40,
             max_requests=choices.between(1, 5),
@@ -182,8 +182,8 @@ class StepMachine:
         return guesses
 
     def turn(self, choices: Choices) -> None:
-        """One turn of an engine; without overlap half of one, so that something may come between."""
-        if self.flight is not None and not self.overlap:
+        """One turn of an engine; mostly half of one without overlap, so that something may come between."""
+        if self.flight is not None and not (self.overlap or choices.chance(15)):
             self._settle(self.flight)
             self.flight = None
             return
