@@ -17,6 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan
+from quire.plan.draft import with_draft_model
 from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
 from quire.scheduler.sampling_params import SamplingParams
@@ -28,14 +29,19 @@ AMPLE = 16 * 2**20  # bytes
 
 
 def core_for(
-    model: LoadedModel, *, pages: int | None = None, page_size: int | None = 16, **settings: Any
+    model: LoadedModel,
+    *,
+    pages: int | None = None,
+    page_size: int | None = 16,
+    draft: LoadedModel | None = None,
+    **settings: Any,
 ) -> EngineCore:
     """An engine on a model that is loaded already, with room for exactly `pages` pages."""
     if pages is not None:
         assert page_size is not None
-        return tight_core(model, num_tokens=pages * page_size, page_size=page_size, **settings)
+        return tight_core(model, num_tokens=pages * page_size, page_size=page_size, draft=draft, **settings)
     config = engine_config(model=model.name, page_size=page_size, kv_memory=AMPLE, **settings)
-    return EngineCore(config, model=model)
+    return EngineCore(config, model=model, draft=draft)
 
 
 def run(
@@ -85,26 +91,44 @@ def shared_prompts(seed: int, *, shared: int, tails: Sequence[int], vocabulary: 
     return [prefix + rng.integers(1, vocabulary - 1, tail).tolist() for tail in tails]
 
 
-def tight_core(model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, **settings: Any) -> EngineCore:
+def tight_core(
+    model: LoadedModel,
+    *,
+    num_tokens: int,
+    window_tokens: int = 0,
+    draft: LoadedModel | None = None,
+    **settings: Any,
+) -> EngineCore:
     """An engine whose pools hold `num_tokens` tokens, `window_tokens` of them in window pools, where it has any."""
-    return EngineCore(_tight(model, num_tokens, window_tokens, settings)[0], model=model)
+    return EngineCore(_tight(model, num_tokens, window_tokens, settings, draft)[0], model=model, draft=draft)
 
 
 def tiered_core(
-    model: LoadedModel, *, num_tokens: int, window_tokens: int = 0, host: float = 4.0, **settings: Any
+    model: LoadedModel,
+    *,
+    num_tokens: int,
+    window_tokens: int = 0,
+    host: float = 4.0,
+    draft: LoadedModel | None = None,
+    **settings: Any,
 ) -> EngineCore:
     """As `tight_core`, with host memory for `host` times the frames that the device has. Its user closes it."""
     settings = {"load": "always", "host_memory": "auto", **settings}
     if "storage" in settings:
         size = {} if "://" in settings["storage"] else {"storage_size": 64 << 20}
         settings = {"prefetch": "wait_complete", **size, **settings}
-    found, plan = _tight(model, num_tokens, window_tokens, settings)
+    found, plan = _tight(model, num_tokens, window_tokens, settings, draft)
     frames = [max(1, math.ceil(plan.frames_of(group) * host)) for group in range(len(plan.groups))]
-    return EngineCore(found.model_copy(update={"host_memory": records_bytes(plan.groups, frames)}), model=model)
+    config = found.model_copy(update={"host_memory": records_bytes(plan.groups, frames)})
+    return EngineCore(config, model=model, draft=draft)
 
 
 def _tight(
-    model: LoadedModel, num_tokens: int, window_tokens: int, settings: dict[str, Any]
+    model: LoadedModel,
+    num_tokens: int,
+    window_tokens: int,
+    settings: dict[str, Any],
+    draft: LoadedModel | None = None,
 ) -> tuple[EngineConfig, MemoryPlan]:
     config = engine_config(model=model.name, **settings)
     reaches = [group.reach.kind for group in model.spec.groups(config.page_size or 16)]
@@ -121,8 +145,11 @@ def _tight(
         max_mamba_cache_size=config.max_mamba_cache_size,
         speculation=config.speculative_config,
     )
-    memory = make_plan(model.spec, asked).bytes_for(num_tokens)
+    spec = model.spec
+    if draft is not None:
+        spec, asked = with_draft_model(spec, asked, draft.spec)
+    memory = make_plan(spec, asked).bytes_for(num_tokens)
     found = config.model_copy(
         update={"kv_memory": memory, "swa_full_tokens_ratio": None if ratio is None else float(ratio)}
     )
-    return found, make_plan(model.spec, replace(asked, kv_memory=memory)).memory
+    return found, make_plan(spec, replace(asked, kv_memory=memory)).memory

@@ -19,6 +19,7 @@ from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, StoreError, UnsupportedModel
 from quire.memory.record import HEADER_BYTES
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
+from quire.plan.draft import with_draft_model
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -131,10 +132,14 @@ def check_model(config: EngineConfig) -> Plan | None:
 
 
 def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Plan:
-    spec = ModelSpec.from_config(found)
+    spec, settings = ModelSpec.from_config(found), replace(plan_settings(config), kv_memory=kv_memory)
     if config.dtype != "auto":
         spec = replace(spec, dtype=DType(config.dtype))
-    return make_plan(spec, replace(plan_settings(config), kv_memory=kv_memory))
+    speculation = config.speculative_config
+    if speculation is not None and speculation.method == "draft_model" and speculation.model is not None:
+        draft = ModelSpec.from_config(read_model_config(speculation.model)[0])
+        spec, settings = with_draft_model(spec, settings, draft)
+    return make_plan(spec, settings)
 
 
 def _plan_of(config: EngineConfig) -> MemoryPlan | None:

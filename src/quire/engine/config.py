@@ -297,11 +297,13 @@ class EngineConfig(Settings):
     @field_validator("speculative_config")
     @classmethod
     def _can_draft(cls, value: SpeculativeConfig | None) -> SpeculativeConfig | None:
-        if value is not None and value.method != "ngram":
+        if value is not None and value.method not in ("ngram", "draft_model"):
             raise InvalidInput(
-                f"speculation with {value.method}: this version drafts from n-grams.",
+                f"speculation with {value.method}: this version drafts from n-grams or a draft model.",
                 fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
             )
+        if value is not None and value.method == "draft_model" and value.topk > 1:
+            raise InvalidInput("a draft model proposes a chain, not a tree.", fix="leave topk out.")
         return value
 
     @field_validator("chat_template")

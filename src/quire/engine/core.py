@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.engine.before_load import Storage, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
+from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
 from quire.engine.runner import Launched, ModelRunner, build_pools
@@ -30,6 +32,7 @@ from quire.observe.histogram import Histogram
 from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Flushed, Stored
 from quire.offload.retention import Granted, RetainedList
+from quire.plan.draft import with_draft_model
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
@@ -55,9 +58,9 @@ class EngineCore:
 
     Raises the QuireErrors of loading, planning and allocating on construction. After that, a bad request is refused
     alone, and a step that fails (for example for lack of device memory) ends the requests of that step. `model` is a
-    loaded model, for engines that share weights; by default the configured one is loaded. `storage` is the result of
-    `open_tiers`, which the engine owns from now on; by default it opens it itself, before it loads anything. `progress`
-    is called while host memory is touched (`EngineTiers`).
+    loaded model, for engines that share weights, and `draft` its draft model; by default the configured ones are
+    loaded. `storage` is the result of `open_tiers`, which the engine owns from now on; by default it opens it itself,
+    before it loads anything. `progress` is called while host memory is touched (`EngineTiers`).
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class EngineCore:
         config: EngineConfig,
         *,
         model: LoadedModel | None = None,
+        draft: LoadedModel | None = None,
         storage: Storage | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -72,11 +76,16 @@ class EngineCore:
         with ExitStack() as undo:
             if opened.store is not None:
                 undo.callback(opened.store.close)
-            self._build(config, model, opened, progress)
+            self._build(config, model, draft, opened, progress)
             undo.pop_all()
 
     def _build(
-        self, config: EngineConfig, model: LoadedModel | None, storage: Storage, progress: Progress | None
+        self,
+        config: EngineConfig,
+        model: LoadedModel | None,
+        draft: LoadedModel | None,
+        storage: Storage,
+        progress: Progress | None,
     ) -> None:
         self.config = config
         self.device = resolve_device(config.device)
@@ -92,6 +101,7 @@ class EngineCore:
         else:
             use_threads(config.threads, device=self.device, num_parameters=model.num_parameters)
         self.model = model
+        self.draft = draft if draft is not None else load_draft(config, model)
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = self._plan()
         self.plan = self.capacity.memory
@@ -127,7 +137,7 @@ class EngineCore:
             eviction=config.eviction,
             share_prefixes=config.enable_prefix_caching,
             emit=self.events.append if self.events is not None else None,
-            model_identity=self.model.identity(config.weights_epoch, exact=config.storage is not None),
+            model_identity=self._identity(config.weights_epoch),
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
             explains=config.explain,
@@ -136,9 +146,7 @@ class EngineCore:
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
-        sampler = Sampler(self.eos_token_ids, config.seed)
-        self.runner = ModelRunner(self.model, self.cache, sampler, self.device, self.pools)
-        self.speculator = speculator_of(config.speculative_config, self.plan)
+        self.runner = ModelRunner(self.model, self.cache, self._sampler(), self.device, self.pools)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
@@ -146,6 +154,19 @@ class EngineCore:
             max_tokens=config.max_num_batched_tokens,
             ahead=self.offload.ahead,
         )
+        if self.draft is not None:
+            layers = DraftLayers(self.draft, len(self.model.spec.calls), self.cache, self.pools)
+            self.runner.drafter = ModelDrafter(layers, self._sampler(), self.cache, self.scheduler.tokens)
+        self.speculator = speculator_of(config.speculative_config, self.plan, self.runner.drafter)
+
+    def _sampler(self) -> Sampler:
+        return Sampler(self.eos_token_ids, self.config.seed)
+
+    def _identity(self, weights_epoch: int) -> bytes:
+        """32 bytes for the models whose keys and values are in a page."""
+        models = [self.model] if self.draft is None else [self.model, self.draft]
+        found = [model.identity(weights_epoch, exact=self.config.storage is not None) for model in models]
+        return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 
     def _populate(self) -> None:
         """Make the system provide the pools' memory beside the first steps: it may take seconds."""
@@ -382,8 +403,9 @@ class EngineCore:
             kept = Stored.KEPT if self.config.storage is not None else Stored.NONE
             return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0, storage=kept)
         self.model.weights_changed()
-        identity = self.model.identity(epoch, exact=self.config.storage is not None)
-        done = self.offload.change_model(identity)
+        if self.draft is not None:
+            self.draft.weights_changed()
+        done = self.offload.change_model(self._identity(epoch))
         self.weights_epoch = epoch
         logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
         return done
@@ -415,7 +437,7 @@ class EngineCore:
             "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
-            "weight_bytes": self.model.weight_bytes,
+            "weight_bytes": self.model.weight_bytes + (self.draft.weight_bytes if self.draft is not None else 0),
             "bytes_per_token": float(self.capacity.bytes_per_token),
             "largest_request": self.plan.largest_request,
             "context": self.plan.context,
@@ -465,6 +487,8 @@ class EngineCore:
     def _plan(self) -> Plan:
         spec, config = self.model.spec, self.config
         settings = plan_settings(config)
+        if self.draft is not None:
+            spec, settings = with_draft_model(spec, settings, self.draft.spec)
         if config.kv_memory is not None:
             return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
         plan = make_plan(spec, replace(settings, kv_memory=self._free_bytes()))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.cache import KVCache, RunningBatch
 from quire.cache.running import Lengths, Rows
+from quire.engine.draft_model import ModelDrafter
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
@@ -80,6 +81,8 @@ class ModelRunner:
     def __init__(
         self, model: LoadedModel, cache: KVCache, sampler: Sampler, device: torch.device, pools: tuple[Pool, ...]
     ) -> None:
+        self.drafter: ModelDrafter | None = None
+        """What follows each step on the same pages."""
         self._model = model
         self._cache = cache
         self._sampler = sampler
@@ -113,6 +116,8 @@ class ModelRunner:
                 torch.from_numpy(step.draws).to(self._device, non_blocking=True),
             )
             drawn = self._sampler.draw(logits, step.places) if len(step.draws) else None
+            if self.drafter is not None:
+                self.drafter.follow(step)
         except BaseException:
             self._cache.close_fence(fence)
             raise

@@ -27,11 +27,14 @@ from quire.spec.layout import scales_of
 
 
 class RunningForward:
-    """One forward pass on the pools: `pools[i]` holds the frames of group i and `batches[i]` says which to use."""
+    """One forward pass on the pools: `pools[i]` holds the frames of group i and `batches[i]` says which to use.
 
-    def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch]) -> None:
+    `first` is the ordinal of its first call: 0, or for the layers of a draft, the number of calls of its target.
+    """
+
+    def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch], *, first: int = 0) -> None:
         self._groups = tuple(zip(pools, batches, strict=True))
-        self.ordinal = 0
+        self.first = self.ordinal = first
         self.shared: dict[str, Any] = {}  # what layers share with later ones of this pass, by their kind
         self.others: tuple[RunningForward, ...] = ()  # passes that store the same in pools of their own
 

@@ -151,7 +151,9 @@ class LoadedModel:
             logits: Tensor = self._model(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep
             ).logits[0]
-        assert running.ordinal == len(self._calls), "a forward pass made other attention calls than at load"
+        assert running.ordinal - running.first == len(self._calls), (
+            "a forward pass made other attention calls than at load"
+        )
         return (logits if self._keeps_rows else logits[rows]).float()
 
     @torch.inference_mode()

@@ -148,10 +148,15 @@ class Scheduler:
             self._finish(request)
         return request
 
+    @property
+    def tokens(self) -> Ids:
+        """The tokens of all rows, int32 `[rows, width]`. A drafter may write drafts after the known ones."""
+        return self._rows.tokens
+
     def drafting(self) -> tuple[StepRows, Ids, Lengths, Lengths]:
-        """All running requests; the tokens of all rows, int32 `[rows, width]`, not to be written; how many of its row
-        each request has; and how many tokens ahead its next step may draft. That is as far as the plan reserves room
-        and the request may still draw, and 0 while a step that draws its next token is in flight."""
+        """All running requests; the tokens of all rows; how many of its row each request has; and how many tokens ahead
+        its next step may draft. That is as far as the plan reserves room and the request may still draw, and 0 while a
+        step that draws its next token is in flight."""
         running, rows, speculation = self._rows.together(), self._rows, self._cache.plan.speculation
         room = rows.draft_room(running, speculation.num_steps if speculation is not None else 0)
         if speculation is not None and speculation.topk > 1:

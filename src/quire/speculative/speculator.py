@@ -84,13 +84,17 @@ class Speculator:
         return found
 
 
-def speculator_of(config: SpeculativeConfig | None, plan: MemoryPlan) -> Speculator | None:
-    """What an engine with this configuration and plan drafts with; None if it drafts nothing."""
+def speculator_of(
+    config: SpeculativeConfig | None, plan: MemoryPlan, drafter: Drafter | None = None
+) -> Speculator | None:
+    """What an engine with this configuration and plan drafts with: `drafter`, by default n-grams; None if it drafts
+    nothing."""
     if config is None:
         return None
     if config.topk > 1:
         _refuse_trees(plan)
-    drafter = NgramDrafter(plan.max_requests, config)
+    if drafter is None:
+        drafter = NgramDrafter(plan.max_requests, config)
     return Speculator(drafter, Governor(plan.max_requests, config.num_steps), config.num_steps)
 
 

@@ -1,0 +1,149 @@
+"""Drafts from a smaller model: it runs on the pages of the target, in which its layers have fields of their own.
+
+A page of tokens has the keys and values of both models: one page id, one eviction, one prefix cache, and one record on
+lower tiers. A page is committed only after both models have computed it:
+
+    step       the target computes rows; a page that they fill is computed by the draft too (`follow`)
+    propose    the draft computes what it lacks up to the last known token, and then one draft after the other
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.cache import KVCache
+from quire.cache.running import Lengths, RunningBatch
+from quire.engine.config import EngineConfig
+from quire.engine.sampler import Sampler
+from quire.errors import OutOfPages
+from quire.kernels.batch import PagedBatch
+from quire.kernels.planner import AttentionPlanner
+from quire.kernels.segments import flatten_ranges
+from quire.memory.pool import Pool
+from quire.models.forward import RunningForward
+from quire.models.hf import LoadedModel, load_model
+from quire.scheduler.step import Places, Step, StepRows
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+from quire.speculative.drafter import Drafting, Drafts, no_drafts
+
+
+def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
+    """The draft model of this configuration, on the target's device and in its dtype; None if it has none.
+
+    Raises what `load_model` raises.
+    """
+    speculation = config.speculative_config
+    if speculation is None or speculation.method != "draft_model":
+        return None
+    assert speculation.model is not None
+    return load_model(
+        speculation.model,
+        dtype=target.spec.dtype.value,
+        device=target.device,
+        max_length=config.max_model_len,
+        threads=torch.get_num_threads(),  # the target's
+    )
+
+
+class DraftLayers:
+    """The layers of a draft in the pool of one group of its target. Their ordinals are `first` and those after it."""
+
+    def __init__(self, model: LoadedModel, first: int, cache: KVCache, pools: tuple[Pool, ...]) -> None:
+        self._model = model
+        self._first = first
+        self._cache = cache
+        groups = cache.plan.groups
+        self._group = next(at for at, g in enumerate(groups) if any(first in field.layers for field in g.layout.fields))
+        self._pool = pools[self._group]
+        self._planner = AttentionPlanner()
+
+    def forward(self, requests: RunningBatch, starts: Lengths, ends: Lengths, tokens: Ids, *, draws: bool) -> Tensor:
+        """Compute positions `starts[i]:ends[i]` of request i, at least one, whose tokens are in its row of `tokens`.
+
+        Returns logits float32 `[requests, vocabulary]` of the last positions, or of none without `draws`. Pages up to
+        `ends` are allocated.
+        """
+        rows, counts = requests.rows, ends - starts
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        positions = flatten_ranges(starts, ends)
+        ids = tokens[np.repeat(rows, counts), positions].astype(np.int64)
+        batch = PagedBatch(
+            query_starts=offsets.astype(np.int32),
+            context_lens=ends.astype(np.int32),
+            frames=self._cache.rows.page_table(requests, ends, self._group),
+            slots=self._cache.rows.slots(requests, starts, ends, self._group),
+            page_size=self._cache.page_size,
+            planner=self._planner,
+            ids=rows,
+        )
+        running = RunningForward((self._pool,), (batch,), first=self._first)
+        last = offsets[1:] - 1 if draws else offsets[:0]
+        device = self._pool.device
+        flat = (torch.from_numpy(array).to(device) for array in (ids, positions, last))
+        return self._model.run(running, *flat)
+
+
+class ModelDrafter:
+    """See the module. `tokens` int32 `[rows, width]` has the tokens of all rows, as in `Drafting`; drafts are written
+    after the known ones."""
+
+    def __init__(self, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
+        self._layers = layers
+        self._sampler = sampler
+        self._cache = cache
+        self._tokens = tokens
+        self._serials: Lengths = np.zeros(len(tokens), dtype=np.int64)
+        self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading tokens that the draft has computed
+
+    @torch.inference_mode()
+    def propose(self, drafting: Drafting) -> Drafts:
+        """What the draft model draws next, with the uniform numbers that the target's draws use."""
+        batch = drafting.batch
+        assert isinstance(batch, StepRows)
+        begun = self._serials[batch.rows] == batch.serials
+        begun[[at for at, kv in enumerate(batch.kvs) if kv.loads]] = False  # its pages may be arriving
+        most = np.where(begun, drafting.most, 0)
+        at = most.nonzero()[0]
+        if not len(at):
+            return no_drafts(len(batch))
+        some = batch if len(at) == len(batch) else batch.part(at)
+        known, depth = drafting.known[at], most[at]
+        try:
+            self._cache.reserve(some, known + depth)
+        except OutOfPages:
+            return no_drafts(len(batch))
+        starts = np.minimum(self._computed[some.rows], known - 1)
+        tokens = np.zeros((len(batch), int(depth.max())), dtype=np.int32)
+        for place in range(tokens.shape[1]):
+            if not (depth > place).all():
+                going = (depth > place).nonzero()[0]
+                some, at, known, depth, starts = some.part(going), at[going], known[going], depth[going], starts[going]
+            logits = self._layers.forward(some, starts, known + place, self._tokens, draws=True)
+            drawn = self._sampler.draw(logits, Places(some.terms, known + place - some.prompt, some.requests)).tokens
+            tokens[at, place] = self._tokens[some.rows, known + place] = drawn.cpu().numpy()
+            starts = known + place
+        self._computed[batch.rows] = np.where(most > 0, drafting.known + most - 1, self._computed[batch.rows])
+        return Drafts(most, tokens)
+
+    def follow(self, step: Step) -> None:
+        """The target computes this step: compute the pages that it fills, as far as the draft lacks them."""
+        rows, ends = step.batch.rows, step.ends
+        computed = np.where(self._serials[rows] == step.batch.serials, self._computed[rows], step.starts)
+        drafted = step.draw_counts > 1
+        computed = np.where(drafted, computed, np.minimum(computed, step.starts))  # else some were rejected
+        at = (ends // self._cache.page_size * self._cache.page_size > computed).nonzero()[0]
+        if len(at):
+            self._layers.forward(step.batch.part(at), computed[at], ends[at], self._tokens, draws=False)
+            computed[at] = ends[at]
+        self._serials[rows], self._computed[rows] = step.batch.serials, computed
+
+    def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
+        """Nothing is kept beyond the pages."""
+        del namespace, tokens, num_cached
+
+    def forget(self) -> None:
+        """Nothing is kept beyond the pages."""
