@@ -3,21 +3,32 @@ without what the draft has computed."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from quire.cache.running import Lengths, Rows
 from quire.engine.core import EngineCore
+from quire.engine.sampler import Drawn, Sampler
+from quire.errors import UnsupportedModel
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
-from tests.engine.running import core_for, run, shared_prompts
-from tests.tiny_models import VOCAB_SIZE, build_tiny
+from quire.scheduler.step import Places
+from quire.spec.events import Namespace
+from quire.spec.ids import Tier
+from quire.spec.pages import pages_for
+from tests.engine.running import core_for, run, tiered_core, tight_core
+from tests.engine.test_hybrid_tokens import GREEDY, PROMPTS, case_of
+from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
 
 STEPS = 4
 DRAFT = {"method": "draft_model", "model": "draft", "num_speculative_tokens": STEPS}
 BOUNDS = {"max_model_len": 256, "max_running_requests": 8}
 NEW_TOKENS = 40
-PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True),
     "seeded": SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=NEW_TOKENS, ignore_eos=True),
@@ -28,9 +39,14 @@ PARAMS = {
 PAGES = (1, 4, 16, 64)
 
 
-@pytest.fixture(scope="module")
-def target() -> LoadedModel:
+@cache
+def tiny_target() -> LoadedModel:
     return LoadedModel(build_tiny("llama_gqa"), name="llama_gqa")
+
+
+@pytest.fixture
+def target() -> LoadedModel:
+    return tiny_target()
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +71,15 @@ def check_right(core: EngineCore) -> None:
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
 
 
-@pytest.mark.parametrize("params", sorted(PARAMS))
-@pytest.mark.parametrize("page_size", PAGES)
-def test_a_model_drafts_for_itself(target: LoadedModel, page_size: int, params: str) -> None:
+def check_some_right(core: EngineCore, *, accepted: bool = True) -> None:
+    """Some drafts were wrong, and with `accepted` some were right."""
+    assert core.speculator is not None
+    found = core.speculator.statistics()
+    assert found["accepted_tokens"] < found["draft_tokens"] and (found["accepted_tokens"] > 0 or not accepted)
+    assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
+
+
+def check_drafts_for_itself(target: LoadedModel, page_size: int, params: str) -> None:
     """Acceptance of all: the draft has computed every token before, cold, warm, and behind prompts in chunks."""
     expected = run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS[params])
     core = core_for(
@@ -67,3 +89,203 @@ def test_a_model_drafts_for_itself(target: LoadedModel, page_size: int, params: 
     for turn in ("cold", "warm"):
         assert run(core, PROMPTS, PARAMS[params], turn) == expected
     check_right(core)
+
+
+@pytest.mark.parametrize("params", sorted(PARAMS))
+@pytest.mark.parametrize("page_size", PAGES)
+def test_a_model_drafts_for_itself(target: LoadedModel, page_size: int, params: str) -> None:
+    check_drafts_for_itself(target, page_size, params)
+
+
+@pytest.mark.parametrize("params", ["greedy", "seeded"])
+@pytest.mark.parametrize("page_size", PAGES)
+def test_a_smaller_model_drafts(target: LoadedModel, small: LoadedModel, page_size: int, params: str) -> None:
+    """Of other weights and another shape: few drafts are right, and the tokens are the same."""
+    expected = run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS[params])
+    core = core_for(target, page_size=page_size, draft=small, speculative_config=DRAFT, **BOUNDS)
+    ungoverned(core)
+    for turn in ("cold", "warm"):
+        assert run(core, PROMPTS, PARAMS[params], turn) == expected
+    check_some_right(core)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("gemma3_text", 4), ("falcon_h1", 16), ("qwen3_next", 1), ("deepseek_v3", 64)]
+)
+def test_targets_of_other_kinds(small: LoadedModel, name: str, page_size: int) -> None:
+    """Windows, states and latents beside the pages that the draft shares: ample, and starved."""
+    model, expected = case_of(name)
+    settings = {"draft": small, "page_size": page_size, "speculative_config": DRAFT}
+    kinds = [group.reach.kind for group in model.spec.groups(page_size)]
+    tight = tight_core(
+        model,
+        num_tokens=(pages_for(80, page_size) + 8) * page_size,
+        window_tokens=2 * max(44, page_size),
+        max_num_batched_tokens=17,
+        max_running_requests=3,
+        max_mamba_cache_size=4 if "state" in kinds else None,
+        **settings,
+    )
+    for core in (core_for(model, **settings, **BOUNDS), tight):
+        ungoverned(core)
+        for turn in ("cold", "warm"):
+            assert run(core, PROMPTS, GREEDY, turn) == expected
+        check_some_right(core, accepted=False)
+
+
+def test_starved(target: LoadedModel) -> None:
+    """Preempted with drafts, and evicted between."""
+    expected = run(core_for(target, page_size=4, **BOUNDS), PROMPTS, PARAMS["seeded"])
+    core = tight_core(
+        target,
+        num_tokens=132,
+        page_size=4,
+        draft=target,
+        max_num_batched_tokens=17,
+        max_running_requests=3,
+        speculative_config=DRAFT,
+    )
+    ungoverned(core)
+    for turn in range(2):
+        assert run(core, PROMPTS, PARAMS["seeded"], f"turn{turn}") == expected
+    found = core.statistics()
+    assert found["preemptions"] > 0 and found["evicted_pages"] > 0 and found["hit_tokens"] > 0
+    check_right(core)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_tiers_move_both(target: LoadedModel, page_size: int) -> None:
+    """Pages that come back from the host bring what the draft has computed."""
+    expected = run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS["seeded"])
+    core = tiered_core(
+        target,
+        num_tokens=144,
+        page_size=page_size,
+        draft=target,
+        max_num_batched_tokens=32,
+        max_running_requests=2,
+        speculative_config=DRAFT,
+    )
+    try:
+        ungoverned(core)
+        for turn in range(3):
+            assert run(core, PROMPTS, PARAMS["seeded"], f"turn{turn}") == expected
+        assert core.statistics()["tiers"]["host_hit_tokens"] > 0
+        check_right(core)
+    finally:
+        core.close()
+
+
+class Sometimes:
+    """A governor that lets few steps draft, and few drafts."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(5)
+
+    def limits(self, rows: Rows, serials: Lengths) -> Lengths:
+        del serials
+        return self._random.choice([0, 0, 0, 1, STEPS], len(rows))
+
+    def settled(self, *_: Any) -> None: ...
+
+    def measured(self, *_: Any) -> None: ...
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+
+class Mistaken:
+    """A sampler that draws another token now and then."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._random = np.random.default_rng(6)
+
+    def draw(self, logits: torch.Tensor, places: Places) -> Drawn:
+        drawn = self._sampler.draw(logits, places)
+        wrong = torch.from_numpy(self._random.random(len(drawn.tokens)) < 0.4)
+        return Drawn(torch.where(wrong, (drawn.tokens + 1) % VOCAB_SIZE, drawn.tokens), {})
+
+
+def check_pages_are_complete(target: LoadedModel, page_size: int) -> None:
+    """Whether steps draft or not, and drafts are right or not, each cached page has what both models computed: here,
+    they are one."""
+    core = core_for(
+        target, page_size=page_size, draft=target, speculative_config=DRAFT, max_num_batched_tokens=23, **BOUNDS
+    )
+    assert core.speculator is not None
+    core.speculator._governor = Sometimes()  # type: ignore[assignment]
+    drafter = core.runner.drafter
+    assert drafter is not None
+    drafter._sampler = Mistaken(drafter._sampler)  # type: ignore[assignment]
+    outputs = run(core, PROMPTS, PARAMS["seeded"])
+    found = core.speculator.statistics()
+    assert 0 < found["accepted_tokens"] < found["draft_tokens"]
+    assert 0 < found["drafts"] < core.statistics()["output_tokens"] / 2
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = np.array([*prompt, *output], dtype=np.int32)
+        pages = core.cache.tree.match(Namespace(), tokens).pages
+        assert len(pages) >= (len(tokens) - 1) // page_size
+        frames = core.cache.parts.frames.of(Tier.DEVICE, 0).frame[pages]
+        for field, tensor in core.pools[0].tensors:
+            half = len(field.layers) // 2
+            assert field.layers == tuple(range(2 * half))
+            torch.testing.assert_close(tensor[:half, frames], tensor[half:, frames], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_cached_pages_are_complete(target: LoadedModel, page_size: int) -> None:
+    check_pages_are_complete(target, page_size)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_as_much_is_reused_as_without(target: LoadedModel, small: LoadedModel, page_size: int) -> None:
+    """Conversations that go on: hits are those of an engine without drafts."""
+    hits = []
+    for more in ({}, {"draft": small, "speculative_config": DRAFT}):
+        core = core_for(target, page_size=page_size, **BOUNDS, **more)
+        prompts = PROMPTS
+        for turn in range(3):
+            outputs = run(core, prompts, PARAMS["greedy"], f"turn{turn}")
+            prompts = [[*prompt, *output, 7, 8, 9] for prompt, output in zip(prompts, outputs, strict=True)]
+        hits.append(core.statistics()["hit_tokens"])
+    assert hits[1] >= 0.99 * hits[0] > 0
+
+
+def test_its_layers_are_planned(target: LoadedModel, small: LoadedModel) -> None:
+    """A page has the fields of both, with real shapes, and pages of another draft are not found."""
+    core = core_for(target, draft=small, speculative_config=DRAFT, **BOUNDS)
+    own, drafts = (model.spec.groups(16)[0].layout.bytes_per_frame for model in (target, small))
+    (group,) = core.plan.groups
+    assert group.layout.bytes_per_frame == own + drafts
+    assert core.statistics()["weight_bytes"] == target.weight_bytes + small.weight_bytes
+    other = LoadedModel(build_tiny("qwen3", num_hidden_layers=1, seed=1), name="other")
+    identities = {core_for(target, draft=draft, speculative_config=DRAFT)._identity(0) for draft in (small, other)}
+    assert len(identities) == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changed", "reason"),
+    [
+        ("llama_gqa", {"vocab_size": 128}, "vocabulary of 128"),
+        ("gemma3_text", {}, "windows"),
+        ("llama_gqa", {"max_position_embeddings": 128}, "context of 128"),
+    ],
+)
+def test_drafts_that_cannot_run_are_refused(
+    target: LoadedModel, architecture: str, changed: dict[str, Any], reason: str
+) -> None:
+    draft = case_of(architecture)[0] if architecture == "gemma3_text" else None
+    draft = draft or LoadedModel(build_tiny(architecture, **changed), name="draft")
+    with pytest.raises(UnsupportedModel, match=reason):
+        core_for(target, draft=draft, speculative_config=DRAFT, **BOUNDS)
+
+
+def test_it_is_loaded_by_its_path(tmp_path: Path, target: LoadedModel) -> None:
+    """In the dtype of its target, before which its configuration was read."""
+    folder = save_tiny("llama_gqa", tmp_path / "draft", num_hidden_layers=1)
+    expected = run(core_for(target, **BOUNDS), PROMPTS, PARAMS["greedy"])
+    core = core_for(target, speculative_config={**DRAFT, "model": str(folder)}, **BOUNDS)
+    ungoverned(core)
+    assert run(core, PROMPTS, PARAMS["greedy"]) == expected
+    assert core.draft is not None and core.draft.spec.dtype is target.spec.dtype

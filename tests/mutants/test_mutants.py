@@ -11,6 +11,7 @@ from quire.errors import QuireError
 from quire.plan import planner
 from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
+from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target
 from tests.fuzz.run import run_lives
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
@@ -18,7 +19,7 @@ from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
-from tests.mutants import hold_mutants, hybrid_mutants, plan_mutants, step_mutants
+from tests.mutants import draft_mutants, hold_mutants, hybrid_mutants, plan_mutants, step_mutants
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import check_link
@@ -66,6 +67,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_lanes.test_a_hung_peer_holds_its_own_threads_only,
     ],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
+    "draft models": [
+        lambda: check_drafts_for_itself(tiny_target(), 16, "greedy"),
+        lambda: check_pages_are_complete(tiny_target(), 4),
+    ],
 }
 
 
@@ -125,6 +130,7 @@ def test_names_and_sentences_are_all_different() -> None:
         plan_mutants.appended_tokens_are_not_shown,
         step_mutants.draws_are_one_too_early,
         hold_mutants.held_frames_are_idle,
+        draft_mutants.the_last_accepted_draft_is_not_computed,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()
