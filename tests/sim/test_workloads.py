@@ -9,8 +9,8 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.sim.hit_bounds import HitBounds
-from quire.sim.synthetic_text import VOCABULARY, Text, text_seed, tokens_of
 from quire.sim.trace import Trace, open_trace
+from quire.sim.trace_request import VOCABULARY, Text, text_seed, tokens_of
 from quire.sim.workloads import WORKLOADS
 from tests.sim.tiny_traces import digest
 
@@ -36,15 +36,15 @@ PINNED_DIGESTS = {
 
 
 def test_tokens_are_the_same_on_every_machine() -> None:
-    assert tokens_of([Text(text_seed("a", 1), 3), Text(text_seed("a", 2), 2)]).tolist() == PINNED_TOKENS
+    assert tokens_of([Text(("a", 1), 3), Text(("a", 2), 2)]).tolist() == PINNED_TOKENS
     assert tokens_of([]).tolist() == []
 
 
 def test_a_text_is_a_prefix_of_a_longer_one_and_like_no_other() -> None:
-    keys = {text_seed(*parts) for parts in (("a",), ("b",), (0,), (1,), (-1,), (0, 0), ("a", 0), (2**64 - 1,), ("",))}
+    keys = {text_seed(name) for name in (("a",), ("b",), (0,), (1,), (-1,), (0, 0), ("a", 0), (2**64 - 1,), ("",))}
     assert len(keys) == 9
-    one, other = (tokens_of([Text(text_seed("piece", number), 20_000)]) for number in (1, 2))
-    assert (tokens_of([Text(text_seed("piece", 1), 500)]) == one[:500]).all()
+    one, other = (tokens_of([Text(("piece", number), 20_000)]) for number in (1, 2))
+    assert (tokens_of([Text(("piece", 1), 500)]) == one[:500]).all()
     assert one.min() >= 0 and one.max() < VOCABULARY
     assert (one == other).sum() < 5
     assert len(np.unique(one)) > 18_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.errors import InvalidInput
-from quire.sim.formats.published import AZURE, LMCACHE_AGENT, MOONCAKE, RAGPULSE
+from quire.sim.formats.published import AZURE, LMCACHE_AGENT, MOONCAKE, RAGPULSE, RAGPULSE_TRACE
 from quire.sim.formats.request_log import REQUEST_LOG
 from quire.sim.formats.token_trace import TOKEN_TRACE, write_trace
-from quire.sim.formats.trace_format import Tokenize, TraceFormat, fields_of, lines, utf8_bytes
-from quire.sim.trace_request import Trace, TraceRequest
+from quire.sim.formats.trace_format import TraceFormat, fields_of, lines
+from quire.sim.trace_request import Planned, Tokenize, Trace, TraceRequest, utf8_bytes
 from quire.sim.workloads import WORKLOADS, make_workload
 
 __all__ = ["FORMATS", "Trace", "TraceRequest", "open_trace", "write_trace"]
@@ -28,12 +28,15 @@ def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize
         raise InvalidInput(f"a trace of {limit} requests has nothing to replay.", fix="use a limit of at least 1.")
     path = Path(source)
     if path.exists():
-        found = _format_of(path)
+        file = path / RAGPULSE_TRACE if (path / RAGPULSE_TRACE).is_file() else path
+        found = _format_of(file)
         about = f"{found.name} trace {source}"
         about += ", tokens of its text: utf8" if found.has_text and tokenize is utf8_bytes else ""
-        trace = Trace(path.name, about, found.read(path, tokenize), limit=limit)
+        trace = Trace(path.name, about, found.read(file, tokenize), limit=limit)
     elif source.partition(":")[0] in WORKLOADS:
-        trace = Trace(source, f"workload {source}, seed {seed}", make_workload(source, seed), limit=limit)
+        drafts = make_workload(source, seed)
+        planned = (Planned.of(draft, tokenize) for draft in drafts)
+        trace = Trace(source, f"workload {source}, seed {seed}", planned, limit=limit)
     else:
         known = f"name a file ({_format_names()}) or a workload ({', '.join(WORKLOADS)})."
         raise InvalidInput(f"there is no trace file or workload '{source}'.", fix=known)
@@ -46,7 +49,7 @@ def _format_of(path: Path) -> TraceFormat:
     first = next((line.text for line in lines(path)), b"") if path.is_file() else b""
     fields = fields_of(first)
     for known in FORMATS:
-        if known.recognises(path, first, fields):
+        if known.recognises(first, fields):
             return known
     what = f"its first line begins with {first[:60]!r}" if first else "it has no first line"
     raise InvalidInput(f"{path} is no trace that is known: {what}.", fix=f"use one of: {_format_names()}.")

@@ -8,15 +8,13 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from typing_extensions import Unpack
-
 from quire.errors import InvalidInput
-from quire.sim.synthetic_text import Text, text_seed
-from quire.sim.trace_request import Planned, RequestFields
+from quire.sim.trace_request import Draft, Text, TraceRequest, text_seed
 from quire.spec.events import Namespace
 
 Choice = TypeVar("Choice")
@@ -30,25 +28,25 @@ class Workload:
 
     def __init__(self, name: str, seed: int) -> None:
         self.random = random.Random(f"{name}/{seed}")
-        self.requests: list[Planned] = []
-        self._seed = text_seed(name, seed)
+        self.requests: list[Draft] = []
+        self._seed = text_seed((name, seed))
         self._num_texts = 0
 
     def text(self, low: int, high: int | None = None) -> Text:
         """A text of `low` tokens, or of a random number from `low` to `high`; no other text begins like it."""
         length = low if high is None else self.between(low, high)
         self._num_texts += 1
-        return Text(text_seed(self._seed, self._num_texts), length)
+        return Text((self._seed, self._num_texts), length)
 
     def between(self, low: int, high: int) -> int:
         """A uniform whole number from `low` to `high`, both included."""
         return self.random.randint(low, high)
 
-    def poisson(self, rate: float) -> Iterator[float]:
-        """Endless arrival times of a Poisson process of `rate` a second, from 0 on, to the microsecond."""
+    def arrivals(self, count: int, rate: float) -> Iterator[tuple[int, float]]:
+        """Numbers from 0 on and times of a Poisson process of `rate` a second, from 0 on, to the microsecond."""
         arrival = 0.0
-        while True:
-            yield arrival
+        for number in range(count):
+            yield number, arrival
             arrival += round(self.random.expovariate(1.0) * (1 / rate), 6)
 
     def popular(self, choices: Sequence[Choice], exponent: float = 1.0) -> Choice:
@@ -56,59 +54,38 @@ class Workload:
         weights = accumulate((at + 1) ** -exponent for at in range(len(choices)))
         return self.random.choices(choices, cum_weights=tuple(weights))[0]
 
-    def add(
-        self,
-        prompt: Sequence[Text],
-        output: Text,
-        *,
-        arrival: float,
-        request_id: str = "",
-        **fields: Unpack[RequestFields],
-    ) -> str:
-        """Add a request and return its id."""
-        request_id = request_id or str(len(self.requests))
-        self.requests.append(Planned.of_texts(request_id, prompt, output, round(arrival, 6), **fields))
-        return request_id
+    def add(self, prompt: Sequence[Text], output: Text, arrival: float, **fields: Any) -> None:
+        """Add a request; `fields` are others of a `TraceRequest`. Its id is its number unless they name it."""
+        fields.setdefault("request_id", str(len(self.requests)))
+        self.requests.append(TraceRequest(prompt=tuple(prompt), output=(output,), arrival=round(arrival, 6), **fields))
 
 
+@dataclass(slots=True)
 class Conversation:
-    """Turns whose prompts are the whole conversation so far and a new text."""
+    """Turns whose prompts are all that was `said` so far and a new text. The next turn arrives at `arrival`, or as long
+    as its user thinks after that."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        session: str,
-        opening: Sequence[Text],
-        *,
-        arrival: float,
-        namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
-    ) -> None:
-        self._workload = workload
-        self._session = session
-        self._said = list(opening)
-        self._arrival = arrival
-        self._namespace = namespace
-        self._last = ""
-        self._num_turns = 0
+    load: Workload
+    session: str
+    said: list[Text]
+    arrival: float
+    namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
+    num_turns: int = 0
 
     def turn(self, user: Text, output_tokens: int, *, think: float = 0.0) -> None:
         """Add the next turn. It arrives `think` seconds after the one before has finished; the first has no wait."""
-        think = think if self._last else 0.0
-        self._said.append(user)
-        output = self._workload.text(output_tokens)
-        self._last = self._workload.add(
-            self._said,
-            output,
-            arrival=self._arrival + think,
-            request_id=f"{self._session}.{self._num_turns}",
-            session=self._session,
-            namespace=self._namespace,
-            after=self._last,
-            think=round(think, 6),
-        )
-        self._arrival += think + output_tokens * NOMINAL_STEP_S
-        self._said.append(output)
-        self._num_turns += 1
+        self.said.append(user)
+        output = self.load.text(output_tokens)
+        fields: dict[str, Any] = {"session": self.session, "namespace": self.namespace}
+        if self.num_turns:
+            fields |= {"after": f"{self.session}.{self.num_turns - 1}", "think": round(think, 6)}
+        else:
+            think = 0.0
+        request_id = f"{self.session}.{self.num_turns}"
+        self.load.add(self.said, output, self.arrival + think, request_id=request_id, **fields)
+        self.arrival += think + output_tokens * NOMINAL_STEP_S
+        self.said.append(output)
+        self.num_turns += 1
 
 
 # -- conversations: each prompt repeats the earlier turns
@@ -123,13 +100,13 @@ def chat(load: Workload, *, requests: int = 200, systems: int = 8, documents: in
     """
     opening = [load.text(256, 2048) for _ in range(systems)]
     attached = [load.text(1024, 6144) for _ in range(documents)]
-    for number, arrival in enumerate(load.poisson(rate)):
+    for number, arrival in load.arrivals(requests, rate):
         if len(load.requests) >= requests:
             break
         said = [load.popular(opening, 1.1)]
         if load.random.random() < 0.25:
             said.append(load.popular(attached, 0.9))
-        conversation = Conversation(load, f"c{number}", said, arrival=arrival)
+        conversation = Conversation(load, f"c{number}", said, arrival)
         for turn in range(min(load.random.choice(_TURNS), requests - len(load.requests))):
             think = load.random.uniform(0.5, 20.0) if turn else 0.0
             conversation.turn(load.text(20, 400), load.between(40, 300), think=think)
@@ -188,7 +165,7 @@ def rag_scan(load: Workload, *, requests: int = 200, system: int = 2048, hot_eve
     """A scan: long prompts of passages that never come again, and every `hot_every`-th request a short question under
     one system prompt. A cache should not evict that prompt for the passages."""
     hot = load.text(system)
-    for number, arrival in zip(range(requests), load.poisson(rate), strict=False):
+    for number, arrival in load.arrivals(requests, rate):
         if number % hot_every:
             prompt = [load.text(256, 512) for _ in range(4)]
         else:
@@ -203,7 +180,7 @@ def mixed_prefixes(
     cache that counts each large one as one entry has room for little else."""
     shared = [load.text(tokens // 2, tokens) for _ in range(large)]
     shared += [load.text(max(tokens // 64, 1), max(tokens // 16, 1)) for _ in range(small)]
-    for _, arrival in zip(range(requests), load.poisson(rate), strict=False):
+    for _, arrival in load.arrivals(requests, rate):
         load.add([load.random.choice(shared), load.text(10, 50)], load.text(8, 32), arrival=arrival)
 
 
@@ -229,7 +206,7 @@ def over_commit(
     """Short prompts with long answers, together `ratio` times a pool of `pool` tokens: all of them start, and some must
     be preempted before all can end."""
     requests = max(round(pool * ratio / (prompt + output)), 1)
-    for _, arrival in zip(range(requests), load.poisson(rate), strict=False):
+    for _, arrival in load.arrivals(requests, rate):
         length = load.between(output // 2 + 1, output + output // 2)
         load.add([load.text(prompt)], load.text(length), arrival=arrival)
 
@@ -257,7 +234,7 @@ def abort_storm(
     """Requests of which `share` lose their client: a third while they wait, the rest at some token of the answer."""
     opening = [load.text(256, 1024) for _ in range(systems)]
     leaving = set(load.random.sample(range(requests), round(requests * min(share, 1.0))))
-    for number, arrival in zip(range(requests), load.poisson(rate), strict=False):
+    for number, arrival in load.arrivals(requests, rate):
         length = load.between(40, 200)
         abort_after = 0 if load.random.random() < 1 / 3 else load.between(1, length - 1)
         load.add(
@@ -354,7 +331,7 @@ WORKLOADS = {make.__name__.replace("_", "-"): make for make in _FUNCTIONS}
 """Name to function; its docstring says what the workload is."""
 
 
-def make_workload(source: str, seed: int) -> Sequence[Planned]:
+def make_workload(source: str, seed: int) -> Sequence[Draft]:
     """The requests of a workload: `name`, or `name:setting=value,setting=value`. The same source and seed give the same
     requests everywhere. Raises InvalidInput for a setting that it does not have."""
     name, _, settings = source.partition(":")

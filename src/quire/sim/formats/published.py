@@ -27,33 +27,24 @@ If only the length of an output is known, it is unlike any other text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from quire.errors import InvalidInput
 from quire.sim.formats.trace_format import (
     Length,
-    Line,
+    ReadLine,
     Timestamp,
     TokenId,
-    Tokenize,
     TraceFormat,
     iso_seconds,
     lines,
-    utf8_bytes,
+    rows_of,
 )
-from quire.sim.synthetic_text import Text, text_seed, tokens_of
-from quire.sim.trace_request import Planned, TraceRequest
-from quire.spec.ids import Ids
-
-# -- Mooncake
+from quire.sim.trace_request import Blocks, Draft, Text, TraceRequest
 
 _BLOCK_TOKENS = 512
 
@@ -64,31 +55,14 @@ class _MooncakeRow(msgspec.Struct):
     output_length: Annotated[int, Meta(ge=0)]
     hash_ids: list[TokenId]
 
-
-_MOONCAKE_ROWS = msgspec.json.Decoder(_MooncakeRow)
-
-
-def _read_mooncake(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-    """Each request is an array of block ids until it is built."""
-    for line in lines(path):
-        row = line.decode(_MOONCAKE_ROWS)
-        line.check_length("input_length and output_length", row.input_length + row.output_length)
-        blocks = -(-row.input_length // _BLOCK_TOKENS)
-        if len(row.hash_ids) != blocks:
-            has = f"'hash_ids' has {len(row.hash_ids)} blocks"
-            line.refuse(f"{has}, and {row.input_length} tokens are {blocks} blocks of {_BLOCK_TOKENS}")
-        ids = np.array(row.hash_ids, dtype=np.int32)
-        lengths = row.input_length, row.output_length
-        yield Planned(row.timestamp / 1e3, partial(_mooncake_request, line.number, ids, lengths), lengths)
-
-
-def _mooncake_request(number: int, ids: Ids, lengths: tuple[int, int], arrival: float) -> TraceRequest:
-    blocks = [Text(text_seed("mooncake", block), _BLOCK_TOKENS) for block in ids.tolist()]
-    output = Text(text_seed("mooncake output", number), lengths[1])
-    return TraceRequest(str(number), tokens_of(blocks)[: lengths[0]], tokens_of([output]), arrival)
-
-
-# -- LMCache agents
+    def draft(self, number: int) -> Draft:
+        num_blocks = -(-self.input_length // _BLOCK_TOKENS)
+        if len(self.hash_ids) != num_blocks:
+            has = f"'hash_ids' has {len(self.hash_ids)} blocks"
+            raise ValueError(f"{has}, and {self.input_length} tokens are {num_blocks} blocks of {_BLOCK_TOKENS}")
+        prompt = Blocks("mooncake", self.hash_ids, _BLOCK_TOKENS, self.input_length)
+        output = Text(("mooncake output", number), self.output_length)
+        return TraceRequest(str(number), prompt, (output,), self.timestamp / 1e3)
 
 
 class _AgentRow(msgspec.Struct):
@@ -97,26 +71,12 @@ class _AgentRow(msgspec.Struct):
     output: str
     session_id: str | int = ""
 
-
-_AGENT_ROWS = msgspec.json.Decoder(_AgentRow)
-
-
-def _read_agents(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-    for line in lines(path):
-        row = line.decode(_AGENT_ROWS)
-        lengths = (len(row.input.encode()), len(row.output.encode())) if tokenize is utf8_bytes else None
-        yield Planned(row.timestamp / 1e6, partial(_agent_request, line, tokenize), lengths)
+    def draft(self, number: int) -> Draft:
+        session = str(self.session_id)
+        return TraceRequest(str(number), self.input, self.output, self.timestamp / 1e6, session=session)
 
 
-def _agent_request(line: Line, tokenize: Tokenize, arrival: float) -> TraceRequest:
-    row = line.decode(_AGENT_ROWS)
-    prompt, output = tokenize(row.input), tokenize(row.output)
-    return TraceRequest(str(line.number), prompt, output, arrival, session=str(row.session_id))
-
-
-# -- RAGPulse
-
-_RAGPULSE_TRACE = "0_trace.jsonl"
+RAGPULSE_TRACE = "0_trace.jsonl"
 _CHUNKS = {
     "sys_prompt": ("1_sys_prompt.jsonl", "sys_prompt_id"),
     "passages_ids": ("2_passages.jsonl", "passage_id"),
@@ -127,88 +87,69 @@ _CHUNKS = {
 """Kinds of chunks in their order in a prompt, the file with their lengths and the field of their ids in it."""
 
 
-class _ChunkIds(msgspec.Struct):
-    sys_prompt: list[int] = []
-    passages_ids: list[int] = []
-    web_search: list[int] = []
-    history: list[int] = []
-    user_input: list[int] = []
-
-
 class _RagPulseRow(msgspec.Struct):
     timestamp: Timestamp
     output_length: Length
-    hash_ids: _ChunkIds
+    hash_ids: dict[str, list[int]]
     session_id: str | int = ""
 
 
-def _read_ragpulse(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-    """The requests of the folder, or of the file in it."""
-    path = path / _RAGPULSE_TRACE if path.is_dir() else path
-    chunks = {kind: _chunk_lengths(path.parent / name, field) for kind, (name, field) in _CHUNKS.items()}
+def _open_ragpulse(path: Path) -> ReadLine:
+    """Of the trace in a folder with files of lengths."""
+    lengths = {kind: _chunk_lengths(path.parent / name, field) for kind, (name, field) in _CHUNKS.items()}
     rows = msgspec.json.Decoder(_RagPulseRow, strict=False)  # its timestamps are in quotes
-    for line in lines(path):
-        row = line.decode(rows)
-        prompt = []
-        for kind, lengths in chunks.items():
-            for chunk in getattr(row.hash_ids, kind):
-                if chunk not in lengths:
-                    line.refuse(f"'{kind}' has chunk {chunk}, and {_CHUNKS[kind][0]} does not say how long it is")
-                prompt.append(Text(text_seed(kind, chunk), lengths[chunk]))
-        num_tokens = sum(text.length for text in prompt)
-        if not num_tokens:
-            line.refuse("the prompt has no tokens")
-        line.check_length("hash_ids", num_tokens)
-        output = Text(text_seed("ragpulse output", line.number), row.output_length)
-        yield Planned.of_texts(str(line.number), prompt, output, row.timestamp, session=str(row.session_id))
+
+    def read(text: bytes, number: int) -> Draft:
+        row = rows.decode(text)
+        chunks = [(kind, chunk) for kind in _CHUNKS for chunk in row.hash_ids.get(kind, ())]
+        for kind, chunk in chunks:
+            if chunk not in lengths[kind]:
+                raise ValueError(f"'{kind}' has chunk {chunk}, and {_CHUNKS[kind][0]} does not say how long it is")
+        prompt = tuple(Text((kind, chunk), lengths[kind][chunk]) for kind, chunk in chunks)
+        if not any(text.length for text in prompt):
+            raise ValueError("the prompt has no tokens")
+        output = Text(("ragpulse output", number), row.output_length)
+        return TraceRequest(str(number), prompt, (output,), row.timestamp, session=str(row.session_id))
+
+    return read
 
 
 def _chunk_lengths(path: Path, field: str) -> dict[int, int]:
     """Tokens of each chunk of one kind, whose ids are in `field`."""
     if not path.is_file():
         raise InvalidInput(f"{path} is missing, and says how long chunks are.", fix="put it beside the trace.")
+    decode = msgspec.json.Decoder(dict[str, Length]).decode
     found = {}
-    rows = msgspec.json.Decoder(dict[str, Length])
     for line in lines(path):
-        row = line.decode(rows)
+        row = line.parsed(lambda text, _: decode(text))
         if not {field, "token_length"} <= row.keys():
             line.refuse(f"'{field}' or 'token_length' is missing")
         found[row[field]] = row["token_length"]
     return found
 
 
-# -- Azure
-
 _AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-def _read_azure(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-    for line in islice(lines(path), 1, None):
-        columns = line.text.decode(errors="replace").strip().split(",")
-        if len(columns) != 3:
-            line.refuse(f"it has {len(columns)} columns, and {_AZURE_HEADER.decode()} are 3")
-        try:
-            arrival, prompt_tokens, output_tokens = iso_seconds(columns[0]), int(columns[1]), int(columns[2])
-        except ValueError as error:
-            line.refuse(str(error))
-        if prompt_tokens < 1 or output_tokens < 0:
-            line.refuse(f"{prompt_tokens} prompt and {output_tokens} output tokens are no request")
-        line.check_length("ContextTokens,GeneratedTokens", prompt_tokens + output_tokens)
-        prompt = Text(text_seed("azure", line.number), prompt_tokens)
-        output = Text(text_seed("azure output", line.number), output_tokens)
-        yield Planned.of_texts(str(line.number), [prompt], output, arrival)
+def _read_azure(text: bytes, number: int) -> Draft:
+    columns = text.decode(errors="replace").strip().split(",")
+    if len(columns) != 3:
+        raise ValueError(f"it has {len(columns)} columns, and {_AZURE_HEADER.decode()} are 3")
+    arrival, prompt_tokens, output_tokens = iso_seconds(columns[0]), int(columns[1]), int(columns[2])
+    if prompt_tokens < 1 or output_tokens < 0:
+        raise ValueError(f"{prompt_tokens} prompt and {output_tokens} output tokens are no request")
+    prompt, output = Text(("azure", number), prompt_tokens), Text(("azure output", number), output_tokens)
+    return TraceRequest(str(number), (prompt,), (output,), arrival)
 
 
-MOONCAKE = TraceFormat("Mooncake", lambda path, first, fields: isinstance(fields.get("hash_ids"), list), _read_mooncake)
+MOONCAKE = TraceFormat(
+    "Mooncake", lambda first, fields: isinstance(fields.get("hash_ids"), list), rows_of(_MooncakeRow)
+)
 LMCACHE_AGENT = TraceFormat(
     "LMCache agent",
-    lambda path, first, fields: isinstance(fields.get("input"), str) and isinstance(fields.get("output"), str),
-    _read_agents,
+    lambda first, fields: isinstance(fields.get("input"), str) and isinstance(fields.get("output"), str),
+    rows_of(_AgentRow),
     has_text=True,
 )
-RAGPULSE = TraceFormat(
-    "RAGPulse",
-    lambda path, first, fields: (path / _RAGPULSE_TRACE).is_file() or isinstance(fields.get("hash_ids"), dict),
-    _read_ragpulse,
-)
-AZURE = TraceFormat("Azure CSV", lambda path, first, fields: first.strip() == _AZURE_HEADER, _read_azure)
+RAGPULSE = TraceFormat("RAGPulse", lambda first, fields: isinstance(fields.get("hash_ids"), dict), _open_ragpulse)
+AZURE = TraceFormat("Azure CSV", lambda first, fields: first.strip() == _AZURE_HEADER, lambda path: _read_azure, 1)

@@ -11,19 +11,13 @@ are joined with a mark for each role; a prompt may be a list of token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from quire.sim.formats.trace_format import Length, Line, Timestamp, TokenId, Tokenize, TraceFormat, iso_seconds, lines
-from quire.sim.synthetic_text import Text, text_seed, tokens_of
-from quire.sim.trace_request import Planned, TraceRequest
+from quire.sim.formats.trace_format import Length, Timestamp, TokenId, TraceFormat, iso_seconds, rows_of
+from quire.sim.trace_request import Content, Draft, Text, TraceRequest
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids
 
 _DEFAULT_OUTPUT_TOKENS = 16
 
@@ -67,60 +61,41 @@ class _Row(_Body):
     usage: _Usage | None = None
     timestamp: Timestamp | str | None = None
 
+    def draft(self, number: int) -> Draft:
+        body = self.body or self.request or self
+        prompt = _conversation(body) if body.messages else body.prompt
+        if not prompt:
+            raise ValueError("there are no 'messages' and no 'prompt'")
+        return TraceRequest(
+            request_id=str(number),
+            prompt=prompt,
+            output=_output(number, self, body),
+            arrival=_arrival(self.timestamp),
+            session=body.user or "",
+            namespace=Namespace(salt=body.cache_salt or ""),
+            priority=body.priority or 0,
+        )
 
-_ROWS = msgspec.json.Decoder(_Row)
 
-
-def _recognises(path: Path, first: bytes, fields: dict[str, Any]) -> bool:
+def _recognises(first: bytes, fields: dict[str, Any]) -> bool:
     bodies = (fields, fields.get("body"), fields.get("request"))
     return any(isinstance(body, dict) and ("messages" in body or "prompt" in body) for body in bodies)
 
 
-def _read(path: Path, tokenize: Tokenize) -> Iterator[Planned]:
-    """The text of a request is read from the file again when it is built."""
-    for line in lines(path):
-        row = line.decode(_ROWS)
-        body = row.body or row.request or row
-        if not body.messages and not body.prompt:
-            line.refuse("there are no 'messages' and no 'prompt'")
-        yield Planned(_arrival(line, row.timestamp), partial(_request, line, tokenize))
+REQUEST_LOG = TraceFormat("OpenAI request log", _recognises, rows_of(_Row), has_text=True)
 
 
-REQUEST_LOG = TraceFormat("OpenAI request log", _recognises, _read, has_text=True)
-
-
-def _request(line: Line, tokenize: Tokenize, arrival: float) -> TraceRequest:
-    row = line.decode(_ROWS)
-    body = row.body or row.request or row
-    if body.messages:
-        prompt = tokenize(_conversation(body))
-    elif isinstance(body.prompt, str):
-        prompt = tokenize(body.prompt)
-    else:
-        prompt = np.array(body.prompt, dtype=np.int32)
-    return TraceRequest(
-        request_id=str(line.number),
-        prompt=prompt,
-        output=_output(line.number, row, body, tokenize),
-        arrival=arrival,
-        session=body.user or "",
-        namespace=Namespace(salt=body.cache_salt or ""),
-        priority=body.priority or 0,
-    )
-
-
-def _output(number: int, row: _Row, body: _Body, tokenize: Tokenize) -> Ids:
+def _output(number: int, row: _Row, body: _Body) -> Content:
     """The answer, or a synthetic text of its length, or of the requested length."""
     response = row.response or _Response()
     response = response.body or response
     if response.choices:
         choice = response.choices[0]
-        return tokenize(_said(choice.message) if choice.message else choice.text)
+        return _said(choice.message) if choice.message else choice.text
     usage = response.usage or row.usage or _Usage()
-    for length in (usage.completion_tokens, body.max_completion_tokens, body.max_tokens, _DEFAULT_OUTPUT_TOKENS):
-        if length is not None:
-            return tokens_of([Text(text_seed("request log output", number), length)])
-    raise AssertionError("there is a default")
+    lengths = (usage.completion_tokens, body.max_completion_tokens, body.max_tokens, _DEFAULT_OUTPUT_TOKENS)
+    length = next(length for length in lengths if length is not None)
+    return (Text(("request log output", number), length),)
 
 
 def _conversation(body: _Body) -> str:
@@ -143,7 +118,7 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _arrival(line: Line, timestamp: float | str | None) -> float:
+def _arrival(timestamp: float | str | None) -> float:
     """Seconds; lines without a timestamp arrive all at once."""
     if timestamp is None:
         return 0.0
@@ -151,5 +126,5 @@ def _arrival(line: Line, timestamp: float | str | None) -> float:
         try:
             return iso_seconds(timestamp)
         except ValueError as error:
-            line.refuse(f"'timestamp': {error}")
+            raise ValueError(f"'timestamp': {error}") from error
     return timestamp / (1.0 if timestamp < 1e11 else 1e3 if timestamp < 1e14 else 1e6)

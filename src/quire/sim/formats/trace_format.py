@@ -1,24 +1,24 @@
-"""TraceFormat: the interface of a trace file's format; and the common parts: lines, types of fields, errors."""
+"""TraceFormat: a kind of trace file, read line by line; and the types of fields that formats share."""
 
 from __future__ import annotations
 
 import lzma
+import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from quire.errors import InvalidInput
-from quire.sim.trace_request import Planned
-from quire.spec.ids import Ids
+from quire.sim.trace_request import Draft, Planned, Tokenize, TraceRequest, built
 
-Row = TypeVar("Row")
+Found = TypeVar("Found")
 
 MOST_TOKENS = 1 << 26
 """Of one request. More is a mistake in the file, and would only fill the memory."""
@@ -27,8 +27,15 @@ Length = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Timestamp = Annotated[float, Meta(ge=0)]
 
-Tokenize = Callable[[str], Ids]
-"""Text to token ids, int32."""
+ReadLine = Callable[[bytes, int], Draft]
+"""The request on a line, given the line's number. Raises ValueError or MsgspecError for a bad line."""
+
+
+class Row(Protocol):
+    """The fields of a line, as msgspec decodes them."""
+
+    def draft(self, number: int, /) -> Draft:
+        """The request, given the line's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +43,42 @@ class TraceFormat:
     """A kind of trace file, with the name that users see."""
 
     name: str
-    recognises: Callable[[Path, bytes, dict[str, Any]], bool]
-    """Whether a path is such a file, given its first line, and that line's fields if it is a JSON object."""
-    read: Callable[[Path, Tokenize], Iterable[Planned]]
-    """Every request of the file, in any order. Raises InvalidInput with the number of the first bad line."""
+    recognises: Callable[[bytes, dict[str, Any]], bool]
+    """Whether a file is of this kind, given its first line, and that line's fields if it is a JSON object."""
+    open: Callable[[Path], ReadLine]
+    """How the lines of a file are read. Raises InvalidInput."""
+    num_headers: int = 0
     has_text: bool = False
     """Whether it has text, which `Tokenize` turns into tokens."""
+
+    def read(self, path: Path, tokenize: Tokenize) -> Iterator[Planned]:
+        """Every request of the file. A request is read from the file again when it is built. Raises InvalidInput with
+        the number of the first bad line."""
+        read = self.open(path)
+        arrivals: dict[str, float] = {}
+        for line in lines(path):
+            if line.number <= self.num_headers:
+                continue
+            draft = line.parsed(read)
+            request = Planned.of(draft, tokenize)
+            if request.lengths is not None and sum(request.lengths) > MOST_TOKENS:
+                line.refuse(f"the request has {sum(request.lengths)} tokens, and may have at most {MOST_TOKENS}")
+            if draft.after and arrivals.get(draft.after, math.inf) > draft.arrival:
+                line.refuse(f"'after' names '{draft.after}', and no line before it has such a request that is earlier")
+            if draft.request_id in arrivals:
+                line.refuse(f"there was a request '{draft.request_id}' before")
+            arrivals[draft.request_id] = draft.arrival
+            yield request._replace(build=partial(_read_again, line, read, tokenize))
+
+
+def rows_of(row: type[Row], *, strict: bool = True) -> Callable[[Path], ReadLine]:
+    """How lines are read that are JSON objects with the fields of `row`."""
+    decode = msgspec.json.Decoder(row, strict=strict).decode
+    return lambda path: lambda text, number: decode(text).draft(number)
+
+
+def _read_again(line: Line, read: ReadLine, tokenize: Tokenize, arrival: float) -> TraceRequest:
+    return built(line.parsed(read), tokenize, arrival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +96,12 @@ class Line:
         """Without the line's end."""
         return self._content[self._start : self._end]
 
-    def decode(self, decoder: msgspec.json.Decoder[Row]) -> Row:
-        """The row in it. Raises InvalidInput with the number of the line and the defect."""
+    def parsed(self, parse: Callable[[bytes, int], Found]) -> Found:
+        """What `parse` makes of its text and number. Raises InvalidInput with the number of the line and the defect."""
         try:
-            return decoder.decode(self.text)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            return parse(self.text, self.number)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self.refuse(str(error))
-
-    def check_length(self, name: str, tokens: int) -> None:
-        """Raises InvalidInput for a request of more than `MOST_TOKENS`."""
-        if tokens > MOST_TOKENS:
-            self.refuse(f"'{name}' is {tokens} tokens, and a request has at most {MOST_TOKENS}")
 
     def refuse(self, why: str) -> NoReturn:
         """Raises InvalidInput that names the line."""
@@ -103,11 +135,6 @@ def iso_seconds(date: str) -> float:
     """A date in ISO form, UTC where it names no zone. Raises ValueError."""
     when = datetime.fromisoformat(date)
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-
-
-def utf8_bytes(text: str) -> Ids:
-    """A token for each byte of `text`: needs no vocabulary, and equal prefixes of text are equal prefixes of tokens."""
-    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
 
 def _content(path: Path) -> bytes | mmap.mmap:
