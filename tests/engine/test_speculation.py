@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from quire.engine.core import EngineCore
@@ -12,8 +11,6 @@ from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
-from quire.spec.speculation import SpeculativeConfig
-from quire.speculative.ngram import NgramDrafter
 from quire.speculative.speculator import Speculator
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.scripted import SCRIPTS, follow_script
@@ -221,48 +218,6 @@ def test_an_abort_with_drafts(llama: LoadedModel) -> None:
     assert [tokens["a"], tokens["c"]] == [expected[0], expected[2]]
     assert tokens["b"] == expected[1][: len(tokens["b"])]
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
-
-
-def test_a_flush_deletes_the_history(llama: LoadedModel) -> None:
-    """What an earlier request had is proposed to the next, and not after a flush."""
-    core = drafting_core(llama, 4)
-    config = SpeculativeConfig.parse({**NGRAM, "prompt_lookup_min": 3})
-    core.speculator = Speculator(NgramDrafter(core.plan.max_requests, config), None, config.num_steps)
-    counts = [0]
-    for flushes in (False, False, True):
-        if flushes:
-            core.flush(None)
-        expected = run(core, [[9, 3, 1, 4, 7, 2]], MANY["greedy"], f"after {len(counts)}")
-        assert expected == run(core_for(llama, page_size=4, **BOUNDS), [[9, 3, 1, 4, 7, 2]], MANY["greedy"])
-        counts.append(core.speculator.statistics()["accepted_tokens"])
-    cold, warm, flushed = np.diff(counts).tolist()
-    assert warm > cold == flushed
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_reserves_are_those_of_the_plan(llama: LoadedModel, page_size: int) -> None:
-    """A step verifies as many tokens as the helpers say, rows are as wide as they say, and a request as long as the
-    plan admits runs alone to its end in a pool of just that size."""
-    length, reserve = 64, 2 * 6
-    pages = pages_for(length - 1 + reserve, page_size)
-    core = core_for(llama, pages=pages, page_size=page_size, speculative_config=NGRAM, max_running_requests=2)
-    assert core.plan.num_pages == pages and core.plan.largest_request == pages * page_size + 1 - reserve
-    extra = 4 + 6 if page_size == 1 else max(4 + 6, reserve + page_size - 1)
-    assert core.plan.pages_per_row == pages_for(core.plan.context + extra, page_size)
-    prompt = REPEATING[0]
-    most = SamplingParams(temperature=0, max_tokens=core.plan.largest_request - len(prompt), ignore_eos=True)
-    expected = run(core_for(llama, page_size=page_size, **BOUNDS), [prompt], most)
-    speculator = follow_script(core, [prompt], expected, "all right")
-    longest = 0
-    core.add(EngineRequest(request_id="a", prompt=prompt_bytes(prompt), params=most))
-    tokens: list[int] = []
-    while core.has_work():
-        for output in core.step():
-            tokens += output.token_ids
-            longest = max(longest, len(output.token_ids))
-        core.audit()
-    assert tokens == expected[0] and longest == 6
-    assert speculator.statistics()["accepted_tokens"] == speculator.statistics()["draft_tokens"] > 0
 
 
 def test_what_cannot_run_is_refused() -> None:

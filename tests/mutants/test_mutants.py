@@ -11,6 +11,7 @@ from quire.errors import QuireError
 from quire.plan import planner
 from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
+from tests.engine import drafted
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target
 from tests.fuzz.run import run_lives
 from tests.kernels.planner_case import check_plans
@@ -19,7 +20,7 @@ from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
-from tests.mutants import draft_mutants, hold_mutants, hybrid_mutants, plan_mutants, step_mutants
+from tests.mutants import draft_mutants, hold_mutants, hybrid_mutants, plan_mutants, speculation_mutants, step_mutants
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import check_link
@@ -34,6 +35,7 @@ from tests.scheduler.test_hybrid_reuse import (
     test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part,
     test_windows_go_before_pages_and_come_back,
 )
+from tests.speculative import test_ngram, test_verify
 from tests.tiers import test_lanes
 
 NOTICED = (AssertionError, QuireError, pytest.fail.Exception)
@@ -46,6 +48,7 @@ REUSE: tuple[Callable[[], object], ...] = (
     lambda: check_one_state("state"),
     lambda: check_shared_prefixes("window and state", 16, 48),
 )
+DRAFTED = ("none", "alternating", "all right")
 RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
@@ -62,6 +65,22 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     ],
     "empty stores": [lambda: test_prefetch.test_a_store_that_brings_nothing_is_left_alone_and_found_again("RETRY")],
     "steps": [lambda seed=seed: run_steps(seed, 150) for seed in range(60)],
+    "reserves": [lambda size=size: drafted.check_reserves(size) for size in (1, 4)],
+    "rows": [lambda size=size: drafted.check_the_context_end(size, drafted.TREE) for size in (1, 4)],
+    "drafts": [lambda script=script: drafted.check_tokens(script, drafted.greedy(24)) for script in DRAFTED],
+    "draws": [
+        lambda: drafted.check_tokens("all right", drafted.PENALTIES),
+        drafted.check_min_tokens,
+        drafted.check_stop_inside,
+        lambda: drafted.check_log_probabilities(drafted.CHAIN),
+    ],
+    "trees": [
+        lambda: drafted.check_tokens("wrong in the third", drafted.greedy(24), drafted.TREE),
+        lambda: drafted.check_log_probabilities(drafted.TREE),
+    ],
+    "states of drafts": [drafted.check_a_full_batch_of_states, drafted.check_states],
+    "n-grams": [test_ngram.test_a_namespace_finds_its_own, drafted.check_flush],
+    "governor": [test_verify.test_drafts_that_are_never_right_are_left_out],
     "lanes": [
         test_lanes.test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline,
         test_lanes.test_a_hung_peer_holds_its_own_threads_only,
@@ -131,6 +150,7 @@ def test_names_and_sentences_are_all_different() -> None:
         step_mutants.draws_are_one_too_early,
         hold_mutants.held_frames_are_idle,
         draft_mutants.the_last_accepted_draft_is_not_computed,
+        speculation_mutants.the_first_draft_is_not_verified,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -135,3 +135,14 @@ def test_a_full_history_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert after(96, 97) == [98, 99]
     assert after(0, 1) == []
+
+
+def test_a_namespace_finds_its_own() -> None:
+    drafter = NgramDrafter(1, config_of(2, 2))
+    drafter.ended(SPACES[0], np.array([5, 6, 7, 8, 9], dtype=np.int32), 0)
+    counts = []
+    for serial, space in enumerate(SPACES, start=1):
+        batch = RunningBatch([_Kv(space)], np.array([0]), np.array([serial]))  # type: ignore[list-item]
+        row = np.array([[5, 6, 0, 0, 0, 0, 0, 0]], dtype=np.int32)
+        counts.append(int(drafter.propose(Drafting(batch, row, np.array([2]), np.array([3]))).counts[0]))
+    assert counts == [3, 0]
