@@ -25,6 +25,12 @@ from quire.spec.ids import Ids
 from quire.spec.layers import Call
 from quire.spec.layout import scales_of
 
+HIDDEN = "hidden"
+"""Key of the hidden states that a pass keeps, by layer, each `[T, hidden]`, in what layers share."""
+
+LAST_HIDDEN = -1
+"""In place of a layer: the hidden states that the output layer reads."""
+
 
 class RunningForward:
     """One forward pass on the pools: `pools[i]` holds the frames of group i and `batches[i]` says which to use.
@@ -42,6 +48,11 @@ class RunningForward:
         """The ordinal of the call that begins now."""
         ordinal, self.ordinal = self.ordinal, self.ordinal + 1
         return ordinal
+
+    def captured(self, layers: Sequence[int]) -> Tensor:
+        """What `LoadedModel.capture` kept of these layers in this pass, side by side, `[T, layers * hidden]`."""
+        found: list[Tensor] = [self.shared[HIDDEN][layer] for layer in layers]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def attend(self, attention: Callable[[RunningForward], Tensor]) -> Tensor:
         """The output of `attention`, one call, on these pools."""

@@ -32,6 +32,7 @@ from quire.models.chunked import install_chunks
 from quire.models.compressed import install_compressors
 from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.forward import RecordingForward, RunningForward, forward_pass
+from quire.models.hidden import capture_hidden
 from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
 from quire.models.mixers import install_mixers
@@ -74,6 +75,8 @@ class LoadedModel:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
         self._num_layers = int(text_config.num_hidden_layers)
+        self.hidden_size = int(text_config.hidden_size)
+        self._captured: set[int] = set()
         context_length = getattr(text_config, "max_position_embeddings", None) or max_length or self._endless()
         if context_length is None:
             raise UnsupportedModel(
@@ -155,6 +158,30 @@ class LoadedModel:
             "a forward pass made other attention calls than at load"
         )
         return (logits if self._keeps_rows else logits[rows]).float()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self._num_layers
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        """What turns token ids into embeddings."""
+        found: torch.nn.Module = self._model.get_input_embeddings()
+        return found
+
+    @property
+    def output_layer(self) -> torch.nn.Module:
+        """What turns the last hidden states into logits."""
+        found: torch.nn.Module = self._model.get_output_embeddings()
+        return found
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Keep the outputs of these decoder layers in each forward pass, for `RunningForward.captured`. `LAST_HIDDEN`
+        is that of the last one after the final norm. Raises UnsupportedModel if there is no such layer."""
+        new = [layer for layer in layers if layer not in self._captured]
+        capture_hidden(self._model.get_decoder(), new, self.name)
+        self._captured.update(new)
 
     @torch.inference_mode()
     def plain_logits(self, input_ids: Tensor) -> Tensor:

@@ -1,0 +1,227 @@
+"""LoadedHead: an EAGLE head with its weights, checked against the target that it drafts for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.errors import ModelLoadError, UnsupportedModel
+from quire.memory.pool import torch_dtype
+from quire.models.attention import IMPLEMENTATION
+from quire.models.eagle import EagleHead, HeadShape, head_config
+from quire.models.fingerprint import fingerprint_weights, identity_of
+from quire.models.forward import LAST_HIDDEN, RunningForward, forward_pass
+from quire.models.hf import LoadedModel
+from quire.models.linear import widen_linears
+from quire.models.rotary import fix_rotary
+from quire.models.source import ModelSource, quiet, reading
+from quire.spec.layers import AttentionCall
+from quire.spec.model import ModelSpec
+
+_PREFIX = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_UNUSED = ("embed_tokens.weight", "t2d", "midlayer.self_attn.rotary_emb.inv_freq")
+"""Copies of what the target has, and what follows from `d2t`."""
+
+
+class LoadedHead:
+    """See the module. `spec` says what its layer stores; `layers` are those of the target whose outputs it reads. From
+    now on the target keeps them (`LoadedModel.capture`)."""
+
+    def __init__(self, head: EagleHead, target: LoadedModel, *, name: str, layers: tuple[int, ...]) -> None:
+        self.name = name
+        self.layers = layers
+        self.weight_bytes = sum(tensor.nbytes for tensor in head.state_dict().values())
+        self.hidden_size = target.hidden_size
+        self.device = target.device
+        self._dtypes = {name: tensor.dtype for name, tensor in head.state_dict().items()}
+        self._head = head.to(device=target.device, dtype=torch_dtype(target.spec.dtype)).requires_grad_(False).eval()
+        self._embedding = target.embedding
+        self._output_layer = target.output_layer
+        fix_rotary(head, target.spec.context_length)
+        widen_linears(head)
+        config = head.config
+        call = AttentionCall(kv_heads=config.num_key_value_heads, key_dim=config.head_dim, value_dim=config.head_dim)
+        self.spec = ModelSpec(
+            architecture=type(head).__name__,
+            layers=((call,),),
+            context_length=target.spec.context_length,
+            vocab_size=target.spec.vocab_size,
+            dtype=target.spec.dtype,
+        )
+        target.capture(layers)
+
+    @cached_property
+    def _fingerprint(self) -> bytes:
+        return fingerprint_weights(self._head.state_dict(), self._dtypes)
+
+    def weights_changed(self) -> None:
+        """The weights were replaced: their fingerprint is computed again at the next call of `identity`."""
+        self.__dict__.pop("_fingerprint", None)
+
+    def identity(self, weights_epoch: int = 0, *, exact: bool = False) -> bytes:
+        """As `LoadedModel.identity`."""
+        described = json.dumps(["" if exact else self.name, self.layers, self._head.config.to_dict()], default=str)
+        return identity_of(described.encode(), self._fingerprint if exact else b"", weights_epoch)
+
+    @torch.inference_mode()
+    def features(self, target: RunningForward) -> Tensor:
+        """What the head reads of a pass of its target, `[T, hidden]`."""
+        return self._head.features(target.captured(self.layers))
+
+    @torch.inference_mode()
+    def run(self, running: RunningForward, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """Features of the next positions, `[T, hidden]`, writing the keys and values of these to the pools.
+
+        `features` `[T, hidden]` are those of `positions` int64 `[T]`, and `tokens` int64 `[T]` those behind them.
+        """
+        with forward_pass(running):
+            out: Tensor = self._head(self._embedding(tokens)[None], features[None], positions[None])
+        return out[0]
+
+    @torch.inference_mode()
+    def likeliest(self, features: Tensor) -> Tensor:
+        """The likeliest tokens, int64 `[T]`, behind those that these features `[T, hidden]` were computed with."""
+        return self._head.token_ids(self._head.logits(features, self._output_layer).argmax(-1))
+
+
+def load_head(name: str, target: LoadedModel, *, eagle3: bool) -> LoadedHead:
+    """Read the head in a folder or on the hub, for this target.
+
+    Raises ModelLoadError if it cannot be read, and UnsupportedModel if it is no head of that kind or does not fit.
+    """
+    source = ModelSource.find(name)
+    given = source.read_config()
+    _refuse_config(name, given)
+    weights = {_PREFIX.sub("midlayer.", key): tensor for key, tensor in _read_tensors(source).items()}
+    for unused in _UNUSED:
+        weights.pop(unused, None)
+    shape = _shape_of(name, weights, given, target, eagle3=eagle3)
+    with quiet(), reading(source, "the configuration"):
+        head = EagleHead(head_config(given, IMPLEMENTATION), shape)
+    if shape.is_eagle3 and "d2t" not in weights:
+        weights["d2t"] = torch.zeros(shape.draft_vocab, dtype=torch.int64)
+    _refuse_tensors(name, weights, head)
+    head.load_state_dict(weights)
+    _refuse_vocabulary(name, head, target)
+    layers = _captured_layers(given, target.num_layers) if eagle3 else (LAST_HIDDEN,)
+    if len(layers) != shape.num_features:
+        raise UnsupportedModel(
+            f"'fc.weight' of the head '{name}' reads {shape.num_features} states, and {len(layers)} layers are named.",
+            fix=f"correct '{_LAYERS}' in its config.json.",
+        )
+    return LoadedHead(head, target, name=name, layers=layers)
+
+
+def _captured_layers(given: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The target's layers, from 0, whose outputs an EAGLE-3 head reads: as its configuration says, or a low, a middle
+    and a high one."""
+    found = _eagle_config(given).get(_LAYERS) or given.get(_LAYERS)
+    return tuple(map(int, found or (1, num_layers // 2 - 1, num_layers - 4)))
+
+
+def _eagle_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = given.get("eagle_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _refuse_config(name: str, given: Mapping[str, Any]) -> None:
+    kind = given.get("model_type", "llama")
+    if kind != "llama":
+        raise UnsupportedModel(
+            f"the layer of the head '{name}' is of type '{kind}'.", fix="use a head whose layer is that of a llama."
+        )
+    if given.get("quantization_config"):
+        raise UnsupportedModel(f"the head '{name}' is quantised.", fix="use the head in bfloat16.")
+    if _eagle_config(given).get("use_aux_hidden_state") is False:
+        raise UnsupportedModel(
+            f"the head '{name}' reads no hidden states of inner layers (use_aux_hidden_state).", fix="use another head."
+        )
+
+
+def _read_tensors(source: ModelSource) -> dict[str, Tensor]:
+    with reading(source, "the weights"), quiet():
+        if source.local:
+            folder = Path(source.name)
+        else:
+            import huggingface_hub as hub  # only a name of the hub needs it
+
+            folder = Path(hub.snapshot_download(source.name, allow_patterns=["*.safetensors"]))
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelLoadError(
+                f"the head '{source.name}' has no *.safetensors file.",
+                fix="convert its weights; files of other formats may run code.",
+            )
+        return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def _shape_of(
+    name: str, weights: Mapping[str, Tensor], given: Mapping[str, Any], target: LoadedModel, *, eagle3: bool
+) -> HeadShape:
+    others = sorted({found[0] for key in weights if (found := re.match(r"(model\.)?layers\.\d+", key))})
+    if others:
+        raise UnsupportedModel(
+            f"the head '{name}' has {1 + len(others)} layers, among them '{others[0]}'.", fix="use a head of one layer."
+        )
+    if "fc.weight" not in weights or ("midlayer.hidden_norm.weight" in weights) != eagle3:
+        kind, other = ("eagle3", "eagle") if eagle3 else ("eagle", "eagle3")
+        said = f"is one of method {other}" if "fc.weight" in weights else "has no 'fc.weight'"
+        raise UnsupportedModel(
+            f"'{name}' is no head of method {kind}: it {said}.", fix="change the method or the model."
+        )
+    hidden, fused = weights["fc.weight"].shape
+    wanted = (given.get("hidden_size"), target.hidden_size)
+    if any(size != hidden for size in wanted):
+        raise UnsupportedModel(
+            f"the head '{name}' has a hidden size of {hidden:,}, its configuration {wanted[0]}, and the target "
+            f"'{target.name}' {wanted[1]:,}.",
+            fix="use a head that was trained for this target.",
+        )
+    num_features = fused // hidden if eagle3 else 1
+    if fused != (num_features if eagle3 else 2) * hidden:
+        raise UnsupportedModel(
+            f"'fc.weight' of the head '{name}' reads {fused:,} numbers, which are no states of {hidden:,}.",
+            fix="use a head that was trained for this target.",
+        )
+    return HeadShape(
+        target_hidden=hidden,
+        num_features=num_features,
+        draft_vocab=weights["lm_head.weight"].shape[0] if eagle3 and "lm_head.weight" in weights else int(eagle3),
+        bias="fc.bias" in weights,
+        norm_before_residual=bool(given.get("norm_before_residual")),
+    )
+
+
+def _refuse_tensors(name: str, weights: Mapping[str, Tensor], head: EagleHead) -> None:
+    needed = head.state_dict()
+    for key in sorted(needed.keys() ^ weights.keys()):
+        said = "lacks" if key in needed else "has, besides those of a head,"
+        raise ModelLoadError(f"the head '{name}' {said} the tensor '{key}'.", fix="use a head in the layout of EAGLE.")
+    for key, tensor in needed.items():
+        if tensor.shape != weights[key].shape:
+            raise ModelLoadError(
+                f"'{key}' of the head '{name}' is {list(weights[key].shape)}, and its configuration says "
+                f"{list(tensor.shape)}.",
+                fix="check that config.json belongs to the weights.",
+            )
+
+
+def _refuse_vocabulary(name: str, head: EagleHead, target: LoadedModel) -> None:
+    if not head.shape.is_eagle3:
+        return
+    tokens = head.token_ids(torch.arange(head.shape.draft_vocab))
+    if int(tokens.min()) < 0 or int(tokens.max()) >= target.spec.vocab_size:
+        raise UnsupportedModel(
+            f"the head '{name}' drafts token {int(tokens.max()):,}, and the target '{target.name}' has "
+            f"{target.spec.vocab_size:,} tokens.",
+            fix="use a head that was trained for this target.",
+        )

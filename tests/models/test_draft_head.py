@@ -1,0 +1,165 @@
+"""EAGLE heads: both public layouts are read, and what they compute on pages is what plain torch computes at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import ModelLoadError, UnsupportedModel
+from quire.kernels.batch import PagedBatch
+from quire.memory.pool import Pool
+from quire.models.draft_head import LoadedHead, load_head
+from quire.models.forward import RunningForward
+from quire.models.hf import LoadedModel
+from tests.tiny_heads import dense_choice, dense_head, head_settings, head_tensors, save_head
+from tests.tiny_models import VOCAB_SIZE, build_tiny
+
+LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+KINDS = {"eagle": {}, "eagle3": {"states": 3, "draft_vocab": 100}}
+LENGTH = 21
+STEPS = ((0, 9), (9, 10), (10, 17), (17, 18), (18, LENGTH))
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return LoadedModel(build_tiny("llama_gqa"), name="target")
+
+
+def saved(tmp_path, target, kind, *, prefix="midlayer.", changed=None, **settings):
+    tensors = head_tensors(target.hidden_size, **KINDS[kind])
+    tensors = {name: tensor for name, tensor in {**tensors, **(changed or {})}.items() if tensor is not None}
+    config = head_settings(target.hidden_size, **(LAYERS if kind == "eagle3" else {}), **settings)
+    return str(save_head(tmp_path / "head", config, tensors, prefix=prefix)), tensors
+
+
+def paged(head: LoadedHead, tokens, features, page_size) -> torch.Tensor:
+    """Features of all positions, in steps, on scattered frames that begin as NaN."""
+    (group,) = head.spec.groups(page_size)
+    num_frames = LENGTH // page_size + 1
+    pool = Pool(group.layout, num_frames)
+    for _, tensor in pool.tensors:
+        tensor.fill_(float("nan"))
+    frames = np.random.default_rng(1).permutation(num_frames).astype(np.int32)[None]
+    found = []
+    for start, stop in STEPS:
+        batch = PagedBatch.of(frames, np.array([start]), np.array([stop]), page_size)
+        running = RunningForward((pool,), (batch,))
+        found.append(head.run(running, tokens[start:stop], features[start:stop], torch.arange(start, stop)))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_pages_it_computes_what_plain_torch_computes(tmp_path, target, kind, prefix, page_size):
+    name, tensors = saved(tmp_path, target, kind, prefix=prefix)
+    head = load_head(name, target, eagle3=kind == "eagle3")
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCAB_SIZE, (LENGTH,), generator=generator)
+    features = torch.randn(LENGTH, target.hidden_size, generator=generator)
+    found = paged(head, tokens, features, page_size)
+    wanted = dense_head(tensors, target.embedding(tokens), features)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
+    choices = dense_choice(tensors, wanted, target.output_layer.weight)
+    assert torch.equal(head.likeliest(found), choices) and len(choices.unique()) > 2
+    if kind == "eagle3":
+        assert (choices % 2 == 1).all()  # the head knows every other token
+
+
+def test_a_head_without_offsets_knows_the_first_tokens(tmp_path, target):
+    name, _ = saved(tmp_path, target, "eagle3", changed={"d2t": None, "t2d": None})
+    head = load_head(name, target, eagle3=True)
+    rows = torch.randn(40, target.hidden_size)
+    assert int(head.likeliest(rows).max()) < 100 and (head.likeliest(rows) % 2 == 0).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_target_keeps_what_the_head_reads(tmp_path, kind):
+    """What a paged pass keeps is what transformers returns as hidden states."""
+    plain = build_tiny("llama_gqa")
+    model = LoadedModel(build_tiny("llama_gqa"), name="target")
+    name, tensors = saved(tmp_path, model, kind)
+    for _ in range(2):  # the second one has nothing to add
+        head = load_head(name, model, eagle3=kind == "eagle3")
+    tokens = torch.arange(LENGTH)
+    (group,) = model.spec.groups(4)
+    pool = Pool(group.layout, 8)
+    batch = PagedBatch.of(np.arange(6, dtype=np.int32)[None], np.array([0]), np.array([LENGTH]), 4)
+    running = RunningForward((pool,), (batch,))
+    model.run(running, tokens, tokens, tokens)
+    with torch.no_grad():
+        states = plain(tokens[None], output_hidden_states=True).hidden_states
+        last = plain.model(tokens[None]).last_hidden_state[0]
+    second = plain_second(plain, tokens)
+    wanted = last if kind == "eagle" else torch.cat([states[1][0], second, second], -1) @ tensors["fc.weight"].T
+    torch.testing.assert_close(head.features(running), wanted, atol=2e-5, rtol=2e-4)
+
+
+def plain_second(plain, tokens) -> torch.Tensor:
+    """The output of the second layer, before any norm."""
+    found = []
+    hook = plain.model.layers[1].register_forward_hook(lambda module, args, out: found.append(out))
+    with torch.no_grad():
+        plain(tokens[None])
+    hook.remove()
+    return found[0][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "settings", "reason"),
+    [
+        ("eagle", {"fc.weight": None}, {}, "has no 'fc.weight'"),
+        ("eagle", {"layers.1.mlp.up_proj.weight": torch.zeros(2)}, {}, "has 2 layers"),
+        ("eagle", {"fc.weight": torch.zeros(32, 64)}, {"hidden_size": 32}, "hidden size of 32"),
+        ("eagle", {}, {"model_type": "qwen3"}, "type 'qwen3'"),
+        ("eagle", {}, {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("eagle3", {"d2t": torch.full((100,), 400)}, {}, "drafts token 499"),
+        ("eagle3", {"fc.weight": torch.zeros(64, 128)}, {}, "reads 2 states, and 3 layers"),
+        ("eagle3", {}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 99]}}, "output of layer 99"),
+        ("eagle3", {}, {"eagle_config": {"use_aux_hidden_state": False}}, "inner layers"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path, target, kind, changed, settings, reason):
+    name, _ = saved(tmp_path, target, kind, changed=changed, **settings)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_head(name, target, eagle3=kind == "eagle3")
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "reason"),
+    [
+        ({"midlayer.mlp.up_proj.weight": None}, {}, "lacks the tensor 'midlayer.mlp.up_proj.weight'"),
+        ({"extra.weight": torch.zeros(2)}, {}, "besides those of a head, the tensor 'extra.weight'"),
+        ({}, {"intermediate_size": 32}, r"'midlayer.mlp.*' of the head .* is \[48, 64\]"),
+    ],
+)
+def test_tensors_that_are_not_those_of_a_head(tmp_path, target, changed, settings, reason):
+    name, _ = saved(tmp_path, target, "eagle", changed=changed, **settings)
+    with pytest.raises(ModelLoadError, match=reason):
+        load_head(name, target, eagle3=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_other_method_is_named(tmp_path, target, kind):
+    name, _ = saved(tmp_path, target, kind)
+    with pytest.raises(UnsupportedModel, match=f"it is one of method {kind}"):
+        load_head(name, target, eagle3=kind == "eagle")
+
+
+def test_weights_of_another_format_are_refused(tmp_path, target):
+    name, _ = saved(tmp_path, target, "eagle")
+    (tmp_path / "head" / "model.safetensors").rename(tmp_path / "head" / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"no \*\.safetensors file"):
+        load_head(name, target, eagle3=False)
+
+
+def test_pages_of_another_head_are_not_found(tmp_path, target):
+    """Its identity, with and without its weights."""
+    heads = []
+    for seed in (0, 0, 1):
+        tensors = head_tensors(target.hidden_size, seed=seed)
+        folder = save_head(tmp_path / str(len(heads)), head_settings(target.hidden_size), tensors)
+        heads.append(load_head(str(folder), target, eagle3=False))
+    exact = [head.identity(exact=True) for head in heads]
+    assert exact[0] == exact[1] != exact[2] and len({head.identity() for head in heads}) == 3
