@@ -64,6 +64,39 @@ def test_json_has_every_number_and_they_add_up(run: Run, name: str, options: tup
     assert not re.search(r'": -\d', json.dumps(found)), "a number is negative"
 
 
+def test_the_configuration_of_speculation_is_that_of_the_engine(run: Run) -> None:
+    """SGLang's names give the same plan. Weights and layers of a draft, and states after drafts, have rows."""
+    given = ("qwen3-next-80b-a3b", "--gpu", "h100-80gb", "--tp", 4, "--context", "8k")
+    mtp = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
+    found = data(run, *given, *mtp)
+    assert found == data(run, *given, "--speculative-num-steps", 3)
+    plain = data(run, *given)
+    assert plain["speculation"] is None
+    assert {pool["name"] for pool in found["pools"]} - {pool["name"] for pool in plain["pools"]} == {"state-draft"}
+    draft = found["speculation"].pop("draft_bytes_per_token")
+    assert found["speculation"] == {"method": "mtp", "draft_tokens": 3, "reserved_tokens": 8}
+    assert found["bytes_per_token"] - plain["bytes_per_token"] > draft > 0, "the rest are states after drafts"
+    assert any("not with mtp" in note for note in found["notes"])
+    shown = run("plan", *given, *mtp, env=WIDE).stdout
+    assert f"3 in a step; a request reserves 8 tokens; draft layers take {draft:,.0f} bytes" in shown
+
+    model = '{"method": "draft_model", "model": "llama-3.2-1b", "num_speculative_tokens": 3}'
+    gpu = ("llama-3.1-8b", "--gpu", "h100-80gb")
+    found, own = data(run, *gpu, "--speculative-config", model), data(run, "llama-3.2-1b", "--gpu", "h100-80gb")
+    rows, own_rows = ({line["name"]: line["bytes"] for line in each["ledger"]} for each in (found, own))
+    assert rows["draft weights"] == own_rows["weights"]
+    assert found["speculation"]["draft_bytes_per_token"] == own["bytes_per_token"]
+    code, refused = error(run, *gpu, "--speculative-config", model.replace("llama-3.2-1b", "gemma-3-1b"))
+    assert code == 3 and "vocabulary" in refused["message"]
+
+    ngram = data(run, *gpu, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
+    assert ngram["speculation"]["draft_bytes_per_token"] == 0
+    assert not any("engine of this version" in note or "draft" in note for note in ngram["notes"])
+    assert error(run, *gpu, *mtp, "--speculative-topk", 1)[0] == 2
+    both = run("plan", "--compare", "llama-3.1-8b", "llama-3.1-8b,page-size=1", *mtp)
+    assert both.exit_code == 0, both.stderr
+
+
 def test_the_table_of_a_gpu(run: Run) -> None:
     done = run("plan", "llama-3.1-70b", "--gpu", "h100-80gb", "--tp", 4, "--context", "32k", env=WIDE)
     assert done.exit_code == 0, done.stderr

@@ -57,7 +57,7 @@ def plan(request: PlanRequest, output: PlanOutput) -> Report:
         return _comparison(output.compare, request)
     if output.sweep is None and (output.plot is not None or output.values is not None):
         raise InvalidInput("--plot and --values belong to a sweep.", fix="add --sweep context, say.")
-    subject, settings = request.planned_model(), request.settings()
+    subject, settings = request.planned_model().with_draft(request.settings())
     if output.measure:
         settings = _measured(request.model or "", settings)
     if output.sweep is not None:
@@ -105,7 +105,8 @@ def _comparison(two: tuple[str, str], request: PlanRequest) -> Report:
     from quire.plan.report import comparison, plan_as_dict
 
     requests = {text: request.changed(text) for text in two}
-    plans = {text: each.planned_model().plan_or_least(each.settings()) for text, each in requests.items()}
+    subjects = {text: each.planned_model().with_draft(each.settings()) for text, each in requests.items()}
+    plans = {text: subject.plan_or_least(settings) for text, (subject, settings) in subjects.items()}
     data = {name: plan_as_dict(found, model=name) for name, found in plans.items()}
     columns = ("", *plans)
     rows = [(what, *numbers) for what, numbers in comparison(plans)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, field_validator
 
+from quire.engine.config import Speculation
 from quire.engine.setting import Bytes, Settings, Tokens, own_names, setting
 from quire.errors import InvalidInput
 
@@ -101,6 +102,13 @@ class PlanRequest(Settings):
     pp_layers: str | None = setting(None, "Layers of each stage: 20,20,24.", group=_RANKS)
     dp: int = setting(1, "Attention groups among the tp ranks.", group=_RANKS)
     dcp: int = setting(1, "Ranks that share a page's tokens.", group=_RANKS)
+    speculative_config: Speculation | None = setting(
+        None,
+        "How tokens are drafted, as for `quire serve`: a JSON object.",
+        group=_DRAFT,
+        metavar="JSON",
+        otherwise="one token a step",
+    )
     speculative_num_steps: int | None = setting(None, "Depth of a draft.", group=_DRAFT)
     speculative_topk: int | None = setting(None, "Branches of a draft.", group=_DRAFT, otherwise="1")
     speculative_num_draft_tokens: int | None = setting(
@@ -135,7 +143,7 @@ class PlanRequest(Settings):
         for change in changes:
             option, _, value = change.partition("=")
             found |= own_names([PlanRequest], {option.strip(): value}, where=f"'{text}'")
-        return PlanRequest.read({**self.model_dump(exclude_unset=True), **found})
+        return PlanRequest.read({**{name: getattr(self, name) for name in self.model_fields_set}, **found})
 
     def settings(self) -> PlanSettings:
         """The settings of the plan. Raises InvalidInput for those that contradict each other."""
@@ -201,5 +209,9 @@ class PlanRequest(Settings):
             "num_layers": self.speculative_draft_layers,
         }
         if all(number is None for number in given.values()):
-            return None
+            return self.speculative_config
+        if self.speculative_config is not None:
+            raise InvalidInput(
+                "--speculative-config beside other options of speculation.", fix="write all of them into its JSON."
+            )
         return SpeculativeConfig.parse({"method": "mtp", **given})

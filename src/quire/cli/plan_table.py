@@ -73,6 +73,13 @@ def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["expected"]["given"] and mean != found["context"]:
         yield "As expected", f"{found['requests_at_mean']:,} of {mean:,} tokens, the mean"
     yield "Largest request", f"{found['largest_request']:,} tokens, prompt and output together"
+    if (drafts := found["speculation"]) is not None:
+        size = drafts["draft_bytes_per_token"]
+        layers = f"; draft layers take {size:,.10g} bytes of a token" if size else ""
+        yield (
+            "Drafts",
+            f"{drafts['draft_tokens']:,} in a step; a request reserves {drafts['reserved_tokens']:,} tokens{layers}",
+        )
     reused = found["minimum_reusable_prefix"]
     yield "Smallest reuse", "none: prefix caching is off" if reused is None else f"prefixes from {reused:,} tokens on"
     shape = found["geometry"]

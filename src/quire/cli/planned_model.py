@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.config import SHORT_DTYPES
+from quire.engine.config import DRAFTS, SHORT_DTYPES
 from quire.errors import InvalidInput, UnsupportedModel
 from quire.models.registry import REFUSED
 from quire.plan.advice import least_memory
 from quire.plan.budget import format_bytes
+from quire.plan.draft import with_draft_model
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
@@ -31,6 +32,19 @@ class PlannedModel:
     weights: WeightEstimate | None
     notes: tuple[str, ...] = ()
 
+    def with_draft(self, settings: PlanSettings) -> tuple[PlannedModel, PlanSettings]:
+        """The model and the settings with the layers and weights of a draft model, if there is one. Raises what
+        `planned_model` raises, and UnsupportedModel for a draft that cannot draft for this model."""
+        speculation, spec = settings.speculation, self.spec
+        if speculation is None or speculation.model is None:
+            return self, settings
+        draft = planned_model(speculation.model)
+        if draft.weights is not None:
+            settings = replace(settings, draft_weight_bytes=draft.weights.bytes_on_rank(settings.parallel.tp))
+        if speculation.method == "draft_model":
+            spec, settings = with_draft_model(spec, settings, draft.spec)
+        return replace(self, spec=spec), settings
+
     def plan(self, settings: PlanSettings) -> Plan:
         """The plan for these settings."""
         return make_plan(self.spec, settings, self.weights)
@@ -50,10 +64,12 @@ class PlannedModel:
         return self._noted(replace(plan, notes=(note, *plan.notes)))
 
     def _noted(self, plan: Plan) -> Plan:
-        settings = plan.settings
-        later = settings.speculation is not None or settings.parallel != Parallelism()
-        ahead = ("the engine of this version runs on one device and without speculation.",) if later else ()
-        return replace(plan, notes=(*self.notes, *ahead, *plan.notes))
+        speculation, notes = plan.settings.speculation, list(self.notes)
+        if plan.settings.parallel != Parallelism():
+            notes.append("the engine of this version runs on one device.")
+        if speculation is not None and speculation.method not in DRAFTS:
+            notes.append(f"the engine of this version drafts with {', '.join(DRAFTS)}, not with {speculation.method}.")
+        return replace(plan, notes=(*notes, *plan.notes))
 
 
 def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | None = None) -> PlannedModel:

@@ -52,6 +52,9 @@ _TIERS = "Tiers below the device"
 _SCHEDULING = "Scheduling"
 _SPECULATION = "Speculation"
 
+DRAFTS = ("ngram", "draft_model")
+"""Methods of drafting that the engine of this version runs."""
+
 Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
 """How tokens are drafted, also as JSON or a mapping."""
 
@@ -297,9 +300,9 @@ class EngineConfig(Settings):
     @field_validator("speculative_config")
     @classmethod
     def _can_draft(cls, value: SpeculativeConfig | None) -> SpeculativeConfig | None:
-        if value is not None and value.method not in ("ngram", "draft_model"):
+        if value is not None and value.method not in DRAFTS:
             raise InvalidInput(
-                f"speculation with {value.method}: this version drafts from n-grams or a draft model.",
+                f"speculation with {value.method}: this version drafts with {', '.join(DRAFTS)}.",
                 fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
             )
         if value is not None and value.method == "draft_model" and value.topk > 1:

@@ -27,7 +27,8 @@ class PlanSettings:
     """What is asked for. Bytes and tokens are of one rank unless said otherwise. None: the planner chooses.
 
     Either `kv_memory`, exactly the bytes of the pools, or `device`, of which the pools get what weights and working
-    memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `measured` are ledger
+    memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `draft_weight_bytes`
+    are those of a draft model. `measured` are ledger
     lines that replace the estimates. `context` is the longest request, `concurrency` how many must run at once, `mix`
     the expected load. `window_pool` off keeps windows whole.
     """
@@ -36,6 +37,7 @@ class PlanSettings:
     device: Device | None = None
     mem_fraction_static: float | None = None
     weight_bytes: int | None = None
+    draft_weight_bytes: int | None = None
     measured: tuple[Line, ...] | None = None
     kv_dtype: str = "auto"
     page_size: int | None = None

@@ -232,10 +232,14 @@ def _device_lines(
         line = Line(name="weights", bytes=size, why=why, estimated=True)
     else:
         raise PlanError("the weights cannot be estimated.", fix="give their bytes on one rank with --weights 38GiB.")
+    weights_of_both: tuple[Line, ...] = (line,)
+    if settings.draft_weight_bytes is not None:
+        why = "the draft model's, from its configuration"
+        weights_of_both += (Line(name="draft weights", bytes=settings.draft_weight_bytes, why=why, estimated=True),)
     if settings.mem_fraction_static is not None:
         rest = device.memory - int(device.memory * settings.mem_fraction_static)
         why = f"what --mem-fraction-static {settings.mem_fraction_static:g} leaves of {format_bytes(device.memory)}"
-        return (line, Line(name="rest", bytes=rest, why=f"activations, graphs and reserve: {why}"))
+        return (*weights_of_both, Line(name="rest", bytes=rest, why=f"activations, graphs and reserve: {why}"))
     working = working_memory(
         chunk=settings.chunk,
         hidden_size=hidden_size,
@@ -243,7 +247,7 @@ def _device_lines(
         ranks=parallel.tp * parallel.pp,
         device=device,
     )
-    return (line, *working)
+    return (*weights_of_both, *working)
 
 
 def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:

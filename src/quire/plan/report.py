@@ -12,6 +12,7 @@ from quire.plan.budget import format_bytes
 from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
 from quire.plan.plan import Plan
+from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
@@ -64,7 +65,8 @@ def notes_of(plan: Plan) -> tuple[str, ...]:
         notes.append("--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states.")
     if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
         notes.append("--mamba-full-memory-ratio has no effect: there are no pools beside the states.")
-    if settings.speculation is not None and settings.speculation.num_layers and settings.device is not None:
+    drafts = settings.speculation is not None and settings.speculation.num_layers and settings.device is not None
+    if drafts and settings.draft_weight_bytes is None:
         notes.append("the ledger leaves out the weights of a draft that is not part of the model.")
     notes += _uneven_heads(plan)
     if _capped(plan):
@@ -139,10 +141,32 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         },
         "parallel": {name: getattr(settings.parallel, name) for name in ("tp", "pp", "dp", "dcp")},
         "deciding_stage": plan.stage,
+        "speculation": _speculation(plan),
         "device": None if settings.device is None else settings.device.name,
         "device_bytes": None if settings.device is None else settings.device.memory,
         "to_fit": [str(option) for option in to_fit],
         "notes": list(plan.notes),
+    }
+
+
+def _speculation(plan: Plan) -> dict[str, Any] | None:
+    """What drafts take: tokens of a request in a step, tokens that each request reserves, bytes of a token in draft
+    layers of full groups."""
+    config, size = plan.settings.speculation, plan.page_size
+    if config is None:
+        return None
+    own = len(plan.spec.calls)
+    fields = [
+        field for pool in plan.config.pools if pool.group.reach.kind == "full" for field in pool.group.layout.fields
+    ]
+    shares = [sum(layer >= own for layer in field.layers) / len(field.layers) for field in fields]
+    return {
+        "method": config.method,
+        "draft_tokens": config.num_draft_tokens - 1,
+        "reserved_tokens": get_alloc_reserve_per_decode(config, plan.tokens_per_page),
+        "draft_bytes_per_token": sum(
+            field.bytes_per_frame(size) / size * share for field, share in zip(fields, shares, strict=True)
+        ),
     }
 
 
@@ -211,6 +235,10 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         found += [(f"{pool.name}.{field.name}", _field_formula(field, plan.page_size)) for field in fields]
     bound = f"<= {plan.kv_bytes:,}" + (f", and at most {cap:,} tokens" if cap is not None else "")
     price = f"tokens * {_bytes_per_token(plan):,} + {config.bias:,} {bound}"
+    drafts = _speculation(plan)
+    written = "the last token is drawn, never written"
+    if drafts is not None:
+        written += f"; less {drafts['reserved_tokens']:,} reserved for drafts"
     prefix = "nothing is reused: prefix caching is off"
     if plan.minimum_reusable_prefix is not None:
         prefix = f"one page: {plan.minimum_reusable_prefix:,} tokens"
@@ -218,7 +246,7 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
     return [
         *found,
         ("tokens", f"largest whole page with {price}: {config.max_total_num_tokens:,}"),
-        ("largest request", f"min(context {plan.context:,}, tokens + 1: the last token is drawn, never written)"),
+        ("largest request", f"min(context {plan.context:,}, tokens + 1: {written})"),
         ("smallest reused prefix", prefix),
     ]
 
