@@ -113,13 +113,16 @@ def save_model(shape: Shape, folder: Path) -> None:
 
 
 class Process:
-    """A worker process; see peers/worker.py for what it answers."""
+    """A worker process; see peers/worker.py, or another `script` there, for what it answers."""
 
-    def __init__(self, engine: str, python: str, threads: int, log: Path, *, own_malloc: bool) -> None:
+    def __init__(
+        self, engine: str, python: str, threads: int, log: Path, *, own_malloc: bool, script: str = "worker.py"
+    ) -> None:
         env = os.environ | ({} if own_malloc else ALLOCATOR)
         env |= {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
+            "NUMBA_NUM_THREADS": str(threads),  # vLLM's n-grams set OpenMP's threads to this
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_VERBOSITY": "error",
@@ -134,7 +137,7 @@ class Process:
         self._log = log
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                [python, str(PEERS / "worker.py"), engine],
+                [python, str(PEERS / script), engine],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
