@@ -56,7 +56,7 @@ def test_all_scenes_one_after_the_other(run: Run) -> None:
 
 def check_plain(found: dict[str, Any]) -> None:
     assert set(found["checks"].values()) == {True}
-    assert len(found["checks"]) == 5
+    assert len(found["checks"]) == 8
     assert 0 < found["hit_tokens"] < found["prompt_tokens"]
     assert found["evicted_pages"] > 0
     assert found["peak_shared_pages"] > 0

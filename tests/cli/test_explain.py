@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.cli.explain_table import merged_evictions
+from quire.cli.report import told_of_drafts
 from tests.cli.conftest import Run
 from tests.serve.live_server import LiveServer
 
@@ -152,12 +153,22 @@ def test_who_was_never_admitted_says_why(run: Run) -> None:
     assert all("never admitted: 4,080 prompt" in error["message"] for error in refused[:1])
 
 
+def test_a_governor_says_why_drafts_are_off() -> None:
+    found = {"accepted_tokens": 1200, "draft_tokens": 6000, "tokens_per_step": 1.25}
+    brought = "1,200 of 6,000 drafts accepted, 1.25 tokens of a request in a step"
+    assert told_of_drafts(found) == told_of_drafts({**found, "is_off": 0.0}) == brought
+    off = told_of_drafts({**found, "is_off": 1.0, "draft_cost": 0.42, "draft_brings": 0.2})
+    assert off == f"{brought}; off now, because a draft costs 0.42 tokens and brings 0.20"
+
+
 # -- a live server
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[LiveServer]:
-    with LiveServer.quire("--model", str(tiny_model), "--kv-memory", "100KiB", "--api-key", "secret") as live:
+    ngram = '{"method": "ngram", "num_speculative_tokens": 2}'
+    settings = ("--kv-memory", "100KiB", "--api-key", "secret", "--speculative-config", ngram)
+    with LiveServer.quire("--model", str(tiny_model), *settings) as live:
         yield live
 
 
@@ -177,7 +188,10 @@ def test_a_live_server(run: Run, server: LiveServer) -> None:
     assert sum(summary["tokens_by_cause"].values()) == summary["prompt_tokens"]
     shown = run("explain", *asked, again["id"], env={"COLUMNS": "80"}).stdout
     assert f"{again['id']}-0-1" in shown and "48 of them reused" in shown.replace("\n", " ")
-    assert "all prompt tokens" in run("explain", *asked).stdout
+    told = " ".join(run("explain", *asked).stdout.split())
+    assert "all prompt tokens" in told
+    drafts = summary["speculation"]
+    assert f"Speculation: {drafts['accepted_tokens']} of {drafts['draft_tokens']} drafts accepted, 1." in told
     unknown = run("explain", *asked, "unknown", "--json")
     assert unknown.exit_code == 2
     error = json.loads(unknown.stderr)["error"]

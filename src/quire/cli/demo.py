@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SUBJECTS = ("Emma", "Mr. Darcy", "the ball", "Elizabeth", "the letter", "Captain Wentworth", "the house", "Mrs. Bennet")
 ANSWER_TOKENS = 32
+ASKED_TWICE = 4  # questions, of an engine that drafts
 TITLES = {  # with "1 of 4: " and a spinner they fit 60 columns
     "plain": "a shared prompt, in a cache that is too small",
     "window": "windows are reclaimed, prefixes stay cached",
@@ -125,6 +126,8 @@ def show(scene: Scene, turns: int) -> tuple[dict[str, Any], list[Tick], Rows]:
         "answers": len(every),
         **(limits or {"equal_answers": _equal_answers(scene, every)}),
     }
+    if limits:
+        found["speculation"] = _drafted(scene, every[:ASKED_TWICE])
     reused = ", ".join(f"{tokens:,} in turn {turn}" for turn, tokens in enumerate(found["hit_tokens_by_turn"], 1))
     rows = [
         ("Model", f"{scene.model}, {plan['max_total_num_tokens']:,} tokens in pages of {plan['page_size']}"),
@@ -184,6 +187,21 @@ def _equal_answers(scene: Scene, warm: list[RequestOutput]) -> int:
     return sum(one.outputs[0].token_ids == other.outputs[0].token_ids for one, other in zip(warm, cold, strict=True))
 
 
+def _drafted(scene: Scene, answered: list[RequestOutput]) -> dict[str, Any]:
+    """The same prompts twice, one after the other, on an engine that drafts from n-grams."""
+    from quire.scheduler.sampling_params import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+    with scene.engine(speculative_config=ngram) as llm:
+        again = [llm.generate({"prompt_token_ids": each.prompt_token_ids}, greedy)[0] for each in answered * 2]
+        found = llm.statistics()
+    pairs = zip(again, answered * 2, strict=True)
+    equal = sum(one.outputs[0].token_ids == other.outputs[0].token_ids for one, other in pairs)
+    names = ("steps", "output_tokens")
+    return {**found["speculation"], **{name: found[name] for name in names}, "equal_answers": equal}
+
+
 def ticks_of(scene: Scene, found: Mapping[str, Any]) -> list[Tick]:
     """The claims about the findings of `show`."""
     short, evicted = found["pools"][scene.short], found["evicted_pages"]
@@ -195,6 +213,7 @@ def ticks_of(scene: Scene, found: Mapping[str, Any]) -> list[Tick]:
             Tick("pages were evicted", evicted > 0, f"{evicted:,}"),
             Tick("a request that just fits was served", served == found["largest_request"], counted(served, "token")),
             Tick("a larger request was refused", refusal.get("status") == 413, refusal.get("code", "")),
+            *_ticks_of_drafts(found["speculation"]),
         ]
     else:
         if scene.short == "state":
@@ -204,3 +223,14 @@ def ticks_of(scene: Scene, found: Mapping[str, Any]) -> list[Tick]:
         equal = found["equal_answers"]
         ticks.append(Tick("without a cache the answers are the same", equal == found["answers"], f"{equal}"))
     return [*ticks, Tick("no frame leaked", not any(pool["private"] for pool in found["pools"].values()))]
+
+
+def _ticks_of_drafts(found: Mapping[str, Any]) -> list[Tick]:
+    accepted, steps, tokens, equal = (
+        found[name] for name in ("accepted_tokens", "steps", "output_tokens", "equal_answers")
+    )
+    return [
+        Tick("drafts were accepted of questions asked twice", accepted > 0, f"{accepted} of {found['draft_tokens']}"),
+        Tick("drafts saved steps", steps < tokens, f"{steps} steps for {tokens} tokens, one request at a time"),
+        Tick("with drafts the answers are the same", equal == 2 * ASKED_TWICE, f"{equal}"),
+    ]

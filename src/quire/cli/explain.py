@@ -11,7 +11,7 @@ from rich.text import Text
 
 from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
 from quire.cli.replay import ReplayedCache, ReplayedEngine
-from quire.cli.report import Report
+from quire.cli.report import Report, told_of_drafts
 from quire.cli.server import Server
 from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
@@ -86,8 +86,12 @@ def _server_report(server: Server) -> Report:
     if not causes:
         raise InvalidInput("this server does not explain.", fix="start it without --no-explain.")
     found = {name: statistics[name] for name in ("prompt_tokens", "hit_tokens")} | {"tokens_by_cause": causes}
-    heading = Text(f"{server.url}: {found['prompt_tokens']:,} prompt tokens since its start.\n")
-    return Report(found, lambda: [heading, causes_table(causes)])
+    shown: list[RenderableType] = [Text(f"{server.url}: {found['prompt_tokens']:,} prompt tokens since its start.\n")]
+    shown.append(causes_table(causes))
+    if (drafts := statistics.get("speculation")) is not None:
+        found["speculation"] = drafts
+        shown.append(Text(f"\nSpeculation: {told_of_drafts(drafts)}."))
+    return Report(found, lambda: shown)
 
 
 def _sequences_report(server: Server, request_id: str) -> Report:

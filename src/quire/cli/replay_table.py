@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli.report import plain_table
+from quire.cli.report import plain_table, told_of_drafts
 from quire.plan.budget import counted
 from quire.sim.comparison import ReportProgress
 from quire.sim.result import ReplayResult
@@ -143,10 +143,7 @@ def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
         yield Text(f"A host of {tiers.host_tokens:,} tokens at {tiers.host_bandwidth / 1e9:.1f} GB/s{storage}.")
     for run in runs:
         if (found := run.speculation) is not None:
-            yield Text(
-                f"{_pool_of(run)}, {run.policy}: {found['accepted_tokens']:,} of {found['draft_tokens']:,} drafts "
-                f"accepted, {found['tokens_per_step']:.2f} tokens of a request in a step."
-            )
+            yield Text(f"{_pool_of(run)}, {run.policy}: {told_of_drafts(found)}.")
     for run in runs:
         for change in run.tiers.changes if run.tiers is not None else ():
             what = f"turned itself off: {change.why}" if change.why else "is on again"

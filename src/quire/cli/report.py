@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,19 @@ class Report:
                 console.print(part)
         if self.exit_code:
             raise typer.Exit(self.exit_code)
+
+
+def told_of_drafts(found: Mapping[str, Any]) -> str:
+    """What speculation brought (`Speculator.statistics`), and why it is off if it is."""
+    said = (
+        f"{found['accepted_tokens']:,} of {found['draft_tokens']:,} drafts accepted, "
+        f"{found['tokens_per_step']:.2f} tokens of a request in a step"
+    )
+    if found.get("is_off"):
+        said += (
+            f"; off now, because a draft costs {found['draft_cost']:.2f} tokens and brings {found['draft_brings']:.2f}"
+        )
+    return said
 
 
 def plain_table(
