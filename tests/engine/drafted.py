@@ -182,6 +182,9 @@ def check_reserves(page_size: int) -> None:
     prompt = REPEATING[0]
     most = greedy(core.plan.largest_request - len(prompt))
     expected = tokens_without([prompt], most, page_size)
+    long = [(prompt * 9)[: core.plan.largest_request - 1]]
+    assert run(core, long, greedy(1), "no room for drafts") == tokens_without(long, greedy(1), page_size)
+    core.flush(None)
     speculator = follow_script(core, [prompt], expected, "all right")
     speculator._governor = Varying(core.plan.max_requests, 5)
     core.add(EngineRequest(request_id="a", prompt=prompt_bytes(prompt), params=most))

@@ -30,7 +30,18 @@ _TIERS = ("device", "host", "storage")
 _SAME = {"swap-pages": "exchange-pages", "truncate-row": "truncate-record", "drop-component": "drop-field"}
 """Other names of faults, under which they are known elsewhere."""
 _SECONDS = 10.0
-_WORTH_TELLING = ("hit", "evicted", "duplicate", "split", "out of pages", "fault", "abort", "preemption")
+_WORTH_TELLING = (
+    "hit",
+    "evicted",
+    "duplicate",
+    "split",
+    "out of pages",
+    "fault",
+    "abort",
+    "preemption",
+    "drafted",
+    "rejected",
+)
 
 
 app = typer.Typer(

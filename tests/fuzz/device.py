@@ -12,6 +12,7 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths
 from quire.cache.states import Pieces
 from quire.spec.ids import Ids
 from tests.fuzz.names import Names, Page
@@ -23,11 +24,20 @@ Frames = list[list[int]]
 
 @dataclass(slots=True)
 class Part:
-    """One request's work in a step: its tokens `start..end - 1`, the last of them called `name`."""
+    """One request's work in a step: its tokens `start..end - 1`, the last of them called `name`.
+
+    If they are a tree, `name` is that of the first, and `branches` are the names of the others, in order.
+    """
 
     start: int
     end: int
     name: int
+    branches: Page = ()
+
+    @property
+    def path_end(self) -> int:
+        """Where the tokens end that are known to follow each other."""
+        return self.end - len(self.branches)
 
 
 @dataclass(eq=False, slots=True)
@@ -64,14 +74,15 @@ class Device:
         self._reads = [tokens_read(group.reach, cache.page_size) for group in cache.plan.groups]
         self.num_read = self.num_executed = 0
 
-    def launch(self, kvs: list[RequestKV], parts: list[Part]) -> Step:
-        """A step is launched: what it will read and write is what the cache says now."""
+    def launch(self, kvs: list[RequestKV], parts: list[Part], draws: Lengths | None = None) -> Step:
+        """A step is launched: what it will read and write is what the cache says now. Part i draws `draws[i]` tokens,
+        by default one at most."""
         cache, size = self._cache, self._size
         starts = np.array([part.start for part in parts], dtype=np.int64)
         ends = np.array([part.end for part in parts], dtype=np.int64)
         step = Step(cache.open_fence(), parts, {}, {})
         for group in range(len(cache.groups)):
-            pieces = cache.launch(group, kvs, ends)
+            pieces = cache.launch(group, kvs, ends, draws)
             if pieces is not None:
                 step.pieces[group] = pieces
                 continue
@@ -99,6 +110,16 @@ class Device:
         for group, pieces in step.pieces.items():
             self._carry(group, pieces, step.parts)
 
+    def move(self, step: Step, at: int, sources: list[int], targets: list[int]) -> None:
+        """What a part has written for these tokens of it belongs at others."""
+        size, first = self._size, step.parts[at].start
+        for group, table in step.frames.items():
+            frames, held = table[at], self.pages[group]
+            found = [held[frames[(first + n) // size]][(first + n) % size] for n in sources]
+            for n, name in zip(targets, found, strict=True):
+                frame, place = frames[(first + n) // size], (first + n) % size
+                held[frame] = (*held[frame][:place], name, *held[frame][place + 1 :])
+
     def touches(self, step: Step, group: int) -> set[int]:
         """Frames of a group that a step may still read or write."""
         if group in step.pieces:
@@ -121,7 +142,7 @@ class Device:
 
     def _write(self, group: int, part: Part, frames: list[int]) -> None:
         size, held = self._size, self.pages[group]
-        path, whole = self._names.path[part.name], self._names.pages[part.name]
+        written, whole = self._names.path[part.name] + part.branches, self._names.pages[part.name]
         for page in range(part.start // size, -(-part.end // size)):
             frame = frames[page]
             assert frame, f"a step writes page {page} of a request, which has no frame in group {group}"
@@ -130,20 +151,20 @@ class Device:
                 held[frame] = whole[page]
                 continue
             old, low, high = held[frame], max(part.start - first, 0), min(part.end - first, size)
-            new = old[:low] + path[first + low : first + high] + old[high:]
+            new = old[:low] + written[first + low : first + high] + old[high:]
             held[frame] = whole[page] if page < len(whole) and new == whole[page] else new
 
     def _read(self, group: int, part: Part, frames: list[int]) -> None:
         size, held = self._size, self.pages[group]
         path, whole = self._names.path[part.name], self._names.pages[part.name]
         low = self._reads[group](part.start)
-        for page in range(low // size, -(-part.end // size)):
+        for page in range(low // size, -(-part.path_end // size)):
             self.num_read += 1
             found = held[frames[page]]
             if page < len(whole) and found is whole[page]:
                 continue
             first = page * size
-            skip, end = max(low - first, 0), min(part.end - first, size)
+            skip, end = max(low - first, 0), min(part.path_end - first, size)
             if found[skip:end] != path[first + skip : first + end]:
                 raise AssertionError(
                     f"a step reads frame {frames[page]} of group {group} for tokens {first + skip} to "

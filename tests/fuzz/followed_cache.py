@@ -65,6 +65,7 @@ class FollowedCache:
         self.faults = faults
         self._of: dict[RequestKV, Followed] = {}
         self._groups = range(len(cache.groups))
+        self._lengths: Sequence[int] | None = None  # that `reserve` asks for
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -131,7 +132,7 @@ class FollowedCache:
         short = self._short(batch, wanted)
         if short is not None:
             unchanged = self.watch.raw
-            error = self._refused(short[0], lambda: self.cache.extend(kvs, asked))
+            error = self._refused(short[0], lambda: self._grow(kvs, asked))
             found = (error.group, error.wanted, error.free, error.evictable)
             assert found == short, f"the error says {found}: {short}"
             self._check("extend")
@@ -139,7 +140,7 @@ class FollowedCache:
             raise error
         afterwards = self._untouched(batch, firsts)
         try:
-            self.cache.extend(kvs, asked)
+            self._grow(kvs, asked)
         except OutOfPages as error:
             if self.faults is None or not self.faults.take(error):
                 raise AssertionError(f"an allocation was refused that fits: {error}") from error
@@ -162,7 +163,18 @@ class FollowedCache:
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
         most = self.cache.plan.pages_per_row * self.page_size
         have = [self.cache.rows.allocated(kv) for kv in asking]
-        self.extend(list(asking), [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
+        self._lengths = lengths
+        try:
+            self.extend(kvs, [max(0, min(n, most) - old) for n, old in zip(lengths, have, strict=True)])
+        finally:
+            self._lengths = None
+
+    def _grow(self, kvs: Sequence[RequestKV] | RunningBatch, counts: int | Sequence[int]) -> None:
+        """Call the verb that `extend` or `reserve` follows."""
+        if self._lengths is None:
+            self.cache.extend(kvs, counts)
+        else:
+            self.cache.reserve(kvs, self._lengths)
 
     def commit(self, kvs: RequestKV | Sequence[RequestKV], tokens: Ids | Sequence[Ids]) -> None:
         """As the cache's."""
@@ -227,10 +239,18 @@ class FollowedCache:
         """The device gets to a step: the next one, whose requests are these."""
         self.device.execute(step)
         for s, part in zip(batch, step.parts, strict=True):
-            s.executed = part.end
-            if part.end > len(self.names.path[s.name]):
-                s.name, s.num_tokens = part.name, part.end
+            s.executed = part.path_end
+            if part.path_end > len(self.names.path[s.name]):
+                s.name, s.num_tokens = part.name, part.path_end
         self._check("execute")
+
+    def verified(self, step: Step, at: int, s: Followed, name: int, sources: list[int], targets: list[int]) -> None:
+        """Part `at` of an executed step, of this request, computed drafts, and its tokens up to `name` are right. What
+        was computed for these is moved from the places `sources` of the part to `targets`."""
+        self.device.move(step, at, sources, targets)
+        s.name, s.num_tokens = name, len(self.names.path[name])
+        s.executed = s.launched = s.num_tokens
+        self.happened["moved"] += len(sources)
 
     def close_fence(self, step: Step) -> None:
         """The host has heard that a step is done; perhaps before it hears of an earlier one."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from quire.cache import KVCache
 from quire.plan.budget import MemoryPlan
+from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.prefix.reach import reach_of
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
+from quire.spec.speculation import SpeculativeConfig
 from quire.testing.choices import Choices
 from quire.testing.plans import small_plan
 
@@ -47,6 +50,21 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
         reaches=tuple(reaches),
         frames=tuple(frames),
     )
+
+
+def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> MemoryPlan:
+    """The plan with room for so many drafts of each request, which branch where every group has pages."""
+    branches = branches and all(group.reach.kind in ("full", "window") for group in plan.groups)
+    topk = 2 if branches else 1
+    speculation = SpeculativeConfig(
+        method="ngram", num_steps=num_drafts, topk=topk, num_draft_tokens=topk * num_drafts + 1
+    )
+    more = -(-get_alloc_reserve_per_decode(speculation, plan.page_size) // plan.page_size)
+    frames = [
+        plan.frames_of(at) * (1 + num_drafts) if group.reach.kind == "state" else plan.frames_of(at) + more
+        for at, group in enumerate(plan.groups)
+    ]
+    return replace(plan, speculation=speculation, num_pages=plan.num_pages + more, frames=tuple(frames))
 
 
 def reach(choices: Choices, kind: str, page_size: int) -> ReachSpec:

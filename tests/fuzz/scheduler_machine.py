@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache import KVCache
+from quire.cache.running import Lengths
 from quire.errors import ContextTooLong, RequestTooLarge
 from quire.offload import Offloads
 from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
@@ -23,12 +24,13 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
 from quire.spec.events import Namespace
+from quire.speculative.verify import accepted_draws
 from quire.testing.choices import Choices
 from tests.fuzz.device import Part
 from tests.fuzz.device import Step as DeviceStep
 from tests.fuzz.followed_cache import FollowedCache
 from tests.fuzz.plain_cache import Sequence
-from tests.fuzz.plans import hybrid_plan, shuffle_frames
+from tests.fuzz.plans import drafting_plan, hybrid_plan, shuffle_frames
 
 NAMESPACES = (Namespace(), Namespace(salt="a"))
 MOST_REQUESTS = 10
@@ -53,7 +55,12 @@ class SchedulerMachine:
         page_size = choices.between(1, 4)
         context = choices.between(8, 40)
         self.plan = hybrid_plan(choices, choices.between(3, 16), page_size, context, choices.between(1, 5))
-        self._overlap = choices.chance(50)
+        drawn = choices.below(100)
+        self._overlap = drawn < 50
+        self._guesses: Choices | None = None
+        if drawn % 3 == 1:
+            self._guesses = Choices.seeded(drawn)
+            self.plan = drafting_plan(self.plan, 1 + drawn % 5, branches=drawn % 2 == 0)
         self._most_tokens = choices.between(1, 8)
         self.cache = self._follow(choices)
         followed: Any = self.cache
@@ -100,6 +107,9 @@ class SchedulerMachine:
             self.arrive(choices)
         elif open_requests and choices.chance(4):
             self.abort(choices.one_of(self._requests))
+        elif self._guesses is not None and self._guesses.chance(3):
+            self.did = ("clear",)
+            self.cache.clear()
         else:
             self.turn()
 
@@ -142,6 +152,7 @@ class SchedulerMachine:
         self.did = "abort", request.request_id
         self.cache.happened[f"abort {request.state.name.lower()}"] += 1
         self.cache.happened["abort in flight"] += request.num_launched > request.num_settled
+        self.cache.happened["abort with drafts"] += request.pending > 1
         assert self.scheduler.abort(request.request_id) is request, "an open request was not aborted"
         assert self.scheduler.abort(request.request_id) is None, "a request was aborted twice"
         self._ended(request)
@@ -152,6 +163,8 @@ class SchedulerMachine:
         first = min(self._running(), key=lambda request: request.order, default=None)
         preemptions = first.num_preemptions if first is not None else 0
         before = self.scheduler.num_preemptions
+        if self._guesses is not None:
+            self._draft(self._guesses)
         step = self.scheduler.schedule()
         assert first is None or first.num_preemptions == preemptions, "the first in order was preempted"
         self.cache.happened["preemption"] += self.scheduler.num_preemptions - before
@@ -167,6 +180,33 @@ class SchedulerMachine:
             self._flight = None
         self._check_progress(progress=settled or launched is not None)
 
+    def _draft(self, guesses: Choices) -> None:
+        """Propose tokens for the next step, some of them right: as many as there is room for, or fewer."""
+        speculation = self.plan.speculation
+        assert speculation is not None
+        most = speculation.num_draft_tokens - 1
+        batch, _, _, room = self.scheduler.drafting()
+        counts = np.zeros(len(batch), dtype=np.int64)
+        tokens, parents = np.zeros((len(batch), most), dtype=np.int32), np.zeros((len(batch), most), dtype=np.int32)
+        for at, request in enumerate(batch.requests):
+            root = self.cache.names.named(request.namespace, request.tokens.tobytes()) if room[at] else 0
+            nodes = [(-2, root)]  # of each draft, after the last known token: what it follows, and its name
+            depths = [0]
+            for _ in range(guesses.between(0, most) if room[at] else 0):
+                after = guesses.below(len(nodes)) if speculation.topk > 1 else len(nodes) - 1
+                if depths[after] == room[at]:
+                    continue
+                above = nodes[after][1]
+                token = self._next(above) if guesses.chance(60) else guesses.below(self._vocabulary)
+                node = (after - 1, self.cache.names.child(above, token))
+                if node not in nodes:
+                    tokens[at, len(nodes) - 1], parents[at, len(nodes) - 1] = token, after - 1
+                    nodes.append(node)
+                    depths.append(depths[after] + 1)
+            counts[at] = len(nodes) - 1
+        self.cache.happened["drafted"] += int(counts.sum())
+        self.scheduler.draft(batch, counts, tokens, parents if speculation.topk > 1 else None)
+
     # -- the device
 
     def _launch(self, step: Step) -> _Flight:
@@ -178,23 +218,33 @@ class SchedulerMachine:
         for s, part in zip(followed, parts, strict=True):
             assert part.start == s.launched and part.end <= s.allocated, "a step goes on elsewhere than the last one"
             s.launched = part.end
-        launched = self.cache.device.launch(kvs, parts)
+        launched = self.cache.device.launch(kvs, parts, step.draw_counts)
         self.cache.launched(launched)
         return _Flight(launched, step, followed)
 
     def _settle(self, flight: _Flight) -> None:
         """The device executes a step, draws tokens from what it read, and the host hears of it."""
         names, step, parts = self.cache.names, flight.step, flight.launched.parts
-        for request, part in zip(step.requests, parts, strict=True):
+        every: list[int] = []  # the name at each flat place
+        for work, (request, part) in enumerate(zip(step.requests, parts, strict=True)):
             known = request.tokens[: part.end]
-            if len(known) < part.end:  # the token that only the device knew at launch
+            if step.draw_counts[work] > 1:
+                known = np.concatenate((known[: part.start], step.tokens[step.offsets[work] : step.offsets[work + 1]]))
+                known = known.astype(np.int32)
+            elif len(known) < part.end:  # the token that only the device knew at launch
                 known = np.append(known, np.int32(self._next(names.named(request.namespace, known.tobytes()))))
             part.name = names.named(request.namespace, known.tobytes())
+            own = names.path[part.name][part.start :]
+            if step.parents is not None and step.draw_counts[work] > 1:
+                own = self._branches(step, work, names.named(request.namespace, known[: part.start].tobytes()))
+                part.name, part.branches = own[0], own[1:]
+            every += own
         self.cache.execute(flight.launched, flight.followed)
-        drawn = [self._next(parts[work].name) for work in step.drawers.tolist()]
+        drawn = np.array([self._next(every[place]) for place in step.draws.tolist()], dtype=np.int64)
         for s, part in zip(flight.followed, parts, strict=True):
             s.settled = part.end
-        found = self.scheduler.settle(step, np.array(drawn, dtype=np.int64))
+        drawn, kept = self._verify(flight, every, drawn) if (step.draw_counts > 1).any() else (drawn, None)
+        found = self.scheduler.settle(step, drawn, kept)
         for request in found.requests:
             expected = self._expected[request]
             output = request.output_tokens.tolist()
@@ -205,6 +255,36 @@ class SchedulerMachine:
             else:
                 assert output == expected[: len(output)], f"{request.request_id} has {output}, and alone {expected}"
         self.cache.close_fence(flight.launched)
+
+    def _branches(self, step: Step, work: int, before: int) -> tuple[int, ...]:
+        """The names of the tokens of a work that is a tree."""
+        first, stop = int(step.offsets[work]), int(step.offsets[work + 1])
+        assert step.parents is not None
+        found: list[int] = []
+        for place in range(first, stop):
+            above = int(step.parents[place]) - first if place > first else -1
+            assert -1 <= above < len(found), "a draft is computed before what it follows"
+            name = self.cache.names.child(found[above] if above >= 0 else before, int(step.tokens[place]))
+            assert len(self.cache.names.path[name]) == step.positions[place] + 1, "a draft is at another depth"
+            found.append(name)
+        return tuple(found)
+
+    def _verify(self, flight: _Flight, every: list[int], drawn: Lengths) -> tuple[Lengths, Lengths]:
+        """The draws of a step with drafts, the right ones of each work first, and how many these are."""
+        step, happened = flight.step, self.cache.happened
+        found = accepted_draws(step.tokens, step.draws, step.draw_counts, drawn, step.parents)
+        for work in (step.draw_counts > 1).nonzero()[0].tolist():
+            first, root = int(step.offsets[work]), int(step.offsets[work + 1] - step.draw_counts[work])
+            last = root
+            for _ in range(int(found.kept[work]) - 1):
+                wanted = self.cache.names.child(every[last], self._next(every[last]))
+                last = every.index(wanted, last + 1, int(step.offsets[work + 1]))
+            some = (found.sources >= first) & (found.sources < step.offsets[work + 1])
+            moves = (found.sources[some] - first).tolist(), (found.targets[some] - first).tolist()
+            self.cache.verified(flight.launched, work, flight.followed[work], every[last], *moves)
+            happened["rejected"] += int(step.draw_counts[work] - found.kept[work])
+            happened["accepted"] += int(found.kept[work]) - 1
+        return drawn if found.order is None else drawn[found.order], found.kept
 
     def _next(self, name: int) -> int:
         """The token that follows: a fixed draw from all tokens before and the namespace."""

@@ -33,6 +33,8 @@ MUST_HAPPEN = (
     "duplicate",
     "split",
     "idle",
+    "accepted",
+    "rejected",
 )
 
 

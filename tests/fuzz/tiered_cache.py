@@ -181,7 +181,7 @@ class TieredCache(FollowedCache, ReadAhead):
         firsts = [-(-s.allocated // self.page_size) for s in batch]
         afterwards = self._untouched(batch, firsts)
         try:
-            self.cache.extend(kvs, counts)
+            self._grow(kvs, counts)
         except OutOfPages as error:
             if self.faults is not None and self.faults.take(error):
                 self.happened["fault"] += 1

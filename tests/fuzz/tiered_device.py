@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quire.cache import KVCache
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths
 from quire.tiers.transfer import Transfer
 from tests.fuzz.device import Device, Part, Step
 from tests.fuzz.host_records import LAYERS
@@ -18,11 +19,11 @@ class TieredDevice(Device):
         self._loads: dict[Step, list[Transfer]] = {}
         self.num_waits = 0
 
-    def launch(self, kvs: list[RequestKV], parts: list[Part]) -> Step:
+    def launch(self, kvs: list[RequestKV], parts: list[Part], draws: Lengths | None = None) -> Step:
         """Only for requests whose prefix is there, or good and on its way."""
         assert all(kv.is_ready for kv in kvs), "a step was launched on a prefix that is not there"
         loads = [move for kv in kvs for move in kv.loads]
-        step = super().launch(kvs, parts)
+        step = super().launch(kvs, parts, draws)
         self._loads[step] = loads
         return step
 

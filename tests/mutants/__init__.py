@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import allocator, cache, scheduler, states, tiers, tree, windows
+from tests.mutants import allocator, cache, drafts, scheduler, states, tiers, tree, windows
 from tests.mutants.registry import MUTANTS, Mutant, Patch, find, injected, mutant
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Patch",
     "allocator",
     "cache",
+    "drafts",
     "find",
     "injected",
     "mutant",

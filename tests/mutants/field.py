@@ -22,4 +22,5 @@ EVENTS: Final = "events that drift from what is cached: vLLM #55092; LMCache #50
 DAMAGED: Final = "damage that no check looks for: LMCache #4385; TensorRT-LLM #8813, #8274; SGLang #32176"
 SHORT: Final = "a row or a digest that ends too early: SGLang #38161, #36121"
 VISIBLE: Final = "a failed store that is found: LMCache #4991"
+DRAFTS: Final = "drafts that are not verified, or too late: lattice #243; openvino.genai #4190"
 PADDING: Final = "padding that is not nothing: vLLM #57156, #57158"

@@ -47,6 +47,19 @@ def rows_end_at_the_context(patch: Patch) -> None:
     patch.setattr(budget, "get_req_to_token_extra_context_len", lambda *given: 0)
 
 
+@mutant("reserves", "a request whose prompt is about as long as fits waits for ever for room that it never uses")
+def room_beyond_the_end_is_waited_for(patch: Patch) -> None:
+    real = Scheduler._fits
+
+    def fits(self: Scheduler, request: Request, hit: Any) -> bool:
+        most, request.max_tokens = request.max_tokens, request.max_tokens + self._per_step
+        found = real(self, request, hit)
+        request.max_tokens = most
+        return found
+
+    patch.setattr(Scheduler, "_fits", fits)
+
+
 @mutant("reserves", "a step with fewer drafts than the one before gives pages back that its request still holds")
 def fewer_drafts_shrink_the_allocation(patch: Patch) -> None:
     def up_to(growth: Growth, kvs: Any, rows: Rows, lengths: Any) -> None:

@@ -480,7 +480,9 @@ class Scheduler:
         plan, size = self._cache.plan, self._cache.page_size
         rows = self._rows.order
         reached = -(-(self._rows.known[rows] + self._rows.pending[rows]) // size)
-        needed = plan.pages_of(request.num_tokens + plan.tokens_per_step)
+        # No further than its end, up to which the plan has admitted it.
+        ahead = min(request.num_tokens + plan.tokens_per_step, request.num_prompt_tokens + request.max_tokens)
+        needed = plan.pages_of(ahead)
         spare = pages_for(plan.tokens_per_step, size)
         request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
         # Running requests end. Pages held for waiting requests could block the first of them for ever.
