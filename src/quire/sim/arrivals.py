@@ -20,7 +20,7 @@ class ScriptedRequest(Request):
     """A request of a trace in the real scheduler. `script` is its prompt and all of its output, int32.
 
     Times are seconds of the virtual clock, None until they are known: `arrived` and `admitted` (for the first time),
-    `first_token`, `finished`. `expected_row` is its row in the tables of a device that checks, -1 for none.
+    `first_token`, `finished`.
     """
 
     def __init__(self, request: TraceRequest, arrived: float) -> None:
@@ -40,7 +40,6 @@ class ScriptedRequest(Request):
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
-        self.expected_row = -1
 
 
 def scripted(requests: Iterable[Request]) -> list[ScriptedRequest]:

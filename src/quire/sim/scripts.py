@@ -1,46 +1,114 @@
-"""Scripts: what the running requests of a replay draw, by their row in the cache. SimulatedDrafter drafts from them."""
+"""Scripts: what the running requests of a replay compute and draw. SimulatedDrafter drafts from them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.cache.running import Lengths
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, WrongContent
 from quire.plan.budget import MemoryPlan
-from quire.scheduler.step import StepRows
-from quire.sim.arrivals import scripted
+from quire.scheduler.step import Step, StepRows
+from quire.sim.arrivals import ScriptedRequest, scripted
+from quire.sim.prefix_hash import Hashes, PrefixHasher, page_digests
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts
 
 _STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_FEW_PAGES = 16384
+"""Up to this many reads, a step is compared as one table, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The contents that a step writes and has to read, in every group: hashes of tokens and digests of pages."""
+
+    written: Hashes
+    """uint64 `[num_tokens]`. Where a draft is wrong, these are other numbers, there and behind it."""
+    before: Hashes
+    """Of the token before each work, uint64 `[works]`; 0: there is none."""
+    last: Hashes
+    """The last page of each work, which is not full, uint64 `[works, slots]`; arbitrary behind its last token."""
+    whole: list[tuple[Lengths, Hashes]]
+    """Pages before that: works of similar lengths, and their pages, uint64 `[works, pages]`. Less than half of a large
+    table is padding."""
 
 
 class Scripts:
-    """`outputs` int32 `[rows, positions]` has the outputs of each request, as far as `enter` was told of it."""
+    """By row of the cache: `tokens`, int32 `[rows, positions]`, has the prompt and all output of each request that
+    `enter` was told of. With `checks` there are contents too."""
 
-    def __init__(self, plan: MemoryPlan) -> None:
-        # Memory is allocated when it is written.
-        self.outputs: Ids = np.zeros((plan.max_requests, plan.pages_per_row * plan.tokens_per_page), dtype=np.int32)
+    def __init__(self, plan: MemoryPlan, *, checks: bool) -> None:
+        shape = plan.max_requests, plan.pages_per_row * plan.tokens_per_page
+        self.page_size = plan.page_size
+        # Memory is allocated when it is written, so a row costs as much as its longest request.
+        self.tokens: Ids = np.zeros(shape, dtype=np.int32)
         self.seeds = np.zeros(plan.max_requests, dtype=np.uint64)  # of each request
         self.acceptances = np.zeros(plan.max_requests)  # as recorded; not a number: none was
         self._serials: Lengths = np.zeros(plan.max_requests, dtype=np.int64)
+        self._hasher = PrefixHasher(shape[1]) if checks else None
+        self._hashes: Hashes = np.zeros(shape, dtype=np.uint64)
+        self._pages = self._hashes.reshape(plan.max_requests, -1, plan.page_size)
+        self._digests: Hashes = np.zeros(self._pages.shape[:2], dtype=np.uint64)
 
     def enter(self, batch: StepRows) -> None:
-        """Write the outputs of requests that are new in their rows."""
+        """Write the rows of requests that are new in them."""
         rows, serials = batch.rows, batch.serials
         fresh = (self._serials[rows] != serials).nonzero()[0]
         if not len(fresh):
             return
         for row, request in zip(rows[fresh], scripted(batch.requests[at] for at in fresh.tolist()), strict=True):
-            script, first = request.script, request.num_prompt_tokens
-            self.outputs[row, first : len(script)] = script[first:]
+            length = len(request.script)
+            self.tokens[row, :length] = request.script
             self.seeds[row] = crc32(request.request_id.encode())
             self.acceptances[row] = np.nan if request.acceptance is None else request.acceptance
+            if self._hasher is not None:
+                self._hashes[row, :length] = self.hashes_of(request)
+                whole = length // self.page_size
+                self._digests[row, :whole] = page_digests(self._pages[row, :whole])
         self._serials[rows] = serials
+
+    def hashes_of(self, request: ScriptedRequest) -> Hashes:
+        """The contents of all tokens of a request, uint64 `[tokens]`."""
+        assert self._hasher is not None
+        return self._hasher.hashes(request.namespace, request.script)
+
+    def contents(self, step: Step, ends: Lengths) -> Contents:
+        """Of a step whose works end at `ends` without their drafts. Raises WrongContent if the tokens of a prompt are
+        not those of its script; single tokens are compared when their request ends."""
+        rows, starts = step.batch.rows, step.starts
+        pages = np.minimum(ends // self.page_size, self._pages.shape[1] - 1)
+        widths = -(-ends // self.page_size)
+        parts = [np.arange(len(rows))]
+        if int(widths.max()) * len(rows) > _FEW_PAGES:
+            classes = np.frexp(widths)[1]  # widths of one class differ by less than a factor of two
+            parts = [np.flatnonzero(classes == each) for each in np.unique(classes)]
+        return Contents(
+            written=self._written(step, ends),
+            before=np.where(starts > 0, self._hashes[rows, starts - 1], np.uint64(0)),
+            last=self._pages[rows, pages],
+            whole=[(works, self._digests[rows[works], : int(widths[works].max())]) for works in parts],
+        )
+
+    def _written(self, step: Step, ends: Lengths) -> Hashes:
+        rows = np.repeat(step.batch.rows, step.counts)
+        written: Hashes = self._hashes[rows, step.positions]
+        if len(rows) == len(step):
+            return written
+        works = np.repeat(np.arange(len(step)), step.counts)
+        wrong = step.tokens != self.tokens[rows, step.positions]
+        wrong[step.future] = False
+        drafted = step.positions >= ends[works]
+        foreign = np.flatnonzero(wrong & ~drafted & (ends - step.starts > 1)[works])
+        if len(foreign):
+            request = step.requests[works[foreign[0]]]
+            raise WrongContent(f"request '{request.request_id}' computes tokens that are not its own.")
+        so_far = np.cumsum(wrong & drafted)
+        return np.where(so_far > so_far[step.offsets[:-1]][works], ~written, written)
 
 
 class SimulatedDrafter:
@@ -60,7 +128,7 @@ class SimulatedDrafter:
         scripts, rows = self._scripts, drafting.batch.rows
         scripts.enter(drafting.batch)
         places = drafting.known[:, None] + np.arange(int(drafting.most.max(initial=0)))
-        places = np.minimum(places, scripts.outputs.shape[1] - 1)
+        places = np.minimum(places, scripts.tokens.shape[1] - 1)
         right = scripts.acceptances[rows] if self._acceptance is None else np.full(len(rows), self._acceptance)
         if np.isnan(right).any():
             raise InvalidInput(
@@ -68,7 +136,7 @@ class SimulatedDrafter:
                 fix="give a probability: --speculate 4,0.7.",
             )
         wrong = _chances(scripts.seeds[rows][:, None], places) >= right[:, None]
-        return Drafts(drafting.most.copy(), scripts.outputs[rows[:, None], places] + wrong)
+        return Drafts(drafting.most.copy(), scripts.tokens[rows[:, None], places] + wrong)
 
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         return
