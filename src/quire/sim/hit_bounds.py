@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidInput
+from quire.sim.prefix_hash import page_digests
 from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -42,19 +43,14 @@ class HitBounds:
         self._page_size = page_size
         self._uses: list[_PageUse] = []
         self._roots: dict[Namespace, _Node] = {}
-        random = np.random.Generator(np.random.PCG64(page_size))
-        self._weights = random.integers(1 << 63, size=page_size, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
         self.prompt_tokens = 0
+        self.ideal_hit_tokens = 0
+        """Hits of a cache that never evicts."""
+        self.working_set_tokens = 0
+        """Different whole pages of all prompts and outputs, which that cache holds at the end."""
         for request in trace:
             if request.abort_after != 0:
                 self._add(request)
-        self._nodes = [node for root in self._roots.values() for node in root.descendants()]
-        for number, node in enumerate(self._nodes):
-            node.number = number
-        self.ideal_hit_tokens = sum(use.hit_pages for use in self._uses) * page_size
-        """Hits of a cache that never evicts."""
-        self.working_set_tokens = sum(len(node.keys) for node in self._nodes) * page_size
-        """Different whole pages of all prompts and outputs, which that cache holds at the end."""
 
     @property
     def ideal_hit_rate(self) -> float:
@@ -82,27 +78,26 @@ class HitBounds:
         """
         pool_pages = pool_tokens // self._page_size
         uses = [use for use in self._uses if use.held_pages <= pool_pages]
-        kept = [0] * len(self._nodes)
-        furthest: list[tuple[int, int]] = []  # (-request that looks it up, node); invalid if none is kept
+        furthest: list[tuple[int, int, _Node]] = []  # minus the request that looks it up, minus its end; may be stale
         num_kept, hits = 0, 0
-        for use, upcoming in zip(uses, _next_lookups(uses, len(self._nodes)), strict=True):
+        for use, upcoming in zip(uses, _next_lookups(uses), strict=True):
             for node in use.nodes():
-                hits += kept[node.number]
-                num_kept -= kept[node.number]
-                kept[node.number] = 0
+                hits += node.kept
+                num_kept -= node.kept
+                node.kept = 0
             while (excess := num_kept - (pool_pages - use.held_pages)) > 0:
-                _, number = furthest[0]
-                if not kept[number]:
+                node = furthest[0][-1]
+                if not node.kept:
                     heappop(furthest)
                     continue
-                evicted = min(kept[number], excess)
-                kept[number] -= evicted
+                evicted = min(node.kept, excess)
+                node.kept -= evicted
                 num_kept -= evicted
             for node, lookup in zip(use.nodes(), upcoming, strict=True):
                 if lookup != _NEVER:
-                    kept[node.number] = len(node.keys)
+                    node.kept = len(node.keys)
                     num_kept += len(node.keys)
-                    heappush(furthest, (-lookup, node.number))
+                    heappush(furthest, (-lookup, -node.end, node))
         return hits * self._page_size
 
     def _add(self, request: TraceRequest) -> None:
@@ -119,15 +114,16 @@ class HitBounds:
         node.split_above(lookup)
         held = max(len(keys), -(-(len(tokens) - 1) // self._page_size))
         self.prompt_tokens += len(request.prompt)
-        self._uses.append(_PageUse(node, lookup, min(known, lookup), held))
+        self.ideal_hit_tokens += min(known, lookup) * self._page_size
+        self.working_set_tokens += (len(keys) - known) * self._page_size
+        self._uses.append(_PageUse(node, lookup, held))
 
     def _keys(self, tokens: Ids) -> _Keys:
         """Of each whole page. Two different pages have the same key about once in 2 ** 64 comparisons."""
         if self._page_size == 1:
             return tokens
         whole = len(tokens) - len(tokens) % self._page_size
-        pages = tokens[:whole].reshape(-1, self._page_size).astype(np.uint64)
-        return np.asarray(pages @ self._weights)
+        return page_digests(tokens[:whole].reshape(-1, self._page_size).astype(np.uint64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +133,6 @@ class _PageUse:
     last: _Node
     lookup_pages: int
     """Whole pages of the prompt that may be found in a cache: at least the prompt's last token is computed."""
-    hit_pages: int
-    """Those of them that earlier requests had."""
     held_pages: int
     """Pages that it holds when it ends, including one that is not full."""
 
@@ -163,7 +157,8 @@ class _Node:
     end: int
     """Pages from the beginning of the prefix to the end of this node."""
     children: dict[int, _Node] = field(default_factory=dict)
-    number: int = -1
+    kept: int = 0
+    """Pages that the optimum keeps until the next lookup; none once all requests are done."""
 
     def descend(self, keys: _Keys) -> tuple[_Node, int]:
         """The node that ends where `keys` and the tree diverge, split there if needed, and the number of its pages."""
@@ -199,24 +194,16 @@ class _Node:
         if start < end < node.end:
             node.split(end - start)
 
-    def descendants(self) -> Iterator[_Node]:
-        """Every node under a root, which has no pages itself."""
-        waiting = list(self.children.values())
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(node.children.values())
 
-
-def _next_lookups(uses: list[_PageUse], num_nodes: int) -> list[list[int]]:
+def _next_lookups(uses: list[_PageUse]) -> list[list[int]]:
     """For each request, for each node that it uses, deepest first: the next request that uses the node, if that looks
     it up."""
-    upcoming = [_NEVER] * num_nodes
+    upcoming: dict[_Node, int] = {}
     found = []
     for now in range(len(uses) - 1, -1, -1):
         use = uses[now]
-        found.append([upcoming[node.number] for node in use.nodes()])
+        found.append([upcoming.get(node, _NEVER) for node in use.nodes()])
         for node in use.nodes():
-            upcoming[node.number] = now if node.end <= use.lookup_pages else _NEVER
+            upcoming[node] = now if node.end <= use.lookup_pages else _NEVER
     found.reverse()
     return found

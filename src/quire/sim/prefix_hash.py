@@ -46,9 +46,9 @@ class PrefixHasher:
 
 
 def page_digests(hashes: Hashes) -> Hashes:
-    """The digest of each page, uint64 `[pages]`, from the hashes of its slots `[pages, slots]`: a sum in which every
-    slot has an odd weight of its own, so that one wrong slot always changes it."""
-    found: Hashes = (hashes * _weights(hashes.shape[1])).sum(axis=1, dtype=np.uint64)
+    """The digest of each page, uint64 `[pages]`, from the hashes or the tokens of its slots, `[pages, slots]`. It is a
+    sum in which every slot has an odd weight of its own, so that one wrong slot always changes it."""
+    found: Hashes = hashes @ _weights(hashes.shape[1])
     return found
 
 

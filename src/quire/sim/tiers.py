@@ -7,20 +7,20 @@ movers and stores count the bytes of the real one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from typing_extensions import Buffer
 
 from quire.cache import KVCache
 from quire.errors import InvalidInput
-from quire.memory.record import Rows
+from quire.memory.record import RecordFormat, Rows
 from quire.offload import offload_of
 from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.device import Frames
-from quire.sim.prefix_hash import Hashes, page_digests
+from quire.sim.prefix_hash import Hashes
 from quire.sim.virtual_mover import VirtualMover
 from quire.spec.ids import Ids
 from quire.spec.record_size import HEADER_BYTES
@@ -160,16 +160,13 @@ class VirtualTiers:
         tiers = offload_of(cache).tiers
         assert tiers is not None
         counters = tiers.counters
-        same = (
-            "host_hit_tokens", "storage_hit_tokens", "declined_tokens", "saved_bytes", "loaded_bytes", "archived_bytes",
-            "fetched_bytes", "refused_moves", "unsaved_frames", "unstored_frames",
-        )  # fmt: skip
+        counted = {each.name: getattr(counters, each.name) for each in fields(TierUse) if hasattr(counters, each.name)}
         rates = {lane.name: self.mover.rates[lane].per_second for lane in LANES if lane.carries}
         return TierUse(
             **self._sizes,
             host_bandwidth=self._bandwidths[0],
             storage_bandwidth=self._bandwidths[1],
-            **{name: getattr(counters, name) for name in same},
+            **counted,
             device_hit_tokens=cache.statistics().hit_tokens - counters.host_hit_tokens,
             measured={name: rate for name, rate in rates.items() if rate is not None},
             changes=tuple(self._changes),
@@ -185,25 +182,23 @@ class VirtualTiers:
 LAYER = 0
 """The one layer of simulated frames. `VirtualClock` estimates how long a step waits for layers."""
 
-_HEADER = 3  # words of a row: two of the page's key, and a sum of these and all hashes
-_KEY_BYTES = 16
-_FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_LAYOUT = bytes(16)  # one for all groups: their frames hold prefix hashes
 
 
 class SimulatedCopies(Copies):
     """Copies between `frames` of a simulated device, by group, and `host_frames` records of each group, which have
-    `record_bytes` on a real device. Without `frames`, in a replay without checks, rows have a header only."""
+    `record_bytes` on a real device. Without `frames`, in a replay without checks, records have a header only."""
 
     def __init__(
         self, frames: Sequence[Frames] | None, host_frames: Sequence[int], record_bytes: Sequence[int]
     ) -> None:
         self._frames = frames
-        self._record_bytes = tuple(record_bytes)
-        widths = [0] * len(host_frames) if frames is None else [each.hashes.shape[1] for each in frames]
-        self._rows: list[Hashes] = [
-            np.zeros((count + 1, _HEADER + width), dtype=np.uint64)
-            for count, width in zip(host_frames, widths, strict=True)
-        ]
+        self._record_bytes = record_bytes
+        slots = [0] * len(host_frames) if frames is None else [each.hashes.shape[1] for each in frames]
+        self._formats = [RecordFormat(group, _LAYOUT, 8 * count) for group, count in enumerate(slots)]
+        sizes = [record.num_bytes for record in self._formats]
+        self._rows: list[Rows] = [np.zeros((n + 1, size), np.uint8) for n, size in zip(host_frames, sizes, strict=True)]
+        self._hashes: list[Hashes] = [rows[:, HEADER_BYTES:].view(np.uint64) for rows in self._rows]
 
     def layers(self) -> tuple[int, ...]:
         return (LAYER,)
@@ -213,40 +208,22 @@ class SimulatedCopies(Copies):
 
     def rows(self, group: int) -> Rows:
         """uint8 `[frames + 1, stride]`, where a stride is less than a record."""
-        rows: Rows = self._rows[group].view(np.uint8)
-        return rows
+        return self._rows[group]
 
     def to_host(self, group: int, device: Ids, host: Ids) -> None:
         if self._frames is not None:
-            self._rows[group][host, _HEADER:] = self._frames[group].hashes[device]
+            self._hashes[group][host] = self._frames[group].hashes[device]
 
     def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
         if self._frames is not None:
-            self._frames[group].hashes[device] = self._rows[group][host, _HEADER:]
+            self._frames[group].hashes[device] = self._hashes[group][host]
             self._frames[group].update_digests(device)
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes]) -> None:
-        self._rows[group][host, :2] = _heads(keys)
-        self._rows[group][host, 2] = self._sums(group, host)
+        self._formats[group].seal(self._rows[group], host, keys)
 
     def defects(self, group: int, host: Ids, keys: Sequence[bytes]) -> list[str]:
-        """ "key", or "digest", or ""."""
-        rows = self._rows[group]
-        foreign = (rows[host, :2] != _heads(keys)).any(axis=1)
-        changed = rows[host, 2] != self._sums(group, host)
-        found: list[str] = np.where(foreign, "key", np.where(changed, "digest", "")).tolist()
-        return found
-
-    def _sums(self, group: int, host: Ids) -> Hashes:
-        rows = self._rows[group][host]
-        sums: Hashes = rows[:, 0] * _FIRST + rows[:, 1] * _SECOND
-        return sums + page_digests(rows[:, _HEADER:])
-
-
-def _heads(keys: Sequence[bytes]) -> Hashes:
-    """The first 16 bytes of each key as two words."""
-    found: Hashes = np.frombuffer(b"".join(key[:_KEY_BYTES] for key in keys), dtype=np.uint64).reshape(-1, 2)
-    return found
+        return self._formats[group].defects(self._rows[group], host, keys)
 
 
 class SimulatedStore(Store):
