@@ -20,7 +20,8 @@ from quire.spec.ids import Ids
 Hashes = npt.NDArray[np.uint64]
 
 _A = 0x5851F42D4C957F2D
-_TOKEN = np.uint64(0x9E3779B97F4A7C15)
+ODD_STEP = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 by the golden ratio. Its multiples are far from each other."""
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
@@ -65,7 +66,13 @@ def _powers(base: int, count: int) -> Hashes:
 def _mixed(numbers: Hashes) -> Hashes:
     """A one-to-one mixing of 64-bit numbers, in place."""
     numbers += np.uint64(1)
-    numbers *= _TOKEN
-    numbers ^= numbers >> _HALF
-    numbers *= _MIX
+    numbers *= ODD_STEP
+    return mix_bits(numbers)
+
+
+def mix_bits(numbers: Hashes) -> Hashes:
+    """A one-to-one mixing of the bits of each number, in place. 0 stays 0."""
+    for _ in range(2):
+        numbers ^= numbers >> _HALF
+        numbers *= _MIX
     return numbers

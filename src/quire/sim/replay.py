@@ -29,7 +29,6 @@ from quire.sim.scripts import SimulatedDrafter
 from quire.sim.tiers import LAYER, SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
 from quire.speculative.speculator import Speculator
-from quire.tiers.transfer import Transfer
 
 CHECKS = ("off", "reads", "all")
 """What a replay checks: nothing; every read of a step; and from time to time also the invariants of the cache."""
@@ -75,16 +74,6 @@ class _CpuTime:
 
     def __exit__(self, *error: object) -> None:
         self.seconds += time.thread_time() - self._began
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step in flight, the loads that it waits for, and the times of its launch and end."""
-
-    step: SimulatedStep
-    loads: list[Transfer]
-    began: float
-    done: float
 
 
 class Replay:
@@ -134,7 +123,7 @@ class Replay:
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.in_place)
         self._arrivals = Arrivals(())
         self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will leave
-        self._in_flight: _Launched | None = None
+        self._in_flight: SimulatedStep | None = None
         self._settled_at = 0.0  # the time at which the last step settled
         self._steps = 0
         self._manager = _CpuTime()
@@ -207,39 +196,38 @@ class Replay:
             self.ahead.settle_moves()
         self.clock.move_to(until)
 
-    def _launch(self, scheduled: Step) -> _Launched:
+    def _launch(self, scheduled: Step) -> SimulatedStep:
         self._steps += 1
         fence, ends = self.cache.open_fence(), scheduled.ends
         with self._manager:
             found = [self.cache.launch(index, scheduled.batch, ends, scheduled.draw_counts) for index in self._carried]
         pieces = {index: each for index, each in zip(self._carried, found, strict=True) if each is not None}
-        step = self.device.launch(scheduled, fence, pieces)
+        launched = self.device.launch(scheduled, fence, pieces)
         self._occupancy.launched(self.clock.now)
-        loads: list[Transfer] = []
         arrives = 0.0
         if self.tiers is not None:
-            loads = [load for kv in scheduled.batch.kvs for load in kv.loads if not load.done]
-            arrives = max(map(self.tiers.mover.end_of, loads), default=0.0)
-        began = self.clock.now
-        drafts = ends - step.ends if self.speculator is not None else None
-        return _Launched(step, loads, began, self.clock.launch(scheduled.starts, ends, drafts=drafts, arrives=arrives))
+            launched.loads = [load for kv in scheduled.batch.kvs for load in kv.loads if not load.done]
+            arrives = max(map(self.tiers.mover.end_of, launched.loads), default=0.0)
+        drafts = ends - launched.ends if self.speculator is not None else None
+        launched.began = self.clock.now
+        launched.done = self.clock.launch(scheduled.starts, ends, drafts=drafts, arrives=arrives)
+        return launched
 
-    def _settle(self, launched: _Launched) -> None:
+    def _settle(self, launched: SimulatedStep) -> None:
         step = launched.step
         for load in launched.loads:
             load.wait_layer(LAYER)  # as a forward pass does before it reads a layer
-        drawn = self.device.settle(step)
+        drawn = self.device.settle(launched)
         self.clock.move_to(launched.done)
         began, self._settled_at = max(launched.began, self._settled_at), launched.done
-        if step.step.computes_prompts and not launched.loads:
-            self.ahead.computed(step.step.num_tokens, launched.done - began)
+        if step.computes_prompts and not launched.loads:
+            self.ahead.computed(step.num_tokens, launched.done - began)
         with self._manager:
             kept = None
             if self.speculator is not None:
-                of, tokens, draws = step.step.batch, step.step.tokens, step.step.draws
-                kept = self.speculator.accepted(of, tokens, draws, step.step.draw_counts, drawn).kept
-            settled = self.scheduler.settle(step.step, drawn, kept)
-            self.cache.close_fence(step.fence)
+                kept = self.speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, drawn).kept
+            settled = self.scheduler.settle(step, drawn, kept)
+            self.cache.close_fence(launched.fence)
         num_ended = len(self._records)
         for request in scripted(settled.requests[at] for at in settled.noted):
             if request.first_token is None:

@@ -16,18 +16,16 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import TypeVar
 
 from quire.errors import InvalidInput
+from quire.sim.prefix_hash import ODD_STEP, Hashes, mix_bits
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 VOCABULARY = 128_000
 """Token ids of synthetic texts are below this. Texts of two names agree in one position in 128,000."""
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 Tokenize = Callable[[str], Ids]
@@ -168,11 +166,9 @@ def tokens_of(texts: Sequence[Text]) -> Ids:
     lengths = np.array([text.length for text in texts], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     # Token i of a text is drawn from its seed + i * step: it differs from a plain count by one number per text.
-    state = np.repeat(seeds - starts.astype(np.uint64) * _STEP, lengths)
+    state = np.repeat(seeds - starts.astype(np.uint64) * ODD_STEP, lengths)
     state += _steps(1 << len(state).bit_length())[: len(state)]
-    for _ in range(2):
-        state ^= state >> _HALF
-        state *= _MIX
+    mix_bits(state)
     state >>= _HALF
     state *= np.uint64(VOCABULARY)
     state >>= _HALF
@@ -180,8 +176,8 @@ def tokens_of(texts: Sequence[Text]) -> Ids:
 
 
 @lru_cache(maxsize=32)
-def _steps(length: int) -> npt.NDArray[np.uint64]:
-    return np.arange(length, dtype=np.uint64) * _STEP
+def _steps(length: int) -> Hashes:
+    return np.arange(length, dtype=np.uint64) * ODD_STEP
 
 
 def _tokens(content: Content, tokenize: Tokenize) -> Ids:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, TypeVar
 
 from quire.errors import InvalidInput
@@ -188,13 +188,11 @@ def match_unit(load: Workload, *, unit: int = 64, requests: int = 4, rate: float
     """Families of `requests` prompts that share just less than a unit, a unit and just more, and 1,600 tokens of 2,200
     and 1,500 of 2,200: hits depend on the unit in which prefixes match."""
     lengths = [(shared, 2 * unit) for shared in (unit - 1, unit, unit + 1) if shared]
-    arrival = 0.0
     for shared, own in (*lengths, (1600, 600), (1500, 700)):
         prefix = load.text(shared)
         for _ in range(requests):
-            session = f"{shared}+{own}"
+            arrival, session = len(load.requests) / rate, f"{shared}+{own}"
             load.add([prefix, load.text(own)], load.text(8), arrival=arrival, session=session)
-            arrival += 1 / rate
 
 
 # -- slightly more than fits, just as much, and less
@@ -297,12 +295,8 @@ def same_text_other_namespace(load: Workload, *, texts: int = 6, repeats: int = 
     plain, one, other = Namespace(), Namespace(adapter="one"), Namespace(adapter="other")
     namespaces = (plain, one, other, Namespace(salt="one"), Namespace(adapter="one", salt="other"))
     asked = [(load.text(200, 1500), load.text(16, 64)) for _ in range(texts)]
-    arrival = 0.0
-    for _ in range(repeats):
-        for prompt, output in asked:
-            for namespace in namespaces:
-                load.add([prompt], output, arrival=arrival, namespace=namespace)
-                arrival += 1 / rate
+    for _, (prompt, output), namespace in product(range(repeats), asked, namespaces):
+        load.add([prompt], output, arrival=len(load.requests) / rate, namespace=namespace)
 
 
 def noisy_neighbour(load: Workload, *, requests: int = 200, noise: int = 9, rate: float = 4.0) -> None:
