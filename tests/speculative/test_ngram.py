@@ -59,10 +59,11 @@ def expected(text: list[int], shortest: int, longest: int, others: list[list[int
 class NgramMachine(RuleBasedStateMachine):
     """Requests that grow, end and begin in the rows of others."""
 
-    @initialize(shortest=st.integers(1, 3), more=st.integers(0, 2), shares=st.booleans())
-    def start(self, shortest: int, more: int, shares: bool) -> None:
+    @initialize(shortest=st.integers(1, 3), more=st.integers(0, 2), shares=st.booleans(), resumes=st.booleans())
+    def start(self, shortest: int, more: int, shares: bool, resumes: bool) -> None:
         self.shortest, self.longest, self.shares = shortest, shortest + more, shares
-        self.drafter = NgramDrafter(ROWS, config_of(shortest, shortest + more), shares=shares)
+        self.resumes = resumes
+        self.drafter = NgramDrafter(ROWS, config_of(shortest, shortest + more), shares=shares, resumes=resumes)
         self.tokens = np.zeros((ROWS, WIDTH), dtype=np.int32)
         self.texts: dict[int, list[int]] = {}
         self.spaces: dict[int, Namespace] = {}
@@ -109,7 +110,11 @@ class NgramMachine(RuleBasedStateMachine):
         drafts = self.drafter.propose(Drafting(batch, self.tokens, known, limits))
         for at, row in enumerate(rows):
             others = self.history[self.spaces[row]] if self.shares else []
-            _, candidates = expected(self.texts[row], self.shortest, self.longest, others)
+            text = self.texts[row]
+            size, candidates = expected(text, self.shortest, self.longest, others)
+            if self.resumes and size <= 2:  # a copy may go on at any place of the last token
+                ends = [at for at in range(len(text) - 1) if text[at] == text[-1]]
+                candidates += [[text[at + 1 + i % (len(text) - at - 1)] for i in range(DEPTH)] for at in ends]
             found = drafts.tokens[at, : drafts.counts[at]].tolist()
             allowed = [each[: most[row]] for each in candidates]
             assert found in allowed, f"{self.texts[row]} proposes {found}, not one of {allowed}"
@@ -146,3 +151,36 @@ def test_a_namespace_finds_its_own() -> None:
         row = np.array([[5, 6, 0, 0, 0, 0, 0, 0]], dtype=np.int32)
         counts.append(int(drafter.propose(Drafting(batch, row, np.array([2]), np.array([3]))).counts[0]))
     assert counts == [3, 0]
+
+
+def drafts_along(text: list[int], steps: list[int], **settings: bool) -> list[list[int]]:
+    """What is proposed when the first `steps[i]` tokens of a text are known, by n-grams of two or more."""
+    drafter, tokens = NgramDrafter(1, config_of(2, 4), **settings), np.array([text], dtype=np.int32)
+    batch = RunningBatch([_Kv(Namespace())], np.array([0]), np.array([1]))  # type: ignore[list-item]
+    found = [drafter.propose(Drafting(batch, tokens, np.array([known]), np.array([3]))) for known in steps]
+    return [each.tokens[0, : each.counts[0]].tolist() for each in found]
+
+
+RECORD = [1, 2, 3, 50, 9, 8, 4, 5, 60, 9, 8, 6, 7]
+
+
+def test_a_copy_is_taken_up_near_the_place_where_it_departed() -> None:
+    """Two tokens that are there twice, and the nearer ones are not the newest."""
+    text = [*RECORD, 1, 2, 3, 51, 52, 9, 8, 4]
+    steps = [len(RECORD) + known for known in (3, 4, 5, 6, 7)]
+    assert drafts_along(text, steps) == [[50, 9, 8], [], [], [8, 4, 5], [4, 5, 60]]
+    assert drafts_along(text, steps, resumes=False)[-1] == [6, 7, 1]
+
+
+def test_a_copy_is_given_up() -> None:
+    """After some tokens of its own, and when another request begins in the row."""
+    own = list(range(100, 100 + ngram._RESUME_TOKENS + 1))
+    text = [*RECORD, 1, 2, 3, *own, 9]
+    steps = [len(RECORD) + 3 + known for known in range(len(own) + 2)]
+    assert drafts_along(text, steps)[-1] == []
+    drafter = NgramDrafter(1, config_of(2, 4))
+    tokens = np.array([[*RECORD, 1, 2, 3, 51, 9]], dtype=np.int32)
+    for serial, known, expected in ((1, 16, [50, 9, 8]), (1, 17, []), (2, 18, [])):
+        batch = RunningBatch([_Kv(Namespace())], np.array([0]), np.array([serial]))  # type: ignore[list-item]
+        drafts = drafter.propose(Drafting(batch, tokens, np.array([known]), np.array([3])))
+        assert drafts.tokens[0, : drafts.counts[0]].tolist() == expected

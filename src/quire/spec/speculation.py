@@ -27,7 +27,6 @@ _BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _COUNTS = ("num_steps", "topk", "num_draft_tokens", *_BOUNDS)
 _FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {"method": str, "model": str}
 _EXAMPLE = 'write it as {"method": "ngram", "num_speculative_tokens": 4}.'
-_PROMPT_LOOKUP = 5  # tokens of both bounds where neither is given, as in vLLM
 _MOST_DRAFT_LAYERS = 1_000
 
 
@@ -47,8 +46,8 @@ class SpeculativeConfig:
     num_draft_tokens: int
     model: str | None = None
     num_layers: int = 1
-    prompt_lookup_min: int = _PROMPT_LOOKUP
-    prompt_lookup_max: int = _PROMPT_LOOKUP
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

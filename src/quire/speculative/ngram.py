@@ -3,6 +3,14 @@
     tokens of a row     a b c d . . . . . . a b c          the last three are found at the beginning,
     drafts                                        d . .    so what followed there is proposed
 
+Where an answer departs from what it copies, it often returns to it a little further on: a name is changed, or the value
+of a key. So the place where the drafts became wrong is kept for a few tokens, and a single token that is found near it
+is enough to go on from there:
+
+    copied from         " k " : " v w " , x y
+    tokens of a row     " k " : " n o m " ,            of all places with these last two, the one near `v` is taken
+    drafts                                  x y
+
 The end of every n-gram is entered in a table of hashes, the newest last, as soon as a token follows it. What the table
 says is compared with the tokens themselves, so entries may collide or be out of date. All requests of a step are
 looked up together, with array operations only; a step enters the few tokens that are new.
@@ -18,7 +26,7 @@ import numpy.typing as npt
 
 from quire.cache.running import Lengths, Rows
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids
+from quire.spec.ids import Bools, Ids
 from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
 from quire.speculative.tree import joined
@@ -26,6 +34,10 @@ from quire.speculative.tree import joined
 _TABLE_BITS = 20
 _HISTORY = 2**20
 """Tokens of ended requests that are remembered, and twice as many places for them."""
+_RESUME_TOKENS = 8
+"""Tokens without a draft after which a copy is given up."""
+_NEAR = np.arange(16)
+"""How far behind its end a copy may go on."""
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _SHARED = np.uint64(1) << np.uint64(63)
 _Hashes = npt.NDArray[np.uint64]
@@ -50,16 +62,18 @@ class _Match(NamedTuple):
 class NgramDrafter:
     """See the module. The longest n-gram that is found proposes, or the `topk` longest if drafts may branch.
 
-    `num_rows` are the cache's. With `shares`, requests of one namespace also find what earlier ones of it had.
+    `num_rows` are the cache's. With `shares`, requests of one namespace also find what earlier ones of it had; with
+    `resumes`, a copy that became wrong is taken up again near where it did.
     """
 
-    def __init__(self, num_rows: int, config: SpeculativeConfig, *, shares: bool = True) -> None:
+    def __init__(self, num_rows: int, config: SpeculativeConfig, *, shares: bool = True, resumes: bool = True) -> None:
         self._config = config
         self._places = _Places(config)
         self._serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self._entered: Lengths = np.zeros(num_rows, dtype=np.int64)  # n-grams of each row that end before it
         self._spaces: Lengths = np.zeros(num_rows, dtype=np.int64)  # the namespace of each row, hashed
         self._history = _History(config) if shares else None
+        self._copies = _Copies(num_rows) if resumes else None
 
     def propose(self, drafting: Drafting) -> Drafts:
         """What came after the newest earlier place of the longest n-gram; of equal ones, that of the request itself."""
@@ -72,8 +86,12 @@ class NgramDrafter:
         if not depth:
             return no_drafts(len(rows))
         matches = [*self._matches(rows, query)]
+        if self._copies is not None:
+            matches.insert(0, self._copies.resumed(rows, query))
         every, num_chains = np.arange(len(rows)), self._config.topk
         order = np.argsort([-match.sizes for match in matches], axis=0, kind="stable")[:num_chains]
+        if self._copies is not None:
+            self._copies.took(rows, query, matches, order[0])
         tokens = np.zeros((len(rows), num_chains, depth), dtype=np.int32)
         counts = np.zeros((len(rows), num_chains), dtype=np.int64)
         for place, best in enumerate(order):
@@ -103,6 +121,8 @@ class NgramDrafter:
         for at in fresh.tolist():
             self._spaces[rows[at]] = _space_of(drafting.batch.kvs[at].namespace)
         self._entered[rows[fresh]] = 0
+        if self._copies is not None:
+            self._copies.forget(rows[fresh])
         self._serials[rows] = serials
 
     def _enter(self, rows: Rows, query: _Query) -> None:
@@ -150,6 +170,53 @@ def _longest(found: Sequence[_Found], num_requests: int) -> _Found:
         at = size.nonzero()[0]
         places[at], sizes[at] = some[at], size[at]
     return places, sizes
+
+
+class _Copies:
+    """What each row's text is a copy of, as places counted from the beginning of the row; 0: of nothing.
+
+    While a row copies, its last token is expected `_sources` plus as many places further as it has more than `_lengths`
+    tokens. Where it `_departed`, the source stays at the first token that is another.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._sources: Lengths = np.zeros(num_rows, dtype=np.int64)
+        self._lengths: Lengths = np.zeros(num_rows, dtype=np.int64)
+        self._departed: Bools = np.zeros(num_rows, dtype=np.bool_)
+
+    def forget(self, rows: Rows) -> None:
+        """Other requests begin in these rows."""
+        self._sources[rows] = 0
+
+    def resumed(self, rows: Rows, query: _Query) -> _Match:
+        """Where the source goes on with the last token or, rather, the last two."""
+        more, departed = query.lengths - self._lengths[rows], self._departed[rows]
+        self._sources[rows[departed & (more > _RESUME_TOKENS)]] = 0
+        self._sources[rows] += np.where((self._sources[rows] > 0) & ~departed, more, 0)
+        self._lengths[rows[~departed]] = query.lengths[~departed]
+        sources, begin = self._sources[rows], query.ends - query.lengths + 1
+        where = (begin + sources)[:, None] + _NEAR
+        inside = (where < query.ends[:, None]) & (sources > 0)[:, None]
+        where = np.minimum(where, query.ends[:, None])
+        is_last = (query.flat[where] == query.flat[query.ends][:, None]) & inside
+        is_second = query.flat[where - 1] == query.flat[query.ends - 1][:, None]
+        sizes = is_last * (1 + is_second)
+        best = sizes.argmax(axis=1)
+        each = np.arange(len(rows))
+        return _Match(where[each, best], sizes[each, best], is_own=True)
+
+    def took(self, rows: Rows, query: _Query, matches: Sequence[_Match], best: Rows) -> None:
+        """Request i proposes what `matches[best[i]]` found."""
+        each = np.arange(len(rows))
+        places, sizes = (
+            np.array(part)[best, each] for part in ([m.places for m in matches], [m.sizes for m in matches])
+        )
+        is_own = np.array([match.is_own for match in matches])[best] & (sizes > 0)
+        self._sources[rows[(sizes > 0) & ~is_own]] = 0
+        own = rows[is_own]
+        self._sources[own] = (places - (query.ends - query.lengths + 1))[is_own]
+        self._lengths[own] = query.lengths[is_own]
+        self._departed[rows] = sizes == 0
 
 
 class _Places:
