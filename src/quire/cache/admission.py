@@ -32,6 +32,7 @@ class Admission:
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._windows = [group for group in self._partial if group not in self._states]
         self.frees_early = bool(self._partial)  # whether a commit may free frames before its request ends
+        self.has_states = bool(self._states)
 
     @property
     def num_available_pages(self) -> int:

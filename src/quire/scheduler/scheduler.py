@@ -212,7 +212,7 @@ class Scheduler:
 
     def _committing(self, step: Step, settled: Lengths) -> Rows:
         """Works to commit now, in order, given the number of settled tokens of each: prompts, page by page, and
-        requests whose commit frees frames, or that draw after drafts."""
+        requests whose commit frees frames, or whose states need the number of accepted drafts."""
         admission, rows = self._cache.admission, step.batch.rows
         if step.is_decode and not admission.frees_early:
             return rows[:0]
@@ -223,8 +223,9 @@ class Scheduler:
             freeing = freeing[admission.frees(rows[freeing], pages[freeing])]
             if step.is_decode:
                 return freeing
-        whole = filled & (step.counts > 1)
-        whole |= (step.draw_counts > 1) & (settled >= 0)  # its states need the number of accepted drafts
+        whole = filled & (step.counts > np.maximum(step.draw_counts, 1))
+        if admission.has_states:
+            whole |= (step.draw_counts > 1) & (settled >= 0)
         if admission.frees_early:
             whole[freeing] = True
         return whole.nonzero()[0]
