@@ -305,7 +305,7 @@ class EngineConfig(Settings):
                 f"speculation with {value.method}: this version drafts with {', '.join(DRAFTS)}.",
                 fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
             )
-        if value is not None and value.method == "draft_model" and value.topk > 1:
+        if value is not None and value.method == "draft_model" and value.branches:
             raise InvalidInput("a draft model proposes a chain, not a tree.", fix="leave topk out.")
         return value
 

@@ -159,7 +159,7 @@ class Scheduler:
         step that draws its next token is in flight."""
         running, rows, speculation = self._rows.together(), self._rows, self._cache.plan.speculation
         room = rows.draft_room(running, speculation.num_steps if speculation is not None else 0)
-        if speculation is not None and speculation.topk > 1:
+        if speculation is not None and speculation.branches:
             room[running.most_pending == 0] = 0  # its draws depend on all tokens before, which branches do not share
         return running, rows.tokens, rows.known[running.rows], room
 

@@ -69,6 +69,11 @@ class SpeculativeConfig:
         if self.method == "ngram":
             object.__setattr__(self, "num_layers", 0)
 
+    @property
+    def branches(self) -> bool:
+        """Whether several drafts may follow one token."""
+        return self.topk > 1
+
     @classmethod
     def read(cls, given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
         """As `parse`; a configuration is itself."""

@@ -143,7 +143,7 @@ class NgramDrafter:
         if self._history is not None and self._history.num_texts:
             shared = [*self._history.find(query, self._spaces[rows])]
         for found, is_own in ((own, True), (shared, False)):
-            if self._config.topk == 1:
+            if not self._config.branches:
                 found = [_longest(found, len(rows))] if found else []
             yield from (_Match(places, sizes, is_own) for places, sizes in found)
 

@@ -91,7 +91,7 @@ def speculator_of(
     nothing."""
     if config is None:
         return None
-    if config.topk > 1:
+    if config.branches:
         _refuse_trees(plan)
     if drafter is None:
         drafter = NgramDrafter(plan.max_requests, config)
@@ -104,7 +104,6 @@ def _refuse_trees(plan: MemoryPlan) -> None:
         entries = {field.per for field in group.layout.fields}
         if group.reach.kind not in ("full", "window") or entries != {1} or group.name == INDEXER_GROUP:
             raise UnsupportedModel(
-                f"drafts that branch (topk {plan.speculation.topk if plan.speculation else 1}) cannot be verified on "
-                f"the group '{group.name}' of this model.",
+                f"drafts that branch cannot be verified on the group '{group.name}' of this model.",
                 fix="leave topk out: drafts are a chain then.",
             )
