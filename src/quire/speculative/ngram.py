@@ -138,14 +138,15 @@ class NgramDrafter:
     def _matches(self, rows: Rows, query: _Query) -> Iterator[_Match]:
         """The request's own before those of the history, so that they are taken if they are as long."""
         low = query.ends - query.lengths + 1
-        own = [*self._places.find(query.flat, query, _own_seeds(rows), low, query.ends)]
-        shared = []
+        found = [(self._places.find(query.flat, query, _own_seeds(rows), low, query.ends), True)]
         if self._history is not None and self._history.num_texts:
-            shared = [*self._history.find(query, self._spaces[rows])]
-        for found, is_own in ((own, True), (shared, False)):
-            if not self._config.branches:
-                found = [_longest(found, len(rows))] if found else []
-            yield from (_Match(places, sizes, is_own) for places, sizes in found)
+            found.append((self._history.find(query, self._spaces[rows]), False))
+        for (places, sizes), is_own in found:
+            if self._config.branches:
+                yield from (_Match(*each, is_own) for each in zip(places, sizes, strict=True))
+            else:
+                best, each = sizes.argmax(axis=0), np.arange(len(rows))
+                yield _Match(places[best, each], sizes[best, each], is_own)
 
     def _after(self, match: _Match, query: _Query, some: Rows, depth: int) -> tuple[Ids, Lengths]:
         """The `depth` tokens after the match of some requests, and how many of these may be proposed. What ends with
@@ -160,16 +161,7 @@ class NgramDrafter:
 
 
 _Found = tuple[Lengths, Lengths]
-"""Places of n-grams, and their sizes, 0 where none is found."""
-
-
-def _longest(found: Sequence[_Found], num_requests: int) -> _Found:
-    """The last one that is there: they are in the order of their sizes."""
-    places, sizes = np.zeros(num_requests, dtype=np.int64), np.zeros(num_requests, dtype=np.int64)
-    for some, size in found:
-        at = size.nonzero()[0]
-        places[at], sizes[at] = some[at], size[at]
-    return places, sizes
+"""Places of n-grams, and their sizes, 0 where none is found: `[sizes, requests]`, the shortest first."""
 
 
 class _Copies:
@@ -223,39 +215,41 @@ class _Places:
     """A table from the hash of an n-gram to the place of its last token, in an array that the caller keeps."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max
+        shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
         self._table = np.zeros(2**_TABLE_BITS, dtype=np.int64)  # the place + 1
+        self._sizes = np.arange(shortest, longest + 1)[:, None]
+        self._backs = np.arange(longest)[:, None]
+        self._factors = np.cumprod(np.full((longest, 1), _PRIME))
+        self._beyond: Bools = self._backs[:, 0] >= self._sizes[..., None]
 
     def enter(self, query: _Query, seeds: _Hashes) -> None:
         """The n-grams that end at these places; later ones replace earlier ones."""
-        for size, cells in self._cells(query, seeds):
-            whole = query.lengths >= size
-            self._table[cells[whole]] = query.ends[whole] + 1
+        whole = query.lengths >= self._sizes
+        cells = self._cells(self._last(query), seeds)
+        self._table[cells[whole]] = np.broadcast_to(query.ends + 1, whole.shape)[whole]
 
-    def find(
-        self, text: Ids, query: _Query, seeds: _Hashes, low: Lengths | int, high: Lengths | int
-    ) -> Iterator[_Found]:
-        """For each size, the shortest first, where in `text`, from `low[i]` on and before `high[i]`, the n-gram ended
-        with which request i ends."""
-        for size, cells in self._cells(query, seeds):
-            places = self._table[cells] - 1
-            at = ((query.lengths >= size) & (places >= low + (size - 1)) & (places < high)).nonzero()[0]
-            for back in range(size):
-                if len(at):
-                    at = at[text[places[at] - back] == query.flat[query.ends[at] - back]]
-            sizes = np.zeros(len(places), dtype=np.int64)
-            sizes[at] = size
-            yield places, sizes
+    def find(self, text: Ids, query: _Query, seeds: _Hashes, low: Lengths | int, high: Lengths | int) -> _Found:
+        """Where in `text`, from `low[i]` on and before `high[i]`, the n-grams ended with which request i ends."""
+        last = self._last(query)
+        places = self._table[self._cells(last, seeds)] - 1
+        found = (query.lengths >= self._sizes) & (places >= low + (self._sizes - 1)) & (places < high)
+        if np.count_nonzero(found):
+            there = text[np.maximum(places[..., None] - self._backs[:, 0], 0)]
+            found &= ((there == last.T) | self._beyond).all(axis=2)
+        return places, found * self._sizes
 
-    def _cells(self, query: _Query, seeds: _Hashes) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-        """Where the n-grams of each size that end at these places are in the table."""
-        state = seeds.copy()
-        for size in range(1, self._longest + 1):
-            state ^= query.flat[np.maximum(query.ends - (size - 1), 0)].astype(np.uint64)
-            state *= _PRIME
-            state ^= state >> np.uint64(29)
-            if size >= self._shortest:
-                yield size, (state >> np.uint64(64 - _TABLE_BITS)).astype(np.intp)
+    def _last(self, query: _Query) -> Ids:
+        """The last tokens at each place, the newest first, `[longest, places]`; what is before the first one is any."""
+        last: Ids = query.flat[np.maximum(query.ends - self._backs, 0)]
+        return last
+
+    def _cells(self, last: Ids, seeds: _Hashes) -> npt.NDArray[np.intp]:
+        """Where the n-grams of each size with these last tokens are in the table, `[sizes, places]`."""
+        state = (last.astype(np.uint64) * self._factors[:, None]).cumsum(axis=0)[self._sizes[0, 0] - 1 :]
+        state = (state ^ seeds) * _PRIME
+        state ^= state >> np.uint64(29)
+        state *= _PRIME
+        return (state >> np.uint64(64 - _TABLE_BITS)).astype(np.intp)
 
 
 class _History:
@@ -281,13 +275,14 @@ class _History:
         self._places.enter(_Query(self._tokens, ends, ends - first + 1), _shared_seeds(np.full(len(ends), space)))
         self._end = stop
 
-    def find(self, query: _Query, spaces: Lengths) -> Iterator[_Found]:
+    def find(self, query: _Query, spaces: Lengths) -> _Found:
         """As `_Places.find`, of places in texts of the same namespace."""
-        for found, sizes in self._places.find(self._tokens, query, _shared_seeds(spaces), 1, len(self._tokens) - 1):
+        found, sizes = self._places.find(self._tokens, query, _shared_seeds(spaces), 1, len(self._tokens) - 1)
+        if np.count_nonzero(sizes):
             texts = self._texts[found]
             same = (self._spaces[found] == spaces) & (self._texts[found - sizes + 1] == texts)
             sizes[~(same & (self._texts[np.minimum(found + 1, len(self._texts) - 1)] == texts))] = 0
-            yield found, sizes
+        return found, sizes
 
     def after(self, places: Lengths, depth: int) -> tuple[Ids, Lengths]:
         """The `depth` tokens after each place, and how many of these belong to its text."""
