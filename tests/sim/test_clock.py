@@ -7,8 +7,7 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.plan.devices import DEVICES
-from quire.sim.calibration import StepTime, fit_cost_model
-from quire.sim.clock import CostModel, VirtualClock
+from quire.sim.clock import CostModel, StepTime, VirtualClock, fit_cost_model
 from quire.spec.catalogue import catalogue_model
 from quire.spec.model import ModelSpec
 

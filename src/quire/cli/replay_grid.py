@@ -11,7 +11,7 @@ from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.plan.source import read_model_config
 from quire.prefix.evict import eviction_policy
-from quire.sim.clock import CostModel
+from quire.sim.clock import CostModel, fit_cost_model, measure_engine
 from quire.sim.comparison import Grid, SimulatedModel
 from quire.sim.pools import PLAIN, read_pool_sizes
 from quire.sim.replay import ReplaySettings
@@ -117,8 +117,6 @@ def _plain_record_bytes(plan: MemoryPlan) -> tuple[int, ...]:
 def _cost(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:
     """The costs of a model's steps; those of a plain one are of the model of that name, whatever its pools hold."""
     if engine.fit:
-        from quire.sim.calibration import fit_cost_model, measure_engine
-
         fitted = fit_cost_model(measure_engine())
         return lambda plan: fitted
     if engine.prefill_rate is not None or engine.decode_ms is not None:

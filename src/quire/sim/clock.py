@@ -1,8 +1,14 @@
-"""VirtualClock and CostModel: how long a step would take on a real device. An estimate, never a wait."""
+"""VirtualClock and CostModel: how long a step would take on a real device. An estimate, never a wait.
+
+A cost model is computed from a device's published peaks, or fitted to measured steps of the real engine."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +19,17 @@ from quire.spec.group import GroupSpec
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall
 from quire.spec.model import ModelSpec
 
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
 _COMPUTE_SHARE = 0.5  # of the published peak, reached by large matrix products
 _MEMORY_SHARE = 0.8  # of the published bandwidth, reached by streaming reads
 _LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
 _LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has arrived
+
+_BATCHES = (1, 4, 16)  # of requests that are measured, all of one prompt length
+_PROMPTS = (32, 128, 384)
+_OUTPUTS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +134,82 @@ def _pair_flops(spec: ModelSpec) -> tuple[float, float]:
         elif isinstance(call, CompressedCall):
             full += 2.0 * heads * (2 * call.nope_dim + call.rope_dim) / max(1, call.ratio)
     return full, windowed
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A measured step: the tokens `starts[i]..ends[i] - 1` that it computed of each request, and its seconds."""
+
+    starts: Lengths
+    ends: Lengths
+    seconds: float
+
+
+def fit_cost_model(records: Sequence[StepTime]) -> CostModel:
+    """The cost model with the least squared relative error over these steps, and no negative cost.
+
+    A step has a constant cost, which includes reading the weights, and costs for each new token, each (query, key) pair
+    of prompts and each key that a single token reads. Raises InvalidInput for fewer than 8 steps.
+    """
+    if len(records) < 8:
+        raise InvalidInput(f"{len(records)} measured steps are too few to fit costs.", fix="measure at least 8.")
+    features = np.array([_features(record) for record in records])
+    features /= np.array([record.seconds for record in records])[:, None]  # so that each step counts alike
+    used = features.any(axis=0)
+    found = np.zeros(features.shape[1])
+    while used.any():
+        scale = np.abs(features[:, used]).max(axis=0)
+        found[:] = 0.0
+        found[used] = np.linalg.lstsq(features[:, used] / scale, np.ones(len(records)), rcond=None)[0] / scale
+        if (found >= 0).all():
+            break
+        used &= found > 0
+    launch, token, pair, key = (float(cost) for cost in found)
+    return CostModel(launch=launch, weights=0.0, token=token, pair=pair, reads=((key, 0),))
+
+
+def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
+    """Run the real engine on prompts of a few sizes, alone and in batches, and measure the time of every step.
+
+    Loads the model; needs some seconds on a CPU with the bundled one. Raises what loading raises.
+    """
+    from quire.engine.config import engine_config
+    from quire.engine.core import EngineCore
+    from quire.engine.messages import EngineRequest
+    from quire.scheduler.sampling_params import SamplingParams
+
+    core = EngineCore(engine_config(model=model, kv_memory="256MiB", enable_prefix_caching=False, overlap=False))
+    random = np.random.Generator(np.random.PCG64(0))
+    params = SamplingParams(max_tokens=_OUTPUTS, temperature=0.0, ignore_eos=True)
+    records: list[StepTime] = []
+    for warm in (False, True):  # the first round is for caches and lazy imports
+        for batch, length in product(_BATCHES, _PROMPTS):
+            for index in range(batch):
+                prompt = random.integers(core.model.spec.vocab_size, size=length, dtype=np.int32).tobytes()
+                core.add(EngineRequest(request_id=f"{batch}.{length}.{index}", prompt=prompt, params=params))
+            found = _steps(core)
+            records += found if warm else []
+    return records
+
+
+def _steps(core: EngineCore) -> list[StepTime]:
+    """Run an engine until it has no requests, a step at a time."""
+    records = []
+    while core.scheduler.has_requests:
+        step = core.scheduler.schedule()
+        began = time.perf_counter()
+        launched = core.runner.launch(step, None)
+        drawn = launched.wait()
+        records.append(StepTime(step.starts, step.ends, time.perf_counter() - began))
+        core.scheduler.settle(step, drawn)
+        core.cache.close_fence(launched.fence)
+    return records
+
+
+def _features(record: StepTime) -> tuple[float, float, float, float]:
+    """The amounts that determine the cost of a step: 1, new tokens, pairs of prompts, keys read by single tokens."""
+    tokens, pairs, contexts = work_of(record.starts, record.ends)
+    return 1.0, tokens, pairs, int(contexts.sum())
 
 
 class VirtualClock:

@@ -35,9 +35,8 @@ from quire.cache.states import Pieces
 from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
-from quire.sim.arrivals import scripted
 from quire.sim.prefix_hash import Hashes, page_digests
-from quire.sim.scripts import Contents, Scripts
+from quire.sim.scripts import Contents, Scripts, scripted
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
 

@@ -7,8 +7,9 @@ simulated. So a replay measures the production code: its hits, evictions and pre
 from __future__ import annotations
 
 import hashlib
+import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +22,10 @@ from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
-from quire.sim.arrivals import Arrivals, ScriptedRequest, scripted
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.device import SimulatedDevice, SimulatedStep, frames_of
 from quire.sim.result import OccupancyLog, ReplayResult, RequestRecord
-from quire.sim.scripts import SimulatedDrafter
+from quire.sim.scripts import ScriptedRequest, SimulatedDrafter, scripted
 from quire.sim.tiers import LAYER, SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
 from quire.speculative.speculator import Speculator
@@ -330,3 +330,54 @@ class Replay:
             tiers=self.tiers.use(self.cache) if self.tiers is not None else None,
             speculation=self.speculator.statistics() if self.speculator is not None else None,
         )
+
+
+class Arrivals:
+    """The requests of a trace in the order of their arrival.
+
+    A request is read from the trace, and its tokens are built, when the clock has reached its own arrival. A follow-up
+    then waits until the turn before it has ended and the think time has passed. `ended` reports every end.
+    """
+
+    def __init__(self, trace: Iterable[TraceRequest]) -> None:
+        self._unread = iter(trace)
+        self._next = next(self._unread, None)
+        self._due: list[tuple[float, int, TraceRequest]] = []  # heap: arrival, order of reading, request
+        self._order = 0
+        self._following: dict[str, list[TraceRequest]] = {}  # by the turn before
+        self._ended: dict[str, float | None] = {}  # by request that was read; None while it is not over
+
+    @property
+    def next_time(self) -> float | None:
+        """The earliest known time of the next arrival; None if all remaining requests wait for other turns."""
+        times = [self._next.arrival] if self._next is not None else []
+        times += [self._due[0][0]] if self._due else []
+        return min(times, default=None)
+
+    def until(self, now: float) -> Iterator[ScriptedRequest]:
+        """Requests that have arrived by `now`, in order."""
+        while self._next is not None and self._next.arrival <= now:
+            self._read(self._next)
+            self._next = next(self._unread, None)
+        while self._due and self._due[0][0] <= now:
+            time, _, request = heapq.heappop(self._due)
+            yield ScriptedRequest(request, time)
+
+    def ended(self, request_id: str, now: float) -> None:
+        """A request has finished, or was aborted or refused."""
+        self._ended[request_id] = now
+        for request in self._following.pop(request_id, ()):
+            self._push(now + request.think, request)
+
+    def _read(self, request: TraceRequest) -> None:
+        self._ended[request.request_id] = None
+        if request.after not in self._ended:
+            self._push(request.arrival, request)
+        elif (ended := self._ended[request.after]) is not None:
+            self._push(max(request.arrival, ended + request.think), request)
+        else:
+            self._following.setdefault(request.after, []).append(request)
+
+    def _push(self, time: float, request: TraceRequest) -> None:
+        heapq.heappush(self._due, (time, self._order, request))
+        self._order += 1

@@ -1,8 +1,10 @@
-"""Scripts: what the running requests of a replay compute and draw. SimulatedDrafter drafts from them."""
+"""ScriptedRequest, whose output is known; and Scripts: what the running requests of a replay compute and draw."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 from zlib import crc32
 
 import numpy as np
@@ -11,9 +13,11 @@ import numpy.typing as npt
 from quire.cache.running import Lengths
 from quire.errors import InvalidInput, WrongContent
 from quire.plan.budget import MemoryPlan
+from quire.scheduler.request import Request
+from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import Step, StepRows
-from quire.sim.arrivals import ScriptedRequest, scripted
 from quire.sim.prefix_hash import Hashes, PrefixHasher, page_digests
+from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts
@@ -21,6 +25,39 @@ from quire.speculative.drafter import Drafting, Drafts
 _STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _FEW_PAGES = 16384
 """Up to this many reads, a step is compared as one table, padding included."""
+
+_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+class ScriptedRequest(Request):
+    """A request of a trace in the real scheduler. `script` is its prompt and all of its output, int32.
+
+    Times are seconds of the virtual clock, None until they are known: `arrived` and `admitted` (for the first time),
+    `first_token`, `finished`.
+    """
+
+    def __init__(self, request: TraceRequest, arrived: float) -> None:
+        output = request.output if len(request.output) else np.zeros(1, dtype=np.int32)
+        super().__init__(
+            request.request_id,
+            request.prompt,
+            _PARAMS,
+            max_tokens=len(output),
+            namespace=request.namespace,
+            priority=request.priority,
+        )
+        self.script: Ids = np.concatenate((request.prompt, output))
+        self.abort_after = request.abort_after
+        self.acceptance = request.acceptance
+        self.arrived = arrived
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.finished: float | None = None
+
+
+def scripted(requests: Iterable[Request]) -> list[ScriptedRequest]:
+    """The requests of a replay by their type: its scheduler has no others."""
+    return cast("list[ScriptedRequest]", list(requests))
 
 
 @dataclass(frozen=True, slots=True)
