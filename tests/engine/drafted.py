@@ -231,3 +231,19 @@ def check_flush() -> None:
         counts.append(core.speculator.statistics()["accepted_tokens"])
     cold, warm, flushed = np.diff(counts).tolist()
     assert warm > cold == flushed
+
+
+def drafts_freely(core: EngineCore) -> Speculator:
+    """From now on the engine drafts as much as there is room for, whatever it costs."""
+    assert core.speculator is not None and core.plan.speculation is not None
+    core.speculator = Speculator(core.speculator.drafter, None, core.plan.speculation.num_steps)
+    return core.speculator
+
+
+def hit_tokens_of_follow_ups(core: EngineCore, turns: int = 4) -> int:
+    """Conversations whose prompts are all that was said before and a few tokens more: what of them was cached."""
+    talks = [list(prompt) for prompt in REPEATING]
+    for turn in range(turns):
+        for talk, more in zip(talks, run(core, talks, greedy(13), f"turn{turn}"), strict=True):
+            talk += [*more, 11 + turn, 12, 13]
+    return int(core.statistics()["hit_tokens"])
