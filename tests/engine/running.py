@@ -15,6 +15,7 @@ import torch
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
+from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan
 from quire.plan.draft import with_draft_model
@@ -33,7 +34,7 @@ def core_for(
     *,
     pages: int | None = None,
     page_size: int | None = 16,
-    draft: LoadedModel | None = None,
+    draft: LoadedModel | LoadedHead | None = None,
     **settings: Any,
 ) -> EngineCore:
     """An engine on a model that is loaded already, with room for exactly `pages` pages."""
@@ -96,7 +97,7 @@ def tight_core(
     *,
     num_tokens: int,
     window_tokens: int = 0,
-    draft: LoadedModel | None = None,
+    draft: LoadedModel | LoadedHead | None = None,
     **settings: Any,
 ) -> EngineCore:
     """An engine whose pools hold `num_tokens` tokens, `window_tokens` of them in window pools, where it has any."""
@@ -109,7 +110,7 @@ def tiered_core(
     num_tokens: int,
     window_tokens: int = 0,
     host: float = 4.0,
-    draft: LoadedModel | None = None,
+    draft: LoadedModel | LoadedHead | None = None,
     **settings: Any,
 ) -> EngineCore:
     """As `tight_core`, with host memory for `host` times the frames that the device has. Its user closes it."""
@@ -128,7 +129,7 @@ def _tight(
     num_tokens: int,
     window_tokens: int,
     settings: dict[str, Any],
-    draft: LoadedModel | None = None,
+    draft: LoadedModel | LoadedHead | None = None,
 ) -> tuple[EngineConfig, MemoryPlan]:
     config = engine_config(model=model.name, **settings)
     reaches = [group.reach.kind for group in model.spec.groups(config.page_size or 16)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
 from tests.mutants.mutants import Patch, mutant
 
@@ -26,9 +27,9 @@ def the_last_accepted_draft_is_not_computed(patch: Patch) -> None:
 def steps_without_drafts_are_not_followed(patch: Patch) -> None:
     real = ModelDrafter.follow
 
-    def follow(drafter: ModelDrafter, step: Any) -> None:
+    def follow(drafter: ModelDrafter, step: Any, *others: Any) -> None:
         if step.computes_prompts:
-            real(drafter, step)
+            real(drafter, step, *others)
         else:
             drafter._computed[step.batch.rows] = step.ends
 
@@ -41,5 +42,25 @@ def rejected_drafts_count_as_computed(patch: Patch) -> None:
     patch.setattr(
         ModelDrafter,
         "follow",
-        lambda drafter, step: real(drafter, replace(step, draw_counts=np.maximum(step.draw_counts, 2))),
+        lambda drafter, step, *others: real(
+            drafter, replace(step, draw_counts=np.maximum(step.draw_counts, 2)), *others
+        ),
     )
+
+
+@mutant("draft heads", "the last row of a page is computed with a token of another request, not with the drawn one")
+def the_drawn_token_is_not_read(patch: Patch) -> None:
+    real = HeadDrafter.follow
+    patch.setattr(HeadDrafter, "follow", lambda drafter, step, target, drawn: real(drafter, step, target, None))
+
+
+@mutant("draft heads", "what the head computed of its own drafts counts as that of the tokens drawn there")
+def drafts_of_a_head_count_as_computed(patch: Patch) -> None:
+    real = HeadDrafter.follow
+
+    def follow(drafter: HeadDrafter, step: Any, *others: Any) -> None:
+        real(drafter, step, *others)
+        drafted = step.draw_counts > 1
+        drafter._computed[step.batch.rows[drafted]] = step.ends[drafted]
+
+    patch.setattr(HeadDrafter, "follow", follow)

@@ -19,7 +19,7 @@ from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, StoreError, UnsupportedModel
 from quire.memory.record import HEADER_BYTES
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
-from quire.plan.draft import with_draft_model
+from quire.plan.draft import head_spec, with_draft_model
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -136,8 +136,10 @@ def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Pla
     if config.dtype != "auto":
         spec = replace(spec, dtype=DType(config.dtype))
     speculation = config.speculative_config
-    if speculation is not None and speculation.method == "draft_model" and speculation.model is not None:
-        draft = ModelSpec.from_config(read_model_config(speculation.model)[0])
+    if speculation is not None and speculation.model is not None:
+        of_draft = read_model_config(speculation.model)[0]
+        is_model = speculation.method == "draft_model"
+        draft = ModelSpec.from_config(of_draft) if is_model else head_spec(of_draft, spec)
         spec, settings = with_draft_model(spec, settings, draft)
     return make_plan(spec, settings)
 

@@ -52,7 +52,7 @@ _TIERS = "Tiers below the device"
 _SCHEDULING = "Scheduling"
 _SPECULATION = "Speculation"
 
-DRAFTS = ("ngram", "draft_model")
+DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")
 """Methods of drafting that the engine of this version runs."""
 
 Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
@@ -305,8 +305,8 @@ class EngineConfig(Settings):
                 f"speculation with {value.method}: this version drafts with {', '.join(DRAFTS)}.",
                 fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
             )
-        if value is not None and value.method == "draft_model" and value.branches:
-            raise InvalidInput("a draft model proposes a chain, not a tree.", fix="leave topk out.")
+        if value is not None and value.method != "ngram" and value.branches:
+            raise InvalidInput(f"{value.method} proposes a chain here, not a tree.", fix="leave topk out.")
         return value
 
     @field_validator("chat_template")

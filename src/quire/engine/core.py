@@ -17,6 +17,7 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.engine.before_load import Storage, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
+from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
@@ -25,6 +26,7 @@ from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.memory.host_pool import Progress
+from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model, use_threads
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
@@ -68,7 +70,7 @@ class EngineCore:
         config: EngineConfig,
         *,
         model: LoadedModel | None = None,
-        draft: LoadedModel | None = None,
+        draft: LoadedModel | LoadedHead | None = None,
         storage: Storage | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -83,7 +85,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         model: LoadedModel | None,
-        draft: LoadedModel | None,
+        draft: LoadedModel | LoadedHead | None,
         storage: Storage,
         progress: Progress | None,
     ) -> None:
@@ -155,8 +157,12 @@ class EngineCore:
             ahead=self.offload.ahead,
         )
         if self.draft is not None:
-            layers = DraftLayers(self.draft, len(self.model.spec.calls), self.cache, self.pools)
-            self.runner.drafter = ModelDrafter(layers, self._sampler(), self.cache, self.scheduler.tokens)
+            layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools)
+            shared = (layers, self._sampler(), self.cache, self.scheduler.tokens)
+            if isinstance(self.draft, LoadedHead):
+                self.runner.drafter = HeadDrafter(self.draft, *shared)
+            else:
+                self.runner.drafter = ModelDrafter(self.draft, *shared)
         self.speculator = speculator_of(config.speculative_config, self.plan, self.runner.drafter)
 
     def _sampler(self) -> Sampler:

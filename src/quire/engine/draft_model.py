@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from quire.cache import KVCache
-from quire.cache.running import Lengths, RunningBatch
+from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.engine.config import EngineConfig
-from quire.engine.sampler import Sampler
+from quire.engine.sampler import Drawn, Sampler
 from quire.errors import OutOfPages
 from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.segments import flatten_ranges
 from quire.memory.pool import Pool
+from quire.models.draft_head import LoadedHead, load_head
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.step import Places, Step, StepRows
@@ -30,15 +31,16 @@ from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
 
 
-def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
-    """The draft model of this configuration, on the target's device and in its dtype; None if it has none.
+def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | LoadedHead | None:
+    """The draft model or head of this configuration, on the target's device and in its dtype; None if it has none.
 
-    Raises what `load_model` raises.
+    Raises what `load_model` and `load_head` raise.
     """
     speculation = config.speculative_config
-    if speculation is None or speculation.method != "draft_model":
+    if speculation is None or speculation.model is None:
         return None
-    assert speculation.model is not None
+    if speculation.method != "draft_model":
+        return load_head(speculation.model, target, eagle3=speculation.method == "eagle3")
     return load_model(
         speculation.model,
         dtype=target.spec.dtype.value,
@@ -51,8 +53,7 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
 class DraftLayers:
     """The layers of a draft in the pool of one group of its target. Their ordinals are `first` and those after it."""
 
-    def __init__(self, model: LoadedModel, first: int, cache: KVCache, pools: tuple[Pool, ...]) -> None:
-        self._model = model
+    def __init__(self, first: int, cache: KVCache, pools: tuple[Pool, ...]) -> None:
         self._first = first
         self._cache = cache
         groups = cache.plan.groups
@@ -60,17 +61,15 @@ class DraftLayers:
         self._pool = pools[self._group]
         self._planner = AttentionPlanner()
 
-    def forward(self, requests: RunningBatch, starts: Lengths, ends: Lengths, tokens: Ids, *, draws: bool) -> Tensor:
-        """Compute positions `starts[i]:ends[i]` of request i, at least one, whose tokens are in its row of `tokens`.
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        return self._pool.device
 
-        Returns logits float32 `[requests, vocabulary]` of the last positions, or of none without `draws`. Pages up to
-        `ends` are allocated.
-        """
-        rows, counts = requests.rows, ends - starts
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        positions = flatten_ranges(starts, ends)
-        ids = tokens[np.repeat(rows, counts), positions].astype(np.int64)
+    def running(self, requests: RunningBatch, starts: Lengths, ends: Lengths) -> RunningForward:
+        """A pass over positions `starts[i]:ends[i]` of request i, at least one. Pages up to `ends` are allocated."""
+        offsets = np.zeros(len(starts) + 1, dtype=np.int64)
+        np.cumsum(ends - starts, out=offsets[1:])
         batch = PagedBatch(
             query_starts=offsets.astype(np.int32),
             context_lens=ends.astype(np.int32),
@@ -78,20 +77,38 @@ class DraftLayers:
             slots=self._cache.rows.slots(requests, starts, ends, self._group),
             page_size=self._cache.page_size,
             planner=self._planner,
-            ids=rows,
+            ids=requests.rows,
         )
-        running = RunningForward((self._pool,), (batch,), first=self._first)
-        last = offsets[1:] - 1 if draws else offsets[:0]
-        device = self._pool.device
-        flat = (torch.from_numpy(array).to(device) for array in (ids, positions, last))
-        return self._model.run(running, *flat)
+        return RunningForward((self._pool,), (batch,), first=self._first)
+
+
+def with_room(drafting: Drafting, serials: Lengths, cache: KVCache) -> tuple[Lengths, Rows, StepRows | None]:
+    """How many drafts each request gets, whose places have any, and their batch with room for them; None if none has.
+
+    `serials` are those that a row had when a step of it was followed last.
+    """
+    batch = drafting.batch
+    assert isinstance(batch, StepRows)
+    begun = serials[batch.rows] == batch.serials
+    begun[[at for at, kv in enumerate(batch.kvs) if kv.loads]] = False  # its pages may be arriving
+    most = np.where(begun, drafting.most, 0)
+    at = most.nonzero()[0]
+    if not len(at):
+        return most, at, None
+    some = batch if len(at) == len(batch) else batch.part(at)
+    try:
+        cache.reserve(some, drafting.known[at] + most[at])
+    except OutOfPages:
+        return most, at, None
+    return most, at, some
 
 
 class ModelDrafter:
     """See the module. `tokens` int32 `[rows, width]` has the tokens of all rows, as in `Drafting`; drafts are written
     after the known ones."""
 
-    def __init__(self, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
+    def __init__(self, model: LoadedModel, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
+        self._model = model
         self._layers = layers
         self._sampler = sampler
         self._cache = cache
@@ -103,43 +120,44 @@ class ModelDrafter:
     def propose(self, drafting: Drafting) -> Drafts:
         """What the draft model draws next, with the uniform numbers that the target's draws use."""
         batch = drafting.batch
-        assert isinstance(batch, StepRows)
-        begun = self._serials[batch.rows] == batch.serials
-        begun[[at for at, kv in enumerate(batch.kvs) if kv.loads]] = False  # its pages may be arriving
-        most = np.where(begun, drafting.most, 0)
-        at = most.nonzero()[0]
-        if not len(at):
+        most, at, some = with_room(drafting, self._serials, self._cache)
+        if some is None:
             return no_drafts(len(batch))
-        some = batch if len(at) == len(batch) else batch.part(at)
         known, depth = drafting.known[at], most[at]
-        try:
-            self._cache.reserve(some, known + depth)
-        except OutOfPages:
-            return no_drafts(len(batch))
         starts = np.minimum(self._computed[some.rows], known - 1)
         tokens = np.zeros((len(batch), int(depth.max())), dtype=np.int32)
         for place in range(tokens.shape[1]):
             if not (depth > place).all():
                 going = (depth > place).nonzero()[0]
                 some, at, known, depth, starts = some.part(going), at[going], known[going], depth[going], starts[going]
-            logits = self._layers.forward(some, starts, known + place, self._tokens, draws=True)
+            logits = self._forward(some, starts, known + place, draws=True)
             drawn = self._sampler.draw(logits, Places(some.terms, known + place - some.prompt, some.requests)).tokens
             tokens[at, place] = self._tokens[some.rows, known + place] = drawn.cpu().numpy()
             starts = known + place
         self._computed[batch.rows] = np.where(most > 0, drafting.known + most - 1, self._computed[batch.rows])
         return Drafts(most, tokens)
 
-    def follow(self, step: Step) -> None:
+    def follow(self, step: Step, target: RunningForward, drawn: Drawn | None) -> None:
         """The target computes this step: compute the pages that it fills, as far as the draft lacks them."""
+        del target, drawn
         rows, ends = step.batch.rows, step.ends
         computed = np.where(self._serials[rows] == step.batch.serials, self._computed[rows], step.starts)
         drafted = step.draw_counts > 1
         computed = np.where(drafted, computed, np.minimum(computed, step.starts))  # else some were rejected
         at = (ends // self._cache.page_size * self._cache.page_size > computed).nonzero()[0]
         if len(at):
-            self._layers.forward(step.batch.part(at), computed[at], ends[at], self._tokens, draws=False)
+            self._forward(step.batch.part(at), computed[at], ends[at], draws=False)
             computed[at] = ends[at]
         self._serials[rows], self._computed[rows] = step.batch.serials, computed
+
+    def _forward(self, requests: StepRows, starts: Lengths, ends: Lengths, *, draws: bool) -> Tensor:
+        """Compute positions `starts[i]:ends[i]` of request i. Returns logits float32 `[requests, vocabulary]` of the
+        last positions, or of none without `draws`."""
+        positions, counts = flatten_ranges(starts, ends), ends - starts
+        ids = self._tokens[np.repeat(requests.rows, counts), positions].astype(np.int64)
+        last = counts.cumsum() - 1 if draws else counts[:0]
+        flat = (torch.from_numpy(array).to(self._layers.device) for array in (ids, positions, last))
+        return self._model.run(self._layers.running(requests, starts, ends), *flat)
 
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         """Nothing is kept beyond the pages."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.cache import KVCache, RunningBatch
 from quire.cache.running import Lengths, Rows
+from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
@@ -20,7 +21,7 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
 from quire.memory.pool import DevicePageTables, Pool
-from quire.models.forward import move_rows
+from quire.models.forward import RunningForward, move_rows
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
@@ -81,7 +82,7 @@ class ModelRunner:
     def __init__(
         self, model: LoadedModel, cache: KVCache, sampler: Sampler, device: torch.device, pools: tuple[Pool, ...]
     ) -> None:
-        self.drafter: ModelDrafter | None = None
+        self.drafter: ModelDrafter | HeadDrafter | None = None
         """What follows each step on the same pages."""
         self._model = model
         self._cache = cache
@@ -108,16 +109,16 @@ class ModelRunner:
             for pool in self.pools:
                 pool.arriving = loads
             batches = self._batches(step)
-            logits = self._model.forward(
+            running = RunningForward(self.pools, batches)
+            logits = self._model.run(
+                running,
                 self._input_ids(step, previous),
                 torch.from_numpy(step.positions).to(self._device, non_blocking=True),
-                batches,
-                self.pools,
                 torch.from_numpy(step.draws).to(self._device, non_blocking=True),
             )
             drawn = self._sampler.draw(logits, step.places) if len(step.draws) else None
             if self.drafter is not None:
-                self.drafter.follow(step)
+                self.drafter.follow(step, running, drawn)
         except BaseException:
             self._cache.close_fence(fence)
             raise

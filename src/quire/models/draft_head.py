@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -23,8 +24,7 @@ from quire.models.hf import LoadedModel
 from quire.models.linear import widen_linears
 from quire.models.rotary import fix_rotary
 from quire.models.source import ModelSource, quiet, reading
-from quire.spec.layers import AttentionCall
-from quire.spec.model import ModelSpec
+from quire.plan.draft import head_spec
 
 _PREFIX = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -48,15 +48,7 @@ class LoadedHead:
         self._output_layer = target.output_layer
         fix_rotary(head, target.spec.context_length)
         widen_linears(head)
-        config = head.config
-        call = AttentionCall(kv_heads=config.num_key_value_heads, key_dim=config.head_dim, value_dim=config.head_dim)
-        self.spec = ModelSpec(
-            architecture=type(head).__name__,
-            layers=((call,),),
-            context_length=target.spec.context_length,
-            vocab_size=target.spec.vocab_size,
-            dtype=target.spec.dtype,
-        )
+        self.spec = head_spec(head.config.to_dict(), target.spec)
         target.capture(layers)
 
     @cached_property
@@ -88,9 +80,15 @@ class LoadedHead:
         return out[0]
 
     @torch.inference_mode()
-    def likeliest(self, features: Tensor) -> Tensor:
-        """The likeliest tokens, int64 `[T]`, behind those that these features `[T, hidden]` were computed with."""
-        return self._head.token_ids(self._head.logits(features, self._output_layer).argmax(-1))
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits float32 `[T, vocabulary]` of the tokens behind those that these features `[T, hidden]` were computed
+        with; -inf of tokens that the head cannot draft."""
+        found = self._head.logits(features, self._output_layer).float()
+        if not self._head.shape.is_eagle3:
+            return found
+        every = found.new_full((len(found), self.spec.vocab_size), -math.inf)
+        every[:, self._head.target_ids()] = found
+        return every
 
 
 def load_head(name: str, target: LoadedModel, *, eagle3: bool) -> LoadedHead:
@@ -218,7 +216,7 @@ def _refuse_tensors(name: str, weights: Mapping[str, Tensor], head: EagleHead) -
 def _refuse_vocabulary(name: str, head: EagleHead, target: LoadedModel) -> None:
     if not head.shape.is_eagle3:
         return
-    tokens = head.token_ids(torch.arange(head.shape.draft_vocab))
+    tokens = head.target_ids()
     if int(tokens.min()) < 0 or int(tokens.max()) >= target.spec.vocab_size:
         raise UnsupportedModel(
             f"the head '{name}' drafts token {int(tokens.max()):,}, and the target '{target.name}' has "

@@ -118,9 +118,9 @@ class EagleHead(nn.Module):
         out: Tensor = self.lm_head(self.norm(features)) if self.shape.is_eagle3 else target_head(features)
         return out
 
-    def token_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of ids in the draft vocabulary."""
-        return draft_ids + self.d2t[draft_ids] if self.shape.is_eagle3 else draft_ids
+    def target_ids(self) -> Tensor:
+        """The target's ids of the draft vocabulary, of an EAGLE-3 head."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
 
 def head_config(given: Mapping[str, Any], attention: str) -> LlamaConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from quire.errors import UnsupportedModel
 from quire.plan.plan import PlanSettings
@@ -10,6 +12,15 @@ from quire.spec.families import Layer
 from quire.spec.kv_format import plain_format
 from quire.spec.layers import FULL_GROUP, AttentionCall
 from quire.spec.model import ModelSpec
+
+
+def head_spec(config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
+    """What the one layer of a draft head stores, by its config.json. Its number of layers there is often the target's,
+    and its context that of its training."""
+    heads = int(config["num_attention_heads"])
+    dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    call = AttentionCall(kv_heads=int(config.get("num_key_value_heads") or heads), key_dim=dim, value_dim=dim)
+    return replace(target, architecture="EagleHead", layers=((call,),), drafts=())
 
 
 def with_draft_model(spec: ModelSpec, settings: PlanSettings, draft: ModelSpec) -> tuple[ModelSpec, PlanSettings]:

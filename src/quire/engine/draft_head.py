@@ -1,0 +1,162 @@
+"""Drafts from an EAGLE head: its layer runs on the pages of the target, behind the target's own passes.
+
+    position      0    1    2    3    4
+    token         a    b    c    d    e        e is the last known one, so the target has not computed it
+    features      f0   f1   f2   f3            from the target's passes
+    head reads    f0 b f1 c f2 d f3 e          its last output drafts the token at 5, and is f4'
+    drafts                       f4' + draft   and so on
+
+Keys and values of the head at a position depend on the token behind it. For the last row of a step that is the token
+that was drawn there, so a page that a step fills is complete before it is committed, as those of a draft model are. A
+request that finds the page and goes on with another token reads what the first one wrote: drafts are a little worse at
+one position, and no page is computed twice. Features of rows that the head has not computed are kept for each row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.cache import KVCache
+from quire.cache.running import Lengths, Rows
+from quire.engine.draft_model import DraftLayers, with_room
+from quire.engine.sampler import Drawn, Sampler
+from quire.kernels.segments import flatten_ranges
+from quire.memory.pool import torch_dtype
+from quire.models.draft_head import LoadedHead
+from quire.models.forward import RunningForward
+from quire.scheduler.step import Places, Step, StepRows
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+from quire.speculative.drafter import Drafting, Drafts, no_drafts
+
+
+class _Recent:
+    """The vectors of the last positions of each running row, on the device."""
+
+    def __init__(self, num_rows: int, width: int, head: LoadedHead) -> None:
+        self._width = width
+        shape = (num_rows * width, head.hidden_size)
+        self._kept = torch.zeros(shape, dtype=torch_dtype(head.spec.dtype), device=head.device)
+
+    def of(self, rows: Rows, positions: Lengths) -> Tensor:
+        """Those at these positions, `[len(positions), hidden]`, which must be among the last ones stored."""
+        return self._kept[self._places(rows, positions)]
+
+    def store(self, rows: Rows, positions: Lengths, ends: Lengths, vectors: Tensor) -> None:
+        """Those of these positions replace older ones. `ends` are where the row of each ends."""
+        last = (positions >= ends - self._width).nonzero()[0]
+        if len(last) < len(positions):
+            rows, positions, vectors = rows[last], positions[last], vectors[torch.from_numpy(last).to(vectors.device)]
+        self._kept[self._places(rows, positions)] = vectors.to(self._kept.dtype)
+
+    def _places(self, rows: Rows, positions: Lengths) -> Tensor:
+        return torch.from_numpy(rows * self._width + positions % self._width).to(self._kept.device)
+
+
+class HeadDrafter:
+    """See the module. `tokens` int32 `[rows, width]` has the tokens of all rows, as in `Drafting`; drafts are written
+    after the known ones."""
+
+    def __init__(self, head: LoadedHead, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
+        self._head = head
+        self._layers = layers
+        self._sampler = sampler
+        self._cache = cache
+        self._tokens = tokens
+        width = cache.page_size + cache.plan.tokens_per_step + 1  # a page that is not full, and a step with drafts
+        self._features = _Recent(len(tokens), width, head)
+        self._outputs = _Recent(len(tokens), width, head)
+        self._serials: Lengths = np.zeros(len(tokens), dtype=np.int64)
+        self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading positions that the head has computed
+
+    @torch.inference_mode()
+    def propose(self, drafting: Drafting) -> Drafts:
+        """What the head draws next, with the uniform numbers that the target's draws use."""
+        batch = drafting.batch
+        most, at, some = with_room(drafting, self._serials, self._cache)
+        if some is None:
+            return no_drafts(len(batch))
+        known, depth = drafting.known[at], most[at]
+        self._catch_up(some, known)
+        features = self._outputs.of(some.rows, known - 2)
+        tokens = np.zeros((len(batch), int(depth.max())), dtype=np.int32)
+        for place in range(tokens.shape[1]):
+            places = Places(some.terms, known + place - some.prompt, some.requests)
+            drawn = self._sampler.draw(self._head.logits(features), places).tokens
+            tokens[at, place] = self._tokens[some.rows, known + place] = drawn.cpu().numpy()
+            going = (depth > place + 1).nonzero()[0]
+            if not len(going):
+                break
+            if len(going) < len(at):
+                some, at, known, depth = some.part(going), at[going], known[going], depth[going]
+                where = torch.from_numpy(going).to(features.device)
+                features, drawn = features[where], drawn[where]
+            positions = known + place - 1
+            features = self._run(some, positions, positions + 1, drawn, features)
+        return Drafts(most, tokens)
+
+    def _catch_up(self, requests: StepRows, known: Lengths) -> None:
+        """Compute what the head lacks up to the features before the last known token."""
+        computed = self._computed[requests.rows]
+        behind = (computed < known - 1).nonzero()[0]
+        if not len(behind):
+            return
+        starts, ends = computed[behind], known[behind] - 1
+        part = requests if len(behind) == len(requests) else requests.part(behind)
+        rows, positions = np.repeat(part.rows, ends - starts), flatten_ranges(starts, ends)
+        following = torch.from_numpy(self._tokens[rows, positions + 1].astype(np.int64)).to(self._layers.device)
+        outputs = self._run(part, starts, ends, following, self._features.of(rows, positions))
+        self._outputs.store(rows, positions, np.repeat(ends, ends - starts), outputs)
+        self._computed[part.rows] = ends
+
+    @torch.inference_mode()
+    def follow(self, step: Step, target: RunningForward, drawn: Drawn | None) -> None:
+        """The target has computed this step: keep its features, and compute the pages that it fills."""
+        rows, starts, ends = step.batch.rows, step.starts, step.ends
+        computed = np.where(self._serials[rows] == step.batch.serials, self._computed[rows], starts)
+        computed = np.minimum(computed, starts)  # what drafts were accepted is computed from the target's features
+        features = self._head.features(target)
+        at = (ends // self._cache.page_size * self._cache.page_size > computed).nonzero()[0]
+        if len(at):
+            self._fill(step, at, computed[at], features, drawn)
+            computed[at] = ends[at]
+        self._features.store(np.repeat(rows, step.counts), step.positions, np.repeat(ends, step.counts), features)
+        self._serials[rows], self._computed[rows] = step.batch.serials, computed
+
+    def _fill(self, step: Step, at: Rows, starts: Lengths, features: Tensor, drawn: Drawn | None) -> None:
+        """Compute positions from `starts[i]` to its end of work `at[i]`, the last ones of which are in this step."""
+        ends, device = step.ends[at], features.device
+        work, positions = np.repeat(at, ends - starts), flatten_ranges(starts, ends)
+        rows = step.batch.rows[work]
+        flat = step.offsets[work] + positions - step.starts[work]
+        old, new = (positions < step.starts[work]).nonzero()[0], (positions >= step.starts[work]).nonzero()[0]
+        read = features.new_empty(len(positions), features.shape[1])
+        read[torch.from_numpy(new).to(device)] = features[torch.from_numpy(flat[new]).to(device)]
+        if len(old):
+            kept = self._features.of(rows[old], positions[old])
+            read[torch.from_numpy(old).to(device)] = kept.to(read.dtype)
+        last = self._tokens.shape[1] - 1
+        following = torch.from_numpy(self._tokens[rows, np.minimum(positions + 1, last)].astype(np.int64)).to(device)
+        if drawn is not None:
+            draw_of = np.full(step.num_tokens, -1, dtype=np.int64)
+            draw_of[step.draws] = np.arange(len(step.draws))
+            draws = draw_of[flat[new]]
+            where, which = (torch.from_numpy(a).to(device) for a in (new[draws >= 0], draws[draws >= 0]))
+            following[where] = drawn.tokens[which]
+        part = step.batch if len(at) == len(step) else step.batch.part(at)
+        outputs = self._run(part, starts, ends, following, read)
+        self._outputs.store(rows, positions, step.ends[work], outputs)
+
+    def _run(self, requests: StepRows, starts: Lengths, ends: Lengths, following: Tensor, features: Tensor) -> Tensor:
+        """The head's outputs at positions `starts[i]:ends[i]` of request i; `following` are the tokens behind them."""
+        positions = torch.from_numpy(flatten_ranges(starts, ends)).to(features.device)
+        return self._head.run(self._layers.running(requests, starts, ends), following, features, positions)
+
+    def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
+        """Nothing is kept beyond the pages."""
+        del namespace, tokens, num_cached
+
+    def forget(self) -> None:
+        """Nothing is kept beyond the pages."""
