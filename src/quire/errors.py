@@ -67,10 +67,13 @@ class OutOfPages(QuireError, MemoryError):
         self.free = free
         self.evictable = evictable
         holder = f"; {held_by}" if held_by else ""
-        super().__init__(
-            f"group '{group}' needs {wanted} pages and has {free} free and {evictable} evictable{holder}.",
-            fix="wait for a running request to finish, lower the concurrency, or raise the KV memory.",
-        )
+        if group == "rows":
+            what = f"a request needs a row, and none is free{holder}."
+            fix = "wait for a running request to finish, or plan for more requests (max_requests)."
+        else:
+            what = f"group '{group}' needs {wanted} pages and has {free} free and {evictable} evictable{holder}."
+            fix = "wait for a running request to finish, lower the concurrency, or raise the KV memory."
+        super().__init__(what, fix=fix)
 
 
 class InvalidFree(QuireError, ValueError):

@@ -131,7 +131,7 @@ def test_extending_no_request_changes_nothing() -> None:
 def test_rows_run_out_by_name() -> None:
     cache = KVCache(small_plan(4, 2, max_requests=1))
     cache.begin(ids(1))
-    with pytest.raises(OutOfPages, match=r"'rows'.*1 running requests") as caught:
+    with pytest.raises(OutOfPages, match=r"needs a row.*1 running requests") as caught:
         cache.begin(ids(2))
     assert (caught.value.group, caught.value.wanted, caught.value.free) == ("rows", 1, 0)
     cache.audit()
@@ -241,3 +241,25 @@ def test_a_commit_of_several_settles_all_or_none() -> None:
     for kv in kvs:
         cache.finish(kv)
     cache.audit()
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], np.array([1, 2, 3]), np.array([1, 2, 3], dtype=np.uint16)])
+def test_tokens_of_another_type_are_refused(tokens: np.ndarray) -> None:
+    cache = KVCache(small_plan(8, 2))
+    for verb in (cache.match, cache.begin):
+        with pytest.raises(InvalidInput, match="int32"):
+            verb(tokens)
+    kv = cache.begin(ids(1, 2, 3))
+    cache.extend([kv], 3)
+    with pytest.raises(InvalidInput, match="int32"):
+        cache.commit(kv, tokens) if isinstance(tokens, np.ndarray) else cache.commit([kv], [tokens])
+    cache.finish(kv, ids(1, 2, 3))
+    cache.audit()
+
+
+def test_a_request_without_a_row_is_told_of_rows() -> None:
+    cache = KVCache(small_plan(8, 2, max_requests=1))
+    cache.begin(ids(1, 2))
+    with pytest.raises(OutOfPages, match="row") as found:
+        cache.begin(ids(3, 4))
+    assert "max_requests" in found.value.fix

@@ -99,6 +99,21 @@ def test_at_the_deadline_open_requests_are_aborted_and_told() -> None:
         assert not live.children_left()
 
 
+def test_a_second_signal_drops_open_requests() -> None:
+    with LiveServer.echo("--drain", "30") as live:
+        connection = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
+        with connection, connection.makefile("rb") as lines:
+            assert b"200 OK" in lines.readline()
+            began = time.monotonic()
+            live.terminate()
+            time.sleep(0.5)
+            live.terminate()
+            lines.read()
+        assert live.wait() == 0, live.log()
+        assert time.monotonic() - began < 15
+        assert not live.children_left()
+
+
 def test_a_dead_engine_fails_health_and_every_request() -> None:
     with LiveServer.echo() as live:
         live.engine().kill()

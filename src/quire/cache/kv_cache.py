@@ -140,6 +140,7 @@ class KVCache:
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
         """How much of a prompt can be reused: whole pages, as far as every group can resume, without the last token,
         which is always computed."""
+        _check_ids(tokens)
         found, size = self.tree.match(namespace, tokens), self.page_size
         choice = self.offload.choose(found, min(found.num_pages, max(0, len(tokens) - 1) // size))
         num_pages = choice.num_pages
@@ -250,6 +251,7 @@ class KVCache:
             self._retire(released=[part for group in self._partial for part in group.commit_private(new)])
 
     def _check_settled(self, kv: RequestKV, tokens: Ids) -> None:
+        _check_ids(tokens)
         row = self.rows.row_of(kv)
         have, room = int(self.rows.num_committed[row]), int(self.rows.num_allocated[row])
         if not have <= len(tokens) <= room:
@@ -393,6 +395,13 @@ class KVCache:
         if len(pages):
             self._growth.free(pages)
             self.offload.freed(pages)
+
+
+def _check_ids(tokens: Ids) -> None:
+    """Raise InvalidInput for what is no int32 array. Keys are the bytes of tokens, so another type is another key."""
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
+        kind = tokens.dtype if isinstance(tokens, np.ndarray) else type(tokens).__name__
+        raise InvalidInput(f"tokens are {kind}, not an int32 array.", fix="pass np.array(tokens, dtype=np.int32).")
 
 
 def _groups_of(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from quire.plan.budget import MemoryPlan
+from quire.plan.budget import MemoryPlan, parse_bytes
 from quire.plan.configurator import OF_DRAFTS, PADDING, MemoryPoolConfig, MemoryPoolConfigurator, PoolSize
 from quire.plan.devices import Device, Line
 from quire.plan.mix import Mix
@@ -55,6 +55,10 @@ class PlanSettings:
     max_requests: int = 256
     graph_batch: int | None = None
     window_pool: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kv_memory is not None:
+            object.__setattr__(self, "kv_memory", parse_bytes(self.kv_memory))  # also "128MiB"
 
     @property
     def largest_graph(self) -> int:

@@ -92,6 +92,7 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[signal.Signals] = loop.create_future()
+    dropping: asyncio.Future[None] = loop.create_future()  # done at the second signal
     http: _Server | None = None
 
     def on_signal(number: signal.Signals) -> None:
@@ -100,8 +101,12 @@ async def _serve(
         elif stopping.done():
             logger.warning("%s again: open requests are dropped", number.name)
             http.force_exit = True
+            if not dropping.done():
+                dropping.set_result(None)
         else:
-            logger.warning("%s: no new requests; open ones get %g s to finish", number.name, server.drain_s)
+            logger.warning(
+                "%s: no new requests; open ones get %g s to finish (again: none)", number.name, server.drain_s
+            )
         if not stopping.done():
             stopping.set_result(number)
 
@@ -139,7 +144,12 @@ async def _serve(
             on_ready(Running(url=_url(listener), engine=engine, model_name=config.model_name))
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
-        await engine.shutdown(drain_s=server.drain_s)
+        draining = asyncio.create_task(engine.shutdown(drain_s=server.drain_s))
+        await asyncio.wait((draining, dropping), return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+            await engine.shutdown()
         await serving
         return 0
     finally:

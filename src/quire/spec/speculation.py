@@ -50,8 +50,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 5
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise InvalidInput(f"'{self.method}' is not a method of drafting.", fix=f"use one of {', '.join(METHODS)}.")
+        _check_method(self.method)
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise InvalidInput(
@@ -92,6 +91,7 @@ class SpeculativeConfig:
             raise InvalidInput("speculation without a method.", fix=f"give method: one of {', '.join(METHODS)}.")
         method = found["method"].lower()
         found["method"] = method = _METHOD_ALIASES.get(method, method)
+        _check_method(method)
         bounds = [found[name] for name in _BOUNDS if name in found]
         if bounds and method != "ngram":
             raise InvalidInput(f"{method} looks up no n-grams.", fix=f"leave {' and '.join(_BOUNDS)} out.")
@@ -107,13 +107,18 @@ class SpeculativeConfig:
         return cls(**found, **_derived(found))
 
 
+def _check_method(method: str) -> None:
+    if method not in METHODS:
+        raise InvalidInput(f"'{method}' is not a method of drafting.", fix=f"use one of {', '.join(METHODS)}.")
+
+
 def _derived(found: Mapping[str, Any]) -> dict[str, Any]:
     """The depth or the verified tokens of a chain if one of them is absent."""
     is_chain, absent = found.get("topk", 1) == 1, {"num_steps", "num_draft_tokens"} - found.keys()
     if len(absent) == 2:
         raise InvalidInput("speculation needs its depth.", fix="give num_speculative_tokens (num_steps), such as 3.")
     if absent and not is_chain:
-        raise InvalidInput("a draft with branches needs two numbers.", fix="give num_steps and num_draft_tokens.")
+        raise InvalidInput("a draft with branches needs two numbers.", fix=f"give {absent.pop()} too.")
     if "num_steps" in absent:
         return {"num_steps": found["num_draft_tokens"] - 1}
     if absent:
@@ -151,7 +156,9 @@ def _named(given: str | Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if field in found:
-            raise InvalidInput(f"'{field}' is given twice, once as '{key}'.", fix="give it once.")
+            raise InvalidInput(
+                f"{field} is given twice, by this name or others of it; once as '{key}'.", fix="give it once."
+            )
         if type(value) is not _FIELDS[field]:
             kind = "a whole number" if _FIELDS[field] is int else "text"
             raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
