@@ -118,7 +118,7 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def propose(self, drafting: Drafting) -> Drafts:
-        """What the draft model draws next, with the uniform numbers that the target's draws use."""
+        """What the draft model draws next, with the noise that the target's draws use."""
         batch = drafting.batch
         most, at, some = with_room(drafting, self._serials, self._cache)
         if some is None:

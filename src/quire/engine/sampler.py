@@ -1,14 +1,16 @@
 """Sampler: from logits to tokens, for a whole batch at once.
 
-A draw is a function of (seed, sequence index, position) and the logits alone. The uniform number behind it is a hash,
-not a generator's state, and it is inverted in the order of the vocabulary whatever filters apply. So a request draws
-the same tokens alone, in any batch, and after a preemption.
+A draw is a function of (seed, sequence index, position) and the logits alone: the token with the highest sum of its
+scaled logit and of Gumbel noise, which is hashed for each token and not a generator's state. So a request draws the
+same tokens alone, in any batch, and after a preemption, and similar distributions mostly draw the same token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,8 @@ from quire.spec.ids import Ids
 
 _MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted as a whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # multipliers of a hash of 32 bits with little bias, as int32
+_UNIT = float(np.float32(2.0**-31 * (1 - 2.0**-24)))  # brings 31 bits into [0, 1), also if they are rounded up
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +110,44 @@ class _Draws:
 
     def draw(self, logits: Tensor, outputs: Lengths) -> Tensor:
         """A token from each of these rows of logits, those of `rows`."""
-        probabilities = torch.softmax(logits * self._scale, dim=-1, dtype=torch.float64)
+        scores = logits * self._scale
         if self._filtered is not None:
-            self._filtered.apply(probabilities)
-        return _invert(probabilities, torch.from_numpy(self._uniform(outputs)).to(logits.device))
-
-    def _uniform(self, outputs: Lengths) -> npt.NDArray[np.float64]:
-        """One number in [0, 1) per draw, hashed from the request's seed and index and the draw's position."""
+            self._filtered.apply(scores)
         where = self._indices + outputs[self._at].astype(np.uint64)
-        state = _mix(self._seeds ^ _mix(where))
-        return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return scores.sub_(_noise(_mix(self._seeds ^ _mix(where)), scores)).argmax(dim=-1)
+
+
+def _noise(keys: npt.NDArray[np.uint64], scores: Tensor) -> Tensor:
+    """Minus Gumbel noise, of the shape of `scores`, float32 `[rows, vocabulary]`: hashed from a key of each row and the
+    token."""
+    halves = keys.view(np.int32).reshape(-1, 2, 1)
+    tokens = _spread(scores.shape[1])
+    if scores.device.type == "cpu":
+        bits = torch.from_numpy(_hash(tokens, halves[:, 0], halves[:, 1]))  # arrays cost less per operation
+    else:
+        on_device = torch.from_numpy(halves).to(scores.device)
+        bits = _hash(torch.from_numpy(tokens).to(scores.device), on_device[:, 0], on_device[:, 1])
+    uniform = bits.float().add_(0.5).mul_(_UNIT)
+    return uniform.neg_().log1p_().neg_().log_()
+
+
+def _hash(state: Any, low: Any, high: Any) -> Any:
+    """31 bits hashed from all three, int32 arrays or tensors, whose products wrap around on purpose."""
+    state = state + low
+    state ^= (state >> 16) & 0xFFFF
+    state *= _FIRST
+    state ^= high
+    state ^= (state >> 15) & 0x1FFFF
+    state *= _SECOND
+    state ^= (state >> 16) & 0xFFFF
+    state &= 0x7FFFFFFF
+    return state
+
+
+@lru_cache(maxsize=4)
+def _spread(vocabulary: int) -> Ids:
+    """A number for each token, far from those of its neighbours."""
+    return (np.arange(vocabulary, dtype=np.uint32) * np.uint32(0x9E3779B9)).view(np.int32)
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -143,11 +175,12 @@ class _Filters:
         rows = ((terms["top_k"] > 0) | (terms["top_p"] < 1.0) | (terms["min_p"] > 0.0)).nonzero()[0]
         return cls(terms, rows, device) if len(rows) else None
 
-    def apply(self, probabilities: Tensor) -> None:
-        """Set excluded values to zero."""
-        some = probabilities[self._rows]
-        least = self._least_kept(some)
-        probabilities[self._rows] = torch.where(some >= least[:, None], some, 0.0)
+    def apply(self, scores: Tensor) -> None:
+        """Exclude tokens: their scaled logits become minus infinity."""
+        some = scores[self._rows]
+        probabilities = torch.softmax(some, dim=-1, dtype=torch.float64)
+        least = self._least_kept(probabilities)
+        scores[self._rows] = some.masked_fill(probabilities < least[:, None], float("-inf"))
 
     def _least_kept(self, probabilities: Tensor) -> Tensor:
         """Per row, the smallest probability that passes top-k, then top-p of what that kept, then min-p. Equals stay.
@@ -177,14 +210,6 @@ def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     total = torch.where(top_k <= width, (descending * kept).sum(-1), 1.0)
     kept &= (descending.cumsum(-1) - descending) < (top_p * total)[:, None]
     return descending.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))[:, 0]
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index at which each row's cumulative weight exceeds its uniform share of the total, int64 `[rows]`."""
-    cumulative = weights.cumsum(-1)
-    found = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    last = (weights > 0).long().cumsum(-1).argmax(-1)  # rounding may exceed the last possible token
-    return torch.minimum(found, last)
 
 
 def _penalise(row: Tensor, request: Request, tokens: Ids) -> None:
