@@ -11,10 +11,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.errors import ModelLoadError
-from quire.spec.bundled import BUNDLED_MODELS
+from quire.spec.bundled import BUNDLED_HEADS, BUNDLED_MODELS
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
 
 _TIMEOUT_S = 5
+_BUNDLED = BUNDLED_MODELS | BUNDLED_HEADS
 _TOKENIZER_FILES = ("*token*", "tekken*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
@@ -24,7 +25,7 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
     `name` is a bundled model, a folder with a `config.json`, a name or hub id in the catalogue, a JSON file, or a hub
     id, in that order. Raises ModelLoadError, with similar names, if it is none of these or cannot be read.
     """
-    path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
+    path = _BUNDLED.get(name) or Path(name).expanduser()
     known = catalogue_model(name)
     if known is not None and not (path / "config.json").is_file():
         return known.config, f"catalogue: {known.hub}"
@@ -51,7 +52,7 @@ def model_folder(name: str) -> Path | None:
 
     Raises ModelLoadError if there is no such folder.
     """
-    path = BUNDLED_MODELS.get(name) or Path(name).expanduser()
+    path = _BUNDLED.get(name) or Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():

@@ -13,6 +13,9 @@ BUNDLED_MODELS = {
 }
 """Name to folder. These names have precedence over a folder or a hub id of the same name."""
 
+BUNDLED_HEADS = {"quire-bundled-eagle": _MODELS / "bundled_eagle"}
+"""The same of heads that draft for a bundled model; they are no models."""
+
 DEFAULT_MODEL = "quire-bundled"
 
 
