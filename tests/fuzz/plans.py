@@ -53,7 +53,8 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
 
 
 def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> MemoryPlan:
-    """The plan with room for so many drafts of each request, which branch where every group has pages."""
+    """The plan with room for so many drafts of each request, which branch where every group has pages. States are as
+    many as the planner adds: one for each token that a step verifies."""
     branches = branches and all(group.reach.kind in ("full", "window") for group in plan.groups)
     topk = 2 if branches else 1
     speculation = SpeculativeConfig(
@@ -61,7 +62,7 @@ def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> Memor
     )
     more = -(-get_alloc_reserve_per_decode(speculation, plan.page_size) // plan.page_size)
     frames = [
-        plan.frames_of(at) * (1 + num_drafts) if group.reach.kind == "state" else plan.frames_of(at) + more
+        plan.frames_of(at) * (2 + num_drafts) if group.reach.kind == "state" else plan.frames_of(at) + more
         for at, group in enumerate(plan.groups)
     ]
     return replace(plan, speculation=speculation, num_pages=plan.num_pages + more, frames=tuple(frames))
