@@ -73,7 +73,7 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def propose(self, drafting: Drafting) -> Drafts:
-        """What the head draws next, with the uniform numbers that the target's draws use."""
+        """What the head draws next, with the noise that the target's draws use."""
         batch = drafting.batch
         most, at, some = with_room(drafting, self._serials, self._cache)
         if some is None:
