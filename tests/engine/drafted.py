@@ -20,7 +20,13 @@ from tests.engine.scripted import follow_script
 from tests.engine.test_hybrid_tokens import build
 from tests.tiny_models import build_tiny
 
-CHAIN = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+CHAIN = {
+    "method": "ngram",
+    "shared_history": True,
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
 TREE = {**CHAIN, "num_speculative_tokens": 4, "topk": 3, "num_draft_tokens": 12}
 BOUNDS = {"max_model_len": 256, "max_running_requests": 8}
 REPEATING = [[5, 6, 7, 8] * 6, [9, 3, 9, 3, 9, 3, 4], [1, 2, 3] * 5]

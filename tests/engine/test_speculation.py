@@ -11,6 +11,7 @@ from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from quire.speculative.ngram import NgramDrafter
 from quire.speculative.speculator import Speculator
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.scripted import SCRIPTS, follow_script
@@ -227,7 +228,57 @@ def test_what_cannot_run_is_refused() -> None:
 
     with pytest.raises(InvalidInput, match="overlap"):
         engine_config(speculative_config=NGRAM, overlap=True)
-    with pytest.raises(InvalidInput, match="eagle"):
-        engine_config(speculative_config={"method": "eagle", "model": "x", "num_speculative_tokens": 3})
+    with pytest.raises(InvalidInput, match="mtp"):
+        engine_config(speculative_config={"method": "mtp", "num_speculative_tokens": 3})
     with pytest.raises(InvalidInput, match="num_speculative_tokens"):
         engine_config(speculative_config='{"method": "ngram", "num_speculative_token": 4}')
+
+
+def test_a_drafter_that_fails_costs_its_drafts(llama: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    expected = run(core_for(llama, page_size=4, **BOUNDS), REPEATING, MANY["greedy"])
+    core = drafting_core(llama, 4)
+    speculator = follow_script(core, REPEATING, expected, "wrong in the third")
+    propose, calls = speculator.drafter.propose, 0
+
+    def fails_at_times(drafting: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise RuntimeError("out of device memory")
+        return propose(drafting)
+
+    speculator.drafter.propose = fails_at_times  # type: ignore[method-assign]
+    assert run(core, REPEATING, MANY["greedy"]) == expected
+    assert calls > 3 and "proposing them failed" in caplog.text
+    check_counts(speculator, "wrong in the third")
+
+
+def test_requests_of_before_a_flush_are_not_proposed_from(llama: LoadedModel) -> None:
+    """Also where one still ran when it came."""
+    core = core_for(llama, page_size=4, speculative_config={**NGRAM, "shared_history": True}, **BOUNDS)
+    core.add(EngineRequest(request_id="a", prompt=prompt_bytes(REPEATING[0]), params=MANY["greedy"]))
+    core.step()
+    core.flush(None)
+    while core.has_work():
+        core.step()
+    assert isinstance(core.speculator.drafter, NgramDrafter)
+    assert not core.speculator.drafter._history.num_texts
+    run(core, REPEATING[:1], MANY["greedy"])
+    assert core.speculator.drafter._history.num_texts == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"num_speculative_tokens": 10**9}, "at most 256"),
+        ({"prompt_lookup_max": 10**6}, "at most 64"),
+        ({"topk": 2, "num_draft_tokens": 1}, "below 2"),
+        ({"shared_history": 1}, "true or false"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(more: dict[str, Any], said: str) -> None:
+    from quire.errors import InvalidInput
+    from quire.spec.speculation import SpeculativeConfig
+
+    with pytest.raises(InvalidInput, match=said):
+        SpeculativeConfig.parse({**NGRAM, **more})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,6 +136,20 @@ def test_drafts_that_cost_more_than_they_bring_are_left_out() -> None:
 def test_drafts_that_are_never_right_are_left_out() -> None:
     speed, _ = _run(0.0, 0.1, 20_000)
     assert speed > 0.98
+
+
+@pytest.mark.parametrize("slow", [2.0, 5.0, 20.0])
+def test_a_slow_first_step_with_drafts_is_no_verdict(slow: float) -> None:
+    """The first step of a kind takes longer: something is built, or a page is touched."""
+    governor = Governor(1, 4)
+    rows, serials, with_drafts = np.array([0]), np.array([1], dtype=np.int64), 0
+    for _ in range(500):
+        drafts = int(governor.limits(rows, serials)[0])
+        if drafts:
+            governor.settled(rows, serials, np.array([drafts]), np.array([drafts]))
+            with_drafts += 1
+        governor.measured(1, drafts, slow if drafts and with_drafts == 1 else 1.0 + 0.05 * drafts)
+    assert with_drafts > 400
 
 
 def test_what_becomes_worth_it_is_found() -> None:

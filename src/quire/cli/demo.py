@@ -192,7 +192,7 @@ def _drafted(scene: Scene, answered: list[RequestOutput]) -> dict[str, Any]:
     from quire.scheduler.sampling_params import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "shared_history": True}
     with scene.engine(speculative_config=ngram) as llm:
         again = [llm.generate({"prompt_token_ids": each.prompt_token_ids}, greedy)[0] for each in answered * 2]
         found = llm.statistics()

@@ -118,6 +118,7 @@ class EngineCore:
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
             self._wire()
             undo.pop_all()
+        self._remembered = 0  # requests that arrived before are not proposed from: a flush came after them
         self._closed = threading.Event()
         if self.device.type == "cpu":
             threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
@@ -285,7 +286,13 @@ class EngineCore:
     def _draft(self, speculator: Speculator) -> None:
         """Propose the next tokens of running requests, which the next step computes too."""
         batch, tokens, known, room = self.scheduler.drafting()
-        drafts = speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
+        try:
+            drafts = speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
+        except AssertionError:
+            raise
+        except Exception:  # a device out of memory, say: the step goes on without drafts
+            logger.exception("no drafts: proposing them failed")
+            return
         if drafts is not None:
             self.scheduler.draft(batch, drafts.counts, drafts.tokens, drafts.parents)
 
@@ -299,7 +306,7 @@ class EngineCore:
         found = self.scheduler.settle(step, tokens, verified.kept if verified is not None else None)
         if self.speculator is not None:
             for request in [found.requests[at] for at in found.noted]:
-                if request.finish_reason is not None:
+                if request.finish_reason is not None and request.arrival >= self._remembered:
                     self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
         self.cache.close_fence(launched.fence)
         self._report(found, logprobs, outputs)
@@ -391,6 +398,7 @@ class EngineCore:
         done = self.offload.flush(namespace)
         if self.speculator is not None:
             self.speculator.drafter.forget()
+            self._remembered = self.scheduler.num_arrivals
         return Later(
             poll=lambda waits: self.offload.flushed(done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
         )

@@ -168,6 +168,11 @@ class Scheduler:
         `drafting` said, and `settle` is told how many were right. `parents` as in `RunningRows.draft`."""
         self._rows.draft(batch, counts, tokens, parents)
 
+    @property
+    def num_arrivals(self) -> int:
+        """Requests that were ever added: the `arrival` of the next one."""
+        return self._arrivals
+
     # -- one step
 
     def schedule(self) -> Step:
@@ -268,7 +273,11 @@ class Scheduler:
             decodes, serials = self._decoding, running.serials[places]
             if not np.array_equal(serials, decodes.serials):
                 decodes = running.part(places)
-        drafts = self._rows.drafts_of(decodes, self._max_tokens - len(decodes)) if self._rows.num_drafted else None
+        drafts = None
+        if self._rows.num_drafted:
+            left = self._max_tokens - len(decodes)
+            shared = bool(self._waiting) or len(decodes) < len(running)  # prompts get half of what is left
+            drafts = self._rows.drafts_of(decodes, left // 2 if shared else left)
         self._decoding = decodes
         if not len(decodes):
             return

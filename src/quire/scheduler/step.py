@@ -205,7 +205,7 @@ class Step:
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether any request computes drafts, or may do so."""
+        """Whether any request computes tokens of its prompt, or may do so."""
         return bool((self.counts > np.maximum(self.draw_counts, 1)).any())
 
     @property

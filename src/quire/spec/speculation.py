@@ -25,7 +25,12 @@ _ALIASES = {
 _REFUSED = {"draft_tensor_parallel_size": "leave it out: a draft runs on the ranks of its target."}
 _BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _COUNTS = ("num_steps", "topk", "num_draft_tokens", *_BOUNDS)
-_FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {"method": str, "model": str}
+_FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {
+    "method": str,
+    "model": str,
+    "shared_history": bool,
+}
+_MOST = {"num_steps": 256, "num_draft_tokens": 1024, "topk": 64, "prompt_lookup_max": 64}
 _EXAMPLE = 'write it as {"method": "ngram", "num_speculative_tokens": 4}.'
 _MOST_DRAFT_LAYERS = 1_000
 
@@ -37,7 +42,8 @@ class SpeculativeConfig:
     Each step drafts `num_steps` tokens deep along `topk` branches and verifies `num_draft_tokens` tokens at once: the
     last known token and drafts. `model` is the draft's path, for methods that load one. `num_layers` draft layers store
     keys and values of their own; n-grams have none, whatever is given. An n-gram of `prompt_lookup_min` to
-    `prompt_lookup_max` tokens is looked up. Raises InvalidInput for an unknown method and a number out of range.
+    `prompt_lookup_max` tokens is looked up; with `shared_history` also in ended requests of the namespace. Raises
+    InvalidInput for an unknown method and a number out of range.
     """
 
     method: str
@@ -46,6 +52,7 @@ class SpeculativeConfig:
     num_draft_tokens: int
     model: str | None = None
     num_layers: int = 1
+    shared_history: bool = False
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
 
@@ -92,6 +99,13 @@ class SpeculativeConfig:
         method = found["method"].lower()
         found["method"] = method = _METHOD_ALIASES.get(method, method)
         _check_method(method)
+        for name, most in _MOST.items():
+            if found.get(name, 0) > most:
+                raise InvalidInput(f"speculation with {name} {found[name]:,}.", fix=f"give at most {most}.")
+        if found.get("num_draft_tokens", 2) < 2:
+            raise InvalidInput(
+                "num_draft_tokens is below 2: the last known token is one of them.", fix="give at least 2."
+            )
         bounds = [found[name] for name in _BOUNDS if name in found]
         if bounds and method != "ngram":
             raise InvalidInput(f"{method} looks up no n-grams.", fix=f"leave {' and '.join(_BOUNDS)} out.")
@@ -160,7 +174,7 @@ def _named(given: str | Mapping[str, Any]) -> dict[str, Any]:
                 f"{field} is given twice, by this name or others of it; once as '{key}'.", fix="give it once."
             )
         if type(value) is not _FIELDS[field]:
-            kind = "a whole number" if _FIELDS[field] is int else "text"
+            kind = {int: "a whole number", bool: "true or false"}.get(_FIELDS[field], "text")
             raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
         found[field] = value
     return found

@@ -24,6 +24,7 @@ _PLAIN_EVERY = 48  # steps with drafts between two without, of one size of batch
 _TRY_FIRST, _TRY_LAST = 64, 2048  # steps between two trials where drafts do not pay: each failure doubles it
 _MARGIN = 1.05  # how much more than its cost a draft has to be worth
 _OUTLIER = 3.0
+_FIRST = 4  # measurements of which the least is taken: first steps take longer
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class _Size:
     plain_s: float = 0.0  # a step without drafts, per request
     draft_s: float = -1.0  # what each draft adds; below 0: not measured
     num_plain: int = 0
+    num_drafted: int = 0
     since_plain: int = 0
     since_trial: int = 0
     wait: int = _TRY_FIRST
@@ -58,9 +60,9 @@ class Governor:
         """How many drafts each of these requests may have in the next step, int64."""
         size = self._last = self._sizes[len(rows).bit_length()]
         self._is_off = False
-        if not size.num_plain or size.since_plain >= _PLAIN_EVERY:
+        if size.num_plain < _FIRST or size.since_plain >= _PLAIN_EVERY:
             return np.zeros(len(rows), dtype=np.int64)
-        if size.draft_s < 0:
+        if size.num_drafted < _FIRST:
             return np.full(len(rows), self._most, dtype=np.int64)
         rates = self._rates(rows, serials)
         worth = min(1.0, _MARGIN * size.draft_s / size.plain_s)
@@ -92,7 +94,9 @@ class Governor:
         size = self._sizes[num_requests.bit_length()]
         if not num_drafts:
             each = seconds / num_requests
-            if size.num_plain:
+            if 0 < size.num_plain < _FIRST:
+                each = min(each, size.plain_s)
+            elif size.num_plain:
                 each = size.plain_s + _LEARN * (min(each, _OUTLIER * size.plain_s) - size.plain_s)
             size.plain_s, size.num_plain, size.since_plain = each, size.num_plain + 1, 0
             return
@@ -100,13 +104,16 @@ class Governor:
         if not size.num_plain:
             return
         added = max(0.0, seconds - size.plain_s * num_requests) / num_drafts
-        if size.draft_s < 0:
-            size.draft_s = added
+        size.num_drafted += 1
+        is_cheaper = size.tried and added < size.draft_s
+        if size.num_drafted <= _FIRST:
+            size.draft_s = added if size.draft_s < 0 else min(added, size.draft_s)
         else:
-            size.draft_s += _LEARN * (min(added, _OUTLIER * max(size.draft_s, size.plain_s / 16)) - size.draft_s)
+            learn = 0.5 if is_cheaper else _LEARN
+            size.draft_s += learn * (min(added, _OUTLIER * max(size.draft_s, size.plain_s / 16)) - size.draft_s)
         if size.tried:
             size.tried = False
-            size.wait = min(2 * size.wait, _TRY_LAST)
+            size.wait = _TRY_FIRST if is_cheaper else min(2 * size.wait, _TRY_LAST)
         elif size.wait > _TRY_FIRST:
             size.wait = _TRY_FIRST
 

@@ -18,6 +18,9 @@ from quire.speculative.governor import Governor
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.verify import Accepted, accepted_draws
 
+_FRUITLESS, _LESS_OFTEN = 32, 4
+"""After so many steps in a row for which nothing was proposed, a drafter is asked before every so many steps only."""
+
 
 class Speculator:
     """Asks a drafter for as many tokens as pay, and counts. Drafts are at most `most` tokens ahead.
@@ -32,12 +35,17 @@ class Speculator:
         self._num_drawing = self._num_drawn = 0  # works that drew, and the tokens they got
         self._per_position: Lengths = np.zeros(most, dtype=np.int64)
         self._took_s = 0.0  # to draft for the step that is made now
+        self._num_fruitless = 0  # times in a row that nothing was proposed
 
     def propose(self, batch: RunningBatch, tokens: Ids, known: Lengths, room: Lengths) -> Drafts | None:
         """Tokens that may follow the first `known[i]` of each request, at most `room[i]`; None if none would pay."""
         began = time.perf_counter()
         most = room if self._governor is None else np.minimum(room, self._governor.limits(batch.rows, batch.serials))
-        drafts = self.drafter.propose(Drafting(batch, tokens, known, most)) if np.count_nonzero(most) else None
+        drafts = None
+        if np.count_nonzero(most):
+            if self._num_fruitless < _FRUITLESS or self._num_fruitless % _LESS_OFTEN == 0:
+                drafts = self.drafter.propose(Drafting(batch, tokens, known, most))
+            self._num_fruitless = 0 if drafts is not None and drafts.num_tokens else self._num_fruitless + 1
         self._took_s = time.perf_counter() - began
         return drafts
 
@@ -69,7 +77,7 @@ class Speculator:
     def measured(self, num_requests: int, num_drafts: int, seconds: float) -> None:
         """A step of so many requests, all of which decode, took this time."""
         if self._governor is not None:
-            self._governor.measured(num_requests, num_drafts, seconds + self._took_s)
+            self._governor.measured(num_requests, num_drafts, seconds + (self._took_s if num_drafts else 0.0))
 
     def statistics(self) -> dict[str, Any]:
         """Counters: requests times steps with drafts, drafts, those accepted, and those by their place. With the mean
@@ -94,7 +102,7 @@ def speculator_of(
     if config.branches:
         _refuse_trees(plan)
     if drafter is None:
-        drafter = NgramDrafter(plan.max_requests, config)
+        drafter = NgramDrafter(plan.max_requests, config, shares=config.shared_history)
     return Speculator(drafter, Governor(plan.max_requests, config.num_steps), config.num_steps)
 
 
