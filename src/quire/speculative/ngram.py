@@ -39,6 +39,7 @@ _RESUME_TOKENS = 8
 _NEAR = np.arange(16)
 """How far behind its end a copy may go on."""
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
+_OTHER_PRIME = np.uint64(0xBF58476D1CE4E5B9)
 _SHARED = np.uint64(1) << np.uint64(63)
 _Hashes = npt.NDArray[np.uint64]
 
@@ -292,8 +293,8 @@ class _History:
 
 
 def _own_seeds(rows: Rows) -> _Hashes:
-    """Keep n-grams of different rows apart."""
-    return rows.astype(np.uint64) * _PRIME
+    """Keep n-grams of different rows apart. The factor is another than that of tokens: equal ones would cancel out."""
+    return (rows.astype(np.uint64) + np.uint64(1)) * _OTHER_PRIME
 
 
 def _shared_seeds(spaces: Lengths) -> _Hashes:
