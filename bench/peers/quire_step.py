@@ -25,6 +25,7 @@ from quire.engine.runner import ModelRunner
 from quire.engine.sampler import Drawn
 from quire.kernels.batch import PagedBatch
 from quire.memory.pool import DevicePageTables
+from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
 from quire.plan.planner import make_plan
 from quire.scheduler.request import Request
@@ -90,10 +91,10 @@ class DescribedModel:
         """Nothing of it is stored."""
         return b"described"
 
-    def forward(self, _ids: Any, _positions: Any, batches: Any, _pools: Any, rows: torch.Tensor) -> torch.Tensor:
+    def run(self, running: RunningForward, _ids: Any, _positions: Any, rows: torch.Tensor) -> torch.Tensor:
         """Zeros, one row for each that draws."""
         if self.plans:
-            for batch, window in zip(batches, self._windows, strict=True):
+            for batch, window in zip(running.batches, self._windows, strict=True):
                 if isinstance(batch, PagedBatch):
                     batch.plan(window, DEVICE)
                     batch.slots_on(DEVICE)

@@ -193,7 +193,7 @@ def test_to_end_stops_what_takes_long(model: Path, tmp_path: Path, monkeypatch: 
         told.set()
 
     monkeypatch.setattr(tombstones, "_AT_ONCE", 4)
-    monkeypatch.setattr(engine_tiers, "_FORGET_S", 0.0)
+    monkeypatch.setattr(engine_tiers, "_DELETE_S", 0.0)
     monkeypatch.setattr(type(store), "remove", remove)
     monkeypatch.setattr(forgetting, "end", end)
     llm.engine.flush(None)

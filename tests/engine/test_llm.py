@@ -164,14 +164,14 @@ def test_a_failing_step_ends_its_requests_only(folder: Path, monkeypatch: pytest
     """A model that raises takes the requests of that step with it, leaks nothing, and the engine goes on."""
     llm = LLM(str(folder), skip_tokenizer_init=True, kv_memory="1MiB")
     [before] = llm.generate([[1, 2, 3]], GREEDY)
-    forward, calls = llm.engine.model.forward, iter(range(100))
+    run_model, calls = llm.engine.model.run, iter(range(100))
 
     def failing(*arguments: object, **named: object) -> object:
         if next(calls) == 3:
             raise RuntimeError("the device fell over")
-        return forward(*arguments, **named)  # type: ignore[arg-type]
+        return run_model(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(llm.engine.model, "forward", failing)
+    monkeypatch.setattr(llm.engine.model, "run", failing)
     with pytest.raises(QuireError, match="the device fell over"):
         llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY)
     llm.engine.audit()

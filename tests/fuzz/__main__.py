@@ -180,7 +180,7 @@ def _as_dict(task: Task, tally: Tally, short: tuple[str, ...]) -> dict[str, Any]
             for name, count in sorted(tally.operations.items())
         },
         "lives": tally.lives,
-        "happened": dict(sorted(tally.happened.items())),
+        "happened": {name: int(count) for name, count in sorted(tally.happened.items())},
         "digest": f"{tally.digest:016x}",
         "faults": list(task.ask.faults),
         "met": _met(tally),

@@ -152,7 +152,7 @@ class SchedulerMachine:
         self.did = "abort", request.request_id
         self.cache.happened[f"abort {request.state.name.lower()}"] += 1
         self.cache.happened["abort in flight"] += request.num_launched > request.num_settled
-        self.cache.happened["abort with drafts"] += request.pending > 1
+        self.cache.happened["abort with drafts"] += int(request.pending > 1)
         assert self.scheduler.abort(request.request_id) is request, "an open request was not aborted"
         assert self.scheduler.abort(request.request_id) is None, "a request was aborted twice"
         self._ended(request)

@@ -39,6 +39,7 @@ class RunningForward:
     """
 
     def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch], *, first: int = 0) -> None:
+        self.batches = tuple(batches)
         self._groups = tuple(zip(pools, batches, strict=True))
         self.first = self.ordinal = first
         self.shared: dict[str, Any] = {}  # what layers share with later ones of this pass, by their kind
