@@ -1,7 +1,7 @@
 """Quire's step as its engine runs it, without a model. The one place here that knows the scheduler and the runner.
 
 An `EngineCore` with the engine's own defaults plans, builds pools and caches for a model that is described and never
-loaded: its `forward` computes nothing. So what is timed is what the engine does between two forward passes, and no
+loaded: its `run` computes nothing. So what is timed is what the engine does between two forward passes, and no
 call of the cache is picked out by hand.
 """
 

@@ -116,7 +116,7 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
 
     places = [
         (core.runner, "launch", watch.timed("batch to tensors", phased_launch)),
-        (core.runner._model, "forward", watch.timed("other model code", core.runner._model.forward)),
+        (core.runner._model, "run", watch.timed("other model code", core.runner._model.run)),
         (core.runner._sampler, "draw", watch.timed("sampler", core.runner._sampler.draw)),
         (core.scheduler, "schedule", watch.timed("schedule, allocate", core.scheduler.schedule)),
         (core.scheduler, "settle", watch.timed("settle, commit", core.scheduler.settle)),
