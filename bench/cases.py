@@ -256,7 +256,7 @@ def _pools(sizes: Sizes) -> Iterator[Case]:
                 relative=None if kind == "full" else (f"decode-commit-full-{page}", 2.0),
                 expect={"slots": sizes.running},
             )
-    told = {"off": "off", "on": "on, the step's thread", "read": "on, every key made, whoever makes it"}
+    told = {"off": "off", "on": "on, the step's thread", "read": "on, every key made, in any thread"}
     for events, words in told.items():
         yield Case(
             name=f"admit-{events}",

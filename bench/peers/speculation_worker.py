@@ -8,8 +8,6 @@ draw   -> {"tokens"}         what Quire draws itself
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from engines import Quire, Vllm
-from worker import versions
+from worker import answer_requests, versions
 
 _CERTAIN = 1e9  # a logit that is always the largest
 
@@ -212,17 +210,5 @@ class Worker:
         return {"cpu": cpu, "wall": wall, "wrong": wrong, **counts}
 
 
-def main() -> None:
-    """Answer requests until stdin closes."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker = Worker(sys.argv[1])
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(worker, request.pop("do"))(**request)
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(Worker)

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engines import ENGINES
@@ -69,11 +70,11 @@ class Worker:
         return {"rows": stopwatch.rows(), "steps": stopwatch.steps, "seconds": answer["seconds"]}
 
 
-def main() -> None:
-    """Answer requests until stdin closes."""
+def answer_requests(make: Callable[[str], Any]) -> None:
+    """Make a worker of the kind that the command line names, and call its methods as asked until stdin closes."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    worker = Worker(sys.argv[1])
+    worker = make(sys.argv[1])
     for line in sys.stdin:
         request = json.loads(line)
         answer = getattr(worker, request.pop("do"))(**request)
@@ -82,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(Worker)

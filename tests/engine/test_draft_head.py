@@ -16,7 +16,7 @@ from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
-from tests.engine.running import core_for, run, tiered_core, tight_core
+from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_model import (
     BOUNDS,
     PAGES,
@@ -25,6 +25,7 @@ from tests.engine.test_draft_model import (
     Sometimes,
     check_right,
     check_some_right,
+    check_tiers,
     tiny_target,
     ungoverned,
 )
@@ -203,25 +204,7 @@ def test_starved(target: LoadedModel, head: LoadedHead, kind: str) -> None:
 
 
 def test_tiers_move_both(bigrams: LoadedModel, rigged: LoadedHead) -> None:
-    """Pages that come back from the host bring what the head has computed."""
-    expected = run(core_for(bigrams, page_size=4, **BOUNDS), PROMPTS, PARAMS["greedy"])
-    core = tiered_core(
-        bigrams,
-        num_tokens=144,
-        page_size=4,
-        draft=rigged,
-        max_num_batched_tokens=32,
-        max_running_requests=2,
-        speculative_config=config_of("eagle"),
-    )
-    try:
-        ungoverned(core)
-        for turn in range(3):
-            assert run(core, PROMPTS, PARAMS["greedy"], f"turn{turn}") == expected
-        assert core.statistics()["tiers"]["host_hit_tokens"] > 0
-        check_right(core)
-    finally:
-        core.close()
+    check_tiers(bigrams, rigged, config_of("eagle"), PARAMS["greedy"], 4)
 
 
 def test_as_much_is_reused_as_without(target: LoadedModel, head: LoadedHead, kind: str) -> None:

@@ -153,27 +153,31 @@ def test_starved(target: LoadedModel) -> None:
     check_right(core)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_tiers_move_both(target: LoadedModel, page_size: int) -> None:
+def check_tiers(model: LoadedModel, draft: Any, config: dict[str, Any], params: SamplingParams, page_size: int) -> None:
     """Pages that come back from the host bring what the draft has computed."""
-    expected = run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS["seeded"])
+    expected = run(core_for(model, page_size=page_size, **BOUNDS), PROMPTS, params)
     core = tiered_core(
-        target,
+        model,
         num_tokens=144,
         page_size=page_size,
-        draft=target,
+        draft=draft,
         max_num_batched_tokens=32,
         max_running_requests=2,
-        speculative_config=DRAFT,
+        speculative_config=config,
     )
     try:
         ungoverned(core)
         for turn in range(3):
-            assert run(core, PROMPTS, PARAMS["seeded"], f"turn{turn}") == expected
+            assert run(core, PROMPTS, params, f"turn{turn}") == expected
         assert core.statistics()["tiers"]["host_hit_tokens"] > 0
         check_right(core)
     finally:
         core.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_tiers_move_both(target: LoadedModel, page_size: int) -> None:
+    check_tiers(target, target, DRAFT, PARAMS["seeded"], page_size)
 
 
 class Sometimes:

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
-from quire.engine.draft_model import DraftLayers, with_room
+from quire.engine.draft_model import DraftLayers, PageDrafter
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.segments import flatten_ranges
 from quire.memory.pool import torch_dtype
 from quire.models.draft_head import LoadedHead
 from quire.models.forward import RunningForward
 from quire.scheduler.step import Places, Step, StepRows
-from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
 
@@ -55,27 +54,21 @@ class _Recent:
         return torch.from_numpy(rows * self._width + positions % self._width).to(self._kept.device)
 
 
-class HeadDrafter:
-    """See the module. `tokens` int32 `[rows, width]` has the tokens of all rows, as in `Drafting`; drafts are written
-    after the known ones."""
+class HeadDrafter(PageDrafter):
+    """Drafts of a head: see the module."""
 
     def __init__(self, head: LoadedHead, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
+        super().__init__(layers, sampler, cache, tokens)
         self._head = head
-        self._layers = layers
-        self._sampler = sampler
-        self._cache = cache
-        self._tokens = tokens
         width = cache.page_size + cache.plan.tokens_per_step + 1  # a page that is not full, and a step with drafts
         self._features = _Recent(len(tokens), width, head)
         self._outputs = _Recent(len(tokens), width, head)
-        self._serials: Lengths = np.zeros(len(tokens), dtype=np.int64)
-        self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading positions that the head has computed
 
     @torch.inference_mode()
     def propose(self, drafting: Drafting) -> Drafts:
         """What the head draws next, with the noise that the target's draws use."""
         batch = drafting.batch
-        most, at, some = with_room(drafting, self._serials, self._cache)
+        most, at, some = self._with_room(drafting)
         if some is None:
             return no_drafts(len(batch))
         known, depth = drafting.known[at], most[at]
@@ -153,10 +146,3 @@ class HeadDrafter:
         """The head's outputs at positions `starts[i]:ends[i]` of request i; `following` are the tokens behind them."""
         positions = torch.from_numpy(flatten_ranges(starts, ends)).to(features.device)
         return self._head.run(self._layers.running(requests, starts, ends), following, features, positions)
-
-    def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
-        """Nothing is kept beyond the pages."""
-        del namespace, tokens, num_cached
-
-    def forget(self) -> None:
-        """Nothing is kept beyond the pages."""

@@ -82,45 +82,60 @@ class DraftLayers:
         return RunningForward((self._pool,), (batch,), first=self._first)
 
 
-def with_room(drafting: Drafting, serials: Lengths, cache: KVCache) -> tuple[Lengths, Rows, StepRows | None]:
-    """How many drafts each request gets, whose places have any, and their batch with room for them; None if none has.
+class PageDrafter:
+    """What drafters on the pages of their target share.
 
-    `serials` are those that a row had when a step of it was followed last.
+    `tokens` int32 `[rows, width]` has the tokens of all rows, as in `Drafting`; drafts are written after the known
+    ones.
     """
-    batch = drafting.batch
-    assert isinstance(batch, StepRows)
-    begun = serials[batch.rows] == batch.serials
-    begun[[at for at, kv in enumerate(batch.kvs) if kv.loads]] = False  # its pages may be arriving
-    most = np.where(begun, drafting.most, 0)
-    at = most.nonzero()[0]
-    if not len(at):
-        return most, at, None
-    some = batch if len(at) == len(batch) else batch.part(at)
-    try:
-        cache.reserve(some, drafting.known[at] + most[at])
-    except OutOfPages:
-        return most, at, None
-    return most, at, some
 
-
-class ModelDrafter:
-    """See the module. `tokens` int32 `[rows, width]` has the tokens of all rows, as in `Drafting`; drafts are written
-    after the known ones."""
-
-    def __init__(self, model: LoadedModel, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
-        self._model = model
+    def __init__(self, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
         self._layers = layers
         self._sampler = sampler
         self._cache = cache
         self._tokens = tokens
-        self._serials: Lengths = np.zeros(len(tokens), dtype=np.int64)
-        self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading tokens that the draft has computed
+        self._serials: Lengths = np.zeros(
+            len(tokens), dtype=np.int64
+        )  # of each row when a step of it was followed last
+        self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading positions that the draft has computed
+
+    def _with_room(self, drafting: Drafting) -> tuple[Lengths, Rows, StepRows | None]:
+        """How many drafts each request gets, whose places have any, and their batch with room for them; None if none
+        has."""
+        batch = drafting.batch
+        assert isinstance(batch, StepRows)
+        begun = self._serials[batch.rows] == batch.serials
+        begun[[at for at, kv in enumerate(batch.kvs) if kv.loads]] = False  # its pages may be arriving
+        most = np.where(begun, drafting.most, 0)
+        at = most.nonzero()[0]
+        if not len(at):
+            return most, at, None
+        some = batch if len(at) == len(batch) else batch.part(at)
+        try:
+            self._cache.reserve(some, drafting.known[at] + most[at])
+        except OutOfPages:
+            return most, at, None
+        return most, at, some
+
+    def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
+        """Nothing is kept beyond the pages."""
+
+    def forget(self) -> None:
+        """Nothing is kept beyond the pages."""
+
+
+class ModelDrafter(PageDrafter):
+    """Drafts of a smaller model: see the module."""
+
+    def __init__(self, model: LoadedModel, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
+        super().__init__(layers, sampler, cache, tokens)
+        self._model = model
 
     @torch.inference_mode()
     def propose(self, drafting: Drafting) -> Drafts:
         """What the draft model draws next, with the noise that the target's draws use."""
         batch = drafting.batch
-        most, at, some = with_room(drafting, self._serials, self._cache)
+        most, at, some = self._with_room(drafting)
         if some is None:
             return no_drafts(len(batch))
         known, depth = drafting.known[at], most[at]
@@ -158,10 +173,3 @@ class ModelDrafter:
         last = counts.cumsum() - 1 if draws else counts[:0]
         flat = (torch.from_numpy(array).to(self._layers.device) for array in (ids, positions, last))
         return self._model.run(self._layers.running(requests, starts, ends), *flat)
-
-    def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
-        """Nothing is kept beyond the pages."""
-        del namespace, tokens, num_cached
-
-    def forget(self) -> None:
-        """Nothing is kept beyond the pages."""

@@ -144,15 +144,20 @@ async def _serve(
             on_ready(Running(url=_url(listener), engine=engine, model_name=config.model_name))
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
-        draining = asyncio.create_task(engine.shutdown(drain_s=server.drain_s))
-        await asyncio.wait((draining, dropping), return_when=asyncio.FIRST_COMPLETED)
-        if not draining.done():
-            draining.cancel()
-            await asyncio.gather(draining, return_exceptions=True)
-            await engine.shutdown()
+        await _drain(engine, server.drain_s, dropping)
         await serving
         return 0
     finally:
+        await engine.shutdown()
+
+
+async def _drain(engine: AsyncEngine, seconds: float, dropping: asyncio.Future[None]) -> None:
+    """Let open requests finish for so long, or until `dropping` is done."""
+    draining = asyncio.create_task(engine.shutdown(drain_s=seconds))
+    await asyncio.wait((draining, dropping), return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
         await engine.shutdown()
 
 
