@@ -41,7 +41,7 @@ def config_of(kind: str) -> dict[str, Any]:
 
 
 def head_for(target: LoadedModel, kind: str, folder: Path, tensors: dict[str, Any] | None = None) -> LoadedHead:
-    settings = head_settings(target.hidden_size, eagle_aux_hidden_state_layer_ids=[0, 1, 1])
+    settings = head_settings(target.hidden_size, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 1]})
     found = tensors or head_tensors(target.hidden_size, **KINDS[kind])
     return load_head(str(save_head(folder, settings, found)), target, eagle3=kind == "eagle3")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +18,10 @@ from quire.models.hf import LoadedModel
 from tests.tiny_heads import dense_choice, dense_head, head_settings, head_tensors, save_head
 from tests.tiny_models import VOCAB_SIZE, build_tiny
 
-LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYERS = {"eagle_config": {IDS: [0, 1, 1]}}
 KINDS = {"eagle": {}, "eagle3": {"states": 3, "draft_vocab": 100}}
+UP = "midlayer.mlp.up_proj.weight"
 LENGTH = 21
 STEPS = ((0, 9), (9, 10), (10, 17), (17, 18), (18, LENGTH))
 
@@ -29,7 +34,7 @@ def target() -> LoadedModel:
 def saved(tmp_path, target, kind, *, prefix="midlayer.", changed=None, **settings):
     tensors = head_tensors(target.hidden_size, **KINDS[kind])
     tensors = {name: tensor for name, tensor in {**tensors, **(changed or {})}.items() if tensor is not None}
-    config = head_settings(target.hidden_size, **(LAYERS if kind == "eagle3" else {}), **settings)
+    config = head_settings(target.hidden_size, **({**LAYERS, **settings} if kind == "eagle3" else settings))
     return str(save_head(tmp_path / "head", config, tensors, prefix=prefix)), tensors
 
 
@@ -117,7 +122,14 @@ def plain_second(plain, tokens) -> torch.Tensor:
         ("eagle", {}, {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ("eagle3", {"d2t": torch.full((100,), 400)}, {}, "drafts token 499"),
         ("eagle3", {"fc.weight": torch.zeros(64, 128)}, {}, "reads 2 states, and 3 layers"),
-        ("eagle3", {}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 99]}}, "output of layer 99"),
+        ("eagle3", {"d2t": torch.full((100,), -101)}, {}, "drafts token -2"),
+        ("eagle3", {"d2t": torch.full((100,), 2**63 - 1)}, {}, "drafts token -9,2"),
+        ("eagle3", {}, {"eagle_config": {IDS: [0, 1, 99]}}, r"\[0, 1, 99\].* ids from 0 to 2"),
+        ("eagle3", {}, {"eagle_config": {IDS: [0, -1, 1]}}, r"\[0, -1, 1\].* ids from 0 to 2"),
+        ("eagle3", {}, {"eagle_config": {IDS: [0, True, 1]}}, "ids from 0 to 2"),
+        ("eagle3", {}, {"eagle_config": {IDS: "011"}}, "ids from 0 to 2"),
+        ("eagle3", {}, {"eagle_config": {}, IDS: [0, 1, 2]}, r"\[0, 1, 2\].* ids from 1 to 3"),
+        ("eagle3", {}, {"eagle_config": None}, "reads the layers .* and 'target' has 3"),
         ("eagle3", {}, {"eagle_config": {"use_aux_hidden_state": False}}, "inner layers"),
     ],
 )
@@ -132,13 +144,77 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, target, kind, changed, s
     [
         ({"midlayer.mlp.up_proj.weight": None}, {}, "lacks the tensor 'midlayer.mlp.up_proj.weight'"),
         ({"extra.weight": torch.zeros(2)}, {}, "besides those of a head, the tensor 'extra.weight'"),
-        ({}, {"intermediate_size": 32}, r"'midlayer.mlp.*' of the head .* is \[48, 64\]"),
+        ({}, {"intermediate_size": 32}, r"'midlayer.mlp.*' of the head .* is \[48, 64\] of float32, and must be \[32"),
+        ({"fc.weight": torch.zeros(64)}, {}, r"'fc.weight' .* is \[64\] of float32, and must be a matrix"),
+        ({UP: torch.zeros(48, 64, dtype=torch.int8)}, {}, "is .* of int8, and must be .* of float32 or bfloat16"),
+        ({UP: torch.zeros(48, 64).to(torch.float8_e4m3fn)}, {}, "is .* of float8_e4m3fn"),
     ],
 )
 def test_tensors_that_are_not_those_of_a_head(tmp_path, target, changed, settings, reason):
     name, _ = saved(tmp_path, target, "eagle", changed=changed, **settings)
     with pytest.raises(ModelLoadError, match=reason):
         load_head(name, target, eagle3=False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"lm_head.weight": torch.tensor(1.0)}, r"'lm_head.weight' .* is \[\] of float32, and must be a matrix"),
+        ({"lm_head.weight": torch.zeros(100, 32)}, r"'lm_head.weight' .* is \[100, 32\]"),
+        ({"lm_head.weight": None}, r"'lm_head.weight'"),
+        ({"norm.weight": torch.zeros(1)}, r"'norm.weight' .* is \[1\]"),
+        ({"d2t": torch.zeros(100)}, r"'d2t' .* is \[100\] of float32, and must be \[100\] of int64 or int32"),
+        ({"d2t": torch.zeros(99, dtype=torch.int64)}, r"'d2t' .* is \[99\]"),
+        ({"d2t": -torch.arange(100)}, "'d2t' .* names a token twice"),
+    ],
+)
+def test_tensors_of_eagle3(tmp_path, target, changed, reason):
+    name, _ = saved(tmp_path, target, "eagle3", changed=changed)
+    with pytest.raises(ModelLoadError, match=reason):
+        load_head(name, target, eagle3=True)
+
+
+def test_an_id_of_a_layer_has_two_meanings(tmp_path, target):
+    """In `eagle_config` it is that of an output, as in SGLang; outside of that of an input, as in vLLM."""
+    found = []
+    for place, settings in enumerate(({"eagle_config": {IDS: [0, 1, 1]}}, {"eagle_config": None, IDS: [1, 2, 2]})):
+        name, _ = saved(tmp_path / str(place), target, "eagle3", **settings)
+        found.append(load_head(name, target, eagle3=True).layers)
+    assert found == [(0, 1, 1)] * 2
+
+
+def test_a_revision_of_the_hub(tmp_path, target, monkeypatch):
+    """The configuration and the weights are those of the revision."""
+    name, _ = saved(tmp_path, target, "eagle")
+    config = json.loads((Path(name) / "config.json").read_text())
+    asked = []
+    monkeypatch.setattr(
+        "quire.models.source.PreTrainedConfig.get_config_dict",
+        lambda name, revision: (config, asked.append((name, revision))),
+    )
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda repo, revision, **_: asked.append((repo, revision)) or name
+    )
+    load_head("owner/head", target, eagle3=False, revision="v2")
+    assert asked == [("owner/head", "v2")] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_in_half_precision(tmp_path, kind, stored):
+    """A head computes in the dtype of its target, whatever its weights were stored in."""
+    model = LoadedModel(build_tiny("llama_gqa").to(torch.bfloat16), name="target")
+    tensors = {key: w.to(stored) if w.is_floating_point() else w for key, w in head_tensors(64, **KINDS[kind]).items()}
+    name, _ = saved(tmp_path, model, kind, changed=tensors)
+    head = load_head(name, model, eagle3=kind == "eagle3")
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCAB_SIZE, (LENGTH,), generator=generator)
+    features = torch.randn(LENGTH, model.hidden_size, generator=generator).bfloat16()
+    found = paged(head, tokens, features, 4)
+    assert found.dtype == torch.bfloat16
+    wide = {key: w.bfloat16().float() if w.is_floating_point() else w for key, w in tensors.items()}
+    wanted = dense_head(wide, model.embedding(tokens).float(), features.float())
+    torch.testing.assert_close(found.float(), wanted, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,11 +33,12 @@ EAGLE = SpeculativeConfig(method="eagle", model="org/head", num_steps=5, topk=4,
             {
                 "speculative_algorithm": "EAGLE",
                 "speculative_draft_model_path": "org/head",
+                "speculative_draft_model_revision": "v2",
                 "speculative_num_steps": 5,
                 "speculative_eagle_topk": 4,
                 "speculative_num_draft_tokens": 8,
             },
-            EAGLE,
+            replace(EAGLE, revision="v2"),
         ),
         (
             {"speculative_algorithm": "STANDALONE", "model": "small", "num_steps": 2},
@@ -57,6 +58,7 @@ def test_names_of_both_engines_are_read(given: dict[str, Any], expected: Specula
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"method": "ngram", "num_steps": 4, "revision": "v2"}, "no revision of it"),
         ("{", "not JSON"),
         ("[1]", "this is a list"),
         ({"num_steps": 3}, "without a method"),

@@ -40,13 +40,15 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | Loade
     if speculation is None or speculation.model is None:
         return None
     if speculation.method != "draft_model":
-        return load_head(speculation.model, target, eagle3=speculation.method == "eagle3")
+        is_eagle3 = speculation.method == "eagle3"
+        return load_head(speculation.model, target, eagle3=is_eagle3, revision=speculation.revision)
     return load_model(
         speculation.model,
         dtype=target.spec.dtype.value,
         device=target.device,
         max_length=config.max_model_len,
         threads=torch.get_num_threads(),  # the target's
+        revision=speculation.revision,
     )
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -30,6 +30,9 @@ _PREFIX = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _UNUSED = ("embed_tokens.weight", "t2d", "midlayer.self_attn.rotary_emb.inv_freq")
 """Copies of what the target has, and what follows from `d2t`."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32)
 
 
 class LoadedHead:
@@ -91,12 +94,13 @@ class LoadedHead:
         return every
 
 
-def load_head(name: str, target: LoadedModel, *, eagle3: bool) -> LoadedHead:
-    """Read the head in a folder or on the hub, for this target.
+def load_head(name: str, target: LoadedModel, *, eagle3: bool, revision: str | None = None) -> LoadedHead:
+    """Read the head in a folder or on the hub, for this target. `revision` is that of the hub.
 
-    Raises ModelLoadError if it cannot be read, and UnsupportedModel if it is no head of that kind or does not fit.
+    Raises ModelLoadError if it cannot be read or a tensor has another shape or type than it needs, and UnsupportedModel
+    if it is no head of that kind or does not fit the target.
     """
-    source = ModelSource.find(name)
+    source = ModelSource.find(name, revision)
     given = source.read_config()
     _refuse_config(name, given)
     weights = {_PREFIX.sub("midlayer.", key): tensor for key, tensor in _read_tensors(source).items()}
@@ -110,7 +114,7 @@ def load_head(name: str, target: LoadedModel, *, eagle3: bool) -> LoadedHead:
     _refuse_tensors(name, weights, head)
     head.load_state_dict(weights)
     _refuse_vocabulary(name, head, target)
-    layers = _captured_layers(given, target.num_layers) if eagle3 else (LAST_HIDDEN,)
+    layers = _captured_layers(name, given, target) if eagle3 else (LAST_HIDDEN,)
     if len(layers) != shape.num_features:
         raise UnsupportedModel(
             f"'fc.weight' of the head '{name}' reads {shape.num_features} states, and {len(layers)} layers are named.",
@@ -119,11 +123,22 @@ def load_head(name: str, target: LoadedModel, *, eagle3: bool) -> LoadedHead:
     return LoadedHead(head, target, name=name, layers=layers)
 
 
-def _captured_layers(given: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _captured_layers(name: str, given: Mapping[str, Any], target: LoadedModel) -> tuple[int, ...]:
     """The target's layers, from 0, whose outputs an EAGLE-3 head reads: as its configuration says, or a low, a middle
-    and a high one."""
-    found = _eagle_config(given).get(_LAYERS) or given.get(_LAYERS)
-    return tuple(map(int, found or (1, num_layers // 2 - 1, num_layers - 4)))
+    and a high one.
+
+    The field has two meanings of an id. In `eagle_config`, which SpecForge and ModelOpt write and SGLang reads, i is
+    the output of layer i. Outside of it, where speculators writes it for vLLM, i is the input of layer i.
+    """
+    count, nested, outer = target.num_layers, _eagle_config(given).get(_LAYERS), given.get(_LAYERS)
+    named, first = (nested, 0) if nested else (outer, 1) if outer else ([1, count // 2 - 1, count - 4], 0)
+    last = count - 1 + first
+    if not isinstance(named, list) or any(type(layer) is not int or not first <= layer <= last for layer in named):
+        raise UnsupportedModel(
+            f"the head '{name}' reads the layers {named}, and '{target.name}' has {count}: ids from {first} to {last}.",
+            fix=f"use a head that was trained for this target, or correct '{_LAYERS}' in its config.json.",
+        )
+    return tuple(layer - first for layer in named)
 
 
 def _eagle_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,7 +167,8 @@ def _read_tensors(source: ModelSource) -> dict[str, Tensor]:
         else:
             import huggingface_hub as hub  # only a name of the hub needs it
 
-            folder = Path(hub.snapshot_download(source.name, allow_patterns=["*.safetensors"]))
+            patterns = ["*.safetensors"]
+            folder = Path(hub.snapshot_download(source.name, revision=source.revision, allow_patterns=patterns))
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelLoadError(
@@ -176,6 +192,9 @@ def _shape_of(
         raise UnsupportedModel(
             f"'{name}' is no head of method {kind}: it {said}.", fix="change the method or the model."
         )
+    for key in ("fc.weight", "lm_head.weight"):
+        if key in weights and weights[key].ndim != 2:
+            _refuse_tensor(name, key, weights[key], "a matrix")
     hidden, fused = weights["fc.weight"].shape
     wanted = (given.get("hidden_size"), target.hidden_size)
     if any(size != hidden for size in wanted):
@@ -205,21 +224,32 @@ def _refuse_tensors(name: str, weights: Mapping[str, Tensor], head: EagleHead) -
         said = "lacks" if key in needed else "has, besides those of a head,"
         raise ModelLoadError(f"the head '{name}' {said} the tensor '{key}'.", fix="use a head in the layout of EAGLE.")
     for key, tensor in needed.items():
-        if tensor.shape != weights[key].shape:
-            raise ModelLoadError(
-                f"'{key}' of the head '{name}' is {list(weights[key].shape)}, and its configuration says "
-                f"{list(tensor.shape)}.",
-                fix="check that config.json belongs to the weights.",
-            )
+        kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
+        if tensor.shape != weights[key].shape or weights[key].dtype not in kinds:
+            _refuse_tensor(name, key, weights[key], f"{list(tensor.shape)} of {_named(*kinds)}")
+
+
+def _refuse_tensor(name: str, key: str, tensor: Tensor, needed: str) -> NoReturn:
+    raise ModelLoadError(
+        f"'{key}' of the head '{name}' is {list(tensor.shape)} of {_named(tensor.dtype)}, and must be {needed}.",
+        fix="check that config.json belongs to the weights, or fetch the head again.",
+    )
+
+
+def _named(*kinds: torch.dtype) -> str:
+    return " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
 
 
 def _refuse_vocabulary(name: str, head: EagleHead, target: LoadedModel) -> None:
     if not head.shape.is_eagle3:
         return
     tokens = head.target_ids()
-    if int(tokens.min()) < 0 or int(tokens.max()) >= target.spec.vocab_size:
+    outside = tokens[(tokens < 0) | (tokens >= target.spec.vocab_size)]
+    if len(outside):
         raise UnsupportedModel(
-            f"the head '{name}' drafts token {int(tokens.max()):,}, and the target '{target.name}' has "
+            f"the head '{name}' drafts token {int(outside[-1]):,}, and the target '{target.name}' has "
             f"{target.spec.vocab_size:,} tokens.",
             fix="use a head that was trained for this target.",
         )
+    if len(torch.unique(tokens)) < len(tokens):
+        raise ModelLoadError(f"'d2t' of the head '{name}' names a token twice.", fix="fetch the head again.")

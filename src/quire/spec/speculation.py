@@ -17,6 +17,7 @@ _METHOD_ALIASES = {"standalone": "draft_model", "nextn": "mtp", "deepseek_mtp": 
 _ALIASES = {
     "speculative_algorithm": "method",
     "speculative_draft_model_path": "model",
+    "speculative_draft_model_revision": "revision",
     "num_speculative_tokens": "num_steps",
     "speculative_num_steps": "num_steps",
     "speculative_eagle_topk": "topk",
@@ -28,6 +29,7 @@ _COUNTS = ("num_steps", "topk", "num_draft_tokens", *_BOUNDS)
 _FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {
     "method": str,
     "model": str,
+    "revision": str,
     "shared_history": bool,
 }
 _MOST = {"num_steps": 256, "num_draft_tokens": 1024, "topk": 64, "prompt_lookup_max": 64}
@@ -40,7 +42,8 @@ class SpeculativeConfig:
     """How tokens are drafted; frozen for the life of an engine.
 
     Each step drafts `num_steps` tokens deep along `topk` branches and verifies `num_draft_tokens` tokens at once: the
-    last known token and drafts. `model` is the draft's path, for methods that load one. `num_layers` draft layers store
+    last known token and drafts. `model` is the draft's path or hub id, for methods that load one, and
+    `revision` that of the hub. `num_layers` draft layers store
     keys and values of their own; n-grams have none, whatever is given. An n-gram of `prompt_lookup_min` to
     `prompt_lookup_max` tokens is looked up; with `shared_history` also in ended requests of the namespace. Raises
     InvalidInput for an unknown method and a number out of range.
@@ -51,6 +54,7 @@ class SpeculativeConfig:
     topk: int = 1
     num_draft_tokens: int
     model: str | None = None
+    revision: str | None = None
     num_layers: int = 1
     shared_history: bool = False
     prompt_lookup_min: int = 2
@@ -116,6 +120,8 @@ class SpeculativeConfig:
                 f"{method} without a model.",
                 fix="give model, the path or hub id of the draft; mtp and ngram need none.",
             )
+        if "revision" in found and "model" not in found:
+            raise InvalidInput(f"{method} loads no model, so there is no revision of it.", fix="leave revision out.")
         if bounds:
             found |= dict(zip(_BOUNDS, (bounds[0], bounds[-1]), strict=True))
         return cls(**found, **_derived(found))
