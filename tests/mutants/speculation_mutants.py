@@ -11,6 +11,7 @@ from quire.cache import KVCache
 from quire.cache.growth import Growth
 from quire.cache.running import Lengths, Rows
 from quire.cache.states import StateGroup
+from quire.engine import sampler
 from quire.engine.runner import Launched, ModelRunner
 from quire.engine.sampler import _Draws
 from quire.plan import budget, configurator, reserve
@@ -153,6 +154,18 @@ def drafts_have_no_limit(patch: Patch) -> None:
         return np.where(found > 0, most, 0)
 
     patch.setattr(RunningRows, "draft_room", draft_room)
+
+
+@mutant(
+    "rejection", "after a rejected draft the token is drawn from all that is likely, so likely tokens come too often"
+)
+def the_residual_is_the_target(patch: Patch) -> None:
+    patch.setattr(sampler, "_residual", lambda target, draft: target.clone())
+
+
+@mutant("rejection", "a draft is accepted as often as it is likely, however often it is drafted")
+def the_chance_of_the_draft_is_ignored(patch: Patch) -> None:
+    patch.setattr(sampler, "_chance", lambda target, draft: target.double())
 
 
 # -- draws after drafts

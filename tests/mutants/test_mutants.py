@@ -13,6 +13,7 @@ from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
 from tests.engine import drafted, test_draft_head
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target
+from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
@@ -74,6 +75,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         drafted.check_stop_inside,
         lambda: drafted.check_log_probabilities(drafted.CHAIN),
     ],
+    "rejection": [lambda params=params: check_a_draw(params) for params in CASES],
     "trees": [
         lambda: drafted.check_tokens("wrong in the third", drafted.greedy(24), drafted.TREE),
         lambda: drafted.check_log_probabilities(drafted.TREE),

@@ -77,6 +77,10 @@ def test_names_of_both_engines_are_read(given: dict[str, Any], expected: Specula
         ({"method": "ngram", "num_steps": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at least 4 and at most"),
         ({"method": "ngram", "num_spec_tokens": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "mtp", "num_steps": 3, "draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size.*leave it"),
+        (
+            {"method": "ngram", "num_steps": 3, "rejection_sample_method": "block"},
+            "'block'.*use one of strict, standard",
+        ),
         ({"method": "mtp", "num_steps": 3, "num_layers": 1001}, "1,001 draft layers"),
     ],
 )

@@ -44,6 +44,7 @@ from quire.scheduler.sampling_params import eos_or_stop
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
+from quire.spec.speculation import STANDARD
 from quire.speculative.speculator import Speculator, speculator_of
 from quire.speculative.verify import Accepted
 
@@ -159,15 +160,17 @@ class EngineCore:
         )
         if self.draft is not None:
             layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools)
-            shared = (layers, self._sampler(), self.cache, self.scheduler.tokens)
+            shared = (layers, self._sampler(drafts=True), self.cache, self.scheduler.tokens)
             if isinstance(self.draft, LoadedHead):
                 self.runner.drafter = HeadDrafter(self.draft, *shared)
             else:
                 self.runner.drafter = ModelDrafter(self.draft, *shared)
         self.speculator = speculator_of(config.speculative_config, self.plan, self.runner.drafter)
 
-    def _sampler(self) -> Sampler:
-        return Sampler(self.eos_token_ids, self.config.seed)
+    def _sampler(self, *, drafts: bool = False) -> Sampler:
+        speculation = self.config.speculative_config
+        rejects = speculation is not None and speculation.rejection_sample_method == STANDARD
+        return Sampler(self.eos_token_ids, self.config.seed, keeps_probabilities=drafts and rejects)
 
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page."""

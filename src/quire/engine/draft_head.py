@@ -26,7 +26,7 @@ from quire.kernels.segments import flatten_ranges
 from quire.memory.pool import torch_dtype
 from quire.models.draft_head import LoadedHead
 from quire.models.forward import RunningForward
-from quire.scheduler.step import Places, Step, StepRows
+from quire.scheduler.step import Step, StepRows
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
 
@@ -76,8 +76,7 @@ class HeadDrafter(PageDrafter):
         features = self._outputs.of(some.rows, known - 2)
         tokens = np.zeros((len(batch), int(depth.max())), dtype=np.int32)
         for place in range(tokens.shape[1]):
-            places = Places(some.terms, known + place - some.prompt, some.requests)
-            drawn = self._sampler.draw(self._head.logits(features), places).tokens
+            drawn = self._draw(some, known, place, self._head.logits(features))
             tokens[at, place] = self._tokens[some.rows, known + place] = drawn.cpu().numpy()
             going = (depth > place + 1).nonzero()[0]
             if not len(going):
@@ -88,6 +87,7 @@ class HeadDrafter(PageDrafter):
                 features, drawn = features[where], drawn[where]
             positions = known + place - 1
             features = self._run(some, positions, positions + 1, drawn, features)
+        self._drawn = self._drawing
         return Drafts(most, tokens)
 
     def _catch_up(self, requests: StepRows, known: Lengths) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.engine.config import EngineConfig
-from quire.engine.sampler import Drawn, Sampler
+from quire.engine.sampler import Drawn, Proposal, Sampler
 from quire.errors import OutOfPages
 from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
@@ -100,11 +100,43 @@ class PageDrafter:
             len(tokens), dtype=np.int64
         )  # of each row when a step of it was followed last
         self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading positions that the draft has computed
+        self._drawing: list[tuple[Rows, int, Tensor]] = []  # rows, place and probabilities of the drafts being drawn
+        self._drawn = self._drawing  # of the last drafts, if all of them were drawn
+
+    def proposal(self, step: Step) -> Proposal | None:
+        """The drafts of a step that were drawn from known probabilities."""
+        drawers = step.drawers
+        places = np.arange(len(drawers)) - (np.cumsum(step.draw_counts) - step.draw_counts)[drawers]
+        if not self._drawn or not places.any():
+            return None
+        most = max(place for _, place, _ in self._drawn) + 1
+        entries = np.full((len(self._tokens), max(most, int(places.max()) + 1)), -1, dtype=np.int64)
+        num_entries = 0
+        for rows, place, _ in self._drawn:
+            entries[rows, place] = num_entries + np.arange(len(rows))
+            num_entries += len(rows)
+        found = np.where(places < step.draw_counts[drawers] - 1, entries[step.batch.rows[drawers], places], -1)
+        draws = (found >= 0).nonzero()[0]
+        if not len(draws):
+            return None
+        chosen = torch.from_numpy(found[draws]).to(self._layers.device)
+        every = torch.cat([probabilities for _, _, probabilities in self._drawn])
+        return Proposal(draws, step.tokens[step.draws[draws] + 1], every[chosen])
+
+    def _draw(self, requests: StepRows, known: Lengths, place: int, logits: Tensor) -> Tensor:
+        """Draw draft number `place` behind the known tokens of each request, int64 `[requests]`."""
+        places = Places(requests.terms, known + place - requests.prompt, requests.requests)
+        drawn = self._sampler.draw(logits, places)
+        if drawn.probabilities is not None:
+            sampled, probabilities = drawn.probabilities
+            self._drawing.append((requests.rows[sampled], place, probabilities))
+        return drawn.tokens
 
     def _with_room(self, drafting: Drafting) -> tuple[Lengths, Rows, StepRows | None]:
         """How many drafts each request gets, whose places have any, and their batch with room for them; None if none
         has."""
         batch = drafting.batch
+        self._drawing, self._drawn = [], []
         assert isinstance(batch, StepRows)
         begun = self._serials[batch.rows] == batch.serials
         begun[[at for at, kv in enumerate(batch.kvs) if kv.loads]] = False  # its pages may be arriving
@@ -148,10 +180,11 @@ class ModelDrafter(PageDrafter):
                 going = (depth > place).nonzero()[0]
                 some, at, known, depth, starts = some.part(going), at[going], known[going], depth[going], starts[going]
             logits = self._forward(some, starts, known + place, draws=True)
-            drawn = self._sampler.draw(logits, Places(some.terms, known + place - some.prompt, some.requests)).tokens
+            drawn = self._draw(some, known, place, logits)
             tokens[at, place] = self._tokens[some.rows, known + place] = drawn.cpu().numpy()
             starts = known + place
         self._computed[batch.rows] = np.where(most > 0, drafting.known + most - 1, self._computed[batch.rows])
+        self._drawn = self._drawing
         return Drafts(most, tokens)
 
     def follow(self, step: Step, target: RunningForward, drawn: Drawn | None) -> None:

@@ -116,7 +116,8 @@ class ModelRunner:
                 torch.from_numpy(step.positions).to(self._device, non_blocking=True),
                 torch.from_numpy(step.draws).to(self._device, non_blocking=True),
             )
-            drawn = self._sampler.draw(logits, step.places) if len(step.draws) else None
+            proposal = self.drafter.proposal(step) if self.drafter is not None else None
+            drawn = self._sampler.draw(logits, step.places, proposal) if len(step.draws) else None
             if self.drafter is not None:
                 self.drafter.follow(step, running, drawn)
         except BaseException:

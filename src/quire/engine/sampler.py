@@ -3,6 +3,9 @@
 A draw is a function of (seed, sequence index, position) and the logits alone: the token with the highest sum of its
 scaled logit and of Gumbel noise, which is hashed for each token and not a generator's state. So a request draws the
 same tokens alone, in any batch, and after a preemption, and similar distributions mostly draw the same token.
+
+Drafts that were drawn from known distributions may be verified by rejection sampling instead (`Proposal`): a draft with
+probability q is drawn again with chance p / q, by another hashed number, and otherwise a token of what p exceeds q by.
 """
 
 from __future__ import annotations
@@ -26,15 +29,31 @@ from quire.spec.ids import Ids
 _MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted as a whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # multipliers of a hash of 32 bits with little bias, as int32
+_VERIFYING = np.uint64(1 << 39)  # added to the number of an output: other noise than that of its draw
 _UNIT = float(np.float32(2.0**-31 * (1 - 2.0**-24)))  # brings 31 bits into [0, 1), also if they are rounded up
 
 
 @dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts for some draws of a step: `tokens[i]` for draw `draws[i]`, of a request that is not greedy. It was drawn
+    from `probabilities[i]`, float32 `[drafts, vocabulary]`."""
+
+    draws: Rows
+    tokens: Lengths
+    probabilities: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens drawn for a batch, int64 `[rows]` on the device, and log-probabilities for rows that need them."""
+    """Tokens drawn for a batch, int64 `[rows]` on the device, and log-probabilities for rows that need them.
+
+    `probabilities`, if the sampler keeps them, are the rows that are not greedy, and what each of these was drawn from,
+    float32 `[rows, vocabulary]`.
+    """
 
     tokens: Tensor
     logprobs: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]
+    probabilities: tuple[Rows, Tensor] | None = None
 
     def row_logprobs(self, row: int) -> TokenLogprobs | None:
         """The content of `TokenOutput.logprobs` for one row; waits for the device."""
@@ -45,15 +64,20 @@ class Drawn:
 
 
 class Sampler:
-    """Draws one token at each place. `eos_token_ids` are suppressed by `min_tokens`."""
+    """Draws one token at each place. `eos_token_ids` are suppressed by `min_tokens`. With `keeps_probabilities`, its
+    draws may be proposed (`Proposal`)."""
 
-    def __init__(self, eos_token_ids: Sequence[int], seed: int = 0) -> None:
+    def __init__(self, eos_token_ids: Sequence[int], seed: int = 0, *, keeps_probabilities: bool = False) -> None:
         self._eos = list(eos_token_ids)
         self._seed = seed
+        self._keeps = keeps_probabilities
         self._draws = _Draws(np.zeros(0, dtype=TERMS), seed, torch.device("cpu"))  # of the last step
 
-    def draw(self, logits: Tensor, places: Places) -> Drawn:
-        """Draw a token at `places[i]` from row i of `logits`, float32 `[places, vocabulary]`, overwritten."""
+    def draw(self, logits: Tensor, places: Places, proposal: Proposal | None = None) -> Drawn:
+        """Draw a token at `places[i]` from row i of `logits`, float32 `[places, vocabulary]`, overwritten.
+
+        A draft of `proposal` is drawn again where rejection sampling accepts it, and no other token equals it.
+        """
         terms = places.terms
         if self._draws.terms is not terms:
             self._draws = _Draws(terms, self._seed, logits.device)
@@ -61,11 +85,14 @@ class Sampler:
         logprobs = {i: logits[i].clone() for i in draws.logprobs}
         for row in draws.to_adjust(places.outputs):
             self._adjust(logits[row], places.requests[row], int(places.outputs[row]))
-        tokens = logits.argmax(dim=-1)
+        tokens, probabilities = logits.argmax(dim=-1), None
         if draws.rows is not None:
-            chosen = draws.draw(logits if draws.is_all else logits[draws.rows], places.outputs)
-            tokens[draws.rows] = chosen
-        return Drawn(tokens, {i: _logprobs(row, tokens[i], places.requests[i]) for i, row in logprobs.items()})
+            scores = draws.scores(logits if draws.is_all else logits[draws.rows])
+            if self._keeps:
+                probabilities = draws.sampled, torch.softmax(scores, dim=-1)
+            tokens[draws.rows] = draws.draw(scores, places.outputs, proposal)
+        found = {i: _logprobs(row, tokens[i], places.requests[i]) for i, row in logprobs.items()}
+        return Drawn(tokens, found, probabilities)
 
     def _adjust(self, row: Tensor, request: Request, place: int) -> None:
         """Penalties, bias and suppressed tokens of one request, in place. Most requests have none."""
@@ -82,7 +109,7 @@ class Sampler:
 class _Draws:
     """The sampling terms of some requests, computed once for all steps that have the same requests.
 
-    `rows` are those that are not greedy, None if all are.
+    `sampled` are those that are not greedy; `rows` too, on the device, None if all are greedy.
     """
 
     def __init__(self, terms: Terms, seed: int, device: torch.device) -> None:
@@ -94,7 +121,7 @@ class _Draws:
         self.rows = torch.from_numpy(at).to(device) if len(at) else None
         self.is_all = len(at) == len(terms)
         drawn = terms if self.is_all else terms[at]
-        self._at = at
+        self.sampled: Rows = at
         self._scale = torch.from_numpy((1.0 / drawn["temperature"]).astype(np.float32)).to(device)[:, None]
         self._filtered = _Filters.of(drawn, device)
         own = ~((np.uint64(seed % 2**32) << np.uint64(32)) + drawn["arrival"])
@@ -108,13 +135,45 @@ class _Draws:
         held = (outputs < self._least).nonzero()[0].tolist()
         return sorted({*self._adjusted, *held})
 
-    def draw(self, logits: Tensor, outputs: Lengths) -> Tensor:
-        """A token from each of these rows of logits, those of `rows`."""
+    def scores(self, logits: Tensor) -> Tensor:
+        """The logits that are drawn from, given those of `rows`: scaled, and -inf of tokens that filters exclude."""
         scores = logits * self._scale
         if self._filtered is not None:
             self._filtered.apply(scores)
-        where = self._indices + outputs[self._at].astype(np.uint64)
-        return scores.sub_(_noise(_mix(self._seeds ^ _mix(where)), scores)).argmax(dim=-1)
+        return scores
+
+    def draw(self, scores: Tensor, outputs: Lengths, proposal: Proposal | None) -> Tensor:
+        """A token from each row of `scores`, overwritten."""
+        where = self._indices + outputs[self.sampled].astype(np.uint64)
+        at = None if proposal is None else np.searchsorted(self.sampled, proposal.draws)
+        if at is not None:
+            where[at] += _VERIFYING
+        keys = _mix(self._seeds ^ _mix(where))
+        if proposal is not None and at is not None:
+            uniform = (_mix(keys[at]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            rows = torch.from_numpy(at).to(scores.device)
+            scores[rows] = _verified(torch.softmax(scores[rows], dim=-1), proposal, uniform).log_()
+        return scores.sub_(_noise(keys, scores)).argmax(dim=-1)
+
+
+def _verified(target: Tensor, proposal: Proposal, uniform: npt.NDArray[np.float64]) -> Tensor:
+    """What is drawn from after these numbers in [0, 1): the draft alone if it is accepted, else the residual."""
+    drafts = torch.from_numpy(proposal.tokens).to(target.device)[:, None]
+    chance = _chance(target.gather(1, drafts), proposal.probabilities.gather(1, drafts))
+    accepted = torch.from_numpy(uniform).to(target.device)[:, None] < chance
+    found = _residual(target, proposal.probabilities).masked_fill_(accepted, 0.0)
+    return found.scatter_add_(1, drafts, accepted.to(found.dtype))
+
+
+def _chance(target: Tensor, draft: Tensor) -> Tensor:
+    """Of a draft to be accepted, where it has these probabilities."""
+    return target.double() / draft
+
+
+def _residual(target: Tensor, draft: Tensor) -> Tensor:
+    """What the target has more than the draft; where rounding leaves nothing of that, the target."""
+    more = (target - draft).clamp_(min=0.0)
+    return torch.where(more.amax(dim=-1, keepdim=True) > 0, more, target)
 
 
 def _noise(keys: npt.NDArray[np.uint64], scores: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from quire.errors import InvalidInput
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Drafts from the request's own tokens, from a smaller model, from an EAGLE head, and from the model's own layers."""
 
+STRICT, STANDARD = _SAMPLE_METHODS = ("strict", "standard")
+"""A draft is accepted if it equals the token that is drawn anyway, or by rejection sampling."""
+
 _LOADED = ("draft_model", "eagle", "eagle3")
 _METHOD_ALIASES = {"standalone": "draft_model", "nextn": "mtp", "deepseek_mtp": "mtp"}
 _ALIASES = {
@@ -31,6 +34,7 @@ _FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {
     "model": str,
     "revision": str,
     "shared_history": bool,
+    "rejection_sample_method": str,
 }
 _MOST = {"num_steps": 256, "num_draft_tokens": 1024, "topk": 64, "prompt_lookup_max": 64}
 _EXAMPLE = 'write it as {"method": "ngram", "num_speculative_tokens": 4}.'
@@ -45,8 +49,10 @@ class SpeculativeConfig:
     last known token and drafts. `model` is the draft's path or hub id, for methods that load one, and
     `revision` that of the hub. `num_layers` draft layers store
     keys and values of their own; n-grams have none, whatever is given. An n-gram of `prompt_lookup_min` to
-    `prompt_lookup_max` tokens is looked up; with `shared_history` also in ended requests of the namespace. Raises
-    InvalidInput for an unknown method and a number out of range.
+    `prompt_lookup_max` tokens is looked up; with `shared_history` also in ended requests of the namespace. With the
+    `rejection_sample_method` "strict", tokens are those that are drawn without drafts. With "standard", drafts that
+    were sampled are verified by rejection sampling: tokens have the same distribution. Raises InvalidInput for an
+    unknown method and a number out of range.
     """
 
     method: str
@@ -59,6 +65,7 @@ class SpeculativeConfig:
     shared_history: bool = False
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
+    rejection_sample_method: str = STRICT
 
     def __post_init__(self) -> None:
         _check_method(self.method)
@@ -75,6 +82,11 @@ class SpeculativeConfig:
             raise InvalidInput(
                 f"n-grams of at least {self.prompt_lookup_min} and at most {self.prompt_lookup_max} tokens.",
                 fix=f"give a prompt_lookup_min of at most {self.prompt_lookup_max}.",
+            )
+        if self.rejection_sample_method not in _SAMPLE_METHODS:
+            raise InvalidInput(
+                f"'{self.rejection_sample_method}' is not a rejection_sample_method here.",
+                fix=f"use one of {', '.join(_SAMPLE_METHODS)}.",
             )
         if self.method == "ngram":
             object.__setattr__(self, "num_layers", 0)
