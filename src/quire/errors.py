@@ -32,6 +32,13 @@ class InvalidInput(QuireError, ValueError):
     status = 400
 
 
+class RefusedCombination(InvalidInput):
+    """Settings that are valid one by one, and that this version does not run together."""
+
+    code = "QUIRE-INPUT-02"
+    exit_code = 3
+
+
 class ContextTooLong(InvalidInput):
     """A request longer than the model's context, whatever the memory."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,10 +14,19 @@ from typing import Any
 
 import pytest
 
-from quire.engine.before_load import open_tiers, storage_size
+from quire.engine.before_load import check_model, open_tiers, storage_size
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
-from quire.errors import HostMemoryError, InvalidInput, PlanError, QuireError, StoreError
+from quire.errors import (
+    HostMemoryError,
+    InvalidInput,
+    ModelLoadError,
+    PlanError,
+    QuireError,
+    RefusedCombination,
+    StoreError,
+    UnsupportedModel,
+)
 from quire.plan.budget import parse_bytes
 from quire.testing.contracts.records import make_key, make_record, write
 from quire.tiers.store import Answer
@@ -187,3 +198,58 @@ def test_a_size_that_holds_no_page(tmp_path: Path) -> None:
     size = opened.num_bytes or 0
     assert write(opened.store, [make_key(0)], [make_record(0, size)]) == [Answer.HIT]
     opened.store.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "changed", "said"),
+    [
+        ("draft_model", {"vocab_size": 99}, "vocabulary of 99"),
+        ("draft_model", {"max_position_embeddings": 64}, "context of 64"),
+        ("draft_model", {"sliding_window": 32, "model_type": "mistral"}, "windows"),
+        ("draft_model", {"model_type": "bert"}, "is an encoder"),
+        ("draft_model", {"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ("eagle", {"hidden_size": 48}, "hidden size of 48, and the target of 32"),
+        ("eagle", {"model_type": "qwen3"}, "of type 'qwen3'"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "reads the layers"),
+    ],
+)
+def test_a_draft_that_cannot_draft(
+    model: Path, tmp_path: Path, method: str, changed: dict[str, Any], said: str
+) -> None:
+    """Before the weights of either are read, by an engine and by a command, with the exit code of a refused
+    combination."""
+    found = json.loads((model / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    draft = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    error = refused(UnsupportedModel, model=str(model), speculative_config=draft)
+    assert said in error.message and error.exit_code == 3
+    with pytest.raises(UnsupportedModel, match=re.escape(error.message)):
+        check_model(engine_config(model=str(model), speculative_config=draft, kv_memory="1MiB"))
+
+
+def test_a_draft_that_is_not_there(model: Path) -> None:
+    draft = {"method": "eagle", "model": "/nowhere", "num_speculative_tokens": 2}
+    assert "/nowhere" in refused(ModelLoadError, model=str(model), speculative_config=draft).message
+
+
+@pytest.mark.parametrize("changed", [{"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic"}}, {}])
+def test_a_draft_that_may_fit_is_left_to_the_load(model: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    found = json.loads((model / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    draft = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(AssertionError, match="weights were read"):
+        EngineCore(engine_config(model=str(model), speculative_config=draft, max_model_len=128))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        {"speculative_config": {"method": "eagle", "model": "x", "num_steps": 2, "topk": 2, "num_draft_tokens": 4}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "overlap": True},
+    ],
+)
+def test_refused_combinations_of_drafts_have_one_exit_code(settings: dict[str, Any]) -> None:
+    with pytest.raises(RefusedCombination) as caught:
+        engine_config(**settings)
+    assert caught.value.exit_code == UnsupportedModel.exit_code == 3 and caught.value.fix

@@ -117,7 +117,7 @@ def plain_second(plain, tokens) -> torch.Tensor:
     [
         ("eagle", {"fc.weight": None}, {}, "has no 'fc.weight'"),
         ("eagle", {"layers.1.mlp.up_proj.weight": torch.zeros(2)}, {}, "has 2 layers"),
-        ("eagle", {"fc.weight": torch.zeros(32, 64)}, {"hidden_size": 32}, "hidden size of 32"),
+        ("eagle", {"fc.weight": torch.zeros(32, 64)}, {"hidden_size": 32}, "hidden size of 32, and the target of 64"),
         ("eagle", {}, {"model_type": "qwen3"}, "type 'qwen3'"),
         ("eagle", {}, {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ("eagle3", {"d2t": torch.full((100,), 400)}, {}, "drafts token 499"),
@@ -129,7 +129,7 @@ def plain_second(plain, tokens) -> torch.Tensor:
         ("eagle3", {}, {"eagle_config": {IDS: [0, True, 1]}}, "ids from 0 to 2"),
         ("eagle3", {}, {"eagle_config": {IDS: "011"}}, "ids from 0 to 2"),
         ("eagle3", {}, {"eagle_config": {}, IDS: [0, 1, 2]}, r"\[0, 1, 2\].* ids from 1 to 3"),
-        ("eagle3", {}, {"eagle_config": None}, "reads the layers .* and 'target' has 3"),
+        ("eagle3", {}, {"eagle_config": None}, "reads the layers .* and the target has 3"),
         ("eagle3", {}, {"eagle_config": {"use_aux_hidden_state": False}}, "inner layers"),
     ],
 )
@@ -145,6 +145,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, target, kind, changed, s
         ({"midlayer.mlp.up_proj.weight": None}, {}, "lacks the tensor 'midlayer.mlp.up_proj.weight'"),
         ({"extra.weight": torch.zeros(2)}, {}, "besides those of a head, the tensor 'extra.weight'"),
         ({}, {"intermediate_size": 32}, r"'midlayer.mlp.*' of the head .* is \[48, 64\] of float32, and must be \[32"),
+        ({"fc.weight": torch.zeros(32, 64)}, {}, r"'fc.weight' .* is \[32, 64\] .* of 64 rows"),
         ({"fc.weight": torch.zeros(64)}, {}, r"'fc.weight' .* is \[64\] of float32, and must be a matrix"),
         ({UP: torch.zeros(48, 64, dtype=torch.int8)}, {}, "is .* of int8, and must be .* of float32 or bfloat16"),
         ({UP: torch.zeros(48, 64).to(torch.float8_e4m3fn)}, {}, "is .* of float8_e4m3fn"),

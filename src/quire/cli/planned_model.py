@@ -11,7 +11,7 @@ from quire.errors import InvalidInput, UnsupportedModel
 from quire.models.registry import REFUSED
 from quire.plan.advice import least_memory
 from quire.plan.budget import format_bytes
-from quire.plan.draft import with_draft_model
+from quire.plan.draft import head_spec, with_draft_model
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
@@ -27,6 +27,7 @@ class PlannedModel:
     """A model as far as planning knows it. `weights` is None if they cannot be estimated."""
 
     name: str
+    config: Mapping[str, Any]
     found: str
     spec: ModelSpec
     weights: WeightEstimate | None
@@ -38,11 +39,11 @@ class PlannedModel:
         speculation, spec = settings.speculation, self.spec
         if speculation is None or speculation.model is None:
             return self, settings
-        draft = planned_model(speculation.model)
+        draft = planned_model(speculation.model, revision=speculation.revision)
         if draft.weights is not None:
             settings = replace(settings, draft_weight_bytes=draft.weights.bytes_on_rank(settings.parallel.tp))
-        if speculation.method == "draft_model":
-            spec, settings = with_draft_model(spec, settings, draft.spec)
+        of_draft = draft.spec if speculation.method == "draft_model" else head_spec(draft.config, spec)
+        spec, settings = with_draft_model(spec, settings, of_draft)
         return replace(self, spec=spec), settings
 
     def plan(self, settings: PlanSettings) -> Plan:
@@ -72,9 +73,11 @@ class PlannedModel:
         return replace(plan, notes=(*notes, *plan.notes))
 
 
-def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | None = None) -> PlannedModel:
+def planned_model(
+    name: str, *, dtype: str | None = None, state_dtype: str | None = None, revision: str | None = None
+) -> PlannedModel:
     """Read a model's configuration. Raises ModelLoadError, UnsupportedModel or InvalidInput."""
-    config, found = read_model_config(name)
+    config, found = read_model_config(name, revision)
     reader = ConfigReader(config)
     notes: list[str] = []
     spec = ModelSpec.from_config(config, state_dtype=_dtype(state_dtype) if state_dtype else None)
@@ -95,7 +98,7 @@ def planned_model(name: str, *, dtype: str | None = None, state_dtype: str | Non
         )
     notes += _declared(reader)
     notes += _served(config)
-    return PlannedModel(name=name, found=found, spec=spec, weights=weights, notes=tuple(notes))
+    return PlannedModel(name=name, config=config, found=found, spec=spec, weights=weights, notes=tuple(notes))
 
 
 def _declared(reader: ConfigReader) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks of tier settings before weights are read, which may take minutes.
+"""Checks of a model, its draft and its tiers before weights are read, which may take minutes.
 
 The store is opened here, so that a bad URL, a server that does not answer, a directory that cannot be written or a
 missing package ends a start at once. The same holds for sizes that are not available, or that hold no page of the
@@ -18,8 +18,9 @@ from quire.engine.config import EngineConfig, plan_settings
 from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, StoreError, UnsupportedModel
 from quire.memory.record import HEADER_BYTES
+from quire.models.registry import refuse_unsupported
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
-from quire.plan.draft import head_spec, with_draft_model
+from quire.plan.draft import captured_layers, check_head, head_spec, with_draft_model
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -111,8 +112,8 @@ def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_by
 def check_model(config: EngineConfig) -> Plan | None:
     """Refuse a model that does not exist, one without a tokenizer, and KV memory that holds no page.
 
-    Returns the plan of the engine if its KV memory is given and the configuration suffices; otherwise the load
-    determines it. Raises ModelLoadError or PlanError.
+    Refuses a draft as `check_draft` does. Returns the plan of the engine if its KV memory is given and the
+    configuration suffices; otherwise the load determines it. Raises ModelLoadError, UnsupportedModel or PlanError.
     """
     folder = model_folder(config.model)
     known = catalogue_model(config.model)
@@ -123,12 +124,36 @@ def check_model(config: EngineConfig) -> Plan | None:
         )
     if folder is not None and config.tokenizer is None and not config.skip_tokenizer_init:
         check_tokenizer(folder)
-    if folder is None and config.revision is not None:
-        return None
-    found = read_model_config(config.model)[0]
+    found = read_model_config(config.model, config.revision)[0]
+    check_draft(config)
     with suppress(InvalidInput, UnsupportedModel):
         return _plan(config, found, config.kv_memory) if config.kv_memory is not None else None
     return None
+
+
+def check_draft(config: EngineConfig) -> None:
+    """Refuse a draft that cannot draft for the model, as far as the configurations of both say. The load checks the
+    rest. Raises ModelLoadError if one cannot be read, and UnsupportedModel."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.model is None:
+        return
+    name, is_model = speculation.model, speculation.method == "draft_model"
+    given = read_model_config(name, speculation.revision)[0]
+    if is_model:
+        refuse_unsupported(given, name)
+    try:
+        target = ModelSpec.from_config(read_model_config(config.model, config.revision)[0])
+        draft = ModelSpec.from_config(given) if is_model else head_spec(given, target)
+    except (InvalidInput, UnsupportedModel):  # transformers may know what the configuration leaves out
+        return
+    if not is_model:
+        check_head(name, given, target.hidden_size)
+        if speculation.method == "eagle3":
+            captured_layers(name, given, len(target.layers))
+    settings = plan_settings(config)
+    if "dynamic" in str(given.get("rope_parameters") or given.get("rope_scaling")):  # it grows with the length
+        draft = replace(draft, context_length=max(draft.context_length, settings.context or 0))
+    with_draft_model(target, settings, draft)
 
 
 def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Plan:
@@ -137,7 +162,7 @@ def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Pla
         spec = replace(spec, dtype=DType(config.dtype))
     speculation = config.speculative_config
     if speculation is not None and speculation.model is not None:
-        of_draft = read_model_config(speculation.model)[0]
+        of_draft = read_model_config(speculation.model, speculation.revision)[0]
         is_model = speculation.method == "draft_model"
         draft = ModelSpec.from_config(of_draft) if is_model else head_spec(of_draft, spec)
         spec, settings = with_draft_model(spec, settings, draft)

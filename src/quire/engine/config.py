@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, InstanceOf, field_validator, model_validator
 
 from quire.engine.setting import Bytes, Settings, Tokens, setting
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, RefusedCombination
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
@@ -301,12 +301,12 @@ class EngineConfig(Settings):
     @classmethod
     def _can_draft(cls, value: SpeculativeConfig | None) -> SpeculativeConfig | None:
         if value is not None and value.method not in DRAFTS:
-            raise InvalidInput(
+            raise RefusedCombination(
                 f"speculation with {value.method}: this version drafts with {', '.join(DRAFTS)}.",
                 fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
             )
         if value is not None and value.method != "ngram" and value.branches:
-            raise InvalidInput(f"{value.method} proposes a chain here, not a tree.", fix="leave topk out.")
+            raise RefusedCombination(f"{value.method} proposes a chain here, not a tree.", fix="leave topk out.")
         return value
 
     @field_validator("chat_template")
@@ -354,7 +354,7 @@ class EngineConfig(Settings):
     @model_validator(mode="after")
     def _drafts_follow_tokens(self) -> EngineConfig:
         if self.overlap and self.speculative_config is not None:
-            raise InvalidInput(
+            raise RefusedCombination(
                 "drafts follow the tokens of the last step, and --overlap schedules a step before these are known.",
                 fix="leave --overlap out.",
             )

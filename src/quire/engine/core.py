@@ -15,7 +15,7 @@ import torch
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths
-from quire.engine.before_load import Storage, open_tiers
+from quire.engine.before_load import Storage, check_draft, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
@@ -93,6 +93,7 @@ class EngineCore:
         self.config = config
         self.device = resolve_device(config.device)
         if model is None:
+            check_draft(config)
             model = load_model(
                 config.model,
                 dtype=config.dtype,

@@ -194,7 +194,7 @@ def _refusal(model: type[Settings], error: ValidationError, spelled: Callable[[s
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, InvalidInput):
             name = f"{spelled(str(detail['loc'][0]))}: " if detail["loc"] else ""
-            return InvalidInput(f"{name}{cause.message}", fix=cause.fix)
+            return type(cause)(f"{name}{cause.message}", fix=cause.fix)
     lines = {f"{spelled(str(detail['loc'][0]))}: {detail['msg']}{_got(model, detail)}": None for detail in details}
     return InvalidInput("; ".join(lines), fix="correct the settings named.")
 

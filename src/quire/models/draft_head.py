@@ -24,10 +24,9 @@ from quire.models.hf import LoadedModel
 from quire.models.linear import widen_linears
 from quire.models.rotary import fix_rotary
 from quire.models.source import ModelSource, quiet, reading
-from quire.plan.draft import head_spec
+from quire.plan.draft import LAYER_IDS, captured_layers, check_head, head_spec
 
 _PREFIX = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _UNUSED = ("embed_tokens.weight", "t2d", "midlayer.self_attn.rotary_emb.inv_freq")
 """Copies of what the target has, and what follows from `d2t`."""
 
@@ -102,7 +101,7 @@ def load_head(name: str, target: LoadedModel, *, eagle3: bool, revision: str | N
     """
     source = ModelSource.find(name, revision)
     given = source.read_config()
-    _refuse_config(name, given)
+    check_head(name, given, target.hidden_size)
     weights = {_PREFIX.sub("midlayer.", key): tensor for key, tensor in _read_tensors(source).items()}
     for unused in _UNUSED:
         weights.pop(unused, None)
@@ -114,50 +113,13 @@ def load_head(name: str, target: LoadedModel, *, eagle3: bool, revision: str | N
     _refuse_tensors(name, weights, head)
     head.load_state_dict(weights)
     _refuse_vocabulary(name, head, target)
-    layers = _captured_layers(name, given, target) if eagle3 else (LAST_HIDDEN,)
+    layers = captured_layers(name, given, target.num_layers) if eagle3 else (LAST_HIDDEN,)
     if len(layers) != shape.num_features:
         raise UnsupportedModel(
             f"'fc.weight' of the head '{name}' reads {shape.num_features} states, and {len(layers)} layers are named.",
-            fix=f"correct '{_LAYERS}' in its config.json.",
+            fix=f"correct '{LAYER_IDS}' in its config.json.",
         )
     return LoadedHead(head, target, name=name, layers=layers)
-
-
-def _captured_layers(name: str, given: Mapping[str, Any], target: LoadedModel) -> tuple[int, ...]:
-    """The target's layers, from 0, whose outputs an EAGLE-3 head reads: as its configuration says, or a low, a middle
-    and a high one.
-
-    The field has two meanings of an id. In `eagle_config`, which SpecForge and ModelOpt write and SGLang reads, i is
-    the output of layer i. Outside of it, where speculators writes it for vLLM, i is the input of layer i.
-    """
-    count, nested, outer = target.num_layers, _eagle_config(given).get(_LAYERS), given.get(_LAYERS)
-    named, first = (nested, 0) if nested else (outer, 1) if outer else ([1, count // 2 - 1, count - 4], 0)
-    last = count - 1 + first
-    if not isinstance(named, list) or any(type(layer) is not int or not first <= layer <= last for layer in named):
-        raise UnsupportedModel(
-            f"the head '{name}' reads the layers {named}, and '{target.name}' has {count}: ids from {first} to {last}.",
-            fix=f"use a head that was trained for this target, or correct '{_LAYERS}' in its config.json.",
-        )
-    return tuple(layer - first for layer in named)
-
-
-def _eagle_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = given.get("eagle_config")
-    return found if isinstance(found, Mapping) else {}
-
-
-def _refuse_config(name: str, given: Mapping[str, Any]) -> None:
-    kind = given.get("model_type", "llama")
-    if kind != "llama":
-        raise UnsupportedModel(
-            f"the layer of the head '{name}' is of type '{kind}'.", fix="use a head whose layer is that of a llama."
-        )
-    if given.get("quantization_config"):
-        raise UnsupportedModel(f"the head '{name}' is quantised.", fix="use the head in bfloat16.")
-    if _eagle_config(given).get("use_aux_hidden_state") is False:
-        raise UnsupportedModel(
-            f"the head '{name}' reads no hidden states of inner layers (use_aux_hidden_state).", fix="use another head."
-        )
 
 
 def _read_tensors(source: ModelSource) -> dict[str, Tensor]:
@@ -196,13 +158,8 @@ def _shape_of(
         if key in weights and weights[key].ndim != 2:
             _refuse_tensor(name, key, weights[key], "a matrix")
     hidden, fused = weights["fc.weight"].shape
-    wanted = (given.get("hidden_size"), target.hidden_size)
-    if any(size != hidden for size in wanted):
-        raise UnsupportedModel(
-            f"the head '{name}' has a hidden size of {hidden:,}, its configuration {wanted[0]}, and the target "
-            f"'{target.name}' {wanted[1]:,}.",
-            fix="use a head that was trained for this target.",
-        )
+    if hidden != target.hidden_size:
+        _refuse_tensor(name, "fc.weight", weights["fc.weight"], f"a matrix of {target.hidden_size} rows")
     num_features = fused // hidden if eagle3 else 1
     if fused != (num_features if eagle3 else 2) * hidden:
         raise UnsupportedModel(

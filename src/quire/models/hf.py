@@ -102,6 +102,7 @@ class LoadedModel:
             self._read_spec(),
             architecture=type(model).__name__,
             context_length=int(context_length),
+            hidden_size=self.hidden_size,
             vocab_size=int(text_config.vocab_size),
             dtype=self._dtype,
         )

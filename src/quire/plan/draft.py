@@ -1,4 +1,7 @@
-"""The plan of an engine whose draft model stores its keys and values in the pages of the target."""
+"""The plan of an engine whose draft stores its keys and values in the pages of the target.
+
+What a draft model or head says of itself in its configuration is checked here, before any weights are read.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,66 @@ from typing import Any
 
 from quire.errors import UnsupportedModel
 from quire.plan.plan import PlanSettings
+from quire.spec.config_reader import ConfigReader
 from quire.spec.families import Layer
 from quire.spec.kv_format import plain_format
 from quire.spec.layers import FULL_GROUP, AttentionCall
 from quire.spec.model import ModelSpec
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def check_head(name: str, config: Mapping[str, Any], hidden_size: int) -> None:
+    """Raise UnsupportedModel if a config.json is not that of a head for a target of this hidden size."""
+    kind = config.get("model_type", "llama")
+    if kind != "llama":
+        raise UnsupportedModel(
+            f"the layer of the head '{name}' is of type '{kind}'.", fix="use a head whose layer is that of a llama."
+        )
+    if config.get("quantization_config"):
+        raise UnsupportedModel(f"the head '{name}' is quantised.", fix="use the head in bfloat16.")
+    if _eagle_config(config).get("use_aux_hidden_state") is False:
+        raise UnsupportedModel(
+            f"the head '{name}' reads no hidden states of inner layers (use_aux_hidden_state).", fix="use another head."
+        )
+    if config.get("hidden_size") != hidden_size:
+        raise UnsupportedModel(
+            f"the head '{name}' has a hidden size of {config.get('hidden_size')}, and the target of {hidden_size}.",
+            fix="use a head that was trained for this target.",
+        )
+
+
+def captured_layers(name: str, config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The target's layers, from 0, whose outputs an EAGLE-3 head reads: as its config.json says, or a low, a middle and
+    a high one. Raises UnsupportedModel if the target has no such layer.
+
+    The field has two meanings of an id. In `eagle_config`, which SpecForge and ModelOpt write and SGLang reads, i is
+    the output of layer i. Outside of it, where speculators writes it for vLLM, i is the input of layer i.
+    """
+    nested, outer = _eagle_config(config).get(LAYER_IDS), config.get(LAYER_IDS)
+    default = [1, num_layers // 2 - 1, num_layers - 4]
+    named, first = (nested, 0) if nested else (outer, 1) if outer else (default, 0)
+    last = num_layers - 1 + first
+    if not isinstance(named, list) or any(type(layer) is not int or not first <= layer <= last for layer in named):
+        raise UnsupportedModel(
+            f"the head '{name}' reads the layers {named}, and the target has {num_layers}: ids from {first} to {last}.",
+            fix=f"use a head that was trained for this target, or correct '{LAYER_IDS}' in its config.json.",
+        )
+    return tuple(layer - first for layer in named)
+
+
+def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = config.get("eagle_config")
+    return found if isinstance(found, Mapping) else {}
+
 
 def head_spec(config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
     """What the one layer of a draft head stores, by its config.json. Its number of layers there is often the target's,
-    and its context that of its training."""
-    heads = int(config["num_attention_heads"])
-    dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    call = AttentionCall(kv_heads=int(config.get("num_key_value_heads") or heads), key_dim=dim, value_dim=dim)
+    and its context that of its training. Raises UnsupportedModel if it lacks a size."""
+    reader = ConfigReader(config)
+    heads = reader.size("num_attention_heads")
+    dim = reader.size("head_dim", default=reader.size("hidden_size") // heads)
+    call = AttentionCall(kv_heads=reader.size("num_key_value_heads", default=heads), key_dim=dim, value_dim=dim)
     return replace(target, architecture="EagleHead", layers=((call,),), drafts=())
 
 

@@ -19,14 +19,14 @@ _BUNDLED = BUNDLED_MODELS | BUNDLED_HEADS
 _TOKENIZER_FILES = ("*token*", "tekken*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
-def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
-    """The contents of a `config.json`, and where it was found, for messages.
+def read_model_config(name: str, revision: str | None = None) -> tuple[Mapping[str, Any], str]:
+    """The contents of a `config.json`, and where it was found, for messages. `revision` is that of the hub.
 
     `name` is a bundled model, a folder with a `config.json`, a name or hub id in the catalogue, a JSON file, or a hub
     id, in that order. Raises ModelLoadError, with similar names, if it is none of these or cannot be read.
     """
     path = _BUNDLED.get(name) or Path(name).expanduser()
-    known = catalogue_model(name)
+    known = catalogue_model(name) if revision is None else None
     if known is not None and not (path / "config.json").is_file():
         return known.config, f"catalogue: {known.hub}"
     if path.is_dir():
@@ -44,7 +44,7 @@ def read_model_config(name: str) -> tuple[Mapping[str, Any], str]:
             fix=(f"use {' or '.join(close)}, or " if close else "")
             + "pass a config.json, its folder or a hub id 'owner/model'; `quire plan --list` names the catalogue.",
         )
-    return _read_file(_download(name)), f"hub: {name}"
+    return _read_file(_download(name, revision)), f"hub: {name}"
 
 
 def model_folder(name: str) -> Path | None:
@@ -102,16 +102,16 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     """The configuration's file in the hub's cache, fetched if it is not there."""
     import huggingface_hub as hub  # importing it takes longer than planning
 
     try:
-        cached = hub.try_to_load_from_cache(name, "config.json")
+        cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
         if isinstance(cached, str):
             return Path(cached)
         _reach(hub.constants.ENDPOINT)
-        return Path(hub.hf_hub_download(name, "config.json", etag_timeout=_TIMEOUT_S))
+        return Path(hub.hf_hub_download(name, "config.json", revision=revision, etag_timeout=_TIMEOUT_S))
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         close = close_names(name.rpartition("/")[2])
