@@ -74,6 +74,8 @@ def test_the_configuration_of_speculation_is_that_of_the_engine(run: Run) -> Non
     assert plain["speculation"] is None
     assert {pool["name"] for pool in found["pools"]} - {pool["name"] for pool in plain["pools"]} == {"state-draft"}
     draft = found["speculation"].pop("draft_bytes_per_token")
+    (features,) = [line["bytes"] for line in found["ledger"] if line["name"] == "draft features"]
+    assert 0 < found["speculation"].pop("draft_feature_bytes") <= features  # priced for all, and states limit requests
     assert found["speculation"] == {"method": "mtp", "draft_tokens": 3, "reserved_tokens": 8}
     assert found["bytes_per_token"] - plain["bytes_per_token"] > draft > 0, "the rest are states after drafts"
     assert any("not with mtp" in note for note in found["notes"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -218,3 +219,17 @@ def test_as_much_is_reused_as_without(target: LoadedModel, head: LoadedHead, kin
             prompts = [[*prompt, *output, 7, 8, 9] for prompt, output in zip(prompts, outputs, strict=True)]
         hits.append(core.statistics()["hit_tokens"])
     assert hits[1] >= 0.99 * hits[0] > 0
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_its_features_are_planned(target: LoadedModel, head: LoadedHead, kind: str, page_size: int) -> None:
+    """What is kept between steps is what the plan says, and comes out of memory whose size nobody gave."""
+    settings = {"draft": head, "speculative_config": config_of(kind), "page_size": page_size}
+    core = core_for(target, **settings)
+    vectors = page_size + STEPS + 1 + 1  # a page, the drafts with the token before them, and one
+    expected = 2 * core.plan.max_requests * vectors * target.hidden_size * 4
+    assert core.plan.feature_bytes == expected == core.capacity.memory.feature_bytes
+    core.config = core.config.model_copy(update={"kv_memory": None, "max_running_requests": 4096})
+    with patch.object(EngineCore, "_free_bytes", return_value=2**28):
+        plan = core._plan()
+    assert plan.kv_bytes + plan.memory.feature_bytes == 2**28

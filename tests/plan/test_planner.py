@@ -372,6 +372,28 @@ def test_draft_layers_are_priced() -> None:
     assert plan_of("llama-3.1-8b", speculation=ngram).bytes_per_token == 131_072
 
 
+def test_features_of_a_head_are_priced() -> None:
+    """Two vectors for each position that a head may lack: of a page, a step, and one more."""
+    settings = {
+        "concurrency": 4,
+        "context": 8192,
+        "kv_memory": None,
+        "device": find_device("h100-80gb"),
+        "page_size": 32,
+    }
+    speculation = SpeculativeConfig(method="eagle3", num_steps=3, num_draft_tokens=4, model="head")
+    plan = plan_of("llama-3.1-8b", weight_bytes=16 * GIB, speculation=speculation, **settings)
+    expected = 4 * 2 * (32 + 4 + 1) * 4096 * 2
+    assert plan.memory.feature_bytes == expected
+    assert [line.bytes for line in plan.ledger if line.name == "draft features"] == [expected]
+    assert device_total(plan) == plan.settings.device.memory
+    for method in ("ngram", "draft_model"):
+        other = plan_of(
+            "llama-3.1-8b", weight_bytes=16 * GIB, speculation=replace(speculation, method=method), **settings
+        )
+        assert other.memory.feature_bytes == 0 and all(line.name != "draft features" for line in other.ledger)
+
+
 def test_compressors_keep_longer_rings_where_drafts_may_be_taken_back() -> None:
     ngram = SpeculativeConfig(method="ngram", num_steps=3, num_draft_tokens=4)
     rings = [

@@ -76,6 +76,8 @@ def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (drafts := found["speculation"]) is not None:
         size = drafts["draft_bytes_per_token"]
         layers = f"; draft layers take {size:,.10g} bytes of a token" if size else ""
+        kept = drafts["draft_feature_bytes"]
+        layers += f"; features of running requests take {format_bytes(kept)} beside the pools" if kept else ""
         yield (
             "Drafts",
             f"{drafts['draft_tokens']:,} in a step; a request reserves {drafts['reserved_tokens']:,} tokens{layers}",

@@ -509,7 +509,10 @@ class EngineCore:
             spec, settings = with_draft_model(spec, settings, self.draft.spec)
         if config.kv_memory is not None:
             return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
-        plan = make_plan(spec, replace(settings, kv_memory=self._free_bytes()))
+        free = self._free_bytes()
+        plan = make_plan(spec, replace(settings, kv_memory=free))
+        if features := plan.memory.feature_bytes:
+            plan = make_plan(spec, replace(settings, kv_memory=free - features))
         # No size was given, so the pools get no more bytes than all requests at their longest can use.
         useful = plan.bytes_for(config.max_running_requests * plan.context)
         return plan if plan.kv_bytes <= useful else make_plan(spec, replace(settings, kv_memory=useful))

@@ -38,6 +38,7 @@ class _Recent:
         self._width = width
         shape = (num_rows * width, head.hidden_size)
         self._kept = torch.zeros(shape, dtype=torch_dtype(head.spec.dtype), device=head.device)
+        self.num_bytes = self._kept.nbytes
 
     def of(self, rows: Rows, positions: Lengths) -> Tensor:
         """Those at these positions, `[len(positions), hidden]`, which must be among the last ones stored."""
@@ -60,9 +61,10 @@ class HeadDrafter(PageDrafter):
     def __init__(self, head: LoadedHead, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
         super().__init__(layers, sampler, cache, tokens)
         self._head = head
-        width = cache.page_size + cache.plan.tokens_per_step + 1  # a page that is not full, and a step with drafts
-        self._features = _Recent(len(tokens), width, head)
-        self._outputs = _Recent(len(tokens), width, head)
+        self._features = _Recent(len(tokens), cache.plan.kept_features, head)
+        self._outputs = _Recent(len(tokens), cache.plan.kept_features, head)
+        built, planned = self._features.num_bytes + self._outputs.num_bytes, cache.plan.feature_bytes
+        assert built == planned, f"built {built} bytes of features, planned {planned}"
 
     @torch.inference_mode()
     def propose(self, drafting: Drafting) -> Drafts:

@@ -69,7 +69,9 @@ def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
     and HostMemoryError if the host lacks the memory for pools on a CPU, which would show only later."""
     if device.type == "cpu":
         memory = host_memory()
-        check_cpu_pools(plan.pool_bytes, available=memory.available, limit=memory.limit, total=memory.total)
+        check_cpu_pools(
+            plan.pool_bytes + plan.feature_bytes, available=memory.available, limit=memory.limit, total=memory.total
+        )
     return tuple(
         Pool(group.layout, plan.frames_of(index), device=device, touched=False)
         for index, group in enumerate(plan.groups)

@@ -11,6 +11,7 @@ from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
 from quire.plan.reserve import (
     get_alloc_len_per_decode,
     get_alloc_reserve_per_decode,
+    get_kept_features,
     get_req_to_token_extra_context_len,
 )
 from quire.spec.group import GroupSpec
@@ -80,7 +81,8 @@ class MemoryPlan:
 
     `num_pages` is the number of pages of tokens. The group at index i has `frames[i]` frames, `num_pages` if `frames`
     is empty, and frame 0, the padding, which `pool_bytes` includes. `context` is the longest sequence in tokens, prompt
-    and output together. `speculation` None: one token per request and step. With `token_ranks` above one, that many
+    and output together. `speculation` None: one token per request and step. `vector_bytes` are those of a hidden state
+    of the target. With `token_ranks` above one, that many
     ranks hold a page's tokens in turn, so a page has `page_size` on each of them.
     """
 
@@ -92,6 +94,7 @@ class MemoryPlan:
     frames: tuple[int, ...] = ()
     speculation: SpeculativeConfig | None = None
     token_ranks: int = 1
+    vector_bytes: int = 0
 
     @property
     def tokens_per_page(self) -> int:
@@ -134,6 +137,17 @@ class MemoryPlan:
     def row_bytes(self) -> int:
         """Bytes of the host table of all requests' pages."""
         return self.max_requests * self.pages_per_row * _BYTES_PER_PAGE_ID
+
+    @property
+    def kept_features(self) -> int:
+        """Positions of each request whose features, and outputs, a draft head keeps between steps; 0 without a head."""
+        keeps = self.speculation is not None and self.speculation.keeps_features
+        return get_kept_features(self.speculation, self.tokens_per_page) if self.speculation and keeps else 0
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of these on the device, beside the pools."""
+        return 2 * self.max_requests * self.kept_features * self.vector_bytes
 
     @property
     def largest_request(self) -> int:

@@ -103,6 +103,7 @@ class Plan:
             context=self.context,
             max_requests=max_requests,
             speculation=self.settings.speculation,
+            vector_bytes=self.spec.hidden_size * self.spec.dtype.itemsize,
         )
 
     def _passed_pages(self, max_requests: int) -> int:

@@ -21,6 +21,7 @@ from quire.plan.devices import Line, working_memory
 from quire.plan.mix import Mix, uniform
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.report import ledger_of, notes_of
+from quire.plan.reserve import get_kept_features
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import KVFormat, kv_format
@@ -170,6 +171,7 @@ class _Server:
             if not stage_groups(self.page_size):
                 continue
             lines = _device_lines(self.settings, stage, self.weights, drafts > 0, self.spec.hidden_size)
+            lines += self._feature_lines() if drafts else ()
             kv_bytes = _kv_bytes(self.settings, lines)
             configurator = create_memory_pool_configurator(stage_groups, options, page_size=self.page_size)
             config = configurator.calculate_pool_sizes(kv_bytes, self.page_size)
@@ -177,6 +179,18 @@ class _Server:
                 config = replace(config, max_total_num_tokens=_NO_LIMIT)
             found.append(_Solved(stage=index, config=config, configurator=configurator, kv_bytes=kv_bytes, lines=lines))
         return found
+
+    def _feature_lines(self) -> tuple[Line, ...]:
+        """The ledger's line of what a draft head keeps; empty without a head or a device."""
+        settings, speculation = self.settings, self.settings.speculation
+        within_rest = settings.mem_fraction_static is not None and settings.measured is None
+        if settings.device is None or speculation is None or not speculation.keeps_features or within_rest:
+            return ()
+        requests = max(1, (settings.concurrency or settings.max_requests) // settings.parallel.dp)
+        count = get_kept_features(speculation, self.page_size * settings.parallel.dcp)
+        size = self.spec.hidden_size * self.spec.dtype.itemsize
+        why = f"2 times {count:,} vectors of {size:,} bytes for each of {counted(requests, 'request')}"
+        return (Line(name="draft features", bytes=2 * requests * count * size, why=why),)
 
 
 @lru_cache(maxsize=512)

@@ -151,7 +151,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
 
 def _speculation(plan: Plan) -> dict[str, Any] | None:
     """What drafts take: tokens of a request in a step, tokens that each request reserves, bytes of a token in draft
-    layers of full groups."""
+    layers of full groups, and bytes of features that a head keeps beside the pools."""
     config, size = plan.settings.speculation, plan.page_size
     if config is None:
         return None
@@ -167,6 +167,7 @@ def _speculation(plan: Plan) -> dict[str, Any] | None:
         "draft_bytes_per_token": sum(
             field.bytes_per_frame(size) / size * share for field, share in zip(fields, shares, strict=True)
         ),
+        "draft_feature_bytes": plan.memory.feature_bytes,
     }
 
 

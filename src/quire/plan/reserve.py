@@ -33,6 +33,11 @@ def get_alloc_reserve_per_decode(speculation: SpeculativeConfig | None, page_siz
     return 2 * get_alloc_len_per_decode(speculation, page_size)
 
 
+def get_kept_features(speculation: SpeculativeConfig, page_size: int) -> int:
+    """Last positions of a running request whose features a draft head keeps: a page that is not full, and a step."""
+    return page_size + get_alloc_len_per_decode(speculation, page_size) + 1
+
+
 def get_req_to_token_extra_context_len(speculation: SpeculativeConfig | None, page_size: int) -> int:
     """Tokens by which a request's row of pages is longer than the context.
 

@@ -16,6 +16,7 @@ STRICT, STANDARD = _SAMPLE_METHODS = ("strict", "standard")
 """A draft is accepted if it equals the token that is drawn anyway, or by rejection sampling."""
 
 _LOADED = ("draft_model", "eagle", "eagle3")
+_HEADS = ("eagle", "eagle3", "mtp")
 _METHOD_ALIASES = {"standalone": "draft_model", "nextn": "mtp", "deepseek_mtp": "mtp"}
 _ALIASES = {
     "speculative_algorithm": "method",
@@ -95,6 +96,11 @@ class SpeculativeConfig:
     def branches(self) -> bool:
         """Whether several drafts may follow one token."""
         return self.topk > 1
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether hidden states of the target are kept between steps, for a head that reads them."""
+        return self.method in _HEADS
 
     @classmethod
     def read(cls, given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
