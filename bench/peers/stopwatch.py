@@ -125,7 +125,7 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
         (KVFields, "write", watch.timed("key and value writes", KVFields.write)),
         (PagedBatch, "plan", watch.timed("attention plan", PagedBatch.plan)),
     ]
-    for name, module in core.runner._model._model.named_modules():
+    for name, module in core.runner._model.module.named_modules():
         if isinstance(module, Linear):
             places.append(
                 (module, "forward", watch.timed("lm_head" if name == "lm_head" else "linear layers", module.forward))

@@ -78,7 +78,10 @@ def test_the_configuration_of_speculation_is_that_of_the_engine(run: Run) -> Non
     assert 0 < found["speculation"].pop("draft_feature_bytes") <= features  # priced for all, and states limit requests
     assert found["speculation"] == {"method": "mtp", "draft_tokens": 3, "reserved_tokens": 8}
     assert found["bytes_per_token"] - plain["bytes_per_token"] > draft > 0, "the rest are states after drafts"
-    assert any("not with mtp" in note for note in found["notes"])
+    assert not any("mtp" in note for note in found["notes"])
+    assert any(
+        "does not draft with mtp here: " in note for note in data(run, "llama-3.1-8b", *given[1:], *mtp)["notes"]
+    )
     shown = run("plan", *given, *mtp, env=WIDE).stdout
     assert f"3 in a step; a request reserves 8 tokens; draft layers take {draft:,.0f} bytes" in shown
 

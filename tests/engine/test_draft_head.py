@@ -38,7 +38,8 @@ KINDS: dict[str, dict[str, Any]] = {"eagle": {}, "eagle3": {"states": 3, "draft_
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    return {"method": kind, "model": "head", "num_speculative_tokens": STEPS}
+    model = {} if kind == "mtp" else {"model": "head"}
+    return {"method": kind, "num_speculative_tokens": STEPS, **model}
 
 
 def head_for(target: LoadedModel, kind: str, folder: Path, tensors: dict[str, Any] | None = None) -> LoadedHead:

@@ -127,7 +127,7 @@ def test_requests_go_on_across_it_and_leave_nothing(llms: Any, tiers: bool, over
 def replace_weights(llm: LLM) -> None:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for weight in llm.engine.model._model.parameters():
+        for weight in llm.engine.model.module.parameters():
             weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
 
 

@@ -50,10 +50,10 @@ def measured(model: LoadedModel, *names: str, tokens: Ids = TOKENS, **options: A
 
 def keys_and_values(model: LoadedModel, tokens: Ids) -> list[dict[str, torch.Tensor]]:
     """Per layer, what transformers' own cache holds after the same prompt."""
-    model._model.set_attn_implementation("eager")
+    model.module.set_attn_implementation("eager")
     with torch.inference_mode():
-        cache = model._model(input_ids=torch.from_numpy(tokens[None].astype(np.int64)), use_cache=True).past_key_values
-    model._model.set_attn_implementation("quire")
+        cache = model.module(input_ids=torch.from_numpy(tokens[None].astype(np.int64)), use_cache=True).past_key_values
+    model.module.set_attn_implementation("quire")
     return [{"k": layer.keys[0], "v": layer.values[0]} for layer in cache.layers]
 
 

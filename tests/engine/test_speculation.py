@@ -228,8 +228,6 @@ def test_what_cannot_run_is_refused() -> None:
 
     with pytest.raises(InvalidInput, match="overlap"):
         engine_config(speculative_config=NGRAM, overlap=True)
-    with pytest.raises(InvalidInput, match="mtp"):
-        engine_config(speculative_config={"method": "mtp", "num_speculative_tokens": 3})
     with pytest.raises(InvalidInput, match="num_speculative_tokens"):
         engine_config(speculative_config='{"method": "ngram", "num_speculative_token": 4}')
 

@@ -129,5 +129,5 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "code.KimiK2Config"}}))
     model = load_model(folder)
-    assert type(model._model).__name__ == "DeepseekV3ForCausalLM"
+    assert type(model.module).__name__ == "DeepseekV3ForCausalLM"
     assert {type(call) for call in model.spec.calls} == {LatentCall}

@@ -72,6 +72,7 @@ def test_names_of_both_engines_are_read(given: dict[str, Any], expected: Specula
         ({"method": "ngram", "num_steps": 3, "num_draft_tokens": 3}, "a chain of 3 drafts and 3 tokens.*4"),
         ({"method": "ngram", "num_steps": 3, "topk": 2}, "two numbers"),
         ({"method": "ngram", "num_steps": 3, "model": "small"}, "without a model"),
+        ({"method": "mtp", "num_steps": 3, "model": "small"}, "mtp drafts without a model"),
         ({"method": "eagle3", "num_steps": 3}, "eagle3 without a model"),
         ({"method": "mtp", "num_steps": 3, "prompt_lookup_max": 3}, "looks up no n-grams"),
         ({"method": "ngram", "num_steps": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at least 4 and at most"),

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.config import DRAFTS, SHORT_DTYPES
+from quire.engine.config import SHORT_DTYPES
 from quire.errors import InvalidInput, UnsupportedModel
 from quire.models.registry import REFUSED
 from quire.plan.advice import least_memory
 from quire.plan.budget import format_bytes
-from quire.plan.draft import head_spec, with_draft_model
+from quire.plan.draft import head_spec, refuse_mtp, with_draft_model
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
@@ -34,9 +34,16 @@ class PlannedModel:
     notes: tuple[str, ...] = ()
 
     def with_draft(self, settings: PlanSettings) -> tuple[PlannedModel, PlanSettings]:
-        """The model and the settings with the layers and weights of a draft model, if there is one. Raises what
-        `planned_model` raises, and UnsupportedModel for a draft that cannot draft for this model."""
+        """The model and the settings with the layers and weights of a draft model, if there is one. A note says if the
+        engine refuses the model's own prediction layers. Raises what `planned_model` raises, and UnsupportedModel for a
+        draft that cannot draft for this model."""
         speculation, spec = settings.speculation, self.spec
+        if speculation is not None and speculation.method == "mtp":
+            try:
+                refuse_mtp(self.config, self.name)
+            except UnsupportedModel as error:
+                note = f"the engine of this version does not draft with mtp here: {error.message}"
+                return replace(self, notes=(*self.notes, note)), settings
         if speculation is None or speculation.model is None:
             return self, settings
         draft = planned_model(speculation.model, revision=speculation.revision)
@@ -65,11 +72,9 @@ class PlannedModel:
         return self._noted(replace(plan, notes=(note, *plan.notes)))
 
     def _noted(self, plan: Plan) -> Plan:
-        speculation, notes = plan.settings.speculation, list(self.notes)
+        notes = list(self.notes)
         if plan.settings.parallel != Parallelism():
             notes.append("the engine of this version runs on one device.")
-        if speculation is not None and speculation.method not in DRAFTS:
-            notes.append(f"the engine of this version drafts with {', '.join(DRAFTS)}, not with {speculation.method}.")
         return replace(plan, notes=(*notes, *plan.notes))
 
 

@@ -20,7 +20,7 @@ from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, St
 from quire.memory.record import HEADER_BYTES
 from quire.models.registry import refuse_unsupported
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
-from quire.plan.draft import captured_layers, check_head, head_spec, with_draft_model
+from quire.plan.draft import captured_layers, check_head, head_spec, refuse_mtp, with_draft_model
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -135,6 +135,8 @@ def check_draft(config: EngineConfig) -> None:
     """Refuse a draft that cannot draft for the model, as far as the configurations of both say. The load checks the
     rest. Raises ModelLoadError if one cannot be read, and UnsupportedModel."""
     speculation = config.speculative_config
+    if speculation is not None and speculation.method == "mtp":
+        refuse_mtp(read_model_config(config.model, config.revision)[0], config.model)
     if speculation is None or speculation.model is None:
         return
     name, is_model = speculation.model, speculation.method == "draft_model"

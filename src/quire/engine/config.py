@@ -52,9 +52,6 @@ _TIERS = "Tiers below the device"
 _SCHEDULING = "Scheduling"
 _SPECULATION = "Speculation"
 
-DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")
-"""Methods of drafting that the engine of this version runs."""
-
 Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
 """How tokens are drafted, also as JSON or a mapping."""
 
@@ -300,11 +297,6 @@ class EngineConfig(Settings):
     @field_validator("speculative_config")
     @classmethod
     def _can_draft(cls, value: SpeculativeConfig | None) -> SpeculativeConfig | None:
-        if value is not None and value.method not in DRAFTS:
-            raise RefusedCombination(
-                f"speculation with {value.method}: this version drafts with {', '.join(DRAFTS)}.",
-                fix='use {"method": "ngram", "num_speculative_tokens": 4}; `quire plan` plans the others.',
-            )
         if value is not None and value.method != "ngram" and value.branches:
             raise RefusedCombination(f"{value.method} proposes a chain here, not a tree.", fix="leave topk out.")
         return value

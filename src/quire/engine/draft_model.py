@@ -34,9 +34,13 @@ from quire.speculative.drafter import Drafting, Drafts, no_drafts
 def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | LoadedHead | None:
     """The draft model or head of this configuration, on the target's device and in its dtype; None if it has none.
 
-    Raises what `load_model` and `load_head` raise.
+    Raises what `load_model`, `load_head` and `load_mtp` raise.
     """
     speculation = config.speculative_config
+    if speculation is not None and speculation.method == "mtp":
+        from quire.models.mtp import load_mtp  # older versions of transformers lack what it imports
+
+        return load_mtp(target, config.revision)
     if speculation is None or speculation.model is None:
         return None
     if speculation.method != "draft_model":

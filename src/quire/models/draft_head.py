@@ -1,4 +1,4 @@
-"""LoadedHead: an EAGLE head with its weights, checked against the target that it drafts for."""
+"""LoadedHead: a draft head with its weights on the pools of its target, and EAGLE heads as they are stored."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -19,12 +19,15 @@ from quire.memory.pool import torch_dtype
 from quire.models.attention import IMPLEMENTATION
 from quire.models.eagle import EagleHead, HeadShape, head_config
 from quire.models.fingerprint import fingerprint_weights, identity_of
-from quire.models.forward import LAST_HIDDEN, RunningForward, forward_pass
+from quire.models.forward import LAST_HIDDEN, RecordingForward, RunningForward, forward_pass
 from quire.models.hf import LoadedModel
+from quire.models.hidden import DraftHead
 from quire.models.linear import widen_linears
 from quire.models.rotary import fix_rotary
 from quire.models.source import ModelSource, quiet, reading
-from quire.plan.draft import LAYER_IDS, captured_layers, check_head, head_spec
+from quire.plan.draft import LAYER_IDS, captured_layers, check_head
+from quire.spec.families import Layer
+from quire.spec.layers import AttentionCall
 
 _PREFIX = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
 _UNUSED = ("embed_tokens.weight", "t2d", "midlayer.self_attn.rotary_emb.inv_freq")
@@ -38,7 +41,7 @@ class LoadedHead:
     """See the module. `spec` says what its layer stores; `layers` are those of the target whose outputs it reads. From
     now on the target keeps them (`LoadedModel.capture`)."""
 
-    def __init__(self, head: EagleHead, target: LoadedModel, *, name: str, layers: tuple[int, ...]) -> None:
+    def __init__(self, head: DraftHead, target: LoadedModel, *, name: str, layers: tuple[int, ...]) -> None:
         self.name = name
         self.layers = layers
         self.weight_bytes = sum(tensor.nbytes for tensor in head.state_dict().values())
@@ -50,7 +53,8 @@ class LoadedHead:
         self._output_layer = target.output_layer
         fix_rotary(head, target.spec.context_length)
         widen_linears(head)
-        self.spec = head_spec(head.config.to_dict(), target.spec)
+        self._layer = self._discover()
+        self.spec = replace(target.spec, architecture=type(head).__name__, layers=(self._layer,), drafts=())
         target.capture(layers)
 
     @cached_property
@@ -79,17 +83,33 @@ class LoadedHead:
         """
         with forward_pass(running):
             out: Tensor = self._head(self._embedding(tokens)[None], features[None], positions[None])
+        assert running.ordinal - running.first == len(self._layer), "a head made other attention calls than at load"
         return out[0]
+
+    @torch.inference_mode()
+    def _discover(self) -> Layer:
+        """The calls of one pass over two tokens. A window is stored whole: only pages that hold all tokens have room
+        for a draft."""
+        recording = RecordingForward()
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        embeddings = self._embedding(tokens)
+        with forward_pass(recording):
+            self._head(embeddings, torch.zeros_like(embeddings), torch.arange(2, device=self.device)[None])
+        return tuple(
+            replace(call, window=0) if isinstance(call, AttentionCall) and not call.chunked else call
+            for call in recording.calls
+        )
 
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
         """Logits float32 `[T, vocabulary]` of the tokens behind those that these features `[T, hidden]` were computed
         with; -inf of tokens that the head cannot draft."""
         found = self._head.logits(features, self._output_layer).float()
-        if not self._head.shape.is_eagle3:
+        ids = self._head.target_ids()
+        if ids is None:
             return found
         every = found.new_full((len(found), self.spec.vocab_size), -math.inf)
-        every[:, self._head.target_ids()] = found
+        every[:, ids] = found
         return every
 
 
@@ -124,20 +144,7 @@ def load_head(name: str, target: LoadedModel, *, eagle3: bool, revision: str | N
 
 def _read_tensors(source: ModelSource) -> dict[str, Tensor]:
     with reading(source, "the weights"), quiet():
-        if source.local:
-            folder = Path(source.name)
-        else:
-            import huggingface_hub as hub  # only a name of the hub needs it
-
-            patterns = ["*.safetensors"]
-            folder = Path(hub.snapshot_download(source.name, revision=source.revision, allow_patterns=patterns))
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ModelLoadError(
-                f"the head '{source.name}' has no *.safetensors file.",
-                fix="convert its weights; files of other formats may run code.",
-            )
-        return {key: tensor for file in files for key, tensor in load_file(file).items()}
+        return {key: tensor for file in source.weight_files() for key, tensor in load_file(file).items()}
 
 
 def _shape_of(
@@ -198,9 +205,9 @@ def _named(*kinds: torch.dtype) -> str:
 
 
 def _refuse_vocabulary(name: str, head: EagleHead, target: LoadedModel) -> None:
-    if not head.shape.is_eagle3:
-        return
     tokens = head.target_ids()
+    if tokens is None:
+        return
     outside = tokens[(tokens < 0) | (tokens >= target.spec.vocab_size)]
     if len(outside):
         raise UnsupportedModel(

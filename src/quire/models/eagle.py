@@ -27,6 +27,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from quire.models.hidden import DraftHead
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
@@ -78,8 +80,8 @@ class _Eagle3Block(nn.Module):
         return out
 
 
-class EagleHead(nn.Module):
-    """See the module. `config` is that of its layer; its `_attn_implementation` names the attention function."""
+class EagleHead(DraftHead):
+    """See the module."""
 
     def __init__(self, config: LlamaConfig, shape: HeadShape) -> None:
         super().__init__()
@@ -97,15 +99,12 @@ class EagleHead(nn.Module):
             self.midlayer = _EagleBlock(config)
 
     def features(self, captured: Tensor) -> Tensor:
-        """Features `[..., hidden]` from the target's hidden states `[..., num_features * target_hidden]`."""
+        """See `DraftHead`; `captured` is `[..., num_features * target_hidden]`."""
         fused: Tensor = self.fc(captured) if self.shape.is_eagle3 else captured
         return fused
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Features of the next position, `[1, T, hidden]`.
-
-        `embeddings` `[1, T, hidden]` are those of the tokens behind the positions `[1, T]` of the features.
-        """
+        """See `DraftHead`."""
         others = {"position_embeddings": self.rotary_emb(features, positions)}
         if self.shape.is_eagle3:
             out: Tensor = self.midlayer(embeddings, features, **others)
@@ -114,12 +113,14 @@ class EagleHead(nn.Module):
         return out
 
     def logits(self, features: Tensor, target_head: nn.Module) -> Tensor:
-        """Logits `[..., draft vocabulary]` of the token that follows; `target_head` is the target's output layer."""
+        """See `DraftHead`."""
         out: Tensor = self.lm_head(self.norm(features)) if self.shape.is_eagle3 else target_head(features)
         return out
 
-    def target_ids(self) -> Tensor:
-        """The target's ids of the draft vocabulary, of an EAGLE-3 head."""
+    def target_ids(self) -> Tensor | None:
+        """See `DraftHead`."""
+        if not self.shape.is_eagle3:
+            return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
 

@@ -68,7 +68,8 @@ class LoadedModel:
         self.name = name
         self.config: dict[str, Any] = model.config.to_dict()
         self.device: torch.device = model.device
-        self._model = model.eval()
+        self.module = model.eval()
+        """The transformers model."""
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._dtypes = {name: tensor.dtype for name, tensor in _weights(model).items()}
@@ -114,7 +115,7 @@ class LoadedModel:
     @cached_property
     def weights_fingerprint(self) -> bytes:
         """32 bytes that depend on every byte of the weights at the first call. O(bytes of weights)."""
-        return fingerprint_weights(_weights(self._model), self._dtypes)
+        return fingerprint_weights(_weights(self.module), self._dtypes)
 
     def weights_changed(self) -> None:
         """The weights were replaced: their fingerprint is computed again at the next call."""
@@ -152,7 +153,7 @@ class LoadedModel:
         """`forward` as `running`, which holds the pools and batches."""
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         with forward_pass(running):
-            logits: Tensor = self._model(
+            logits: Tensor = self.module(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep
             ).logits[0]
         assert running.ordinal - running.first == len(self._calls), (
@@ -168,31 +169,31 @@ class LoadedModel:
     @property
     def embedding(self) -> torch.nn.Module:
         """What turns token ids into embeddings."""
-        found: torch.nn.Module = self._model.get_input_embeddings()
+        found: torch.nn.Module = self.module.get_input_embeddings()
         return found
 
     @property
     def output_layer(self) -> torch.nn.Module:
         """What turns the last hidden states into logits."""
-        found: torch.nn.Module = self._model.get_output_embeddings()
+        found: torch.nn.Module = self.module.get_output_embeddings()
         return found
 
     def capture(self, layers: Sequence[int]) -> None:
         """Keep the outputs of these decoder layers in each forward pass, for `RunningForward.captured`. `LAST_HIDDEN`
         is that of the last one after the final norm. Raises UnsupportedModel if there is no such layer."""
         new = [layer for layer in layers if layer not in self._captured]
-        capture_hidden(self._model.get_decoder(), new, self.name)
+        capture_hidden(self.module.get_decoder(), new, self.name)
         self._captured.update(new)
 
     @torch.inference_mode()
     def plain_logits(self, input_ids: Tensor) -> Tensor:
         """Logits float32 `[T, vocab_size]` of one sequence by the model's own eager attention: the reference."""
-        self._model.set_attn_implementation("eager")
+        self.module.set_attn_implementation("eager")
         try:
             positions = torch.arange(len(input_ids), device=self.device).unsqueeze(0)
-            out = self._model(input_ids=input_ids.unsqueeze(0), position_ids=positions, use_cache=False)
+            out = self.module(input_ids=input_ids.unsqueeze(0), position_ids=positions, use_cache=False)
         finally:
-            self._model.set_attn_implementation(IMPLEMENTATION)
+            self.module.set_attn_implementation(IMPLEMENTATION)
         logits: Tensor = out.logits[0].float()
         return logits
 
@@ -202,11 +203,11 @@ class LoadedModel:
         recording = RecordingForward()
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with forward_pass(recording):
-            self._model(input_ids=tokens, position_ids=torch.arange(2, device=self.device).unsqueeze(0), **self._inputs)
+            self.module(input_ids=tokens, position_ids=torch.arange(2, device=self.device).unsqueeze(0), **self._inputs)
         calls = tuple(recording.calls)
         if not calls:
             raise UnsupportedModel(
-                f"'{self.name}' ({type(self._model).__name__}) computes attention in code of its own, which "
+                f"'{self.name}' ({type(self.module).__name__}) computes attention in code of its own, which "
                 "transformers does not let another implementation replace.",
                 fix="use a model type listed as verified.",
             )

@@ -1,7 +1,8 @@
-"""Hidden states of a target that a draft head reads, kept by hooks of the modules that return them."""
+"""Hidden states of a target, kept by hooks of the modules that return them, and DraftHead, which reads them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,34 @@ from torch import Tensor, nn
 
 from quire.errors import UnsupportedModel
 from quire.models.forward import HIDDEN, LAST_HIDDEN, current_forward, in_forward
+
+
+class DraftHead(nn.Module, ABC):
+    """One layer that drafts from what a target computed. Its parameters are those that it does not share with it.
+
+    `config` is that of its layer; its `_attn_implementation` names the attention function.
+    """
+
+    config: Any
+
+    def features(self, captured: Tensor) -> Tensor:
+        """Features `[..., hidden]` from the hidden states that the target kept, side by side."""
+        return captured
+
+    @abstractmethod
+    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """Features of the next position, `[1, T, hidden]`.
+
+        `embeddings` `[1, T, hidden]` are those of the tokens behind the positions `[1, T]` of the features.
+        """
+
+    @abstractmethod
+    def logits(self, features: Tensor, target_head: nn.Module) -> Tensor:
+        """Logits `[..., draft vocabulary]` of the token that follows; `target_head` is the target's output layer."""
+
+    def target_ids(self) -> Tensor | None:
+        """The target's ids of the draft vocabulary, int64; None if both are the same."""
+        return None
 
 
 def capture_hidden(decoder: nn.Module, layers: Sequence[int], name: str) -> None:

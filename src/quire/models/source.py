@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, QuireError
 from quire.plan.source import model_folder
 
 
@@ -42,6 +42,23 @@ class ModelSource:
             raise ModelLoadError(f"'{self.name}' has no config.json.", fix="name a repository that holds a model.")
         return dict(found)
 
+    def weight_files(self) -> list[Path]:
+        """The safetensors files, of the hub after they are fetched. Raises ModelLoadError if there is none."""
+        if self.local:
+            folder = Path(self.name)
+        else:
+            import huggingface_hub as hub  # only a name of the hub needs it
+
+            patterns = ["*.safetensors"]
+            folder = Path(hub.snapshot_download(self.name, revision=self.revision, allow_patterns=patterns))
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelLoadError(
+                f"'{self.name}' has no *.safetensors file.",
+                fix="convert its weights; files of other formats may run code.",
+            )
+        return files
+
     def _read_local_config(self) -> dict[str, Any]:
         path = Path(self.name) / "config.json"
         try:
@@ -66,7 +83,7 @@ def reading(source: ModelSource, what: str) -> Iterator[None]:
     """Turn any error while reading `what` from `source` into a ModelLoadError that names both."""
     try:
         yield
-    except ModelLoadError:
+    except QuireError:
         raise
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from quire.plan.plan import PlanSettings
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families import Layer
 from quire.spec.kv_format import plain_format
-from quire.spec.layers import FULL_GROUP, AttentionCall
+from quire.spec.layers import FULL_GROUP, AttentionCall, LatentCall
 from quire.spec.model import ModelSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -63,6 +63,22 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = config.get("eagle_config")
     return found if isinstance(found, Mapping) else {}
 
+_PREDICTING = (
+    *("deepseek_v3", "glm4_moe", "mellum"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
+"""Model types whose prediction layers transformers computes, and of which it is known what they store."""
+
+
+def refuse_mtp(config: Mapping[str, Any], name: str) -> None:
+    """Raise UnsupportedModel if the model of this configuration has no prediction layers that an engine can run."""
+    kind = ConfigReader(config).kind
+    if kind not in _PREDICTING:
+        raise UnsupportedModel(
+            f"'{name}' is of type '{kind}', of which transformers computes no prediction layers.",
+            fix=f"use another method, such as ngram; mtp runs {', '.join(_PREDICTING)}.",
+        )
+
 
 def head_spec(config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
     """What the one layer of a draft head stores, by its config.json. Its number of layers there is often the target's,
@@ -89,7 +105,7 @@ def with_draft_model(spec: ModelSpec, settings: PlanSettings, draft: ModelSpec) 
     if not all(map(_is_full_attention, draft.layers)):
         raise _refusal(
             draft,
-            "has layers with windows, states, latents or indexers",
+            "has layers with windows, states or indexers",
             "use a draft whose layers are all full attention.",
         )
     stored = {part.group for call in set(spec.calls) for part in call.parts(plain_format(spec.dtype), spec.dtype)}
@@ -112,7 +128,9 @@ def with_draft_model(spec: ModelSpec, settings: PlanSettings, draft: ModelSpec) 
 
 def _is_full_attention(layer: Layer) -> bool:
     return len(layer) == 1 and all(
-        isinstance(call, AttentionCall) and not call.window and not call.index_dim for call in layer
+        (isinstance(call, AttentionCall) and not call.window and not call.index_dim)
+        or (isinstance(call, LatentCall) and not call.sparse)
+        for call in layer
     )
 
 

@@ -131,8 +131,10 @@ class SpeculativeConfig:
         bounds = [found[name] for name in _BOUNDS if name in found]
         if bounds and method != "ngram":
             raise InvalidInput(f"{method} looks up no n-grams.", fix=f"leave {' and '.join(_BOUNDS)} out.")
-        if method == "ngram" and "model" in found:
-            raise InvalidInput("n-grams are looked up without a model.", fix="leave model out, or use draft_model.")
+        if method not in _LOADED and "model" in found:
+            raise InvalidInput(
+                f"{method} drafts without a model beside its target.", fix="leave model out, or use draft_model."
+            )
         if method in _LOADED and "model" not in found:
             raise InvalidInput(
                 f"{method} without a model.",
