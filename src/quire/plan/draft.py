@@ -63,6 +63,7 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = config.get("eagle_config")
     return found if isinstance(found, Mapping) else {}
 
+
 _PREDICTING = (
     *("deepseek_v3", "glm4_moe", "mellum"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
