@@ -38,6 +38,12 @@ class Varying(Governor):
 
     turns = 0
 
+    def rests(self, num_requests: int) -> bool:
+        return not num_requests
+
+    def pays(self, rows: Rows, serials: Lengths, counts: Lengths) -> bool:
+        return len(rows) == len(serials) == len(counts)
+
     def limits(self, rows: Rows, serials: Lengths) -> Lengths:
         self.turns += 1
         return np.full(len(rows), self.turns % (self._most + 1), dtype=np.int64)

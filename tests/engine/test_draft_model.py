@@ -186,6 +186,12 @@ class Sometimes:
     def __init__(self) -> None:
         self._random = np.random.default_rng(5)
 
+    def rests(self, num_requests: int) -> bool:
+        return not num_requests
+
+    def pays(self, *_: Any) -> bool:
+        return True
+
     def limits(self, rows: Rows, serials: Lengths) -> Lengths:
         del serials
         return self._random.choice([0, 0, 0, 1, STEPS], len(rows))

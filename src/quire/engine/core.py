@@ -254,6 +254,7 @@ class EngineCore:
 
     def step(self) -> StepOutputs:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
+        began = time.perf_counter()
         outputs = StepOutputs(noted=self._ended)
         self._ended = []
         self.offload.retention.expire()
@@ -272,6 +273,8 @@ class EngineCore:
         if launched is not None and not self._overlap:
             self._settle(launched, outputs)
             self._in_flight = None
+            if self.speculator is not None and not launched.waits and not step.computes_prompts:
+                self.speculator.measured(len(step), step.num_tokens - len(step), time.perf_counter() - began)
         return outputs
 
     def _launch(self, step: Step, outputs: StepOutputs) -> Launched | None:
@@ -289,6 +292,8 @@ class EngineCore:
 
     def _draft(self, speculator: Speculator) -> None:
         """Propose the next tokens of running requests, which the next step computes too."""
+        if speculator.rests(self.scheduler.num_running):
+            return
         batch, tokens, known, room = self.scheduler.drafting()
         try:
             drafts = speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
@@ -303,7 +308,11 @@ class EngineCore:
     def _settle(self, launched: Launched, outputs: StepOutputs) -> None:
         step, tokens = launched.step, launched.wait()
         self._measure(launched)
-        verified = self._verify(self.speculator, launched, tokens) if self.speculator is not None else None
+        verified = None
+        if self.speculator is not None and step.is_decode:
+            self.speculator.drew(len(step))
+        elif self.speculator is not None:
+            verified = self._verify(self.speculator, launched, tokens)
         order = verified.order if verified is not None else None
         logprobs = launched.logprobs(order)
         tokens = tokens if order is None else tokens[order]
@@ -327,12 +336,8 @@ class EngineCore:
         at the end of the step before it."""
         began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
         step, seconds = launched.step, self._settled_at - began
-        if launched.waits:
-            return
-        if step.computes_prompts:
+        if not launched.waits and step.computes_prompts:
             self.offload.ahead.computed(step.num_tokens, seconds)
-        elif self.speculator is not None:
-            self.speculator.measured(len(step), step.num_tokens - len(step), seconds)
 
     def _explain(self, request: Request, outputs: StepOutputs) -> None:
         """Store why no more of a request's prompt was cached, and send it to the client if the request asks for it."""

@@ -1,16 +1,21 @@
 """Governor: how many drafts are worth their time, from what steps took and how often drafts were right.
 
-A draft pays where its chance to be accepted is worth more than the time that it adds to the step:
+A step with drafts takes longer than one without by `start + each * drafts`, as measured for each size of batch (powers
+of two). A draft pays where its chance to be accepted is worth more than its own time:
 
-    acceptance ** place  >  seconds per draft / seconds per token without drafts
+    acceptance ** place  >  each / seconds per token without drafts
 
-The left side is measured for each request, the right side for each size of batch (powers of two). Every so often a
-step is made without drafts, or with them where they do not pay, so that both sides stay known.
+and a step computes drafts if they bring more together than it takes longer.
+
+Measurements may mislead, and a search for drafts takes time even if it finds none. So each size of batch has a credit.
+Every step adds a small share of its time to it, steps with drafts add what they gain or lose, and each search
+subtracts its time. Without credit nothing is searched. So a load on which no draft pays loses that share and the first
+credit, and no more; while drafts pay, there is always credit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +23,16 @@ import numpy.typing as npt
 from quire.cache.running import Lengths, Rows
 
 _MEMORY = 0.9  # of a request's acceptance, per step with drafts
+_MEMORY_OF_ALL = 0.97
+_FORGET = 0.95  # of all acceptance, per step whose drafts do not pay: what is not tried becomes uncertain
 _PRIOR_TRIALS = 2.0
 _LEARN = 0.1  # share of a new measurement
-_PLAIN_EVERY = 48  # steps with drafts between two without, of one size of batch
-_TRY_FIRST, _TRY_LAST = 64, 2048  # steps between two trials where drafts do not pay: each failure doubles it
+_PLAIN_EVERY = 96  # steps with drafts between two without, of one size of batch
 _MARGIN = 1.05  # how much more than its cost a draft has to be worth
 _OUTLIER = 3.0
 _FIRST = 4  # measurements of which the least is taken: first steps take longer
+_SHARE = 0.005  # of the time of steps, for drafts that may not pay
+_MOST_CREDIT = 8.0  # steps without drafts
 
 
 @dataclass(slots=True)
@@ -32,52 +40,92 @@ class _Size:
     """What was measured of batches of about one size."""
 
     plain_s: float = 0.0  # a step without drafts, per request
-    draft_s: float = -1.0  # what each draft adds; below 0: not measured
     num_plain: int = 0
-    num_drafted: int = 0
     since_plain: int = 0
-    since_trial: int = 0
-    wait: int = _TRY_FIRST
-    tried: bool = field(default=False)
+    num_drafted: int = 0
+    drafts: float = 0.0  # mean number of a step with drafts
+    added_s: float = 0.0  # mean of what they add to a step
+    variance: float = 0.0  # of the number
+    covariance: float = 0.0
+    credit: float = _MOST_CREDIT  # in steps without drafts
+
+    def cost(self) -> tuple[float, float]:
+        """Seconds that drafts add to a step, and each of them."""
+        mean = self.added_s / self.drafts
+        each = mean / 2 if self.variance < 0.1 else min(max(0.0, self.covariance / self.variance), mean)
+        return self.added_s - each * self.drafts, each
+
+    def add_plain(self, seconds: float) -> None:
+        """A step without drafts took this time per request."""
+        if 0 < self.num_plain < _FIRST:
+            seconds = min(seconds, self.plain_s)
+        elif self.num_plain:
+            seconds = self.plain_s + _LEARN * (min(seconds, _OUTLIER * self.plain_s) - self.plain_s)
+        self.plain_s, self.num_plain, self.since_plain = seconds, self.num_plain + 1, 0
+
+    def add_drafted(self, num_drafts: int, added_s: float) -> None:
+        """So many drafts have added this time to a step."""
+        if self.num_drafted < _FIRST:
+            self.added_s = min(added_s, self.added_s) if self.num_drafted else added_s
+            self.drafts = num_drafts
+        else:
+            more, longer = num_drafts - self.drafts, added_s - self.added_s
+            self.drafts += _LEARN * more
+            self.added_s += _LEARN * longer
+            self.variance = (1 - _LEARN) * (self.variance + _LEARN * more * more)
+            self.covariance = (1 - _LEARN) * (self.covariance + _LEARN * more * longer)
+        self.num_drafted += 1
 
 
 class Governor:
-    """See the module. `most` is the largest number of drafts of a request, `num_rows` the cache's rows."""
+    """See the module. `most` is the largest number of drafts of a request that follow each other, `width` how many
+    are computed for each of these, and `num_rows` the cache's rows."""
 
-    def __init__(self, num_rows: int, most: int) -> None:
-        self._most = most
+    def __init__(self, num_rows: int, most: int, width: float = 1.0) -> None:
+        self._most, self._width = most, width
         self._serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self._right: npt.NDArray[np.float64] = np.zeros(num_rows)
         self._trials: npt.NDArray[np.float64] = np.zeros(num_rows)
-        self._all_right, self._all_trials = 1.0, 2.0
+        self._all_right = self._all_trials = 0.0
         self._sizes = [_Size() for _ in range(33)]
         self._last = self._sizes[0]
+        self._num_accepted = 0  # in the step that is not measured yet
         self._is_off = False
         self.num_plain = 0
         """Steps that computed no draft because none paid."""
 
+    def rests(self, num_requests: int) -> bool:
+        """Whether the next step, of so many requests, is made without searching drafts."""
+        size = self._last = self._sizes[num_requests.bit_length()]
+        self._is_off = size.credit < 0
+        self.num_plain += self._is_off
+        return self._is_off or size.num_plain < _FIRST or size.since_plain >= _PLAIN_EVERY
+
     def limits(self, rows: Rows, serials: Lengths) -> Lengths:
         """How many drafts each of these requests may have in the next step, int64."""
-        size = self._last = self._sizes[len(rows).bit_length()]
-        self._is_off = False
-        if size.num_plain < _FIRST or size.since_plain >= _PLAIN_EVERY:
+        if self.rests(len(rows)):
             return np.zeros(len(rows), dtype=np.int64)
-        if size.num_drafted < _FIRST:
+        if self._last.num_drafted < _FIRST:
             return np.full(len(rows), self._most, dtype=np.int64)
         rates = self._rates(rows, serials)
-        worth = min(1.0, _MARGIN * size.draft_s / size.plain_s)
-        with np.errstate(divide="ignore"):
-            most = np.log(max(worth, 1e-9)) / np.log(np.minimum(rates, 0.999))
-        limits: Lengths = np.clip(np.floor(most), 0, self._most).astype(np.int64)
-        if not limits.any():
-            size.since_trial += 1
-            if size.since_trial >= size.wait:
-                size.since_trial, size.tried = 0, True
-                limits[:] = max(1, self._most // 2)
-            else:
-                self.num_plain += 1
-                self._is_off = True
+        worth = min(1.0, _MARGIN * self._width * self._last.cost()[1] / self._last.plain_s)
+        limits: Lengths = np.minimum(np.log(max(worth, 1e-9)) / np.log(rates), self._most).astype(np.int64)
+        if not np.count_nonzero(limits):
+            self._leave_out(rows)
         return limits
+
+    def pays(self, rows: Rows, serials: Lengths, counts: Lengths) -> bool:
+        """Whether the next step should compute `counts[i]` drafts of each of these requests."""
+        size = self._last
+        if size.num_drafted < _FIRST:
+            return True
+        start, each = size.cost()
+        rates = self._rates(rows, serials)
+        brings = (rates * (1 - rates ** np.minimum(counts, self._most)) / (1 - rates)).sum() * size.plain_s
+        if brings < _MARGIN * (start + each * int(counts.sum())):
+            self._leave_out(rows)
+            return False
+        return True
 
     def settled(self, rows: Rows, serials: Lengths, drafts: Lengths, accepted: Lengths) -> None:
         """Of these requests, so many drafts were computed and accepted."""
@@ -85,45 +133,50 @@ class Governor:
         trials = np.minimum(accepted + 1, drafts)  # what is behind the first wrong one says nothing
         self._right[rows] = self._right[rows] * _MEMORY + accepted
         self._trials[rows] = self._trials[rows] * _MEMORY + trials
-        fade = 0.99 ** min(len(rows), 8)
+        fade = _MEMORY_OF_ALL ** min(len(rows), 8)
+        self._num_accepted += int(accepted.sum())
         self._all_right = self._all_right * fade + float(accepted.mean())
         self._all_trials = self._all_trials * fade + float(trials.mean())
 
-    def measured(self, num_requests: int, num_drafts: int, seconds: float) -> None:
-        """A step of so many requests that decode, with so many drafts, took this time, with that of its drafting."""
+    def measured(self, num_requests: int, num_drafts: int, seconds: float, searched_s: float = 0.0) -> None:
+        """A step of so many requests that decode, with so many drafts, took this time, with that to search drafts.
+        `settled` was told before what was accepted."""
         size = self._sizes[num_requests.bit_length()]
+        accepted, self._num_accepted = self._num_accepted, 0
         if not num_drafts:
-            each = seconds / num_requests
-            if 0 < size.num_plain < _FIRST:
-                each = min(each, size.plain_s)
-            elif size.num_plain:
-                each = size.plain_s + _LEARN * (min(each, _OUTLIER * size.plain_s) - size.plain_s)
-            size.plain_s, size.num_plain, size.since_plain = each, size.num_plain + 1, 0
-            return
-        size.since_plain += 1
-        if not size.num_plain:
-            return
-        added = max(0.0, seconds - size.plain_s * num_requests) / num_drafts
-        size.num_drafted += 1
-        is_cheaper = size.tried and added < size.draft_s
-        if size.num_drafted <= _FIRST:
-            size.draft_s = added if size.draft_s < 0 else min(added, size.draft_s)
+            size.add_plain((seconds - searched_s) / num_requests)
+            lost = searched_s
         else:
-            learn = 0.5 if is_cheaper else _LEARN
-            size.draft_s += learn * (min(added, _OUTLIER * max(size.draft_s, size.plain_s / 16)) - size.draft_s)
-        if size.tried:
-            size.tried = False
-            size.wait = _TRY_FIRST if is_cheaper else min(2 * size.wait, _TRY_LAST)
-        elif size.wait > _TRY_FIRST:
-            size.wait = _TRY_FIRST
+            size.since_plain += 1
+            if not size.num_plain:
+                return
+            added = max(0.0, seconds - size.plain_s * num_requests)
+            lost = 0.0
+            if size.num_drafted:  # the first step of a kind is no verdict
+                added = min(added, _OUTLIER * max(sum(size.cost()) * size.drafts, size.plain_s * num_requests / 16))
+                lost = added - accepted * size.plain_s
+            size.add_drafted(num_drafts, added)
+        credit = size.credit + _SHARE - lost / (size.plain_s * num_requests)
+        size.credit = min(max(credit, -_MOST_CREDIT), _MOST_CREDIT)
+
+    def _leave_out(self, rows: Rows) -> None:
+        """The next step has no drafts of these requests, because they would not pay."""
+        self.num_plain += 1
+        self._is_off = True
+        self._all_right, self._all_trials = _FORGET * self._all_right, _FORGET * self._all_trials
+        self._right[rows] *= _FORGET
+        self._trials[rows] *= _FORGET
+
+    def _rate(self) -> float:
+        """The chance of a draft to be right, where those before it were, over all requests."""
+        return (self._all_right + 1.0) / (self._all_trials + 2.0)
 
     def _rates(self, rows: Rows, serials: Lengths) -> npt.NDArray[np.float64]:
-        """The chance of a draft of each request to be right, where those before it were."""
+        """The same of each request, above 0 and below 1."""
         fresh = rows[self._serials[rows] != serials]
         self._right[fresh] = self._trials[fresh] = 0.0
         self._serials[rows] = serials
-        prior = self._all_right / self._all_trials
-        found: npt.NDArray[np.float64] = (self._right[rows] + _PRIOR_TRIALS * prior) / (
+        found: npt.NDArray[np.float64] = (self._right[rows] + _PRIOR_TRIALS * self._rate()) / (
             self._trials[rows] + _PRIOR_TRIALS
         )
         return found
@@ -134,10 +187,10 @@ class Governor:
         `draft_cost` is of batches as large as the last one, 0 while it is not measured. `draft_brings` is the share of
         first drafts, and of those after right ones, that were right, over all requests.
         """
-        is_known = self._last.draft_s >= 0 and self._last.plain_s > 0
+        size = self._last
         return {
-            "draft_cost": self._last.draft_s / self._last.plain_s if is_known else 0.0,
-            "draft_brings": self._all_right / self._all_trials,
+            "draft_cost": size.added_s / size.drafts / size.plain_s if size.num_drafted else 0.0,
+            "draft_brings": self._rate(),
             "is_off": float(self._is_off),
             "steps_without_drafts": self.num_plain,
         }

@@ -18,9 +18,6 @@ from quire.speculative.governor import Governor
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.verify import Accepted, accepted_draws
 
-_FRUITLESS, _LESS_OFTEN = 32, 4
-"""After so many steps in a row for which nothing was proposed, a drafter is asked before every so many steps only."""
-
 
 class Speculator:
     """Asks a drafter for as many tokens as pay, and counts. Drafts are at most `most` tokens ahead.
@@ -34,19 +31,30 @@ class Speculator:
         self._counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
         self._num_drawing = self._num_drawn = 0  # works that drew, and the tokens they got
         self._per_position: Lengths = np.zeros(most, dtype=np.int64)
-        self._took_s = 0.0  # to draft for the step that is made now
-        self._num_fruitless = 0  # times in a row that nothing was proposed
+        self._began = 0.0  # when the search for drafts of the next step began, by `time.perf_counter`
+        self._searched_s = 0.0
+
+    def rests(self, num_requests: int) -> bool:
+        """Whether the next step, of so many requests, is made without `propose`."""
+        self._searched_s = 0.0
+        if self._governor is not None and self._governor.rests(num_requests):
+            return True
+        self._began = time.perf_counter()
+        return False
 
     def propose(self, batch: RunningBatch, tokens: Ids, known: Lengths, room: Lengths) -> Drafts | None:
-        """Tokens that may follow the first `known[i]` of each request, at most `room[i]`; None if none would pay."""
-        began = time.perf_counter()
-        most = room if self._governor is None else np.minimum(room, self._governor.limits(batch.rows, batch.serials))
+        """Tokens that may follow the first `known[i]` of each request, at most `room[i]`; None if none would pay.
+        `rests` was asked before."""
+        governor, most = self._governor, room
+        if governor is not None:
+            most = np.minimum(room, governor.limits(batch.rows, batch.serials))
         drafts = None
         if np.count_nonzero(most):
-            if self._num_fruitless < _FRUITLESS or self._num_fruitless % _LESS_OFTEN == 0:
-                drafts = self.drafter.propose(Drafting(batch, tokens, known, most))
-            self._num_fruitless = 0 if drafts is not None and drafts.num_tokens else self._num_fruitless + 1
-        self._took_s = time.perf_counter() - began
+            drafts = self.drafter.propose(Drafting(batch, tokens, known, most))
+            none_pays = governor is not None and not governor.pays(batch.rows, batch.serials, drafts.counts)
+            if not drafts.num_tokens or none_pays:
+                drafts = None
+        self._searched_s = time.perf_counter() - self._began
         return drafts
 
     def accepted(
@@ -58,7 +66,7 @@ class Speculator:
         drawn: Lengths,
         parents: Ids | None = None,
     ) -> Accepted:
-        """`accepted_draws` of a step, counted."""
+        """`accepted_draws` of a step with drafts or prompts, counted."""
         found = accepted_draws(tokens, draws, draw_counts, drawn, parents)
         self._num_drawing += int(np.count_nonzero(found.kept))
         self._num_drawn += int(found.kept.sum())
@@ -74,10 +82,15 @@ class Speculator:
                 self._governor.settled(batch.rows[at], batch.serials[at], np.minimum(drafts, most), right)
         return found
 
+    def drew(self, num_requests: int) -> None:
+        """A step drew a token for each of so many requests."""
+        self._num_drawing += num_requests
+        self._num_drawn += num_requests
+
     def measured(self, num_requests: int, num_drafts: int, seconds: float) -> None:
-        """A step of so many requests, all of which decode, took this time."""
+        """A step of so many requests, all of which decode, took this time, its drafting included."""
         if self._governor is not None:
-            self._governor.measured(num_requests, num_drafts, seconds + (self._took_s if num_drafts else 0.0))
+            self._governor.measured(num_requests, num_drafts, seconds, self._searched_s)
 
     def statistics(self) -> dict[str, Any]:
         """Counters: requests times steps with drafts, drafts, those accepted, and those by their place. With the mean
@@ -103,7 +116,8 @@ def speculator_of(
         _refuse_trees(plan)
     if drafter is None:
         drafter = NgramDrafter(plan.max_requests, config, shares=config.shared_history)
-    return Speculator(drafter, Governor(plan.max_requests, config.num_steps), config.num_steps)
+    width = (config.num_draft_tokens - 1) / config.num_steps if config.branches else 1.0
+    return Speculator(drafter, Governor(plan.max_requests, config.num_steps, width), config.num_steps)
 
 
 def _refuse_trees(plan: MemoryPlan) -> None:
