@@ -212,3 +212,17 @@ class MoveFailed(QuireError, RuntimeError):
     """A transfer that a step waits for failed: its records are damaged, or the copy failed."""
 
     code = "QUIRE-MOVE-01"
+
+
+class PeerRefused(QuireError):
+    """An engine whose pages are not valid here, or that does not have the role that is needed. `field` names the
+    difference; `mine` and `theirs` are its values."""
+
+    code = "QUIRE-PEER-01"
+    exit_code = 3
+
+    def __init__(self, field: str, mine: object, theirs: object, *, fix: str) -> None:
+        self.field = field
+        self.mine = mine
+        self.theirs = theirs
+        super().__init__(f"the peer's {field} is {theirs!r}, and this engine's is {mine!r}.", fix=fix)

@@ -1,0 +1,217 @@
+"""The handshake of two engines: proof of the shared secret, then who they are, then whether their pages fit.
+
+    dialer                              acceptor
+    greeting: magic, version, nonce -->
+                                    <-- greeting
+    HMAC of both nonces             -->                nothing else is read before it is right
+                                    <-- HMAC of both nonces, Hello
+    Hello                           -->
+                                    <-- Verdict
+
+Both compare the identities, and refuse by name. No I/O: bytes come in by `inbox` and leave by `outbox`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from collections.abc import Callable, Generator
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import PeerRefused
+
+VERSION: Final = 1
+MOST_HELLO_BYTES: Final = 256 << 10
+
+_MAGIC = b"quire-transfer"
+_GREETING = struct.Struct(f"<{len(_MAGIC)}sH32s")
+_LENGTH = struct.Struct("<I")
+_HMAC_BYTES = 32
+
+T = TypeVar("T")
+Text = Annotated[str, Meta(max_length=4096)]
+Role = Literal["prefill", "decode", "both"]
+
+
+class Foreign(Exception):
+    """A connection that is no peer's, or breaks the protocol: "foreign", "version", "secret", "malformed", "self", or
+    what the acceptor said."""
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What two engines must have in common for the pages of one to be valid in the other. `layouts` are the
+    fingerprints of all groups by name (`PageLayout.fingerprint`)."""
+
+    model: Text
+    weights_epoch: int
+    page_size: int
+    kv_format: Text
+    tensor_parallel: int
+    layouts: Annotated[dict[Text, Text], Meta(max_length=256)]
+
+    def compare(self, theirs: Identity) -> None:
+        """Raises PeerRefused, which names the first difference."""
+        for field, fix in _FIXES.items():
+            if getattr(self, field) != getattr(theirs, field):
+                raise PeerRefused(field, getattr(self, field), getattr(theirs, field), fix=fix)
+
+
+_FIXES = {
+    "model": "start both engines with the same model and revision.",
+    "weights_epoch": "load the same weights in both engines, then set the same weights epoch.",
+    "page_size": "start both engines with the same --page-size.",
+    "kv_format": "start both engines with the same --kv-cache-dtype.",
+    "tensor_parallel": "start both engines with the same tensor-parallel width.",
+    "layouts": "start both engines with the same version of Quire and the same settings of the cache.",
+}
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine to another. `epoch` is random for each start of the process, so that a restarted engine is another
+    peer. `connector` and `address` are of the data connector (`Connector.address`)."""
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,64}\Z")]
+    epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    role: Role
+    identity: Identity
+    connector: Annotated[str, Meta(max_length=64)]
+    address: Annotated[bytes, Meta(max_length=64 << 10)]
+
+    @property
+    def peer(self) -> str:
+        """The name of the peer: of this engine since its start."""
+        return f"{self.name}@{self.epoch:016x}"
+
+    def compare(self, theirs: Hello, *, dials: bool) -> None:
+        """Raises PeerRefused if one of the two cannot use the other."""
+        prefill, decode = (theirs, self) if dials else (self, theirs)
+        for engine, lacks, needed in ((prefill, "decode", "prefill"), (decode, "prefill", "decode")):
+            if engine.role == lacks:
+                fix = f"name an engine with --role {needed} or both as the peer." if dials else "change --role."
+                raise PeerRefused("role", self.role, theirs.role, fix=fix)
+        self.identity.compare(theirs.identity)
+        if self.connector != theirs.connector:
+            fix = "start both engines with the same --transfer-connector."
+            raise PeerRefused("connector", self.connector, theirs.connector, fix=fix)
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The acceptor's last word: "", or why not now."""
+
+    refusal: Text = ""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_HELLOS: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_VERDICTS: msgspec.msgpack.Decoder[Verdict] = msgspec.msgpack.Decoder(Verdict)
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload after its length."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def take_frame(inbox: bytearray, most_bytes: int) -> bytes | None:
+    """Remove the first frame; None if it has not arrived whole. Raises Foreign for a longer one than `most_bytes`."""
+    if len(inbox) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack_from(inbox)
+    if size > most_bytes:
+        raise Foreign("malformed")
+    if len(inbox) < _LENGTH.size + size:
+        return None
+    payload = bytes(inbox[_LENGTH.size : _LENGTH.size + size])
+    del inbox[: _LENGTH.size + size]
+    return payload
+
+
+class Handshake:
+    """One side of it. `theirs` is known before it is accepted: `admit` is called with it, and returns why the other
+    engine is refused for now, or ""."""
+
+    def __init__(self, mine: Hello, secret: bytes, *, dials: bool, admit: Callable[[Hello], str]) -> None:
+        assert secret
+        self.inbox = bytearray()
+        self.outbox = bytearray()
+        self.theirs: Hello | None = None
+        self._mine = mine
+        self._secret = secret
+        self._dials = dials
+        self._admit = admit
+        self._steps = self._converse()
+
+    def advance(self) -> bool:
+        """Read what is in `inbox`; returns whether the handshake has succeeded. Raises Foreign or PeerRefused; then
+        `outbox` may have last words."""
+        return next(self._steps, "done") == "done"
+
+    def _converse(self) -> Generator[None, None, None]:
+        nonce = os.urandom(32)
+        greeting = _GREETING.pack(_MAGIC, VERSION, nonce)
+        if self._dials:
+            self.outbox += greeting
+            nonces = nonce + (yield from self._greeting())
+            self.outbox += self._proof(b"dialer", nonces)
+            yield from self._check(b"acceptor", nonces)
+        else:
+            nonces = (yield from self._greeting()) + nonce
+            self.outbox += greeting
+            yield from self._check(b"dialer", nonces)
+            self.outbox += self._proof(b"acceptor", nonces)
+        if self._dials:
+            self.theirs = theirs = yield from self._message(_HELLOS)
+            refusal = "self" if theirs.peer == self._mine.peer else self._admit(theirs)
+            if refusal:
+                raise Foreign(refusal)
+            self.outbox += frame(_ENCODER.encode(self._mine))
+            self._mine.compare(theirs, dials=True)
+            refusal = (yield from self._message(_VERDICTS)).refusal
+        else:
+            self.outbox += frame(_ENCODER.encode(self._mine))
+            self.theirs = theirs = yield from self._message(_HELLOS)
+            self._mine.compare(theirs, dials=False)
+            refusal = self._admit(theirs)
+            self.outbox += frame(_ENCODER.encode(Verdict(refusal)))
+        if refusal:
+            raise Foreign(refusal)
+
+    def _proof(self, role: bytes, nonces: bytes) -> bytes:
+        return hmac.digest(self._secret, _MAGIC + role + nonces, "sha256")
+
+    def _check(self, role: bytes, nonces: bytes) -> Generator[None, None, None]:
+        if not hmac.compare_digest((yield from self._take(_HMAC_BYTES)), self._proof(role, nonces)):
+            raise Foreign("secret")
+
+    def _greeting(self) -> Generator[None, None, bytes]:
+        while len(self.inbox) < _GREETING.size:
+            self._check_magic()
+            yield
+        self._check_magic()
+        _, version, nonce = _GREETING.unpack((yield from self._take(_GREETING.size)))
+        if version != VERSION:
+            raise Foreign("version")
+        return bytes(nonce)
+
+    def _check_magic(self) -> None:
+        """Refuse at the first byte that no peer would send."""
+        if not _MAGIC.startswith(self.inbox[: len(_MAGIC)]):
+            raise Foreign("foreign")
+
+    def _take(self, count: int) -> Generator[None, None, bytes]:
+        while len(self.inbox) < count:
+            yield
+        taken = bytes(self.inbox[:count])
+        del self.inbox[:count]
+        return taken
+
+    def _message(self, decoder: msgspec.msgpack.Decoder[T]) -> Generator[None, None, T]:
+        while (payload := take_frame(self.inbox, MOST_HELLO_BYTES)) is None:
+            yield
+        try:
+            return decoder.decode(payload)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise Foreign("malformed") from error

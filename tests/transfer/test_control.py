@@ -1,0 +1,308 @@
+"""Control: real sockets and processes. Times are limits that a machine under load keeps."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import struct
+import time
+
+import pytest
+
+from quire.errors import AddressInUse, InvalidInput
+from quire.transfer import control as module
+from quire.transfer.control import Address, Arrived, Closed, Connected, Silent, Speaks, Unreachable
+from quire.transfer.handshake import Handshake
+from quire.transfer.messages import MOST_FRAME_BYTES, Ask, Granted, Refused, Release, Want
+from tests.transfer.peers import IDENTITY, LONG_S, SECRET, Watched, control, hello, process, until
+
+PREFILL, DECODE = hello("prefill-0", "prefill"), hello("decode-0", "decode")
+ASK = Ask(1, 1, 2.0, b"s" * 16, "", "", b"abcd")
+
+
+def address_of(watched: Watched) -> Address:
+    assert watched.control.address is not None
+    return watched.control.address
+
+
+def raw(address: Address) -> socket.socket:
+    return socket.create_connection(address, timeout=LONG_S)
+
+
+def shaken(address: Address) -> socket.socket:
+    """A connection whose handshake has succeeded."""
+    made, side = raw(address), Handshake(DECODE, SECRET, dials=True, admit=lambda theirs: "")
+    while not side.advance():
+        made.sendall(side.outbox)
+        side.outbox.clear()
+        side.inbox += made.recv(4096)
+    return made
+
+
+def is_closed(made: socket.socket) -> bool:
+    """Whether the other end has closed it; waits for bytes until its timeout."""
+    try:
+        while made.recv(4096):
+            pass
+    except (ConnectionResetError, TimeoutError) as error:
+        return isinstance(error, ConnectionResetError)
+    return True
+
+
+def test_requests_and_answers() -> None:
+    with control(PREFILL) as prefill, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+        there, here = decode.wait(Connected), prefill.wait(Connected)
+        assert (there.peer, there.dialed, there.hello) == (PREFILL.peer, True, PREFILL)
+        assert (here.peer, here.dialed, here.hello) == (DECODE.peer, False, DECODE)
+        assert decode.control.address is None
+        assert address_of(prefill)[0] == "127.0.0.1", "loopback unless told otherwise"
+        assert decode.control.send(PREFILL.peer, ASK)
+        assert prefill.wait(Arrived) == Arrived(DECODE.peer, ASK)
+        assert prefill.control.send(DECODE.peer, Granted(1))
+        assert decode.wait(Arrived) == Arrived(PREFILL.peer, Granted(1))
+        assert not decode.control.send(PREFILL.peer, Granted(1)), "the answers of a decode engine go nowhere"
+        assert not decode.control.send("prefill-0@2", ASK)
+        large = Want(1, 0, (bytes(4 << 20),), bytes(8 << 20))
+        assert decode.control.send(PREFILL.peer, large)
+        assert prefill.wait(Arrived) == Arrived(DECODE.peer, large)
+        assert decode.control.problems() == {}
+        assert not prefill.control.refused
+
+
+def test_an_orderly_end_is_proof_and_the_connection_comes_back_after_the_drain() -> None:
+    with control(PREFILL) as prefill:
+        with control(DECODE, listen=None, peers=[address_of(prefill)]):
+            prefill.wait(Connected)
+        assert prefill.wait(Closed) == Closed(DECODE.peer, False)
+        with control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+            until(lambda: prefill.control.refused["not drained"] > 1)
+            decode.none(Connected)
+            assert "not drained" in decode.control.problems()[address_of(prefill)]
+            prefill.control.drained(DECODE.peer)
+            decode.wait(Connected)
+            prefill.wait(Connected)
+
+
+def test_the_same_peer_on_a_second_connection_has_lost_the_first() -> None:
+    with control(PREFILL) as prefill:
+        made = shaken(address_of(prefill))
+        prefill.wait(Connected)
+        with made as first, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+            assert prefill.wait(Closed) == Closed(DECODE.peer, False)
+            first.settimeout(0.3)
+            assert not is_closed(first), "a closed connection would prove that the writes to it have ended"
+            prefill.control.drained(DECODE.peer)
+            decode.wait(Connected)
+            first.settimeout(LONG_S)
+            assert is_closed(first)
+
+
+def test_a_killed_peer_is_closed_within_a_second_and_its_successor_is_another_peer() -> None:
+    with process(PREFILL) as (prefill, address, _), control(DECODE, listen=None, peers=[address]) as decode:
+        decode.wait(Connected)
+        prefill.kill()
+        began = time.monotonic()
+        assert decode.wait(Closed) == Closed(PREFILL.peer, True)
+        assert time.monotonic() - began < 1.0
+        assert not decode.control.send(PREFILL.peer, ASK)
+        again = hello("prefill-0", "prefill", epoch=2)
+        with process(again, address):
+            assert decode.wait(Connected).peer == again.peer
+
+
+def test_a_stopped_peer_is_silent_and_speaks_again() -> None:
+    with process(PREFILL) as (prefill, address, _), control(DECODE, listen=None, peers=[address]) as decode:
+        decode.wait(Connected)
+        assert prefill.pid is not None
+        os.kill(prefill.pid, signal.SIGSTOP)
+        try:
+            assert decode.wait(Silent, 3.0) == Silent(PREFILL.peer, True)
+            assert decode.control.send(PREFILL.peer, ASK), "it is connected"
+        finally:
+            os.kill(prefill.pid, signal.SIGCONT)
+        assert decode.wait(Speaks, 3.0) == Speaks(PREFILL.peer, True)
+        decode.none(Closed, Unreachable, Silent)
+        prefill.kill()
+        decode.wait(Closed, 1.0)
+
+
+def test_idle_connections_stay() -> None:
+    with control(PREFILL) as prefill, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+        decode.wait(Connected)
+        prefill.wait(Connected)
+        time.sleep(module.SILENT_S + 2 * module.BEAT_S)
+        for each in (prefill, decode):
+            each.none(Silent, Closed, Unreachable)
+
+
+def test_a_peer_that_starts_later_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()[:2]
+    with control(DECODE, listen=None, peers=[address]) as decode:
+        until(lambda: "refused" in decode.control.problems().get(address, ""))
+        time.sleep(0.5)
+        decode.none(Connected, Closed, Unreachable)
+        with control(PREFILL, listen=address):
+            decode.wait(Connected)
+
+
+def test_waiting_between_attempts_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[float] = []
+    real = module.Control._dial
+    monkeypatch.setattr(module.Control, "_dial", lambda *given: (tries.append(given[2]), real(*given)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()[:2]
+    with control(DECODE, listen=None, peers=[address]):
+        until(lambda: len(tries) == 5)
+    gaps = [after - before for before, after in itertools.pairwise(tries)]
+    assert all(gap >= least for gap, least in zip(gaps, (0.1, 0.2, 0.4, 0.8), strict=True)), gaps
+
+
+STRANGERS = {
+    "http": (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", "foreign"),
+    "garbage": (bytes(range(256)) * 64, "foreign"),
+    "version": (b"quire-transfer\xff\xff" + bytes(32), "version"),
+    "secret": (b"quire-transfer\1\0" + bytes(32) + bytes(32), "secret"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_strangers_are_refused_and_counted_and_nothing_else_changes(stranger: str) -> None:
+    sent, reason = STRANGERS[stranger]
+    with control(PREFILL) as prefill, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+        decode.wait(Connected)
+        prefill.wait(Connected)
+        with raw(address_of(prefill)) as made:
+            made.sendall(sent)
+            until(lambda: prefill.control.refused[reason] == 1)
+            heard = b""
+            try:
+                while read := made.recv(4096):
+                    heard += read
+            except ConnectionResetError:
+                pass
+            assert len(heard) <= 48, "at most a nonce"
+        assert decode.control.send(PREFILL.peer, ASK)
+        assert prefill.wait(Arrived).message == ASK
+        assert [type(event) for event in prefill.seen] == [Connected, Arrived]
+        assert prefill.control.refused.total() == 1
+
+
+def test_half_open_connections_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(module, "MOST_STRANGERS", 4)
+    with control(PREFILL) as prefill:
+        strangers = [raw(address_of(prefill)) for _ in range(6)]
+        until(lambda: prefill.control.refused == {"too many": 2, "timeout": 4})
+        for each in strangers:
+            with each:
+                assert is_closed(each)
+        assert prefill.control.events() == []
+        with control(DECODE, listen=None, peers=[address_of(prefill)]):
+            prefill.wait(Connected)
+
+
+BROKEN = {
+    "oversized": struct.pack("<I", MOST_FRAME_BYTES + 1),
+    "garbage": struct.pack("<I", 4) + b"\xff\xff\xff\xff",
+    "an answer where requests come": struct.pack("<I", 9) + b"\x92\xa7Granted\1"[:9],
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_peer_that_breaks_the_protocol_is_lost_without_proof(broken: str) -> None:
+    with control(PREFILL) as prefill, shaken(address_of(prefill)) as made:
+        prefill.wait(Connected)
+        made.sendall(BROKEN[broken])
+        assert prefill.wait(Unreachable).peer == DECODE.peer
+        assert prefill.control.refused == {"malformed": 1}
+        prefill.none(Arrived)
+        assert not prefill.control.send(DECODE.peer, Granted(1))
+        prefill.control.drained(DECODE.peer)
+        assert is_closed(made)
+        with control(hello("decode-1", "decode"), listen=None, peers=[address_of(prefill)]):
+            assert prefill.wait(Connected).peer == hello("decode-1", "decode").peer
+
+
+def test_a_frame_may_arrive_in_pieces() -> None:
+    with control(PREFILL) as prefill, shaken(address_of(prefill)) as made:
+        for byte in module.frame(module.encode(ASK)) + module.frame(b"") + module.frame(module.encode(Release(1))):
+            made.sendall(bytes([byte]))
+        assert prefill.wait(Arrived).message == ASK
+        assert prefill.wait(Arrived).message == Release(1)
+
+
+def test_a_peer_that_reads_nothing_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_QUEUED_BYTES", 1 << 20)
+    with control(PREFILL) as prefill, shaken(address_of(prefill)):
+        prefill.wait(Connected)
+        while prefill.control.send(DECODE.peer, Refused(1, "long", "r" * 1000)):
+            pass
+        assert prefill.wait(Unreachable).reason == "it takes no messages"
+
+
+def test_a_refused_identity_is_a_problem_with_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    other = hello("decode-0", "decode", page_size=64)
+    with control(PREFILL) as prefill, control(other, listen=None, peers=[address_of(prefill)]) as decode:
+        until(lambda: prefill.control.refused["page_size"] >= 2)
+        problem = decode.control.problems()[address_of(prefill)]
+        assert "the peer's page_size is 16, and this engine's is 64" in problem
+        assert [problem in record.message for record in caplog.records].count(True) == 1, "once, not at each attempt"
+        decode.none(Connected)
+        prefill.none(Connected)
+        decode.control.set_identity(IDENTITY)
+        decode.wait(Connected)
+
+
+def test_two_addresses_of_one_peer_are_one_connection() -> None:
+    with control(PREFILL) as prefill:
+        address = address_of(prefill)
+        with control(DECODE, listen=None, peers=[address, ("localhost", address[1])]) as decode:
+            decode.wait(Connected)
+            until(lambda: decode.control.refused["another address of a connected peer"] > 0)
+            for each in (prefill, decode):
+                each.none(Closed, Unreachable)
+
+
+def test_engines_with_both_roles_have_a_connection_each_way() -> None:
+    ones, others = hello("a", "both"), hello("b", "both")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()[:2]
+    with control(ones, peers=[address]) as one, control(others, listen=address, peers=[address_of(one)]) as other:
+        for each in (one, other):
+            assert {each.wait(Connected).dialed, each.wait(Connected).dialed} == {True, False}
+        assert one.control.send(others.peer, ASK)
+        assert other.control.send(ones.peer, Release(7))
+        assert other.wait(Arrived).message == ASK
+        assert one.wait(Arrived).message == Release(7)
+
+
+def test_another_engine_at_the_address_of_an_unreachable_one_proves_its_end() -> None:
+    with control(PREFILL) as prefill, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+        decode.wait(Connected)
+        address = address_of(prefill)
+        prefill.control._peers[DECODE.peer, False].outbox.extend(BROKEN["garbage"])
+        assert decode.wait(Unreachable).peer == PREFILL.peer
+        prefill.control.close()
+        again = hello("prefill-0", "prefill", epoch=2)
+        with control(again, listen=address):
+            assert decode.wait(Closed) == Closed(PREFILL.peer, True)
+            assert decode.wait(Connected).peer == again.peer
+
+
+def test_what_cannot_start() -> None:
+    with control(PREFILL) as prefill, pytest.raises(AddressInUse, match="--transfer-port"):
+        module.Control(PREFILL, SECRET, listen=address_of(prefill))
+    with pytest.raises(InvalidInput, match="shared secret"):
+        module.Control(PREFILL, b"")
+
+
+def test_wake_is_called_for_each_event() -> None:
+    woken: list[int] = []
+    with control(PREFILL, wake=lambda: woken.append(1)) as prefill:
+        with shaken(address_of(prefill)):
+            prefill.wait(Connected)
+        prefill.wait(Closed)
+    assert len(woken) == 2
