@@ -22,7 +22,8 @@ CONVENTIONS: Mapping[str, Any] = json.loads(Path(__file__).with_name("convention
 - `attention_calls_vary`: no field says how often, or with which shapes, a layer calls attention.
 - `plain_mlp`: two matrices, up and down, instead of three; `gated_query`: true where `attn_output_gate` is absent;
   `shared_experts`: how many, each as wide as a routed one; `tied_embeddings`: true where `tie_word_embeddings` is
-  absent; `learned_positions`: a vector per position. Source: the modelling code of transformers 5.23.
+  absent; `learned_positions`: a vector per position; `draft_layers`: how many predict a token further, where no field
+  says it. Source: the modelling code of transformers 5.23.
 
 `layer_kinds` maps the names of layers in configurations, in lists and in patterns of letters, to kinds of this package.
 `encoders` are model types that generate no tokens, as a prefix or suffix of `model_type`.
@@ -31,7 +32,7 @@ CONVENTIONS: Mapping[str, Any] = json.loads(Path(__file__).with_name("convention
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "n_embed")
-DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_transformer_layers")
+_DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_transformer_layers")
 MODEL_DTYPE = ("dtype", "torch_dtype")
 
 _RESTORE = "restore config.json from the original."
@@ -98,6 +99,11 @@ class ConfigReader:
         if default is None:
             raise self.missing(*names)
         return default
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Layers of the model that predict tokens further ahead."""
+        return self.size(*_DRAFT_LAYERS, default=self.implied.get("draft_layers", 0))
 
     def number(self, *names: str, default: float) -> float:
         """The positive number under the first of these names that is set, else `default`. Raises UnsupportedModel."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from quire.spec.config_reader import CONVENTIONS, DRAFT_LAYERS, ConfigReader
+from quire.spec.config_reader import CONVENTIONS, ConfigReader
 from quire.spec.families import attention, latent, state
 from quire.spec.families.kinds import FULL, MOST_LAYERS, NOTHING, PARALLEL, STATE, layer_kinds
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall
@@ -59,7 +59,7 @@ def read_drafts(reader: ConfigReader, layers: tuple[Layer, ...]) -> tuple[Layer,
 
     Each is one full attention like the model's own, with an indexer of its own if the model has indexers.
     """
-    count = reader.size(*DRAFT_LAYERS, default=0)
+    count = reader.num_draft_layers
     if count > MOST_LAYERS:
         raise reader.wrong("num_nextn_predict_layers", count, f"at most {MOST_LAYERS:,}")
     if latent.keeps_compressed(reader):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from quire.spec.config_reader import DRAFT_LAYERS, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, ConfigReader
+from quire.spec.config_reader import HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, ConfigReader
 from quire.spec.families import Layer, state
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall, StateCall
 from quire.spec.weights.bits import Bits
@@ -243,7 +243,7 @@ def draft_layers(config: ConfigReader, layers: list[LayerModules], bits: Bits) -
     attention."""
     attending = [layer for layer in layers if any(not isinstance(call, StateCall) for call in layer.calls)]
     alone = _lone_modules(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    for ordinal in range(config.size(*DRAFT_LAYERS, default=0) if attending else 0):
+    for ordinal in range(config.num_draft_layers if attending else 0):
         last = attending[-1]
         others: Iterable[str] = [name for name in alone if name in _OTHERS] if alone else last.others
         draft = LayerModules(index=last.index, calls=last.calls, others=("projection", *others))
