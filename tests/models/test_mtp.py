@@ -93,6 +93,11 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, An
         loaded(tmp_path, "glm4_moe", changed=changed)
 
 
+def test_a_checkpoint_with_the_layer_passes_the_check_before_it_is_loaded(tmp_path: Path) -> None:
+    folder = save_predicting(tmp_path, "qwen3_next", *build_predicting("qwen3_next"))
+    check_model(engine_config(model=folder, speculative_config=CONFIG, skip_tokenizer_init=True))
+
+
 def test_copies_of_what_the_model_has_are_skipped(tmp_path: Path) -> None:
     copies = {f"model.layers.3.{name}.weight": torch.zeros(2) for name in ("embed_tokens", "shared_head.head")}
     loaded(tmp_path, "deepseek_v3", changed=copies)
@@ -102,6 +107,8 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     model, _ = build_predicting("glm4_moe")
     model.save_pretrained(tmp_path)
     target = load_model(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="no weights of a prediction layer"):
+        check_model(engine_config(model=target.name, speculative_config=CONFIG, skip_tokenizer_init=True))
     with pytest.raises(ModelLoadError, match=r"no weights of a prediction layer.*'mtp\.\*' or 'model\.layers\.3\.\*'"):
         load_mtp(target)
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
+from quire.models.draft_head import LoadedHead
+from quire.models.mtp import MtpHead
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -64,3 +66,28 @@ def drafts_of_a_head_count_as_computed(patch: Patch) -> None:
         drafter._computed[step.batch.rows[drafted]] = step.ends[drafted]
 
     patch.setattr(HeadDrafter, "follow", follow)
+
+
+@mutant("prediction layers", "a prediction layer reads embedding and hidden state in the order of another family")
+def embedding_and_hidden_state_are_swapped(patch: Patch) -> None:
+    real = MtpHead.forward
+
+    def forward(head: MtpHead, embeddings: Any, features: Any, positions: Any) -> Any:
+        head.config.mtp_hidden_states_first = True
+        try:
+            return real(head, embeddings, features, positions)
+        finally:
+            del head.config.mtp_hidden_states_first
+
+    patch.setattr(MtpHead, "forward", forward)
+
+
+@mutant("prediction layers", "drafts are made of what the model computed, not of what its prediction layer did")
+def drafts_do_not_follow_each_other(patch: Patch) -> None:
+    real = LoadedHead.run
+
+    def run(head: LoadedHead, running: Any, tokens: Any, features: Any, positions: Any) -> Any:
+        real(head, running, tokens, features, positions)
+        return features
+
+    patch.setattr(LoadedHead, "run", run)

@@ -20,12 +20,13 @@ from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, St
 from quire.memory.record import HEADER_BYTES
 from quire.models.registry import refuse_unsupported
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
-from quire.plan.draft import captured_layers, check_head, head_spec, refuse_mtp, with_draft_model
+from quire.plan.draft import captured_layers, check_head, head_spec, prediction_tensors, refuse_mtp, with_draft_model
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.source import check_tokenizer, model_folder, read_model_config
 from quire.spec.catalogue import catalogue_model
+from quire.spec.config_reader import NUM_LAYERS, ConfigReader
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
@@ -136,7 +137,7 @@ def check_draft(config: EngineConfig) -> None:
     rest. Raises ModelLoadError if one cannot be read, and UnsupportedModel."""
     speculation = config.speculative_config
     if speculation is not None and speculation.method == "mtp":
-        refuse_mtp(read_model_config(config.model, config.revision)[0], config.model)
+        _check_prediction_layer(config)
     if speculation is None or speculation.model is None:
         return
     name, is_model = speculation.model, speculation.method == "draft_model"
@@ -156,6 +157,23 @@ def check_draft(config: EngineConfig) -> None:
     if "dynamic" in str(given.get("rope_parameters") or given.get("rope_scaling")):  # it grows with the length
         draft = replace(draft, context_length=max(draft.context_length, settings.context or 0))
     with_draft_model(target, settings, draft)
+
+
+def _check_prediction_layer(config: EngineConfig) -> None:
+    """Refuse a model without a prediction layer. The tensors of a folder are looked up by name."""
+    from safetensors import SafetensorError, safe_open  # only this method needs it
+
+    given, folder = read_model_config(config.model, config.revision)[0], model_folder(config.model)
+    refuse_mtp(given, config.model)
+    names: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+        try:
+            with safe_open(path, framework="np") as file:
+                names += file.keys()
+        except (SafetensorError, OSError):  # the load says more of it
+            return
+    if names:
+        prediction_tensors(names, ConfigReader(given).size(*NUM_LAYERS), config.model)
 
 
 def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Plan:

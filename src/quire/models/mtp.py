@@ -7,7 +7,6 @@ tokens: its output at a position stands in for what the model computes at the ne
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,10 +24,7 @@ from quire.models.hf import LoadedModel
 from quire.models.hidden import DraftHead
 from quire.models.latent import install_latents
 from quire.models.source import ModelSource, quiet, reading
-from quire.plan.draft import refuse_mtp
-
-_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of what the model has."""
+from quire.plan.draft import prediction_tensors, refuse_mtp
 
 
 class MtpHead(DraftHead):
@@ -72,18 +68,9 @@ def load_mtp(target: LoadedModel, revision: str | None = None) -> LoadedHead:
 
 def _find_tensors(source: ModelSource, target: LoadedModel, opened: ExitStack) -> dict[str, Any]:
     """The tensors of the first layer by their names, not read yet. Their files are closed with `opened`."""
-    where = re.compile(rf"(model\.)?(language_model\.)?(mtp\.(?!layers\.[1-9])|layers\.{target.num_layers}\.)")
-    found: dict[str, Any] = {}
-    for path in source.weight_files():
-        file = opened.enter_context(safe_open(path, framework="pt"))
-        found |= {key: file.get_slice(key) for key in file.keys() if where.match(key) and not key.endswith(_SHARED)}  # noqa: SIM118 (no mapping)
-    if not found:
-        raise ModelLoadError(
-            f"'{target.name}' has no weights of a prediction layer: no tensor is named 'mtp.*' or "
-            f"'model.layers.{target.num_layers}.*'.",
-            fix="use a checkpoint that has them, or another method, such as ngram.",
-        )
-    return found
+    files = [opened.enter_context(safe_open(path, framework="pt")) for path in source.weight_files()]
+    where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (a file is no mapping)
+    return {key: where[key].get_slice(key) for key in prediction_tensors(where, target.num_layers, target.name)}
 
 
 def _build(target: LoadedModel) -> MtpModel:

@@ -5,11 +5,12 @@ What a draft model or head says of itself in its configuration is checked here, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import UnsupportedModel
+from quire.errors import ModelLoadError, UnsupportedModel
 from quire.plan.plan import PlanSettings
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families import Layer
@@ -70,6 +71,8 @@ _PREDICTING = (
 )
 """Model types whose prediction layers transformers computes, and of which it is known what they store."""
 
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+
 
 def refuse_mtp(config: Mapping[str, Any], name: str) -> None:
     """Raise UnsupportedModel if the model of this configuration has no prediction layers that an engine can run."""
@@ -79,6 +82,22 @@ def refuse_mtp(config: Mapping[str, Any], name: str) -> None:
             f"'{name}' is of type '{kind}', of which transformers computes no prediction layers.",
             fix=f"use another method, such as ngram; mtp runs {', '.join(_PREDICTING)}.",
         )
+
+
+def prediction_tensors(names: Iterable[str], num_layers: int, name: str) -> list[str]:
+    """Those of these tensors that are weights of the first prediction layer of a model of so many layers.
+
+    Copies of what the model has are left out. Raises ModelLoadError, naming the model, if there are none.
+    """
+    own = re.compile(rf"(model\.)?(language_model\.)?(mtp\.(?!layers\.[1-9])|layers\.{num_layers}\.)")
+    found = [each for each in names if own.match(each) and not each.endswith(_SHARED)]
+    if not found:
+        raise ModelLoadError(
+            f"'{name}' has no weights of a prediction layer: no tensor is named 'mtp.*' or "
+            f"'model.layers.{num_layers}.*'.",
+            fix="use a checkpoint that has them, or another method, such as ngram.",
+        )
+    return found
 
 
 def head_spec(config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
