@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 
 from quire.engine.before_load import check_model
@@ -96,6 +97,27 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, An
 def test_a_checkpoint_with_the_layer_passes_the_check_before_it_is_loaded(tmp_path: Path) -> None:
     folder = save_predicting(tmp_path, "qwen3_next", *build_predicting("qwen3_next"))
     check_model(engine_config(model=folder, speculative_config=CONFIG, skip_tokenizer_init=True))
+
+
+def test_the_layer_of_a_model_inside_of_a_wrapper_is_read(tmp_path: Path) -> None:
+    """Qwen3.5 as it is published: the language model is a part of another, and its layer is not."""
+    model, mtp = build_predicting("qwen3_5_text")
+    folder = save_predicting(tmp_path, "qwen3_5_text", model, mtp)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {key.replace("model.", "model.language_model."): tensor for key, tensor in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    check_model(engine_config(model=folder, speculative_config=CONFIG, skip_tokenizer_init=True))
+    found, wanted = load_mtp(load_model(folder))._head.state_dict(), mtp.layers[0].state_dict()
+    assert all(torch.equal(found[f"layer.{key}"], tensor) for key, tensor in wanted.items())
+
+
+def test_of_several_layers_the_first_is_read(tmp_path: Path) -> None:
+    both = build_predicting("glm4_moe", num_nextn_predict_layers=2)
+    others = {"model.layers.4.eh_proj.weight": torch.zeros(2), "model.layers.4.enorm.weight": torch.zeros(2)}
+    target = load_model(save_predicting(tmp_path, "glm4_moe", *both, changed=others))
+    assert len(target.spec.drafts) == 2 and len(load_mtp(target).spec.layers) == 1
 
 
 def test_copies_of_what_the_model_has_are_skipped(tmp_path: Path) -> None:
