@@ -54,15 +54,19 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
 
 def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> MemoryPlan:
     """The plan with room for so many drafts of each request, which branch where every group has pages. States are as
-    many as the planner adds: one for each token that a step verifies."""
+    many as the planner adds, one for each token that a step verifies; of an odd number of drafts, for one request."""
     branches = branches and all(group.reach.kind in ("full", "window") for group in plan.groups)
     topk = 2 if branches else 1
     speculation = SpeculativeConfig(
         method="ngram", num_steps=num_drafts, topk=topk, num_draft_tokens=topk * num_drafts + 1
     )
+
+    def states(frames: int) -> int:
+        return frames + num_drafts if num_drafts % 2 else frames * (2 + num_drafts)
+
     more = -(-get_alloc_reserve_per_decode(speculation, plan.page_size) // plan.page_size)
     frames = [
-        plan.frames_of(at) * (2 + num_drafts) if group.reach.kind == "state" else plan.frames_of(at) + more
+        states(plan.frames_of(at)) if group.reach.kind == "state" else plan.frames_of(at) + more
         for at, group in enumerate(plan.groups)
     ]
     return replace(plan, speculation=speculation, num_pages=plan.num_pages + more, frames=tuple(frames))

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from quire.observe.explain import Cause
+from quire.spec.speculation import SpeculativeConfig
 from quire.tiers.transfer import Lane
-from tests.offload.cached_bytes import ALICE, PAGE, asking, tokens_of
+from tests.offload.cached_bytes import ALICE, FULL, PAGE, STATE, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
 
 PROMPTS = [tokens_of(range(first, first + 4)) for first in (0, 10, 20)]
@@ -78,4 +79,18 @@ def test_who_begins_counts() -> None:
         assert kv.num_cached == 0
         world.cache.finish(kv)
     assert even.why_off(Lane.LOAD)
+    world.close()
+
+
+@pytest.mark.parametrize(("frames", "reused"), [(5, 0), (6, 4 * PAGE)])
+def test_a_load_that_leaves_no_room_for_drafts_is_declined(frames: int, reused: int) -> None:
+    """A request needs a state and one after each of four drafts. It would wait for ever for one more."""
+    speculation = SpeculativeConfig(method="ngram", num_steps=4, num_draft_tokens=5)
+    world = TieredCache(reaches=(FULL, STATE), frames=(16, frames), stores=False, speculation=speculation)
+    world.compute(PROMPTS[0])
+    world.demote()
+    hit = world.cache.match(asking(PROMPTS[0]), ALICE)
+    assert hit.num_tokens == reused and bool(hit.choice.declined_pages) != bool(reused)
+    assert world.cache.admission.why_not(hit, 5) == ""
+    assert world.compute(asking(PROMPTS[0])) == reused
     world.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from quire.cache import KVCache, RequestKV
 from quire.offload import Offloads, offload_of
@@ -13,6 +14,7 @@ from quire.sim.virtual_mover import VirtualMover
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
+from quire.spec.speculation import SpeculativeConfig
 from quire.testing.plans import small_plan
 from quire.tiers.break_even import BreakEven
 from quire.tiers.tombstones import tombstone_scope
@@ -48,10 +50,11 @@ class TieredCache(CachedBytes):
         always: bool = True,
         prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
         most_bytes: Mapping[Lane, int] | None = None,
+        speculation: SpeculativeConfig | None = None,
     ) -> None:
         super().__init__()
         self.now = 0.0
-        self.plan = small_plan(
+        plan = small_plan(
             num_pages,
             PAGE,
             context=context,
@@ -59,6 +62,7 @@ class TieredCache(CachedBytes):
             reaches=tuple(reaches),
             frames=tuple(frames),
         )
+        self.plan = replace(plan, speculation=speculation)
         self.store = store if store is not None else ScriptedStore()
         most = max(self.plan.frames_of(index) for index in range(len(reaches)))
         owned = [(0,)] * len(reaches)

@@ -92,8 +92,12 @@ class Tiering:
         return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 
     def is_too_much(self, loads: Iterable[int]) -> bool:
-        """Whether loading so many frames, by group, would leave a request no frame to continue in."""
-        return any(count >= group.num_frames for group, count in zip(self._groups, loads, strict=True) if count)
+        """Whether loading so many frames, by group, would leave a request too few to continue in, with its drafts."""
+        return any(
+            count + group.needs(1, 0) > group.num_frames
+            for group, count in zip(self._groups, loads, strict=True)
+            if count
+        )
 
     @property
     def num_dropped(self) -> int:
