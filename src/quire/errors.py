@@ -201,6 +201,13 @@ class StoreError(QuireError):
     status = 503
 
 
+class ConnectorError(QuireError):
+    """A connector that cannot start, or an address or target that it refuses."""
+
+    code = "QUIRE-TRANSFER-01"
+    status = 503
+
+
 class HostMemoryError(QuireError):
     """Requested host memory that the machine does not have. Raised before the engine is ready, never later."""
 

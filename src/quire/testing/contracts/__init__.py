@@ -2,4 +2,6 @@
 
 import pytest
 
-pytest.register_assert_rewrite("quire.testing.contracts.store", "quire.testing.contracts.store_model")
+pytest.register_assert_rewrite(
+    "quire.testing.contracts.connector", "quire.testing.contracts.store", "quire.testing.contracts.store_model"
+)

@@ -1,0 +1,287 @@
+"""Every connector passes the contract, and what is its own."""
+
+from __future__ import annotations
+
+import hmac
+import importlib
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from quire.errors import ConnectorError, InvalidInput
+from quire.testing.contracts.connector import ConnectorContract
+from quire.transfer.connector import Connector, Progress
+from quire.transfer.connectors import registry
+from quire.transfer.connectors.memory import Fault, MemoryConnector
+from quire.transfer.connectors.registry import open_connector
+from quire.transfer.connectors.tcp import TcpConnector
+from quire.transfer.spans import Memory, Spans, batches, join
+
+SECRET = b"a shared secret"
+
+
+def can_import(*names: str) -> bool:
+    """Whether any of these modules can be imported here."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        return True
+    return False
+
+
+class TestMemory(ConnectorContract):
+    separate = False
+
+    @staticmethod
+    def make(memory: Memory, name: str) -> Connector:
+        return open_connector("memory", memory, name=name)
+
+
+class TestTcp(ConnectorContract):
+    @staticmethod
+    def make(memory: Memory, name: str) -> Connector:
+        return open_connector("tcp", memory, name=name, secret=SECRET)
+
+
+@pytest.mark.skipif(
+    not can_import("nixl_cu12._bindings", "nixl_cu13._bindings"),
+    reason="`pip install --no-deps nixl-cu12==1.5.1` brings NIXL",
+)
+class TestNixl(ConnectorContract):
+    checks_tags = False
+
+    @staticmethod
+    def make(memory: Memory, name: str) -> Connector:
+        return open_connector("nixl", memory, name=name)
+
+
+@pytest.mark.skipif(
+    not can_import("mooncake.engine"),
+    reason="`pip install --no-deps mooncake-transfer-engine-non-cuda` and libibverbs1 bring Mooncake",
+)
+class TestMooncake(ConnectorContract):
+    checks_tags = False
+    leaves_nothing = False  # threads of the library stay
+    death_s = 3.0  # it tries again to connect
+
+    @staticmethod
+    def make(memory: Memory, name: str) -> Connector:
+        return open_connector("mooncake", memory, name=name)
+
+
+# -- tcp: foreign connections
+
+SPANS = np.array([[0, 3000], [5000, 70_000]])
+
+
+@pytest.fixture
+def receiver() -> Iterator[TcpConnector]:
+    connector = TcpConnector(np.zeros(100_000, np.uint8), name="receiver", secret=SECRET)
+    yield connector
+    connector.close()
+
+
+def ended(writer: Connector, receiver: TcpConnector, tag: int, target: bytes, seconds: float = 5.0) -> Progress:
+    """How a write of SPANS ends."""
+    writer.connect("receiver", receiver.address())
+    write = writer.write("receiver", tag, SPANS, target)
+    gives_up = time.monotonic() + seconds
+    while write.poll() is Progress.PENDING and time.monotonic() < gives_up:
+        time.sleep(0.001)
+    return write.poll()
+
+
+def call(receiver: TcpConnector) -> socket.socket:
+    """A connection of a stranger."""
+    _, _, host, port = msgspec.msgpack.decode(receiver.address())
+    return socket.create_connection((host, port), 5)
+
+
+def is_refused(receiver: TcpConnector, count: int, seconds: float = 5.0) -> bool:
+    """Whether so many connections are counted, in time."""
+    gives_up = time.monotonic() + seconds
+    while receiver.refused < count and time.monotonic() < gives_up:
+        time.sleep(0.001)
+    return receiver.refused == count
+
+
+def still_works(receiver: TcpConnector) -> None:
+    writer = TcpConnector(np.full(100_000, 3, np.uint8), name="writer", secret=SECRET)
+    assert ended(writer, receiver, 99, receiver.open(99, SPANS)) is Progress.LANDED
+    writer.close()
+
+
+def test_tcp_listens_on_loopback_alone(receiver: TcpConnector) -> None:
+    _, _, _, port = msgspec.msgpack.decode(receiver.address())
+    listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [ip for ip, own in listening if own == port] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n" + b"x" * 80, b"\0" * 4096])
+def test_tcp_refuses_what_is_no_connector(receiver: TcpConnector, said: bytes) -> None:
+    with call(receiver) as stranger:
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        assert is_refused(receiver, 1)
+    still_works(receiver)
+
+
+def test_tcp_refuses_another_secret(receiver: TcpConnector) -> None:
+    target = receiver.open(1, SPANS)
+    writer = TcpConnector(np.full(100_000, 3, np.uint8), name="writer", secret=SECRET + b"!")
+    assert ended(writer, receiver, 1, target) is Progress.FAILED
+    assert is_refused(receiver, 1) and not np.any(receiver._memory)
+    writer.close()
+    still_works(receiver)
+
+
+def test_tcp_refuses_a_proof_that_was_heard(receiver: TcpConnector) -> None:
+    """A stranger repeats a writer's words, and its own nonce comes back as a proof that is no writer's."""
+    with call(receiver) as stranger:
+        nonce = secrets.token_bytes(32)
+        stranger.sendall(b"QTCP1\0\0\0" + nonce)
+        answer = b""
+        while len(answer) < 64:
+            answer += stranger.recv(64 - len(answer))
+        assert hmac.compare_digest(
+            answer[32:], hmac.digest(SECRET, b"QTCP1\0\0\0receiver" + nonce + answer[:32] + b"receiver", "sha256")
+        )
+        stranger.sendall(answer[32:])
+        assert stranger.recv(1) == b""
+    assert is_refused(receiver, 1)
+    still_works(receiver)
+
+
+def test_tcp_bounds_strangers_in_number_and_time(receiver: TcpConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.transfer.connectors.tcp._HANDSHAKE_S", 0.3)
+    silent = [call(receiver) for _ in range(20)]
+    assert is_refused(receiver, 20)
+    for stranger in silent:
+        stranger.close()
+    still_works(receiver)
+
+
+def test_tcp_is_not_taken_for_another_peer(receiver: TcpConnector) -> None:
+    """A restarted receiver on the port of the old one has the secret, but not its name."""
+    target = receiver.open(1, SPANS)
+    writer = TcpConnector(np.full(100_000, 3, np.uint8), name="writer", secret=SECRET)
+    kind, _, host, port = msgspec.msgpack.decode(receiver.address())
+    writer.connect("receiver-1", msgspec.msgpack.encode((kind, "receiver-1", host, port)))
+    write = writer.write("receiver-1", 1, SPANS, target)
+    while write.poll() is Progress.PENDING:
+        time.sleep(0.001)
+    assert write.poll() is Progress.FAILED and "another peer" in write.error
+    assert not np.any(receiver._memory)
+    writer.close()
+
+
+# -- memory: faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "progress", "landed"),
+    [
+        (Fault(), Progress.LANDED, "all"),
+        (Fault(delay_s=0.05), Progress.LANDED, "all"),
+        (Fault(drop=True), Progress.PENDING, "none"),
+        (Fault(short=True), Progress.LANDED, "some"),
+        (Fault(swap=True), Progress.LANDED, "some"),
+    ],
+)
+def test_faults(fault: Fault, progress: Progress, landed: str) -> None:
+    memory = np.random.default_rng(0).integers(1, 256, 1000, np.uint8)
+    writer = MemoryConnector(memory, name="faulty", faults=lambda peer, tag: fault)
+    receiver = MemoryConnector(np.zeros(1000, np.uint8), name="target")
+    writer.connect("target", receiver.address())
+    spans = np.array([[0, 100], [200, 100], [400, 100]])
+    write = writer.write("target", 1, spans, receiver.open(1, spans))
+    if fault.delay_s:
+        assert write.poll() is Progress.PENDING
+        time.sleep(fault.delay_s)
+    assert write.poll() is progress
+    places = np.concatenate([np.arange(start, start + length) for start, length in spans])
+    arrived = receiver._memory[places] == memory[places]
+    assert {"all": arrived.all(), "none": not arrived.any(), "some": arrived.any() and not arrived.all()}[landed]
+    writer.disconnect("target")
+    assert write.poll() is (Progress.FAILED if fault.drop else progress)
+
+
+def test_a_late_write() -> None:
+    """It lands after its tag was shut, which `shut` does not deny."""
+    writer = MemoryConnector(np.ones(1000, np.uint8), name="late", faults=lambda peer, tag: Fault(late=True))
+    receiver = MemoryConnector(np.zeros(1000, np.uint8), name="target")
+    writer.connect("target", receiver.address())
+    spans = np.array([[0, 100]])
+    write = writer.write("target", 1, spans, receiver.open(1, spans))
+    assert not receiver.shut(1)
+    assert write.poll() is Progress.LANDED and receiver._memory[:100].all()
+    assert receiver.shut(1)
+
+
+# -- the registry
+
+
+def test_auto_is_nixl_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda name: name == "nixl_cu13")
+    assert registry.connector_kind("auto") == "nixl"
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    assert registry.connector_kind("auto") == "tcp"
+
+
+def test_unknown_and_missing_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = np.zeros(1000, np.uint8)
+    with pytest.raises(InvalidInput, match="use auto, or one of nixl, tcp"):
+        open_connector("pigeon", memory, name="me")
+    with pytest.raises(InvalidInput, match="secret"):
+        open_connector("tcp", memory, name="me")
+    with pytest.raises(ConnectorError, match=r"cannot listen on 192\.0\.2\.1"):
+        open_connector("tcp", memory, name="me", secret=SECRET, host="192.0.2.1")
+    for name in ("nixl_cu12", "nixl_cu12._api", "nixl_cu13", "nixl_cu13._api", "mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("quire.transfer.connectors.nixl.find_spec", lambda name: None)
+    fixes = {"nixl": "pip install --no-deps nixl-cu12==1.5.1", "mooncake": "apt-get install libibverbs1"}
+    for kind, command in fixes.items():
+        with pytest.raises(ConnectorError, match=command):
+            open_connector(kind, memory, name="me")
+
+
+# -- spans
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_cover_the_same_bytes(seed: int) -> None:
+    """Runs of random spans, partly adjacent, pair the same bytes in order, are bounded, and are as few as can be."""
+    random = np.random.default_rng(seed)
+    lengths = np.where(random.random(200) < 0.1, random.integers(4 << 20, 13 << 20, 200), random.integers(1, 50, 200))
+
+    def side() -> Spans:
+        gaps = random.integers(0, 2, 200) * random.integers(0, 2, 200)
+        return np.stack([(lengths + gaps).cumsum() - lengths, lengths], axis=1)
+
+    here, there = side(), side()
+    runs = join(here, there)
+    assert runs[:, 2].min() > 0 and runs[:, 2].max() <= 4 << 20 and runs[:, 2].sum() == lengths.sum()
+    expected: list[list[int]] = []
+    for (mine, length), (theirs, _) in zip(here.tolist(), there.tolist(), strict=True):
+        if expected and expected[-1][0] + expected[-1][2] == mine and expected[-1][1] + expected[-1][2] == theirs:
+            expected[-1][2] += length
+        else:
+            expected.append([mine, theirs, length])
+    cut = [
+        (mine + done, theirs + done, min(length - done, 4 << 20))
+        for mine, theirs, length in expected
+        for done in range(0, length, 4 << 20)
+    ]
+    assert runs.tolist() == [list(each) for each in cut]
+    batched = list(batches(runs, 7, 6 << 20))
+    assert np.array_equal(np.concatenate(batched), runs)
+    assert all(len(batch) <= 7 and (len(batch) == 1 or batch[:, 2].sum() <= 6 << 20) for batch in batched)
