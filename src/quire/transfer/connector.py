@@ -7,7 +7,7 @@ has deadlines. It never reads outside the spans of a write, and never writes out
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from quire.transfer.spans import Spans
 
@@ -49,7 +49,7 @@ class Write:
 class Connector(Protocol):
     """Seven verbs, called from any thread. The constructor gets the memory, which stays mapped until after `close`."""
 
-    kind: str
+    kind: ClassVar[str]
     """Its name in the registry. Peers must have the same."""
 
     def address(self) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from quire.errors import ConnectorError
-from quire.transfer.connector import Progress, Write
+from quire.transfer.connector import Connector, Progress, Write
 from quire.transfer.spans import Memory, Runs, Spans, check_spans, pack_target, runs_to
 
 _connectors: WeakValueDictionary[str, MemoryConnector] = WeakValueDictionary()
@@ -27,7 +27,7 @@ class Fault:
     late: bool = False  # it lands even if its tag is shut, as over a transport that the receiver cannot stop
 
 
-class MemoryConnector:
+class MemoryConnector(Connector):
     """The port within a process. `faults` gives the fault of a write to a peer under a tag."""
 
     kind = "memory"

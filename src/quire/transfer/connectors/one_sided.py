@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import msgspec
 
 from quire.errors import ConnectorError
-from quire.transfer.connector import Write
+from quire.transfer.connector import Connector, Write
 from quire.transfer.spans import Memory, Runs, Spans, batches, check_spans, pack_target, runs_to
 
 _SHORTEST_S: Final = 0.0002
@@ -46,7 +46,7 @@ class _Link:
         self.is_open = True
 
 
-class OneSided:
+class OneSided(Connector):
     """The port over such a library. A subclass sets `kind` and the bounds of a batch, and implements the methods from
     `_start` on, which only the thread calls.
 
@@ -54,7 +54,6 @@ class OneSided:
     always False. A batch that has begun cannot be stopped: its write stays PENDING until the library says that it has
     ended, also after `disconnect`, and for ever after `close`."""
 
-    kind: ClassVar[str]
     most_runs: ClassVar[int]
     most_bytes: ClassVar[int]
     listens_s: ClassVar[float | None] = None

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from quire.errors import ConnectorError, InvalidInput
-from quire.transfer.connector import Write
+from quire.transfer.connector import Connector, Write
 from quire.transfer.spans import Memory, Runs, Spans, batches, check_spans, join, pack_target, runs_to
 
 _MAGIC: Final = b"QTCP1\0\0\0"
@@ -97,7 +97,7 @@ class _Link:
         self.gives_up = time.monotonic() + _HANDSHAKE_S
 
 
-class TcpConnector:
+class TcpConnector(Connector):
     """The port over TCP. `host` is the address of this machine that is listened on and given to peers. `refused` counts
     connections that were foreign, malformed, too many, or slow to prove the secret."""
 
