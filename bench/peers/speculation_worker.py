@@ -67,14 +67,14 @@ class FollowingQuire(Quire):
         sampler = self.llm.engine.runner._sampler
         draw = sampler.draw
 
-        def following(logits: Any, places: Any) -> Any:
+        def following(logits: Any, places: Any, *more: Any) -> Any:
             if self.given is not None:
                 given = self.given
                 rows = [
                     given.row(each.request_id, each.tokens[: each.num_prompt_tokens].tolist) for each in places.requests
                 ]
                 given.follow(logits, rows, places.outputs)
-            return draw(logits, places)
+            return draw(logits, places, *more)
 
         sampler.draw = following
         self._turns = 0

@@ -154,23 +154,25 @@ class _Step:
         key, value = self._read(segment.source)
         query = self.query[segment.rows]
         if segment.batched:
-            return self._batched(query, key, value, segment.batched, segment.mask)
+            return self._batched(query, key, value, segment)
         key, value = key[segment.start : segment.stop], value[segment.start : segment.stop]
         if segment.causal or segment.mask is not None:
             return self._block(query, key, value, segment)
-        return self._batched(query, key, value, 1, None)  # rows that see the same keys, whatever their sequences
+        return self._batched(query, key, value, segment)  # rows that see the same keys, whatever their sequences
 
-    def _batched(
-        self, query: Tensor, key: Tensor, value: Tensor, count: int, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Equal parts of the rows against `count` equal parts of the keys. The rows of a part and the heads of a group
-        are the rows of one product. `mask` is `[count, rows, keys]`."""
+    def _batched(self, query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Equal parts of the rows against as many equal parts of the keys. The rows of a part and the heads of a group
+        are the rows of one product."""
         _, kv_heads, group, _ = query.shape
+        count, mask = max(1, segment.batched), segment.mask
         key = key.view(count, -1, *key.shape[1:]).transpose(1, 2)  # [count, kv_heads, keys, dim]
         value = value.view(count, -1, *value.shape[1:]).transpose(1, 2)
         rows = query.shape[0] // count
-        if mask is not None:
-            mask = (mask if rows == 1 else mask.repeat(1, group, 1)).unsqueeze(1)
+        if mask is not None and rows > 1 and group > 1:
+            if segment.folded is None or segment.folded.shape[1] != group * rows:
+                segment.folded = mask.repeat(1, group, 1)
+            mask = segment.folded
+        mask = None if mask is None else mask.unsqueeze(1)
         if rows == 1:
             return self.attend(query, key, value, mask=mask)
         folded = query.view(count, rows, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.segments import Sequences, Slots, StepPlan, Trees, flatten_ranges, to_device
+from quire.kernels.segments import MAX_BATCHED_ROWS, Sequences, Slots, StepPlan, Trees, flatten_ranges, to_device
 from quire.spec.ids import Ids
 
 T = TypeVar("T")
@@ -116,7 +116,9 @@ class PagedBatch:
         starts, contexts = self.query_starts.astype(np.int64), self.context_lens.astype(np.int64)
         lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if self.ids is None else self.ids
         trees = None if self.parents is None else Trees.of(self.parents, starts)
-        return Sequences(starts, lows, contexts, self.frames, ids, self.page_size, np.diff(starts), trees)
+        counts = np.diff(starts)
+        verifies = 1 < int(counts.max(initial=0)) <= MAX_BATCHED_ROWS
+        return Sequences(starts, lows, contexts, self.frames, ids, self.page_size, counts, trees, verifies)
 
     def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
         """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone.

@@ -37,11 +37,12 @@ class AttentionPlanner:
     """Plans of the batches of one group, step after step. A plan is valid until the next batch asks for one.
 
     It holds, per window, the page tables of the last step's sequences and one int64 per gathered token, up to about
-    `MAX_CACHED_SLOTS`; larger plans are not kept.
+    `MAX_CACHED_SLOTS`; larger plans are not kept. Steps that verify drafts have plans of their own, so that steps with
+    and without drafts may alternate.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[int, bool, torch.device], _CachedPlan] = {}
+        self._plans: dict[tuple[int, bool, torch.device, bool], _CachedPlan] = {}
         self._parts: dict[Hashable, AttentionPlanner] = {}
 
     def part(self, name: Hashable) -> AttentionPlanner:
@@ -50,7 +51,7 @@ class AttentionPlanner:
 
     def plan(self, sequences: Sequences, window: int, device: torch.device, *, chunked: bool) -> StepPlan:
         """See `PagedBatch.plan`. O(pages compared + changes since the last step)."""
-        key = (window, chunked, device)
+        key = (window, chunked, device, sequences.verifies)
         cached = self._plans.get(key)
         if cached is None:
             cached = self._plans[key] = _CachedPlan(0 if chunked else window, device)
@@ -211,6 +212,8 @@ class _CachedPlan:
         """Rows whose suffix or run has grown too long, whose run ends, or whose plan is transient."""
         rows = self.rows
         outgrown: Bools = self.transient | (rows.contexts - self.suffixes.shift > self.limits)
+        if self.window:  # a ring has one column for several of so many tokens
+            outgrown |= rows.contexts - before.contexts > self.window
         grows = np.flatnonzero(self.ends >= 0)
         if len(grows):
             counts = rows.contexts[grows] - before.contexts[grows]

@@ -71,6 +71,7 @@ class Segment:
     batched: int = 0  # sequences; the rows of the i-th read the i-th of as many equal parts of the source
     first: bool = False
     last: bool = False
+    folded: Tensor | None = None  # the mask once for each head of a group, as attention made it in this step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +128,7 @@ class Sequences:
     """Runs of rows `starts[i]:starts[i + 1]`, each the last of a context of positions `lows[i]:contexts[i]`.
 
     `ids` identify sequences within a step and in the next one. `frames` as in `PagedBatch`, `trees` those of the batch.
+    It `verifies` drafts if no sequence has many rows, and some have several.
     """
 
     starts: Slots
@@ -137,6 +139,7 @@ class Sequences:
     page_size: int
     queries: Slots
     trees: Trees | None = None
+    verifies: bool = False
 
     def cut(self, size: int) -> Sequences:
         """A sequence per chunk of `size` positions that has rows: rows read their own chunk only.

@@ -169,6 +169,7 @@ class Suffixes:
             if self._window:
                 hidden |= keys[:, None, :] <= positions[:, :, None] - self._window
             np.copyto(block.seen, np.where(hidden, _HIDDEN, np.float32(0)))
+            block.segment.folded = None
             if self._mirrored:
                 assert block.segment.mask is not None
                 block.segment.mask.copy_(torch.from_numpy(block.seen), non_blocking=True)
