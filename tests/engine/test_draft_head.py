@@ -148,10 +148,10 @@ def keys_of(core: EngineCore, tokens: list[int]) -> torch.Tensor:
 
 
 def check_pages_are_complete(
-    target: LoadedModel, head: LoadedHead, kind: str, page_size: int, *, governed: bool
+    target: LoadedModel, head: LoadedHead, config: dict[str, Any], page_size: int, *, governed: bool
 ) -> None:
     """The head's keys of each cached page are those that a prompt of all these tokens leaves."""
-    settings = {"draft": head, "speculative_config": config_of(kind)}
+    settings = {"draft": head, "speculative_config": config}
     core = core_for(target, page_size=page_size, max_num_batched_tokens=23, **settings, **BOUNDS)
     assert core.speculator is not None
     core.speculator._governor = Sometimes() if governed else None  # type: ignore[assignment]
@@ -173,7 +173,7 @@ def check_heads(page_size: int) -> None:
     with TemporaryDirectory() as folder:
         target, bigrams = tiny_target(), bigram_target()
         head = head_for(target, "eagle", Path(folder, "random"))
-        check_pages_are_complete(target, head, "eagle", page_size, governed=False)
+        check_pages_are_complete(target, head, config_of("eagle"), page_size, governed=False)
         check_always_right(bigrams, rigged_head(bigrams, Path(folder, "rigged")), page_size)
 
 
@@ -183,7 +183,7 @@ def test_cached_pages_are_complete(
     target: LoadedModel, head: LoadedHead, kind: str, page_size: int, governed: bool
 ) -> None:
     """Whether steps draft or not."""
-    check_pages_are_complete(target, head, kind, page_size, governed=governed)
+    check_pages_are_complete(target, head, config_of(kind), page_size, governed=governed)
 
 
 def test_starved(target: LoadedModel, head: LoadedHead, kind: str) -> None:

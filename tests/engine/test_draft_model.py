@@ -216,12 +216,16 @@ class Mistaken:
         wrong = torch.from_numpy(self._random.random(len(drawn.tokens)) < 0.4)
         return Drawn(torch.where(wrong, (drawn.tokens + 1) % VOCAB_SIZE, drawn.tokens), {})
 
+    def scores(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
+        scores = self._sampler.scores(logits, places)
+        return scores.roll(1, dims=-1) if self._random.random() < 0.4 else scores
 
-def check_pages_are_complete(target: LoadedModel, page_size: int) -> None:
+
+def check_pages_are_complete(target: LoadedModel, page_size: int, config: dict[str, Any] = DRAFT) -> None:
     """Whether steps draft or not, and drafts are right or not, each cached page has what both models computed: here,
     they are one."""
     core = core_for(
-        target, page_size=page_size, draft=target, speculative_config=DRAFT, max_num_batched_tokens=23, **BOUNDS
+        target, page_size=page_size, draft=target, speculative_config=config, max_num_batched_tokens=23, **BOUNDS
     )
     assert core.speculator is not None
     core.speculator._governor = Sometimes()  # type: ignore[assignment]

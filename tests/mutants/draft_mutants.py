@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.engine import draft_head, draft_model
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
 from quire.models.draft_head import LoadedHead
 from quire.models.mtp import MtpHead
+from quire.speculative.tree import BestFirst
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -91,3 +93,39 @@ def drafts_do_not_follow_each_other(patch: Patch) -> None:
         return features
 
     patch.setattr(LoadedHead, "run", run)
+
+
+# -- trees
+
+
+@mutant("draft trees", "after a right branch the head reads what it kept of a wrong one")
+def what_a_head_keeps_is_not_moved(patch: Patch) -> None:
+    patch.setattr(HeadDrafter, "moved", lambda drafter, step, sources, targets: None)
+
+
+@mutant("draft trees", "pages that a right branch fills have what the draft computes after all branches before it")
+def branches_are_followed_as_a_chain(patch: Patch) -> None:
+    for module in (draft_model, draft_head):
+        patch.setattr(module, "parents_of", lambda step, at, starts: None)
+
+
+@mutant("draft trees", "a branch is drafted at positions after those of the branch before it")
+def positions_of_drafted_branches_are_their_rows(patch: Patch) -> None:
+    real = draft_model.DraftLayers.running
+
+    def running(layers: Any, requests: Any, starts: Any, ends: Any, parents: Any = None) -> Any:
+        return real(layers, requests, starts, ends, parents)[0], real(layers, requests, starts, ends)[1]
+
+    patch.setattr(draft_model.DraftLayers, "running", running)
+
+
+@mutant("best first", "the children of an unlikely token are computed in place of likely ones")
+def children_are_as_likely_as_without_their_parents(patch: Patch) -> None:
+    real = BestFirst.grow
+
+    def grow(tree: BestFirst, at: Any, tokens: Any, scores: Any) -> None:
+        before, tree._scores = tree._scores, np.where(np.isfinite(tree._scores), 0, tree._scores)
+        real(tree, at, tokens, scores)
+        tree._scores = np.where(np.isfinite(before), before, tree._scores)
+
+    patch.setattr(BestFirst, "grow", grow)

@@ -11,7 +11,7 @@ from quire.errors import QuireError
 from quire.plan import planner
 from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
-from tests.engine import drafted, test_draft_head, test_mtp
+from tests.engine import drafted, test_draft_head, test_draft_trees, test_mtp
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target
 from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
@@ -91,6 +91,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "draft models": [
         lambda: check_drafts_for_itself(tiny_target(), 16, "greedy"),
         lambda: check_pages_are_complete(tiny_target(), 4),
+    ],
+    "draft trees": [lambda kind=kind: test_draft_trees.check_trees(kind) for kind in ("eagle", "draft_model")],
+    "best first": [
+        lambda case=case: test_verify.test_trees_grow_best_first(*case) for case in ((2, 4, 6), (3, 3, 9), (4, 3, 40))
     ],
     "draft heads": [lambda: test_draft_head.check_heads(4)],
     "prediction layers": [lambda: test_mtp.check_drafts("glm4_moe")],

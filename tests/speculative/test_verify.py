@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.speculative.governor import Governor
-from quire.speculative.tree import joined
+from quire.speculative.tree import BestFirst, joined
 from quire.speculative.verify import accepted_draws
 
 _work = st.tuples(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=5))
@@ -164,3 +164,51 @@ def test_what_becomes_worth_it_is_found() -> None:
             governor.measured(1, drafts, 1.0 + 0.1 * drafts)
             tokens += 1 + drafts * right
     assert tokens > 2 * 6000
+
+
+@pytest.mark.parametrize(("topk", "depth", "most"), [(2, 1, 2), (2, 4, 6), (3, 3, 9), (4, 3, 40), (1, 5, 4)])
+def test_trees_grow_best_first(topk: int, depth: int, most: int) -> None:
+    """Against the definition, for requests of different depths: at each depth the likeliest nodes are expanded."""
+    limits = [depth, 1, max(1, depth - 1), depth]
+
+    def children(request: int, path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        random = np.random.default_rng([request, *path])
+        scores = np.log(random.dirichlet(np.ones(9))).astype(np.float32)
+        if request == 3:
+            scores[2:] = -np.inf  # filters leave two tokens
+        tokens = (-scores).argsort(kind="stable")[:topk]
+        return tokens, scores[tokens]
+
+    tree = BestFirst(len(limits), topk, depth)
+    nodes: list[dict[tuple[int, ...], float]] = [{} for _ in limits]
+    expanded: list[list[tuple[int, ...]]] = [[()] for _ in limits]
+    every: list[list[tuple[int, ...]]] = [[] for _ in limits]
+    for place in range(depth):
+        at = np.array([request for request, limit in enumerate(limits) if limit > place])
+        found = [[children(request, path) for path in expanded[request]] for request in at]
+        tree.grow(at, *(np.array([[pair[of] for pair in each] for each in found]) for of in (0, 1)))
+        for request, own in zip(at.tolist(), found, strict=True):
+            new = {
+                (*path, int(token)): nodes[request].get(path, np.float32(0)) + score
+                for path, (tokens, scores) in zip(expanded[request], own, strict=True)
+                for token, score in zip(tokens, scores, strict=True)
+            }
+            nodes[request] |= new
+            expanded[request] = sorted(new, key=lambda path: -new[path])[:topk]
+            every[request] += expanded[request]
+        tokens, parents = tree.rows(at)
+        for request, own_tokens, own_parents in zip(at.tolist(), tokens.tolist(), parents.tolist(), strict=True):
+            paths: list[tuple[int, ...]] = []
+            for token, parent in zip(own_tokens, own_parents, strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            assert paths == every[request]
+    drafts = tree.drafts(most)
+    assert drafts.parents is not None
+    for request, known in enumerate(nodes):
+        likeliest = sorted((path for path in known if np.isfinite(known[path])), key=lambda path: -known[path])[:most]
+        own = []
+        for at in range(int(drafts.counts[request])):
+            parent = int(drafts.parents[request, at])
+            assert parent < at
+            own.append((*(own[parent] if parent >= 0 else ()), int(drafts.tokens[request, at])))
+        assert own == likeliest

@@ -297,8 +297,8 @@ class EngineConfig(Settings):
     @field_validator("speculative_config")
     @classmethod
     def _can_draft(cls, value: SpeculativeConfig | None) -> SpeculativeConfig | None:
-        if value is not None and value.method != "ngram" and value.branches:
-            raise RefusedCombination(f"{value.method} proposes a chain here, not a tree.", fix="leave topk out.")
+        if value is not None and value.method == "mtp" and value.branches:
+            raise RefusedCombination("mtp proposes a chain here, not a tree.", fix="leave topk out.")
         return value
 
     @field_validator("chat_template")

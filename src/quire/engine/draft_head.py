@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
-from quire.engine.draft_model import DraftLayers, PageDrafter
+from quire.engine.draft_model import Ahead, DraftLayers, PageDrafter, parents_of
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.segments import flatten_ranges
 from quire.memory.pool import torch_dtype
@@ -51,6 +51,10 @@ class _Recent:
             rows, positions, vectors = rows[last], positions[last], vectors[torch.from_numpy(last).to(vectors.device)]
         self._kept[self._places(rows, positions)] = vectors.to(self._kept.dtype)
 
+    def move(self, rows: Rows, sources: Lengths, targets: Lengths) -> None:
+        """What is stored of positions `sources` is that of `targets` now."""
+        self._kept[self._places(rows, targets)] = self._kept[self._places(rows, sources)]
+
     def _places(self, rows: Rows, positions: Lengths) -> Tensor:
         return torch.from_numpy(rows * self._width + positions % self._width).to(self._kept.device)
 
@@ -76,6 +80,8 @@ class HeadDrafter(PageDrafter):
         known, depth = drafting.known[at], most[at]
         self._catch_up(some, known)
         features = self._outputs.of(some.rows, known - 2)
+        if self._config.branches:
+            return self._grow_from(features, len(batch), at, Ahead(some, known, depth))
         tokens = np.zeros((len(batch), int(depth.max())), dtype=np.int32)
         for place in range(tokens.shape[1]):
             drawn = self._draw(some, known, place, self._head.logits(features))
@@ -91,6 +97,26 @@ class HeadDrafter(PageDrafter):
             features = self._run(some, positions, positions + 1, drawn, features)
         self._drawn = self._drawing
         return Drafts(most, tokens)
+
+    def _grow_from(self, features: Tensor, num_requests: int, at: Rows, ahead: Ahead) -> Drafts:
+        """Trees, given the features of each last known token. A node reads the output of the row that it follows."""
+        size, topk = features.shape[-1], self._config.topk
+        above = features[:, None]  # and the outputs of the rows of the last pass
+
+        def expand(ahead: Ahead, going: Rows, parents: Ids, flat: Ids) -> Tensor:
+            nonlocal above
+            above = above[torch.from_numpy(going).to(above.device)]
+            which = torch.from_numpy(parents.astype(np.int64) + 1).to(above.device)
+            read = above.gather(1, which[:, :, None].expand(-1, -1, size))
+            places = ahead.known[:, None] + np.arange(parents.shape[1])
+            tokens = self._tokens[ahead.requests.rows[:, None], places].astype(np.int64).reshape(-1)
+            following = torch.from_numpy(tokens).to(above.device)
+            starts, ends = ahead.known - 1, ahead.known - 1 + parents.shape[1]
+            outputs = self._run(ahead.requests, starts, ends, following, read.flatten(0, 1), flat).view(read.shape)
+            above = torch.cat((above[:, :1], outputs), dim=1)
+            return self._head.logits(outputs[:, -topk:].flatten(0, 1))
+
+        return self._grow(num_requests, at, ahead, self._head.logits(features), expand)
 
     def _catch_up(self, requests: StepRows, known: Lengths) -> None:
         """Compute what the head lacks up to the features before the last known token."""
@@ -117,7 +143,8 @@ class HeadDrafter(PageDrafter):
         if len(at):
             self._fill(step, at, computed[at], features, drawn)
             computed[at] = ends[at]
-        self._features.store(np.repeat(rows, step.counts), step.positions, np.repeat(ends, step.counts), features)
+        places = flatten_ranges(starts, ends)  # of a tree, its rows and not their positions
+        self._features.store(np.repeat(rows, step.counts), places, np.repeat(ends, step.counts), features)
         self._serials[rows], self._computed[rows] = step.batch.serials, computed
 
     def _fill(self, step: Step, at: Rows, starts: Lengths, features: Tensor, drawn: Drawn | None) -> None:
@@ -141,10 +168,25 @@ class HeadDrafter(PageDrafter):
             where, which = (torch.from_numpy(a).to(device) for a in (new[draws >= 0], draws[draws >= 0]))
             following[where] = drawn.tokens[which]
         part = step.batch if len(at) == len(step) else step.batch.part(at)
-        outputs = self._run(part, starts, ends, following, read)
+        outputs = self._run(part, starts, ends, following, read, parents_of(step, at, starts))
         self._outputs.store(rows, positions, step.ends[work], outputs)
 
-    def _run(self, requests: StepRows, starts: Lengths, ends: Lengths, following: Tensor, features: Tensor) -> Tensor:
-        """The head's outputs at positions `starts[i]:ends[i]` of request i; `following` are the tokens behind them."""
-        positions = torch.from_numpy(flatten_ranges(starts, ends)).to(features.device)
-        return self._head.run(self._layers.running(requests, starts, ends), following, features, positions)
+    def moved(self, step: Step, sources: Rows, targets: Rows) -> None:
+        """See `PageDrafter`. What is kept of each row is moved too."""
+        works = np.searchsorted(step.offsets, sources, side="right") - 1
+        ahead = (step.starts - step.offsets[:-1])[works]
+        for kept in (self._features, self._outputs):
+            kept.move(step.batch.rows[works], sources + ahead, targets + ahead)
+
+    def _run(
+        self,
+        requests: StepRows,
+        starts: Lengths,
+        ends: Lengths,
+        following: Tensor,
+        features: Tensor,
+        parents: Ids | None = None,
+    ) -> Tensor:
+        """The head's outputs of rows `starts[i]:ends[i]` of request i; `following` are the tokens behind them."""
+        running, positions = self._layers.running(requests, starts, ends, parents)
+        return self._head.run(running, following, features, positions)

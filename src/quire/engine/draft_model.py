@@ -9,7 +9,11 @@ lower tiers. A page is committed only after both models have computed it:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +33,7 @@ from quire.scheduler.step import Places, Step, StepRows
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
+from quire.speculative.tree import BestFirst
 
 
 def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | LoadedHead | None:
@@ -72,8 +77,11 @@ class DraftLayers:
         """Where the pool is."""
         return self._pool.device
 
-    def running(self, requests: RunningBatch, starts: Lengths, ends: Lengths) -> RunningForward:
-        """A pass over positions `starts[i]:ends[i]` of request i, at least one. Pages up to `ends` are allocated."""
+    def running(
+        self, requests: RunningBatch, starts: Lengths, ends: Lengths, parents: Ids | None = None
+    ) -> tuple[RunningForward, Tensor]:
+        """A pass over rows `starts[i]:ends[i]` of request i, at least one, and their positions, int64 `[rows]`. Pages up
+        to `ends` are allocated. `parents` as in `PagedBatch`: without it, row n is at position n."""
         offsets = np.zeros(len(starts) + 1, dtype=np.int64)
         np.cumsum(ends - starts, out=offsets[1:])
         batch = PagedBatch(
@@ -84,8 +92,27 @@ class DraftLayers:
             page_size=self._cache.page_size,
             planner=self._planner,
             ids=requests.rows,
+            parents=parents,
         )
-        return RunningForward((self._pool,), (batch,), first=self._first)
+        positions = torch.from_numpy(batch.positions()).to(self.device)
+        return RunningForward((self._pool,), (batch,), first=self._first), positions
+
+
+class Ahead(NamedTuple):
+    """Requests that draft, the tokens that each knows, and how many tokens ahead it may draft."""
+
+    requests: StepRows
+    known: Lengths
+    depth: Lengths
+
+    def part(self, places: Rows) -> Ahead:
+        return Ahead(self.requests.part(places), self.known[places], self.depth[places])
+
+
+Expand = Callable[[Ahead, Rows, Ids, Ids], Tensor]
+"""Computes the rows of trees that follow the known tokens. Given are the requests, which of the last ones they are, and
+the row that each row follows: of its request, `[requests, rows]`, and flat, as in `PagedBatch`. Returns logits behind
+the `topk` last rows of each, float32 `[requests * topk, vocabulary]`."""
 
 
 class PageDrafter:
@@ -100,6 +127,8 @@ class PageDrafter:
         self._sampler = sampler
         self._cache = cache
         self._tokens = tokens
+        assert cache.plan.speculation is not None
+        self._config = cache.plan.speculation
         self._serials: Lengths = np.zeros(
             len(tokens), dtype=np.int64
         )  # of each row when a step of it was followed last
@@ -139,21 +168,53 @@ class PageDrafter:
     def _with_room(self, drafting: Drafting) -> tuple[Lengths, Rows, StepRows | None]:
         """How many drafts each request gets, whose places have any, and their batch with room for them; None if none
         has."""
-        batch = drafting.batch
+        batch, known = drafting.batch, drafting.known
         self._drawing, self._drawn = [], []
         assert isinstance(batch, StepRows)
         begun = self._serials[batch.rows] == batch.serials
         begun[[at for at, kv in enumerate(batch.kvs) if kv.loads]] = False  # its pages may be arriving
         most = np.where(begun, drafting.most, 0)
+        if self._config.branches:  # rows for the nodes that are expanded at each depth but the last
+            most = np.minimum(most, 1 + (self._tokens.shape[1] - known) // self._config.topk)
         at = most.nonzero()[0]
         if not len(at):
             return most, at, None
         some = batch if len(at) == len(batch) else batch.part(at)
         try:
-            self._cache.reserve(some, drafting.known[at] + most[at])
+            self._cache.reserve(some, known[at] + (most[at] - 1) * self._config.topk + 1)
         except OutOfPages:
             return most, at, None
         return most, at, some
+
+    def _grow(self, num_requests: int, at: Rows, ahead: Ahead, logits: Tensor, expand: Expand) -> Drafts:
+        """Trees of the requests `at` of so many. `logits` are those behind the last known tokens."""
+        topk, depth = self._config.topk, int(ahead.depth.max())
+        tree = BestFirst(num_requests, topk, depth)
+        tree.grow(at, *self._children(ahead, 0, logits))
+        for place in range(1, depth):
+            going = (ahead.depth > place).nonzero()[0]
+            if len(going) < len(at):
+                at, ahead = at[going], ahead.part(going)
+            tokens, parents = tree.rows(at)
+            rows = np.arange(tokens.size, dtype=np.int32).reshape(tokens.shape)
+            flat = np.where(parents < 0, -1, rows[:, :1] + parents).astype(np.int32).reshape(-1)
+            self._tokens[ahead.requests.rows[:, None], ahead.known[:, None] + rows[0]] = tokens
+            tree.grow(at, *self._children(ahead, place, expand(ahead, going, parents, flat)))
+        return tree.drafts(self._config.num_draft_tokens - 1)
+
+    def _children(self, ahead: Ahead, place: int, logits: Tensor) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """The likeliest tokens after each row of `logits`, and their log-probabilities, int32 and float32 `[requests,
+        rows, topk]`. That a token is drawn there is the likelier, the higher its score is, noise included."""
+        requests, count = ahead.requests, len(ahead.known)
+        width = len(logits) // count
+        outputs = np.repeat(ahead.known + place - requests.prompt, width)
+        places = Places(requests.terms.repeat(width), outputs, [r for r in requests.requests for _ in range(width)])
+        likely = torch.log_softmax(self._sampler.scores(logits, places), dim=-1).topk(self._config.topk)
+        scores, tokens = (found.cpu().numpy().reshape(count, width, -1) for found in likely)
+        return tokens.astype(np.int32), scores
+
+    def moved(self, step: Step, sources: Rows, targets: Rows) -> None:
+        """What the flat place `sources[i]` of a step has on the pages is at `targets[i]` now."""
 
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         """Nothing is kept beyond the pages."""
@@ -178,12 +239,16 @@ class ModelDrafter(PageDrafter):
             return no_drafts(len(batch))
         known, depth = drafting.known[at], most[at]
         starts = np.minimum(self._computed[some.rows], known - 1)
+        if self._config.branches:
+            logits = self._forward(some, starts, known, last=1)
+            self._computed[some.rows] = known
+            return self._grow(len(batch), at, Ahead(some, known, depth), logits, self._expand)
         tokens = np.zeros((len(batch), int(depth.max())), dtype=np.int32)
         for place in range(tokens.shape[1]):
             if not (depth > place).all():
                 going = (depth > place).nonzero()[0]
                 some, at, known, depth, starts = some.part(going), at[going], known[going], depth[going], starts[going]
-            logits = self._forward(some, starts, known + place, draws=True)
+            logits = self._forward(some, starts, known + place, last=1)
             drawn = self._draw(some, known, place, logits)
             tokens[at, place] = self._tokens[some.rows, known + place] = drawn.cpu().numpy()
             starts = known + place
@@ -200,15 +265,41 @@ class ModelDrafter(PageDrafter):
         computed = np.where(drafted, computed, np.minimum(computed, step.starts))  # else some were rejected
         at = (ends // self._cache.page_size * self._cache.page_size > computed).nonzero()[0]
         if len(at):
-            self._forward(step.batch.part(at), computed[at], ends[at], draws=False)
+            parents = parents_of(step, at, computed[at])
+            self._forward(step.batch.part(at), computed[at], ends[at], last=0, parents=parents)
             computed[at] = ends[at]
         self._serials[rows], self._computed[rows] = step.batch.serials, computed
 
-    def _forward(self, requests: StepRows, starts: Lengths, ends: Lengths, *, draws: bool) -> Tensor:
-        """Compute positions `starts[i]:ends[i]` of request i. Returns logits float32 `[requests, vocabulary]` of the
-        last positions, or of none without `draws`."""
-        positions, counts = flatten_ranges(starts, ends), ends - starts
-        ids = self._tokens[np.repeat(requests.rows, counts), positions].astype(np.int64)
-        last = counts.cumsum() - 1 if draws else counts[:0]
-        flat = (torch.from_numpy(array).to(self._layers.device) for array in (ids, positions, last))
-        return self._model.run(self._layers.running(requests, starts, ends), *flat)
+    def _expand(self, ahead: Ahead, going: Rows, parents: Ids, flat: Ids) -> Tensor:
+        del going
+        ends = ahead.known + parents.shape[1]
+        return self._forward(ahead.requests, ahead.known, ends, last=self._config.topk, parents=flat)
+
+    def _forward(
+        self, requests: StepRows, starts: Lengths, ends: Lengths, *, last: int, parents: Ids | None = None
+    ) -> Tensor:
+        """Compute rows `starts[i]:ends[i]` of request i. Returns logits float32 `[requests * last, vocabulary]` of the
+        last rows of each."""
+        counts = ends - starts
+        ids = self._tokens[np.repeat(requests.rows, counts), flatten_ranges(starts, ends)].astype(np.int64)
+        wanted = (counts.cumsum()[:, None] - np.arange(last, 0, -1)).reshape(-1)
+        running, positions = self._layers.running(requests, starts, ends, parents)
+        flat = (torch.from_numpy(array).to(self._layers.device) for array in (ids, wanted))
+        return self._model.run(running, next(flat), positions, next(flat))
+
+
+def parents_of(step: Step, at: Rows, starts: Lengths) -> Ids | None:
+    """The row that each row from `starts[i]` to the end of work `at[i]` follows, as in `PagedBatch`. None: the one
+    before it. Rows before the work are of a chain."""
+    if step.parents is None:
+        return None
+    counts = step.ends[at] - starts
+    firsts = np.repeat(counts.cumsum() - counts, counts)
+    rows = np.arange(len(firsts))
+    begins = np.repeat(step.offsets[at] + starts - step.starts[at], counts)  # flat place in the step of each first row
+    flat = begins + rows - firsts
+    parents = np.where(rows > firsts, rows - 1, -1)
+    inside = (flat > np.repeat(step.offsets[at], counts)).nonzero()[0]
+    above = step.parents[flat[inside]] - begins[inside]
+    parents[inside] = np.where(above < 0, -1, above + firsts[inside])
+    return parents.astype(np.int32)

@@ -136,6 +136,8 @@ class ModelRunner:
             for pool, batch in zip(self.pools, launched.batches, strict=True):
                 assert isinstance(batch, PagedBatch), "states are of chains"
                 move_rows(pool, batch.slots[sources], batch.slots[targets])
+            if self.drafter is not None:
+                self.drafter.moved(launched.step, sources, targets)
 
     def _loads(self, step: Step) -> tuple[Transfer, ...]:
         """Loads to the device that are in flight for the requests of a step."""

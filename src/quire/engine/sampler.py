@@ -78,21 +78,37 @@ class Sampler:
 
         A draft of `proposal` is drawn again where rejection sampling accepts it, and no other token equals it.
         """
-        terms = places.terms
-        if self._draws.terms is not terms:
-            self._draws = _Draws(terms, self._seed, logits.device)
-        draws = self._draws
-        logprobs = {i: logits[i].clone() for i in draws.logprobs}
-        for row in draws.to_adjust(places.outputs):
-            self._adjust(logits[row], places.requests[row], int(places.outputs[row]))
-        tokens, probabilities = logits.argmax(dim=-1), None
-        if draws.rows is not None:
-            scores = draws.scores(logits if draws.is_all else logits[draws.rows])
-            if self._keeps:
-                probabilities = draws.sampled, torch.softmax(scores, dim=-1)
-            tokens[draws.rows] = draws.draw(scores, places.outputs, proposal)
+        logprobs = {i: logits[i].clone() for i in self._draws_of(places, logits.device).logprobs}
+        scores, probabilities = self._score(logits, places, proposal)
+        tokens = scores.argmax(dim=-1)
         found = {i: _logprobs(row, tokens[i], places.requests[i]) for i, row in logprobs.items()}
         return Drawn(tokens, found, probabilities)
+
+    def scores(self, logits: Tensor, places: Places) -> Tensor:
+        """Float32 `[places, vocabulary]`: the token with the highest score is the draw. As for `draw`."""
+        return self._score(logits, places, None)[0]
+
+    def _score(
+        self, logits: Tensor, places: Places, proposal: Proposal | None
+    ) -> tuple[Tensor, tuple[Rows, Tensor] | None]:
+        draws, probabilities = self._draws_of(places, logits.device), None
+        for row in draws.to_adjust(places.outputs):
+            self._adjust(logits[row], places.requests[row], int(places.outputs[row]))
+        if draws.rows is None:
+            return logits, None
+        scores = draws.scale(logits if draws.is_all else logits[draws.rows])
+        if self._keeps:
+            probabilities = draws.sampled, torch.softmax(scores, dim=-1)
+        draws.add_noise(scores, places.outputs, proposal)
+        if not draws.is_all:
+            logits[draws.rows] = scores
+            scores = logits
+        return scores, probabilities
+
+    def _draws_of(self, places: Places, device: torch.device) -> _Draws:
+        if self._draws.terms is not places.terms:
+            self._draws = _Draws(places.terms, self._seed, device)
+        return self._draws
 
     def _adjust(self, row: Tensor, request: Request, place: int) -> None:
         """Penalties, bias and suppressed tokens of one request, in place. Most requests have none."""
@@ -135,15 +151,15 @@ class _Draws:
         held = (outputs < self._least).nonzero()[0].tolist()
         return sorted({*self._adjusted, *held})
 
-    def scores(self, logits: Tensor) -> Tensor:
+    def scale(self, logits: Tensor) -> Tensor:
         """The logits that are drawn from, given those of `rows`: scaled, and -inf of tokens that filters exclude."""
         scores = logits * self._scale
         if self._filtered is not None:
             self._filtered.apply(scores)
         return scores
 
-    def draw(self, scores: Tensor, outputs: Lengths, proposal: Proposal | None) -> Tensor:
-        """A token from each row of `scores`, overwritten."""
+    def add_noise(self, scores: Tensor, outputs: Lengths, proposal: Proposal | None) -> None:
+        """From now on the highest of each row is its draw."""
         where = self._indices + outputs[self.sampled].astype(np.uint64)
         at = None if proposal is None else np.searchsorted(self.sampled, proposal.draws)
         if at is not None:
@@ -153,7 +169,7 @@ class _Draws:
             uniform = (_mix(keys[at]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
             rows = torch.from_numpy(at).to(scores.device)
             scores[rows] = _verified(torch.softmax(scores[rows], dim=-1), proposal, uniform).log_()
-        return scores.sub_(_noise(keys, scores)).argmax(dim=-1)
+        scores.sub_(_noise(keys, scores))
 
 
 def _verified(target: Tensor, proposal: Proposal, uniform: npt.NDArray[np.float64]) -> Tensor:
