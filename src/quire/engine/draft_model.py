@@ -80,8 +80,10 @@ class DraftLayers:
     def running(
         self, requests: RunningBatch, starts: Lengths, ends: Lengths, parents: Ids | None = None
     ) -> tuple[RunningForward, Tensor]:
-        """A pass over rows `starts[i]:ends[i]` of request i, at least one, and their positions, int64 `[rows]`. Pages up
-        to `ends` are allocated. `parents` as in `PagedBatch`: without it, row n is at position n."""
+        """A pass over rows `starts[i]:ends[i]` of request i, at least one, and their positions, int64 `[rows]`.
+
+        Pages up to `ends` are allocated. `parents` as in `PagedBatch`: without it, row n is at position n.
+        """
         offsets = np.zeros(len(starts) + 1, dtype=np.int64)
         np.cumsum(ends - starts, out=offsets[1:])
         batch = PagedBatch(

@@ -11,8 +11,8 @@ _ROW_MARGIN = 4  # tokens of a row that any step may write beyond the context
 def get_alloc_len_per_decode(speculation: SpeculativeConfig | None, page_size: int) -> int:
     """Tokens that one decode step of one request may write, at worst.
 
-    Without speculation 1. Draft layers that follow a tree (`topk` above 1) on pages start each branch in the middle of
-    a page, so a branch needs whole pages: `ceil((page_size - 1 + num_steps) / page_size)` of them. Drafts that write
+    Without speculation 1. Draft layers that follow a tree (`topk` above 1) on pages may start each branch in the middle
+    of a page, so a branch has whole pages: `ceil((page_size - 1 + num_steps) / page_size)` of them. Drafts that write
     nothing, for example from n-grams, do not. Source: the report on the reserve of a decode step. `page_size` is the
     allocator's, times the ranks that share a page in decode-context parallelism.
     """
@@ -34,8 +34,9 @@ def get_alloc_reserve_per_decode(speculation: SpeculativeConfig | None, page_siz
 
 
 def get_kept_features(speculation: SpeculativeConfig, page_size: int) -> int:
-    """Last positions of a running request whose features a draft head keeps: a page that is not full, and a step."""
-    return page_size + get_alloc_len_per_decode(speculation, page_size) + 1
+    """Last positions of a running request whose features a draft head keeps: a page that is not full, and the
+    tokens that a step verifies."""
+    return page_size + speculation.num_draft_tokens + 1
 
 
 def get_req_to_token_extra_context_len(speculation: SpeculativeConfig | None, page_size: int) -> int:
