@@ -138,7 +138,7 @@ def test_drafts_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_cached_pages_are_complete(page_size: int, governed: bool) -> None:
     """Whether steps draft or not."""
-    check_pages_are_complete(*case_of("glm4_moe"), "mtp", page_size, governed=governed)
+    check_pages_are_complete(*case_of("glm4_moe"), MTP, page_size, governed=governed)
 
 
 def test_starved() -> None:
