@@ -104,7 +104,7 @@ class DescribedModel:
 class FixedSampler:
     """Draws token 1 everywhere, in one call."""
 
-    def draw(self, _logits: torch.Tensor, places: Places) -> Drawn:
+    def draw(self, _logits: torch.Tensor, places: Places, _proposal: None) -> Drawn:
         """One token for each place."""
         return Drawn(torch.ones(len(places), dtype=torch.int64), {})
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.core import EngineCore
-from quire.engine.sampler import Drawn, Sampler
+from quire.engine.sampler import Drawn, Proposal, Sampler
 from quire.models.hf import LoadedModel
 from quire.scheduler.step import Places
 from quire.spec.group import GroupSpec
@@ -46,10 +46,10 @@ class _Listener(Sampler):
         super().__init__(core.eos_token_ids, core.config.seed)
         self.heard: dict[str, list[Tensor]] = {}
 
-    def draw(self, logits: Tensor, places: Places) -> Drawn:
+    def draw(self, logits: Tensor, places: Places, proposal: Proposal | None = None) -> Drawn:
         for row, request in zip(logits, places.requests, strict=True):
             self.heard.setdefault(request.request_id, []).append(row.clone())
-        return super().draw(logits, places)
+        return super().draw(logits, places, proposal)
 
 
 def largest_difference(name: str) -> tuple[float, float]:
