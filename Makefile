@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q
 READY  := $(VENV)/.quire-ready
 TORCH  := 2.13.0
+# Connectors of transfers and stores, without dependencies: pip would resolve torch anew. Their tests skip without them.
+LIBRARIES := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
 # One process for each core, up to four: each may run a server and a model. A file's tests stay together and in order.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
@@ -27,6 +29,7 @@ $(READY): pyproject.toml
 	  $(PIP) torch==$(TORCH)+cpu --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
 	  $(PIP) torch==$(TORCH); fi
 	@$(PIP) -e '.[dev]'
+	@timeout 60 $(PIP) --no-deps $(LIBRARIES) || echo "==> Without $(LIBRARIES): their tests are skipped"
 	@touch $(READY)
 	@echo "==> Ready"
 

@@ -1,0 +1,28 @@
+"""The benchmark of connectors at toy size, so that it cannot rot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.programs import run_program
+
+BENCH = Path(__file__).parents[2] / "bench" / "transfer.py"
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """It fails by itself where a byte is wrong."""
+    written, document = tmp_path / "rows.json", tmp_path / "table.md"
+    document.write_text("before\n<!-- connectors -->\nold\n<!-- end of connectors -->\nafter\n")
+    done = run_program(BENCH, "--toy", "--json", written)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(written.read_text())
+    measured = {row["way"] for row in result["connectors"]}
+    assert {"process_vm_writev", "sockets", "tcp"} <= measured
+    assert measured.isdisjoint(result["absent"])
+    assert all(row["gb_per_s"] > 0 and row["writer_cpu_s_per_gb"] > 0 for row in result["connectors"])
+    done = run_program(BENCH, "--read", written, "--readme", document)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = document.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    assert len([line for line in lines if "KiB |" in line]) == len(result["connectors"])
