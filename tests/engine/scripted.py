@@ -66,8 +66,8 @@ class ScriptedDrafter:
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         del namespace, tokens, num_cached
 
-    def forget(self) -> None:
-        return
+    def forget(self, namespace: Namespace | None) -> None:
+        del namespace
 
 
 def follow_script(

@@ -39,10 +39,10 @@ CLASSES = (
     HiSparseHostPoolMixin,
 )
 WAITING = {
-    "BaseTokenToKVPoolAllocator.backup_state": "speculative drafts",
-    "BaseTokenToKVPoolAllocator.restore_state": "speculative drafts",
-    "SWATokenToKVPoolAllocator.backup_state": "speculative drafts",
-    "SWATokenToKVPoolAllocator.restore_state": "speculative drafts",
+    "BaseTokenToKVPoolAllocator.backup_state": "no caller: drafts take no page back (decision 036)",
+    "BaseTokenToKVPoolAllocator.restore_state": "no caller: drafts take no page back (decision 036)",
+    "SWATokenToKVPoolAllocator.backup_state": "no caller: drafts take no page back (decision 036)",
+    "SWATokenToKVPoolAllocator.restore_state": "no caller: drafts take no page back (decision 036)",
     "SWATokenToKVPoolAllocator.alloc_extend_swa_tail": "prefill/decode transfer",
     "HiSparseHostPoolMixin.alloc_paged_token_slots": "HiSparse",
     "HiSparseHostPoolMixin.allocated_host_indices": "HiSparse",

@@ -13,6 +13,7 @@ import torch
 
 from quire.cache.running import Lengths, Rows
 from quire.engine.core import EngineCore
+from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.engine.sampler import Drawn, Sampler
 from quire.errors import UnsupportedModel
 from quire.models.hf import LoadedModel
@@ -303,3 +304,23 @@ def test_it_is_loaded_by_its_path(tmp_path: Path, target: LoadedModel) -> None:
     ungoverned(core)
     assert run(core, PROMPTS, PARAMS["greedy"]) == expected
     assert core.draft is not None and core.draft.spec.dtype is target.spec.dtype
+
+
+def test_no_log_probabilities_of_drafts_are_computed(target: LoadedModel, small: LoadedModel) -> None:
+    """Those of the target's draws are the same as without drafts."""
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
+    drawn: list[Drawn] = []
+    found = []
+    for settings in ({}, {"draft": small, "speculative_config": DRAFT}):
+        core = core_for(target, **settings, **BOUNDS)
+        if core.runner.drafter is not None:
+            ungoverned(core)
+            draw = core.runner.drafter._sampler.draw
+            core.runner.drafter._sampler.draw = lambda *args, draw=draw: drawn.append(draw(*args)) or drawn[-1]  # type: ignore[method-assign]
+        core.add(EngineRequest(request_id="a", prompt=prompt_bytes(PROMPTS[0]), params=params))
+        outputs = []
+        while core.has_work():
+            outputs += [said for each in core.step().noted for said in each.logprobs or ()]
+        found.append([said.logprob for said in outputs])
+    assert drawn and not any(each.logprobs for each in drawn)
+    assert found[0] == pytest.approx(found[1], abs=1e-4) and len(found[0]) == 10

@@ -10,6 +10,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.events import Namespace
 from quire.spec.pages import pages_for
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.speculator import Speculator
@@ -263,6 +264,38 @@ def test_requests_of_before_a_flush_are_not_proposed_from(llama: LoadedModel) ->
     assert not core.speculator.drafter._history.num_texts
     run(core, REPEATING[:1], MANY["greedy"])
     assert core.speculator.drafter._history.num_texts == 1
+
+
+def test_a_flush_of_one_namespace_leaves_the_history_of_others(llama: LoadedModel) -> None:
+    core = core_for(llama, page_size=4, speculative_config={**NGRAM, "shared_history": True}, **BOUNDS)
+
+    def add(name: str, salt: str) -> None:
+        prompt = prompt_bytes(REPEATING[0])
+        core.add(EngineRequest(request_id=name, prompt=prompt, params=MANY["greedy"], salt=salt))
+
+    ended = []
+    core.speculator.drafter.ended = lambda namespace, *_: ended.append(namespace.salt)
+    for name, salt in (("a", "one"), ("b", "other")):
+        add(name, salt)
+    core.step()
+    core.flush(Namespace("", "one"))
+    while core.has_work():
+        core.step()
+    assert ended == ["other"]
+
+
+def test_a_request_that_ends_at_a_stop_string_is_remembered(llama: LoadedModel) -> None:
+    """One whose client has left is not."""
+    core = core_for(llama, page_size=4, speculative_config={**NGRAM, "shared_history": True}, **BOUNDS)
+    for stopped in (False, True):
+        core.add(EngineRequest(request_id="a", prompt=prompt_bytes(REPEATING[0]), params=MANY["greedy"]))
+        for _ in range(3):
+            core.step()
+        core.abort("a", stopped=stopped)
+        while core.has_work():
+            core.step()
+        assert isinstance(core.speculator.drafter, NgramDrafter)
+        assert core.speculator.drafter._history.num_texts == int(stopped)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,18 @@ def n_grams_cross_namespaces(patch: Patch) -> None:
 
 @mutant("n-grams", "what was flushed is proposed still")
 def n_grams_outlive_a_flush(patch: Patch) -> None:
-    patch.setattr(NgramDrafter, "forget", lambda self: None)
+    patch.setattr(NgramDrafter, "forget", lambda self, namespace: None)
+
+
+@mutant("n-grams", "what was flushed of one tenant is proposed still")
+def n_grams_outlive_a_flush_of_their_namespace(patch: Patch) -> None:
+    patch.setattr(ngram._History, "delete", lambda self, space: None)
+
+
+@mutant("n-grams", "a flush of one tenant deletes the history of all")
+def a_flush_of_a_namespace_deletes_all_n_grams(patch: Patch) -> None:
+    forget = NgramDrafter.forget
+    patch.setattr(NgramDrafter, "forget", lambda self, namespace: forget(self, None))
 
 
 @mutant("governor", "drafts that are never right are computed for ever, and the engine is slower than without")

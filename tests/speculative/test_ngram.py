@@ -96,10 +96,10 @@ class NgramMachine(RuleBasedStateMachine):
             self.history[space].append(text)
             self.tokens[row, :] = 7  # what another request leaves there
 
-    @rule()
-    def forget(self) -> None:
-        self.drafter.forget()
-        self.history = {space: [] for space in SPACES}
+    @rule(namespace=st.sampled_from([None, *SPACES]))
+    def forget(self, namespace: Namespace | None) -> None:
+        self.drafter.forget(namespace)
+        self.history |= {space: [] for space in SPACES if namespace in (None, space)}
 
     @rule(most=st.lists(st.integers(0, DEPTH), min_size=ROWS, max_size=ROWS))
     def propose(self, most: list[int]) -> None:

@@ -120,7 +120,6 @@ class EngineCore:
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
             self._wire()
             undo.pop_all()
-        self._remembered = 0  # requests that arrived before are not proposed from: a flush came after them
         self._closed = threading.Event()
         if self.device.type == "cpu":
             threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
@@ -171,7 +170,8 @@ class EngineCore:
     def _sampler(self, *, drafts: bool = False) -> Sampler:
         speculation = self.config.speculative_config
         rejects = speculation is not None and speculation.rejection_sample_method == STANDARD
-        return Sampler(self.eos_token_ids, self.config.seed, keeps_probabilities=drafts and rejects)
+        settings = {"keeps_probabilities": drafts and rejects, "reports_logprobs": not drafts}
+        return Sampler(self.eos_token_ids, self.config.seed, **settings)
 
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page."""
@@ -212,7 +212,10 @@ class EngineCore:
 
         With `stopped`, its text ended on a stop string, which only its reader sees; that counts as finished.
         """
-        if self.scheduler.abort(request_id) is not None:
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            if stopped:
+                self._remember(request)
             self._queued.pop(request_id, None)
             self._ends["finished" if stopped else "aborted"] += 1
             self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort"))
@@ -319,10 +322,15 @@ class EngineCore:
         found = self.scheduler.settle(step, tokens, verified.kept if verified is not None else None)
         if self.speculator is not None:
             for request in [found.requests[at] for at in found.noted]:
-                if request.finish_reason is not None and request.arrival >= self._remembered:
-                    self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
+                if request.finish_reason is not None:
+                    self._remember(request)
         self.cache.close_fence(launched.fence)
         self._report(found, logprobs, outputs)
+
+    def _remember(self, request: Request) -> None:
+        """Later requests may get drafts from this one, which has ended."""
+        if self.speculator is not None and request.is_remembered:
+            self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
 
     def _verify(self, speculator: Speculator, launched: Launched, drawn: Lengths) -> Accepted:
         """Which draws of a step are tokens of their requests. What was written for these is moved to its place."""
@@ -406,8 +414,9 @@ class EngineCore:
         would be found again after a restart."""
         done = self.offload.flush(namespace)
         if self.speculator is not None:
-            self.speculator.drafter.forget()
-            self._remembered = self.scheduler.num_arrivals
+            self.speculator.drafter.forget(namespace)
+            for request in self.scheduler.requests:
+                request.is_remembered = request.is_remembered and namespace not in (None, request.namespace)
         return Later(
             poll=lambda waits: self.offload.flushed(done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
         )

@@ -221,7 +221,7 @@ class PageDrafter:
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         """Nothing is kept beyond the pages."""
 
-    def forget(self) -> None:
+    def forget(self, namespace: Namespace | None) -> None:
         """Nothing is kept beyond the pages."""
 
 

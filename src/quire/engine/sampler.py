@@ -65,12 +65,20 @@ class Drawn:
 
 class Sampler:
     """Draws one token at each place. `eos_token_ids` are suppressed by `min_tokens`. With `keeps_probabilities`, its
-    draws may be proposed (`Proposal`)."""
+    draws may be proposed (`Proposal`). Without `reports_logprobs`, which drafts need not, no request gets any."""
 
-    def __init__(self, eos_token_ids: Sequence[int], seed: int = 0, *, keeps_probabilities: bool = False) -> None:
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        seed: int = 0,
+        *,
+        keeps_probabilities: bool = False,
+        reports_logprobs: bool = True,
+    ) -> None:
         self._eos = list(eos_token_ids)
         self._seed = seed
         self._keeps = keeps_probabilities
+        self._reports = reports_logprobs
         self._draws = _Draws(np.zeros(0, dtype=TERMS), seed, torch.device("cpu"))  # of the last step
 
     def draw(self, logits: Tensor, places: Places, proposal: Proposal | None = None) -> Drawn:
@@ -78,7 +86,8 @@ class Sampler:
 
         A draft of `proposal` is drawn again where rejection sampling accepts it, and no other token equals it.
         """
-        logprobs = {i: logits[i].clone() for i in self._draws_of(places, logits.device).logprobs}
+        reported = self._draws_of(places, logits.device).logprobs if self._reports else ()
+        logprobs = {i: logits[i].clone() for i in reported}
         scores, probabilities = self._score(logits, places, proposal)
         tokens = scores.argmax(dim=-1)
         found = {i: _logprobs(row, tokens[i], places.requests[i]) for i, row in logprobs.items()}

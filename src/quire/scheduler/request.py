@@ -77,6 +77,7 @@ class Request:
         self.prefetch: Prefetch | None = None  # of pages of its prompt from storage, while it waits
         self.prefetched: list[Prefetch] = []  # ended prefetches whose pages are held until it begins
         self.follows: Following | None = None  # the leader it waits for, when it was last considered
+        self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`
         self.num_cached = -1  # of its first admission; -1 before
         self.num_host = self.num_storage = 0  # of these, from host memory and from storage

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -169,9 +169,9 @@ class Scheduler:
         self._rows.draft(batch, counts, tokens, parents)
 
     @property
-    def num_arrivals(self) -> int:
-        """Requests that were ever added: the `arrival` of the next one."""
-        return self._arrivals
+    def requests(self) -> Iterable[Request]:
+        """Requests that wait or run."""
+        return self._requests.values()
 
     # -- one step
 

@@ -178,7 +178,7 @@ class SimulatedDrafter:
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         return
 
-    def forget(self) -> None:
+    def forget(self, namespace: Namespace | None) -> None:
         return
 
 

@@ -110,9 +110,11 @@ class NgramDrafter:
         if self._history is not None:
             self._history.add(_space_of(namespace), tokens[max(0, num_cached - self._config.prompt_lookup_max) :])
 
-    def forget(self) -> None:
+    def forget(self, namespace: Namespace | None) -> None:
         """Ended requests are found no more."""
-        if self._history is not None:
+        if self._history is not None and namespace is not None:
+            self._history.delete(_space_of(namespace))
+        elif self._history is not None:
             self._history = _History(self._config)
 
     def _meet(self, drafting: Drafting) -> None:
@@ -275,6 +277,11 @@ class _History:
         ends = np.arange(first, stop - 1, dtype=np.int64)  # the last token has none after it
         self._places.enter(_Query(self._tokens, ends, ends - first + 1), _shared_seeds(np.full(len(ends), space)))
         self._end = stop
+
+    def delete(self, space: int) -> None:
+        """Delete the texts of a namespace."""
+        where = self._spaces == space
+        self._tokens[where], self._spaces[where] = 0, -1
 
     def find(self, query: _Query, spaces: Lengths) -> _Found:
         """As `_Places.find`, of places in texts of the same namespace."""
