@@ -93,11 +93,7 @@ class Tiering:
 
     def is_too_much(self, loads: Iterable[int]) -> bool:
         """Whether loading so many frames, by group, would leave a request too few to continue in, with its drafts."""
-        return any(
-            count + group.needs(1, 0) > group.num_frames
-            for group, count in zip(self._groups, loads, strict=True)
-            if count
-        )
+        return any(n and n + group.needs(1, 0) > group.num_frames for group, n in zip(self._groups, loads, strict=True))
 
     @property
     def num_dropped(self) -> int:
