@@ -21,7 +21,15 @@ from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
-from tests.mutants import draft_mutants, hold_mutants, hybrid_mutants, plan_mutants, speculation_mutants, step_mutants
+from tests.mutants import (
+    draft_mutants,
+    hold_mutants,
+    hybrid_mutants,
+    plan_mutants,
+    speculation_mutants,
+    step_mutants,
+    transfer_mutants,
+)
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import check_link
@@ -38,6 +46,9 @@ from tests.scheduler.test_hybrid_reuse import (
 )
 from tests.speculative import test_ngram, test_verify
 from tests.tiers import test_lanes
+from tests.transfer import test_control, test_handshake, test_receiving
+from tests.transfer.protocol_model import explore
+from tests.transfer.test_protocol import SMALL
 
 NOTICED = (AssertionError, QuireError, pytest.fail.Exception)
 """What a check raises. A mutant that ends in another error has only become invalid code."""
@@ -98,6 +109,20 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     ],
     "draft heads": [lambda: test_draft_head.check_heads(4)],
     "prediction layers": [lambda: test_mtp.check_drafts("glm4_moe")],
+    "transfers": [lambda bounds=bounds: explore(bounds) for bounds in SMALL.values()],
+    "transfer parts": [
+        test_receiving.test_an_ask_and_its_part,
+        test_receiving.test_a_stranger_ends_no_part,
+    ],
+    "transfer peers": [
+        test_handshake.test_two_engines_that_fit,
+        lambda: test_handshake.test_each_field_of_the_identity_is_refused_by_its_name("weights_epoch", 1),
+        lambda: test_handshake.test_each_field_of_the_identity_is_refused_by_its_name(
+            "layouts", {"full": "f" * 64, "window": "d" * 64}
+        ),
+        test_handshake.test_an_acceptor_without_the_secret_learns_nothing,
+        test_control.test_the_same_peer_on_a_second_connection_has_lost_the_first,
+    ],
 }
 
 
@@ -159,6 +184,7 @@ def test_names_and_sentences_are_all_different() -> None:
         hold_mutants.held_frames_are_idle,
         draft_mutants.the_last_accepted_draft_is_not_computed,
         speculation_mutants.the_first_draft_is_not_verified,
+        transfer_mutants.a_late_writer_meets_reused_pages,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -72,10 +72,18 @@ def test_a_cancelled_part_is_over_when_the_peer_says_so(answer: Sent | Gone) -> 
     assert receiver.cancel(part) == [Shut(part), Send(PEER, Cancel(1, 0))]
     assert receiver.cancel(part) == []
     assert not part.may_reuse
-    receiver.receive(OTHER, answer)
-    assert not part.may_reuse, "another peer's word"
     receiver.receive(PEER, answer)
     assert part.may_reuse
+
+
+def test_a_stranger_ends_no_part() -> None:
+    receiver = Receiver()
+    part = wanted(receiver)
+    assert receiver.receive(OTHER, Gone(1, 0, "cancelled")) == receiver.receive(OTHER, Refused(1, "full", "")) == []
+    receiver.receive(OTHER, Sent(1, 0))
+    assert part.state is PartState.WANTED
+    receiver.receive(PEER, Gone(1, 1, "no such part"))
+    assert part.state is PartState.WANTED
 
 
 def test_a_cancelled_part_is_over_when_its_tag_is_shut() -> None:
