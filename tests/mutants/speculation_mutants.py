@@ -290,3 +290,9 @@ def a_flush_of_a_namespace_deletes_all_n_grams(patch: Patch) -> None:
 @mutant("governor", "drafts that are never right are computed for ever, and the engine is slower than without")
 def the_governor_never_gives_up(patch: Patch) -> None:
     patch.setattr(Governor, "limits", lambda self, rows, serials: np.full(len(rows), self._most, dtype=np.int64))
+
+
+@mutant("governor", "a search that finds no draft costs nothing, so it is made before each step of prose")
+def searches_are_free(patch: Patch) -> None:
+    real = Governor.measured
+    patch.setattr(Governor, "measured", lambda self, num, drafts, seconds, _=0.0: real(self, num, drafts, seconds))

@@ -93,7 +93,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     ],
     "states of drafts": [drafted.check_a_full_batch_of_states, drafted.check_states],
     "n-grams": [test_ngram.test_a_namespace_finds_its_own, drafted.check_flush],
-    "governor": [test_verify.test_drafts_that_are_never_right_are_left_out],
+    "governor": [
+        test_verify.test_drafts_that_are_never_right_are_left_out,
+        test_verify.test_searches_that_find_nothing_are_left_out,
+    ],
     "lanes": [
         test_lanes.test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline,
         test_lanes.test_a_hung_peer_holds_its_own_threads_only,

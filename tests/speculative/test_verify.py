@@ -138,6 +138,16 @@ def test_drafts_that_are_never_right_are_left_out() -> None:
     assert speed > 0.98
 
 
+def test_searches_that_find_nothing_are_left_out() -> None:
+    governor, rows, serials = Governor(1, 4), np.array([0]), np.array([1], dtype=np.int64)
+    searches = 0
+    for _ in range(10_000):
+        searched = 0.1 if governor.limits(rows, serials).any() else 0.0
+        governor.measured(1, 0, 1.0 + searched, searched)
+        searches += searched > 0
+    assert 500 <= searches < 800, "half a percent of the time, and the first credit"
+
+
 @pytest.mark.parametrize("slow", [2.0, 5.0, 20.0])
 def test_a_slow_first_step_with_drafts_is_no_verdict(slow: float) -> None:
     """The first step of a kind takes longer: something is built, or a page is touched."""
