@@ -8,7 +8,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.metrics import ServerMetrics
 from quire.offload.tier_settings import TierCounters
-from quire.spec.ids import Tier
 from quire.tiers.transfer import LANES, Lane, Transfer
 
 
@@ -17,8 +16,8 @@ def counted() -> TierCounters:
         unsaved_frames=3, unstored_frames=5, host_hit_tokens=32, storage_hit_tokens=64, declined_tokens=16
     )
     counters.failed_moves, counters.refused_moves, counters.demoted_pages = 7, 9, 11
-    counters.corrupt(Tier.HOST, ["digest", "digest"])
-    counters.corrupt(Tier.STORAGE, ["key"])
+    counters.corrupt("host", ["digest", "digest"])
+    counters.corrupt("storage", ["key"])
     for seconds, num_bytes in ((0.0002, 1000), (0.5, 5000), (20.0, 0)):
         move = Transfer(Lane.FETCH, ())
         move.seconds, move.moved_bytes = seconds, num_bytes

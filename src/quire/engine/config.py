@@ -31,6 +31,7 @@ _ADD = {
     "storage": "--storage DIR",
     "host memory or storage": "--host-memory auto",
     "--prefetch timeout": "--prefetch timeout",
+    "--role": "--role prefill, decode or both",
 }
 
 _NEEDS = {
@@ -39,18 +40,24 @@ _NEEDS = {
     "write_policy": "host memory or storage",
     "load": "host memory or storage",
     "prefetch_seconds": "--prefetch timeout",
+    "transfer_listen": "--role",
+    "prefill_peers": "--role",
+    "transfer_connector": "--role",
+    "transfer_seconds": "--role",
 }
 
 MOST_EPOCHS = 2**63
 
 WriteWord = Literal["write_through", "write_through_selective", "write_back"]
 LoadWord = Literal["break_even", "always"]
+RoleWord = Literal["prefill", "decode", "both"]
 PrefetchWord = Literal["break_even", "best_effort", "wait_complete", "timeout"]
 
 _MEMORY = "Memory"
 _TIERS = "Tiers below the device"
 _SCHEDULING = "Scheduling"
 _SPECULATION = "Speculation"
+_TRANSFER = "Transfer between engines"
 
 Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
 """How tokens are drafted, also as JSON or a mapping."""
@@ -262,6 +269,41 @@ class EngineConfig(Settings):
         metavar="JSON",
         otherwise="one token a step",
     )
+    role: RoleWord | None = setting(
+        None,
+        "What this engine does beside others of the same model: {choices}. prefill computes prompts for others, decode "
+        "has others compute its prompts.",
+        group=_TRANSFER,
+        aliases=("--disaggregation-mode",),
+        otherwise="an engine on its own",
+    )
+    prefill_peers: str | None = setting(
+        None,
+        "Where the engines listen that compute prompts for this one: HOST:PORT, several with commas.",
+        group=_TRANSFER,
+        metavar="ADDRESSES",
+        otherwise="none",
+    )
+    transfer_listen: str = setting(
+        "127.0.0.1:8998", "Where an engine that computes prompts listens for others: HOST:PORT.", group=_TRANSFER
+    )
+    transfer_connector: str = setting(
+        "auto", "What carries pages: nixl, tcp, mooncake, or auto: nixl if it is installed, else tcp.", group=_TRANSFER
+    )
+    transfer_secret: str | None = setting(
+        None,
+        "What engines show each other before anything else, 16 characters or more; better as QUIRE_TRANSFER_SECRET.",
+        group=_TRANSFER,
+        metavar="SECRET",
+        secret=True,
+    )
+    transfer_seconds: float = setting(
+        30.0,
+        "How long a request waits for another engine before its prompt is computed here.",
+        group=_TRANSFER,
+        gt=0,
+        le=3600,
+    )
     overlap: bool | None = setting(
         None, "Schedule a step while one is in flight.", group=_SCHEDULING, otherwise="where the device is not the CPU"
     )
@@ -293,6 +335,20 @@ class EngineConfig(Settings):
                 fix=f"leave it out, or give 1; `quire plan MODEL --tp {value}` plans more.",
             )
         return value
+
+    @field_validator("prefill_peers", "transfer_listen")
+    @classmethod
+    def _addresses(cls, value: str | None) -> str | None:
+        for address in value.split(",") if value is not None else ():
+            host, _, port = address.strip().rpartition(":")
+            if not host or not port.isdigit() or not int(port) < 65536:
+                raise InvalidInput(f"'{address}' is no address.", fix="use HOST:PORT, as in 127.0.0.1:8998.")
+        return value
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _role(cls, value: Any) -> Any:
+        return {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "null": None}.get(value, value)
 
     @field_validator("speculative_config")
     @classmethod
@@ -344,6 +400,28 @@ class EngineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _roles_agree(self) -> EngineConfig:
+        if self.role is None:
+            return self
+        if self.transfer_secret is None or len(self.transfer_secret) < 16:
+            raise InvalidInput(
+                "engines that transfer pages show each other a secret of 16 characters or more, and there is none.",
+                fix="set QUIRE_TRANSFER_SECRET to the same text for all of them.",
+            )
+        if self.role == "decode" and not self.prefill_peers:
+            raise InvalidInput(
+                "role decode has others compute its prompts, and no other engine is named.",
+                fix="add --prefill-peers HOST:PORT.",
+            )
+        if self.role == "prefill" and self.prefill_peers:
+            raise InvalidInput(
+                "role prefill computes its own prompts, and --prefill-peers names others.", fix="use --role both."
+            )
+        if not self.enable_prefix_caching:
+            raise InvalidInput("transferred pages are cached prefixes, and prefix caching is off.", fix="leave it on.")
+        return self
+
+    @model_validator(mode="after")
     def _drafts_follow_tokens(self) -> EngineConfig:
         if self.overlap and self.speculative_config is not None:
             raise RefusedCombination(
@@ -358,15 +436,16 @@ class EngineConfig(Settings):
         storage = given.get("storage") is not None
         there = {
             "storage": storage,
-            "host memory or storage": storage or given.get("host_memory") is not None,
+            "host memory or storage": storage or any(given.get(name) is not None for name in ("host_memory", "role")),
             "--prefetch timeout": given.get("prefetch") == "timeout",
+            "--role": given.get("role") is not None,
         }
         return {name: what for name, what in _NEEDS.items() if name in given and not there[what]}
 
     @property
     def has_tiers(self) -> bool:
         """Whether pages are stored on any lower tier."""
-        return self.host_memory is not None or self.storage is not None
+        return self.host_memory is not None or self.storage is not None or self.role is not None
 
     @property
     def stop_seconds(self) -> float:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from quire.errors import HostMemoryError
 from quire.memory.record import RecordFormat, Rows
 from quire.spec.group import GroupSpec
+from quire.spec.ids import Ids
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
 
 Progress = Callable[[int, int], None]
@@ -120,6 +121,18 @@ class HostPool:
     def rows(self, group: int) -> Rows:
         """The records of a group, uint8 `[frames + 1, stride]`, live, aligned to 4 KiB; row 0 is padding."""
         return self._rows[group]
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """All rows of all groups, uint8 `[num_bytes]`, live."""
+        return self._bytes
+
+    def spans(self, group: int, frames: Ids) -> npt.NDArray[np.int64]:
+        """Where the records of these frames lie in `memory`: (offset, length), int64 `[frames, 2]`."""
+        rows = self._rows[group]
+        first = rows.ctypes.data - self._bytes.ctypes.data
+        offsets = first + frames.astype(np.int64) * rows.shape[1]
+        return np.stack((offsets, np.full(len(frames), self._formats[group].num_bytes, dtype=np.int64)), axis=1)
 
     def format(self, group: int) -> RecordFormat:
         """The format of a group's records."""

@@ -301,7 +301,7 @@ class Archiver:
             num_stored += int(np.count_nonzero(good))
             num_refused += int(np.count_nonzero(~good & ~wrong))
             counters.archived_bytes += int(np.count_nonzero(good)) * self._settings.record_bytes[part.group]
-            counters.corrupt(Tier.HOST, defects)
+            counters.corrupt("host", defects)
             same = host.table.frame[part.pages] == part.host
             host.damage(part.pages[wrong & same])  # the load that finds the damage deletes the path
             host.end_reading(part.host)

@@ -21,6 +21,7 @@ from quire.prefix.node import Lease, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
+from quire.tiers.prefill import PrefillAsk
 from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, REFUSED, Answers, Lane, Transfer, Units
 
@@ -139,9 +140,9 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """A fetch of one prompt's stored pages, for all requests with this prompt. In pages of the prompt: requests could
-    begin after `prefix.start` pages at first, can begin after `limit` now, and will begin after `wanted`. `hold` holds
-    the path, and the host frames that they need in groups that are read in part.
+    """A fetch of one prompt's pages from the store, or from a peer, for all requests with this prompt. In pages of the
+    prompt: requests could begin after `prefix.start` pages at first, can begin after `limit` now, and will begin after
+    `wanted`. `hold` holds the path, and the host frames that they need in groups that are read in part.
 
     running      until the store has answered and all pieces have ended
     stopped      fetches no more pieces; those that arrive are cached
@@ -160,6 +161,7 @@ class Prefetch:
     at_once: int  # the most bytes in flight
     since: float
     stop_at: float  # the time at which computing would have been faster
+    ask: PrefillAsk | None = None  # what a peer computes; None: pages come from the store
 
     limit: int = field(init=False)
     wanted: int = field(init=False)
@@ -203,6 +205,11 @@ class Prefetch:
         for move in self.moves:
             if move is not self.look:
                 move.stop()
+        self._stop_peer()
+
+    def _stop_peer(self) -> None:
+        if self.ask is not None and not self.done:
+            self.ask.stop()
 
     def hold_frames(self, end: int) -> None:
         """Hold the host frames of partial groups that a request needs to begin after `end` pages."""
@@ -227,7 +234,8 @@ class Prefetch:
         if not fetching:
             return Piece(last)  # no request that begins after these pages reads them
         units = [Units(host.index, NO_PAGES, frames, self.prefix.keys(at)) for host, at, frames in fetching]
-        return Piece(last, fetching, Transfer(Lane.FETCH, units, self.tiers.names.scope(self.namespace), num_bytes))
+        lane = Lane.FETCH if self.ask is None else Lane.RECEIVE
+        return Piece(last, fetching, Transfer(lane, units, self.tiers.names.scope(self.namespace), num_bytes))
 
     def _cut(self) -> tuple[int, list[Places]]:
         """The page after the next piece, and by group the places to fetch, as far as there is room."""
@@ -255,7 +263,9 @@ class Prefetch:
             self._lose(piece, end)
         elif self.limit < self.wanted:
             self.hold_frames(self.wanted)
-        elif any(not host.whole for host in self.tiers.hosts):  # a path that is fetched in part counts as fetched
+        elif self.ask is None and any(
+            not host.whole for host in self.tiers.hosts
+        ):  # a path that is fetched in part counts as fetched
             self.tiers.on_host.mark(self.prefix.path[self.prefix.start : self.limit], State.FETCHED)
 
     def _cache(self, end: int) -> int:
@@ -287,6 +297,8 @@ class Prefetch:
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)
             part = GroupPages(host.index, pages, at, NO_PAGES, frames[arrived], ranks)
             bound = tiers.bind(part, self.hold.path, new=new)
+            if self.ask is not None:
+                continue
             tiers.table.of(Tier.STORAGE, host.index).mark(bound, State.RESIDENT)
             tiers.on_host.mark(bound, State.FETCHED)
             tiers.counters.fetched_frames += len(bound)
@@ -306,17 +318,18 @@ class Prefetch:
                     self.prefix.lost(host.index, end)
         for move in self.moves:
             move.stop()
+        self._stop_peer()
 
 
 class ReadAhead:
     """Bytes that requests wait for. This class is for a cache with the device alone, which has no prefetches."""
 
     loads: bool = False  # whether requests can be loaded from a lower tier
-    stores: bool = False  # whether there is a store
+    prefetches: bool = False  # whether there is a store, or a peer that computes prompts
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether another request may prefetch from a store now."""
+        """Whether another request may prefetch now."""
         return False
 
     def settle_moves(self) -> bool:
@@ -331,7 +344,7 @@ class ReadAhead:
         """Record that a step with prompts computed so many tokens in this time, without waiting for bytes."""
 
     def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
-        """Start to fetch the pages of a prompt that are stored and not cached. Returns None if there is nothing to wait
+        """Start to fetch the pages of a prompt that are not cached. Returns None if there is nothing to wait
         for. Call `stop_prefetch` when the request begins or ends."""
         return None
 

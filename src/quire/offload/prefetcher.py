@@ -1,4 +1,4 @@
-"""Prefetcher: fetches stored pages to the host for waiting requests.
+"""Prefetcher: fetches stored pages to the host for waiting requests, or has a peer compute and write them.
 
     look      which pages of the prompt are only in the store, and how far they would help (`RequestedPrefix`)
     fetch     these in pieces, in the order of the prompt; a piece is bound when it and all before it are checked.
@@ -13,6 +13,8 @@ was bad and not the record, its frame is quarantined and the piece is fetched ag
 from __future__ import annotations
 
 import math
+import sys
+from collections import deque
 
 import numpy as np
 
@@ -24,7 +26,8 @@ from quire.offload.retention import Retention
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids, Tier
+from quire.spec.ids import Ids
+from quire.tiers.prefill import PrefillAsk, PrefillPeers
 from quire.tiers.store import Answer
 from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
@@ -46,7 +49,8 @@ class Prefetcher(ReadAhead):
         self._tiers = tiers
         self._parts = parts
         self._retention = retention
-        self.stores = tiers.settings.stores
+        self._peers = tiers.settings.peers
+        self.prefetches = tiers.settings.stores or self._peers is not None
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
@@ -58,11 +62,13 @@ class Prefetcher(ReadAhead):
         self._named: dict[bytes, Prefetch] = {}
         self._fetched_bytes = 0
         self._at_once = _FIRST_BYTES
+        self._landed: deque[Transfer] = deque()  # written by peers, to be checked
 
     # -- transfers of all lanes
 
     def settle_moves(self) -> bool:
-        if not self._tiers.settle(self._ended):
+        num_received = self._receive(self._peers) if self._peers is not None else 0
+        if not self._tiers.settle(self._ended) and not num_received:
             return False
         if self._parts.damaged.num_damaged:
             self._retention.release_damaged()
@@ -84,7 +90,7 @@ class Prefetcher(ReadAhead):
     def can_prefetch(self) -> bool:
         taken = [each for each in {*self.in_flight, *self._holding} if each.num_waiting]
         has_room = sum(prefetch.num_bytes for prefetch in taken) <= self._host_bytes * _MOST_OF_HOST
-        return self.stores and len(taken) < _MOST_AT_ONCE and has_room
+        return self.prefetches and len(taken) < _MOST_AT_ONCE and has_room
 
     def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
         """A prompt that continues with the same page as another one shares its prefetch."""
@@ -106,7 +112,12 @@ class Prefetcher(ReadAhead):
             other.num_waiting += 1
             other.shared = True
             return other
-        if is_trial := self._is_off:  # a request tries the lane as if all missing pages were stored
+        ask: PrefillAsk | None = None
+        if self._peers is not None:
+            ask = self._peers.ask(tokens[: limit * self._size], namespace, (limit - start) * self._size)
+        if ask is None and not tiers.settings.stores:
+            return None
+        if is_trial := ask is None and self._is_off:  # a request tries the lane as if all missing pages were stored
             counts = [limit - max(start, group.reach.needed(limit).start) for group in parts.groups]
             num_bytes = tiers.settings.num_bytes(counts)
             if not tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes):
@@ -114,10 +125,18 @@ class Prefetcher(ReadAhead):
         hold = parts.holds.add(Reason.READ_AHEAD, lease=parts.tree.pin_path(found, known))
         prefix = RequestedPrefix(tiers, parts.groups, hold.path, start, keys)
         share = max(_LEAST_PATIENCE, self._found) if self._policy is PrefetchPolicy.BREAK_EVEN else 1.0
-        now = parts.seconds()
-        until = now + share * self._patience((limit - start) * self._size, 0)
-        prefetch = Prefetch(tiers, parts, namespace, tokens, name, prefix, hold, is_trial, self._at_once, now, until)
+        now, at_once = parts.seconds(), self._at_once if ask is None else sys.maxsize
+        seconds = share * self._patience((limit - start) * self._size, 0) if ask is None else ask.seconds
+        prefetch = Prefetch(
+            tiers, parts, namespace, tokens, name, prefix, hold, is_trial, at_once, now, now + seconds, ask
+        )
         self._holding[prefetch] = None
+        if ask is not None:
+            self._named[name] = prefetch
+            prefix.answered(tuple((Answer.HIT,) * len(units) for units in prefix.units()))
+            self._decide(prefetch)
+            self._go_on(prefetch)
+            return prefetch
         whole = [group.index for group in parts.groups if group.reach.whole]
         look = Transfer(Lane.LOOK, prefix.units(), scope, whole=whole)
         if not tiers.mover.submit(look):
@@ -134,7 +153,7 @@ class Prefetcher(ReadAhead):
         # A request cannot begin before the current step ends, so waiting takes at least that long.
         least = self._parts.step_seconds() if self._policy is PrefetchPolicy.BREAK_EVEN else 0.0
         is_late = self._parts.seconds() >= prefetch.stop_at - least or any(move.expired for move in prefetch.moves)
-        if is_late or (self._is_off and not prefetch.is_trial):
+        if is_late or (prefetch.ask is None and self._is_off and not prefetch.is_trial):
             prefetch.stop()
             return False
         return True
@@ -204,27 +223,43 @@ class Prefetcher(ReadAhead):
         tokens, num_bytes = (wanted - near) * self._size, tiers.settings.num_bytes(map(len, prefix.lacking(wanted)))
         if not num_bytes or tiers.is_too_much(map(len, prefix.lacking(wanted, ()))):
             return
-        queued, is_sure = tiers.mover.in_flight(Lane.FETCH), tiers.settings.always or prefetch.is_trial
+        queued = tiers.mover.in_flight(Lane.FETCH)
+        is_sure = tiers.settings.always or prefetch.is_trial or prefetch.ask is not None
         if not is_sure and not tiers.break_even.decide(Lane.FETCH, tokens, num_bytes, queued):
             tiers.counters.declined_tokens += tokens
             return
         prefetch.wanted = wanted
-        prefetch.stop_at = prefetch.since + self._patience(tokens, num_bytes)
+        if prefetch.ask is None:
+            prefetch.stop_at = prefetch.since + self._patience(tokens, num_bytes)
         prefetch.num_bytes = max(prefetch.num_bytes, num_bytes)
         prefetch.hold_frames(wanted)
 
     # -- what has ended
+
+    def _receive(self, peers: PrefillPeers) -> int:
+        """Check what peers have written, and process parts that they have not; returns the number of these."""
+        num_failed = 0
+        for move, why in peers.settle():
+            if why:
+                num_failed += 1
+                move.end(why)
+                self._ended(move)
+            else:
+                self._landed.append(move)
+        while self._landed and self._tiers.mover.submit(self._landed[0]):
+            self._landed.popleft()
+        return num_failed
 
     def _ended(self, move: Transfer) -> None:
         prefetch = self._running.pop(move)
         for at, defects in enumerate(move.defects):
             for place, defect in enumerate(defects):
                 if defect not in UNDAMAGED:
-                    tier = Tier.HOST if (at, place) in move.suspect else Tier.STORAGE
-                    self._tiers.counters.corrupt(tier, [defect])
+                    far = move.lane.far.value if move.lane is Lane.RECEIVE else "storage"
+                    self._tiers.counters.corrupt("host" if (at, place) in move.suspect else far, [defect])
         if move is prefetch.look:
             self._looked(prefetch, move)
-        else:
+        elif move.lane is Lane.FETCH:
             self._report(prefetch, move, asked=move.asked_bytes)
             self._fetched_bytes += move.moved_bytes
             prefetch.seconds += move.seconds
@@ -289,7 +324,10 @@ class Prefetcher(ReadAhead):
     def _submit(self, prefetch: Prefetch, piece: Piece) -> bool:
         """Submit a piece; returns False if the lane refuses."""
         move = piece.move
-        if move is not None:
+        if move is not None and prefetch.ask is not None:
+            self._running[move] = prefetch
+            prefetch.ask.want(move, [places for _, places, _ in piece.fetching])
+        elif move is not None:
             if not self._tiers.mover.submit(move):
                 piece.discard()
                 if not prefetch.pieces and self._tiers.mover.in_flight(Lane.FETCH):
@@ -305,7 +343,10 @@ class Prefetcher(ReadAhead):
 
     def _finish(self, prefetch: Prefetch) -> None:
         prefetch.done = True
-        self._measure(prefetch)
+        if prefetch.ask is None:
+            self._measure(prefetch)
+        else:
+            prefetch.ask.release((prefetch.limit - prefetch.prefix.start) * self._size)
         if prefetch.is_trial:
             self._tiers.break_even.untried(Lane.FETCH)
         if self._named.get(prefetch.name) is prefetch:

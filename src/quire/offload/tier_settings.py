@@ -10,9 +10,9 @@ from enum import StrEnum
 from itertools import accumulate, chain
 from typing import Any
 
-from quire.spec.ids import Tier
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import Mover
+from quire.tiers.prefill import PrefillPeers
 from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, GOOD, LANES, REFUSED, UNDAMAGED, Lane, Transfer
 
@@ -83,7 +83,8 @@ class StoreHealth:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """`host_frames` and `record_bytes` are by group. The engine closes `mover`, which has a store if `stores`; `health`
-    records its answers. `always` loads and fetches even when computing is faster."""
+    records its answers. `always` loads and fetches even when computing is faster. `peers` compute prompts for this
+    engine."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]
@@ -95,6 +96,7 @@ class TierSettings:
     prefetch: PrefetchPolicy = PrefetchPolicy.BREAK_EVEN
     prefetch_seconds: float = 2.0
     health: StoreHealth = field(default_factory=StoreHealth)
+    peers: PrefillPeers | None = None
 
     def num_bytes(self, counts: Iterable[int]) -> int:
         """Bytes of the records of so many frames, by group."""
@@ -153,9 +155,9 @@ class TierCounters:
     defects: Counter[tuple[str, str]] = field(default_factory=Counter)
     links: dict[Lane, LinkCounters] = field(default_factory=lambda: {link: LinkCounters() for link in LANES})
 
-    def corrupt(self, tier: Tier, defects: Iterable[str]) -> None:
-        """Count defects of records; a record that did not arrive has none."""
-        self.defects.update((tier.name.lower(), defect) for defect in defects if defect not in UNDAMAGED)
+    def corrupt(self, where: str, defects: Iterable[str]) -> None:
+        """Count defects of records of the host, storage or a peer; a record that did not arrive has none."""
+        self.defects.update((where, defect) for defect in defects if defect not in UNDAMAGED)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: `defects` by `tier:defect`, `links` by lane."""

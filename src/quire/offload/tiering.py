@@ -239,6 +239,25 @@ class Tiering:
         self.archiver.removed(pages)
         self.on_host.unmark(pages, State.FETCHED)
 
+    # -- reading for peers
+
+    def read(self, namespace: Namespace, tokens: Ids, places: Sequence[Ids]) -> list[Ids] | None:
+        """Host frames of pages of a prompt, by group, whose bytes stay as they are until `end_reading`. None: a page
+        has no good host frame now."""
+        pages, found = self._tree.match(namespace, tokens).pages, []
+        for host, at in zip(self.hosts, places, strict=True):
+            if (len(at) and int(at.max()) >= len(pages)) or not host.good(pages[at]).all():
+                return None
+            found.append(host.table.frame[pages[at]])
+        for host, frames in zip(self.hosts, found, strict=True):
+            host.begin_reading(frames)
+        return found
+
+    def end_reading(self, frames: Sequence[Ids]) -> None:
+        """Nothing reads these frames, which `read` returned, any more."""
+        for host, each in zip(self.hosts, frames, strict=True):
+            host.end_reading(each)
+
     # -- loading
 
     def load(self, node: Node, pages: Ids, missing: Sequence[Ids]) -> Transfer | None:
@@ -358,7 +377,7 @@ class Tiering:
         bad, places = [], []
         for part, defects in zip(moving.parts, move.defects, strict=True):
             wrong = np.array([defect not in UNDAMAGED for defect in defects], dtype=np.bool_)
-            self.counters.corrupt(Tier.HOST, defects)
+            self.counters.corrupt("host", defects)
             self.hosts[part.group].damage(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones, which are on the device
             self.counters.loaded_frames += here

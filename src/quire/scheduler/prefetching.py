@@ -23,7 +23,7 @@ class Prefetching:
     def start(self, request: Request, later: Sequence[Request] = ()) -> None:
         """Fetch the stored pages of its prompt, once. If there are too many prefetches, that of the last of `later`
         requests stops, and starts again afterwards."""
-        if request.read_ahead or not self._ahead.stores:
+        if request.read_ahead or not self._ahead.prefetches:
             return
         if later and not self._ahead.can_prefetch:
             last = next((other for other in reversed(later) if other.prefetch or other.prefetched), None)
@@ -36,7 +36,7 @@ class Prefetching:
 
     def start_next(self, waiting: Sequence[Request]) -> None:
         """Start prefetches for the first requests, as far as there is room."""
-        if not self._ahead.stores:
+        if not self._ahead.prefetches:
             return
         for request in waiting[:_NEXT]:
             if not request.read_ahead:

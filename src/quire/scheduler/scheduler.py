@@ -399,7 +399,7 @@ class Scheduler:
             return following.num_cached if following and self._follows(request) else match(request).num_tokens
 
         deferred, quiet = 0, True
-        reads_ahead = self._ahead.stores
+        reads_ahead = self._ahead.prefetches
         order = list(self._policy.arrange(self._waiting, cached))
         for place, request in enumerate(order):
             if deferred >= self._max_running:

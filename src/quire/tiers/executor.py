@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from typing import TypeVar
 
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.tombstones import delete_scope, tombstones_over
-from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Transfer, Units
+from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Lane, Transfer, Units
 
 PIECE_BYTES = 16 << 20  # bytes in one piece; a load waits for at most one piece of a save
 _LOOKED_UP = 128  # pages per lookup: most prompts miss early, and a store may need a request for each key
@@ -41,6 +42,9 @@ class TransferExecutor:
         lane = transfer.lane
         if not lane.is_remote:
             yield from self._load(transfer) if lane.is_inward else self._save(transfer)
+            return
+        if lane is Lane.RECEIVE:
+            yield from self._by_pages(transfer, None, self._check_pages, MISSING)
             return
         remote = self._remotes[lane.far]
         if remote is None:
@@ -145,7 +149,7 @@ class TransferExecutor:
             store.remove(units.keys(transfer.scope))
             yield
 
-    def _by_pages(self, transfer: Transfer, remote: Store, work: _Work, rest: str) -> Iterator[None]:
+    def _by_pages(self, transfer: Transfer, remote: _Remote, work: _Work[_Remote], rest: str) -> Iterator[None]:
         """Do `work` on pages up to the first that fails in any group. Units without an answer get `rest`."""
         found = [[rest] * len(units) for units in transfer.units]
         pages = _pages_of(transfer.units)
@@ -209,6 +213,10 @@ class TransferExecutor:
                 batch.fail(record, MISSING if answer is Answer.MISS else REFUSED)
         if corrupt := batch.check(self._copies, transfer):
             self._recheck(transfer, remote, corrupt)
+        transfer.moved_bytes += sum(record.num_bytes for record in batch.good())
+
+    def _check_pages(self, transfer: Transfer, remote: None, batch: _Batch) -> None:
+        batch.check(self._copies, transfer)
         transfer.moved_bytes += sum(record.num_bytes for record in batch.good())
 
     @staticmethod
@@ -276,7 +284,8 @@ class _Batch:
         return corrupt
 
 
-_Work = Callable[[Transfer, Store, _Batch], None]
+_Remote = TypeVar("_Remote", Store, None)
+_Work = Callable[[Transfer, _Remote, _Batch], None]
 _Places = list[tuple[int, int]]  # of one page: index of the units, and the place in them
 
 

@@ -56,6 +56,7 @@ class Lane:
     FETCH: ClassVar[Lane]
     LOOK: ClassVar[Lane]
     DELETE: ClassVar[Lane]
+    RECEIVE: ClassVar[Lane]
 
     def __str__(self) -> str:
         return self.name
@@ -89,8 +90,10 @@ Lane.ARCHIVE = Lane("archive", Endpoint.HOST, Endpoint.STORE, most_bytes=256 << 
 Lane.FETCH = Lane("fetch", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 30, deadline_s=_STORE_DEADLINE_S)
 Lane.LOOK = Lane("look", Endpoint.STORE, Endpoint.HOST, carries=False, deadline_s=_STORE_DEADLINE_S)
 Lane.DELETE = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False)
-LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.DELETE)
-"""LOOK asks which records exist. DELETE deletes records, or without units all of scopes with this prefix."""
+Lane.RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST)
+LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.DELETE, Lane.RECEIVE)
+"""LOOK asks which records exist. DELETE deletes records, or without units all of scopes with this prefix. RECEIVE
+checks records that a peer has written to host memory, after the last byte has landed (`quire.tiers.prefill`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,40 @@
+"""PrefillPeers: the port to engines that compute prompts for this one and write the pages to its host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+from quire.tiers.transfer import Transfer
+
+
+class PrefillAsk(Protocol):
+    """One prompt that a peer computes, until `release`. A transfer handed to `want` is on Lane.RECEIVE, and not
+    submitted to the mover: a peer writes to its host frames until `PrefillPeers.settle` returns it."""
+
+    seconds: float
+    """How long the request waits."""
+
+    def want(self, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
+        """The peer writes these units, which are pages of the prompt at `places`, when it has computed them."""
+
+    def stop(self) -> None:
+        """What has not arrived is not wanted any more."""
+
+    def release(self, num_tokens: int) -> None:
+        """All its transfers are settled; so many tokens of the prompt arrived whole."""
+
+
+class PrefillPeers(Protocol):
+    """One thread, the engine's, calls all methods; none of them waits."""
+
+    def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> PrefillAsk | None:
+        """Ask a peer to compute whole pages of a prompt, whose last `num_missing` tokens are not here. None if no
+        peer can be asked, or if that is not worth it."""
+
+    def settle(self) -> list[tuple[Transfer, str]]:
+        """Transfers whose frames no peer writes to any more: "" if all bytes have landed, or why they have not."""
