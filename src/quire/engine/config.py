@@ -44,6 +44,7 @@ _NEEDS = {
     "prefill_peers": "--role",
     "transfer_connector": "--role",
     "transfer_seconds": "--role",
+    "transfer_min_tokens": "--role",
 }
 
 MOST_EPOCHS = 2**63
@@ -297,6 +298,7 @@ class EngineConfig(Settings):
         metavar="SECRET",
         secret=True,
     )
+    transfer_min_tokens: Tokens = setting(128, "Prompts that lack fewer tokens are computed here.", group=_TRANSFER)
     transfer_seconds: float = setting(
         30.0,
         "How long a request waits for another engine before its prompt is computed here.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -40,13 +41,16 @@ from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
-from quire.scheduler.sampling_params import eos_or_stop
+from quire.scheduler.sampling_params import SamplingParams, eos_or_stop
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
+from quire.spec.ids import Ids
 from quire.spec.speculation import STANDARD
 from quire.speculative.speculator import Speculator, speculator_of
 from quire.speculative.verify import Accepted
+from quire.transfer.handshake import Identity
+from quire.transfer.node import TransferNode
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +119,13 @@ class EngineCore:
         self.tiers = (
             EngineTiers(config, self.plan, self.pools, storage, progress=progress) if config.has_tiers else None
         )
+        self.wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
             if self.tiers is not None:
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
+            self.transfer = self._connect(self.tiers)
+            if self.transfer is not None:
+                undo.callback(self.transfer.close)
             self._wire()
             undo.pop_all()
         self._closed = threading.Event()
@@ -145,7 +153,10 @@ class EngineCore:
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
             explains=config.explain,
-            offload=Offloads(self.tiers.settings if self.tiers is not None else None, config.retain_share),
+            offload=Offloads(
+                replace(self.tiers.settings, peers=self.transfer) if self.tiers is not None else None,
+                config.retain_share,
+            ),
         )
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
@@ -166,6 +177,59 @@ class EngineCore:
             else:
                 self.runner.drafter = ModelDrafter(self.draft, *shared)
         self.speculator = speculator_of(config.speculative_config, self.plan, self.runner.drafter)
+        if self.transfer is not None:
+            assert self.offload.tiers is not None
+            self.transfer.start(self.offload.tiers, self._prefill, self.abort)
+
+    def _connect(self, tiers: EngineTiers | None) -> TransferNode | None:
+        """The connections to other engines, if there is a role."""
+        config = self.config
+        if config.role is None:
+            return None
+        assert tiers is not None and config.transfer_secret is not None
+        return TransferNode(
+            self._shared(config.weights_epoch),
+            tiers.host,
+            role=config.role,
+            secret=config.transfer_secret,
+            listen=config.transfer_listen,
+            peers=config.prefill_peers.split(",") if config.prefill_peers else (),
+            connector=config.transfer_connector,
+            seconds=config.transfer_seconds,
+            least_tokens=config.transfer_min_tokens,
+            wake=lambda: self.wake(),
+        )
+
+    def _shared(self, weights_epoch: int) -> Identity:
+        """What engines that exchange pages have in common."""
+        return Identity(
+            model=self._identity(weights_epoch).hex(),
+            weights_epoch=weights_epoch,
+            page_size=self.plan.page_size,
+            kv_format=self.config.kv_dtype,
+            tensor_parallel=self.config.tensor_parallel_size,
+            layouts={group.name: group.layout.fingerprint() for group in self.plan.groups},
+        )
+
+    def _prefill(self, request_id: str, tokens: Ids, namespace: Namespace) -> None:
+        """Queue a prompt for another engine: one token is drawn, which nobody reads."""
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        prompt = EngineRequest(
+            request_id=request_id,
+            prompt=tokens.tobytes(),
+            params=params,
+            adapter=namespace.adapter,
+            salt=namespace.salt,
+        )
+        self.add(prompt)
+
+    def _is_for_peer(self, output: TokenOutput, transfer: TransferNode) -> bool:
+        """Whether an output is of a prompt for another engine, which learns that it has ended."""
+        if output.request_id not in transfer.prefill.ids:
+            return False
+        if output.finish_reason is not None:
+            transfer.prefill.ended(output.request_id, output.error)
+        return True
 
     def _sampler(self, *, drafts: bool = False) -> Sampler:
         speculation = self.config.speculative_config
@@ -176,7 +240,10 @@ class EngineCore:
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page."""
         models = [self.model] if self.draft is None else [self.model, self.draft]
-        found = [model.identity(weights_epoch, exact=self.config.storage is not None) for model in models]
+        found = [
+            model.identity(weights_epoch, exact=self.config.storage is not None or self.config.role is not None)
+            for model in models
+        ]
         return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 
     def _populate(self) -> None:
@@ -227,6 +294,8 @@ class EngineCore:
     def has_moves(self) -> bool:
         """Whether transfers between tiers are in flight, so that `step` should be called now and then."""
         below = self.offload.tiers if self.tiers is not None else None
+        if self.transfer is not None and below is not None and self.transfer.is_due:
+            return True
         return below is not None and (not below.mover.idle or below.deletion.is_due or below.archiver.is_due)
 
     def close(self) -> None:
@@ -237,6 +306,8 @@ class EngineCore:
         if tiers is None or below is None:
             return
         self.tiers = None
+        if self.transfer is not None:
+            self.transfer.close()
         below.archiver.hasten()
         tiers.close(self.offload.ahead.settle_moves, below.deletion.end)
         states = [*below.deletion.scopes.values()]
@@ -278,6 +349,8 @@ class EngineCore:
             self._in_flight = None
             if self.speculator is not None and not launched.waits and not step.computes_prompts:
                 self.speculator.measured(len(step), step.num_tokens - len(step), time.perf_counter() - began)
+        if self.transfer is not None:
+            outputs.noted = [each for each in outputs.noted if not self._is_for_peer(each, self.transfer)]
         return outputs
 
     def _launch(self, step: Step, outputs: StepOutputs) -> Launched | None:
@@ -439,6 +512,8 @@ class EngineCore:
             self.draft.weights_changed()
         done = self.offload.change_model(self._identity(epoch))
         self.weights_epoch = epoch
+        if self.transfer is not None:
+            self.transfer.set_identity(self._shared(epoch))
         logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
         return done
 
@@ -459,6 +534,7 @@ class EngineCore:
             "running_requests": self.scheduler.num_running,
             "waiting_requests": len(self.scheduler.waiting),
             "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",
+            "transfer": self.transfer.statistics() if self.transfer is not None else None,
             "speculation": self.speculator.statistics() if self.speculator is not None else None,
             "queue_seconds": self.queue_s.to_dict(),
             "retentions": len(retention),

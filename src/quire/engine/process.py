@@ -74,7 +74,10 @@ _REST_MS = 2
 
 
 class Core(Protocol):
-    """The interface of what the process runs: `EngineCore`, or a stand-in of a test."""
+    """The interface of what the process runs: `EngineCore`, or a stand-in of a test. Any thread may call `wake`, which
+    the process sets, when `has_moves` may have become true."""
+
+    wake: Callable[[], None]
 
     @property
     def context_length(self) -> int: ...
@@ -221,7 +224,7 @@ def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: B
     for socket, address in ((commands, commands_at), (reports, reports_at)):
         socket.set_hwm(0)
         socket.connect(address)
-    link = _Link(commands, reports)
+    link = _Link(commands, reports, context)
     exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
@@ -231,12 +234,12 @@ def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: B
             )
         )
         is_ready = True
+        core.wake = link.wake
         StepLoop(core, link).run()
     except Exception as error:
         link.report(Died(error=WireError.of(error)))
         exit_code = error.exit_code if isinstance(error, QuireError) and not is_ready else EXIT_DEFECT
-    commands.close(linger=0)
-    reports.close(linger=2_000)
+    link.close()
     context.term()
     sys.stderr.flush()
     os._exit(exit_code)  # taking the interpreter and torch down would take seconds, and nothing has to be saved
@@ -259,9 +262,28 @@ def _live_and_die_with_parent() -> None:
 class _Link:
     """The child's end of the two sockets."""
 
-    def __init__(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
         self._commands = commands
         self._reports = reports
+        commands.bind("inproc://wake")
+        self._waker = context.socket(zmq.PUSH)
+        self._waker.setsockopt(zmq.LINGER, 0)
+        self._waker.connect("inproc://wake")
+        self._waking = threading.Lock()
+
+    def wake(self) -> None:
+        """End the wait for commands. Any thread may call it."""
+        with self._waking, contextlib.suppress(zmq.ZMQError):  # closed: the engine ends
+            self._waker.send(b"", zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close all sockets; reports that were made are sent."""
+        with self._waking:
+            self._waker.close()
+        self._commands.close(linger=0)
+        self._reports.close(linger=2_000)
 
     def report(self, report: Report) -> None:
         self._reports.send(ENCODER.encode(report))
@@ -270,8 +292,14 @@ class _Link:
         """All commands that have arrived, after waiting for the first one for at most `timeout_ms`."""
         arrived: list[Command] = []
         while self._commands.poll(0 if arrived else timeout_ms):
+            message = self._commands.recv()
+            if not message:
+                timeout_ms = 0  # awake
+                if arrived or not self._commands.poll(0):
+                    break
+                continue
             try:
-                arrived.append(COMMAND_DECODER.decode(self._commands.recv()))
+                arrived.append(COMMAND_DECODER.decode(message))
             except Exception:
                 logger.exception("a command could not be read and is ignored")
         return arrived

@@ -59,12 +59,12 @@ class EngineTiers:
                 )
                 frames = host_frames(plan, self.num_bytes)
                 check_storage_size(config, plan.groups, storage.num_bytes)
-                self._host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
-            undo.callback(self._host.close)
-            record_bytes = tuple(self._host.format(group).num_bytes for group in range(len(frames)))
+                self.host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
+            undo.callback(self.host.close)
+            record_bytes = tuple(self.host.format(group).num_bytes for group in range(len(frames)))
             sized = config.model_copy(update={"storage_size": storage.num_bytes})
-            self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self._host.num_bytes)
-            self.mover = ThreadMover(FrameCopies(pools, self._host), self.store)
+            self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self.host.num_bytes)
+            self.mover = ThreadMover(FrameCopies(pools, self.host), self.store)
             undo.pop_all()
         self.break_even = BreakEven(seconds, on_change=_log_link)
         self.settings = TierSettings(
@@ -73,7 +73,7 @@ class EngineTiers:
             mover=self.mover,
             break_even=self.break_even,
             write=WritePolicy(config.write_policy),
-            always=config.load == "always",
+            always=config.load == "always" or config.role is not None,
             stores=self.store is not None,
             prefetch=PrefetchPolicy(config.prefetch),
             prefetch_seconds=config.prefetch_seconds,
@@ -85,7 +85,7 @@ class EngineTiers:
         rates = {link.name: self.mover.rates[link] for link in LANES if link is not Lane.DELETE}
         return {
             "resolved": self.resolved,
-            "host_bytes": self._host.num_bytes,
+            "host_bytes": self.host.num_bytes,
             "bandwidth": {name: rate.per_second for name, rate in rates.items()},
             "latency": {name: rate.start for name, rate in rates.items()},
             "off": {link.name: why for link in LANES if (why := self.break_even.why_off(link))},
@@ -114,7 +114,7 @@ class EngineTiers:
             return
         if self.store is not None:
             self.store.close()
-        self._host.close()
+        self.host.close()
 
 
 def _log_store(kind: str, is_lost: bool) -> None:

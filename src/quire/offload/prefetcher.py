@@ -50,7 +50,7 @@ class Prefetcher(ReadAhead):
         self._parts = parts
         self._retention = retention
         self._peers = tiers.settings.peers
-        self.prefetches = tiers.settings.stores or self._peers is not None
+        self.prefetches = tiers.settings.stores or (self._peers is not None and self._peers.asks)
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)

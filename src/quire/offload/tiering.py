@@ -253,6 +253,21 @@ class Tiering:
             host.begin_reading(frames)
         return found
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether saves are in flight, or wait for others."""
+        return self._saves_wait or any(move.lane is Lane.SAVE for move in self.moving)
+
+    def save_prompt(self, namespace: Namespace, tokens: Ids) -> bool:
+        """Save what is cached of a prompt and lacks host copies; returns whether a save has begun."""
+        found = self._tree.match(namespace, tokens)
+        if not found.num_here:
+            return False
+        lease = self._tree.pin_path(found, found.num_here)
+        begun = self.save(lease.node, pages_to(lease.node), ends=(found.num_here,)) is not None
+        self._tree.release(lease)
+        return begun
+
     def end_reading(self, frames: Sequence[Ids]) -> None:
         """Nothing reads these frames, which `read` returned, any more."""
         for host, each in zip(self.hosts, frames, strict=True):

@@ -51,7 +51,9 @@ class Prefetching:
         if prefetch is None:
             return False
         if self._ahead.is_awaited(prefetch):
-            request.wait_reason = "waits for a part of its prompt that is in storage"
+            asked = prefetch.ask is not None
+            what = "its prompt, which another engine computes" if asked else "a part of its prompt that is in storage"
+            request.wait_reason = f"waits for {what}"
             return True
         request.prefetch = None
         request.prefetched.append(prefetch)

@@ -32,6 +32,9 @@ class PrefillAsk(Protocol):
 class PrefillPeers(Protocol):
     """One thread, the engine's, calls all methods; none of them waits."""
 
+    asks: bool
+    """Whether there may be peers to ask, now or later."""
+
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> PrefillAsk | None:
         """Ask a peer to compute whole pages of a prompt, whose last `num_missing` tokens are not here. None if no
         peer can be asked, or if that is not worth it."""

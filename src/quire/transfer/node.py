@@ -1,0 +1,224 @@
+"""TransferNode: the connections of an engine to others, and what it asks of them and does for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.memory.host_pool import HostPool
+from quire.offload.tiering import Tiering
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+from quire.tiers.transfer import Transfer
+from quire.transfer.connectors.registry import connector_kind, open_connector
+from quire.transfer.control import Address, Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
+from quire.transfer.decode import Asking, DecodeSide
+from quire.transfer.handshake import Hello, Identity, Role
+from quire.transfer.messages import Ask, Cancel, Release, Send, Want
+from quire.transfer.prefill import Begins, PrefillSide
+
+
+def parse_address(address: str) -> Address:
+    """`HOST:PORT` as a host and a port."""
+    host, _, port = address.strip().rpartition(":")
+    return host, int(port)
+
+
+class TransferNode:
+    """Implements `quire.tiers.prefill.PrefillPeers`, and computes prompts for others. The engine's thread calls it, and
+    closes it before `host`. Raises InvalidInput, ConnectorError, AddressInUse.
+
+    `wake` is called, on another thread, when `settle` has something to do.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        host: HostPool,
+        *,
+        role: Role,
+        secret: str,
+        listen: str,
+        peers: Sequence[str],
+        connector: str,
+        seconds: float,
+        least_tokens: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self.role = role
+        self.asks = bool(peers)
+        self._host = host
+        self._page_size = identity.page_size
+        self._num_groups = len(identity.layouts)
+        self._seconds = seconds
+        self._least_tokens = least_tokens
+        self._wake = wake
+        self._listen, self._peers = parse_address(listen), [parse_address(peer) for peer in peers]
+        name, epoch = f"{socket.gethostname()[:40]}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
+        self._secret = secret.encode()
+        kind = connector_kind(connector)
+        self.connector = open_connector(
+            kind, host.memory, name=f"{name}@{epoch:016x}", secret=self._secret, host=self._listen[0]
+        )
+        self._hello = Hello(name, epoch, role, identity, kind, self.connector.address())
+        self._control: Control | None = None
+        self._events: list[Event] = []
+        self._is_closed = False
+
+    def start(self, tiers: Tiering, begin: Begins, abort: Callable[[str], None]) -> None:
+        """Connect. `begin` queues a request for another engine, and `abort` ends it."""
+        try:
+            self._control = control = Control(
+                self._hello,
+                self._secret,
+                listen=self._listen if self.role != "decode" else None,
+                peers=self._peers,
+                wake=self._wake,
+            )
+        except BaseException:
+            self.connector.close()
+            raise
+
+        def send(effect: Send) -> None:
+            control.send(effect.peer, effect.message)
+
+        self.decode = DecodeSide(
+            self.connector,
+            self._host,
+            tiers.names.scope,
+            send,
+            num_groups=self._num_groups,
+            page_size=self._page_size,
+            seconds=self._seconds,
+            least_tokens=self._least_tokens,
+        )
+        self.prefill = PrefillSide(
+            self.connector,
+            self._host,
+            tiers,
+            send,
+            control.drained,
+            page_size=self._page_size,
+            begin=begin,
+            abort=abort,
+        )
+
+    @property
+    def address(self) -> Address | None:
+        """Where it listens for decode engines."""
+        return self._control.address if self._control is not None else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `settle` has something to do, now or soon."""
+        assert self._control is not None
+        self._events += self._control.events()
+        return bool(self._events) or self.decode.is_busy or self.prefill.is_busy
+
+    def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
+        """See `PrefillPeers.ask`."""
+        return self.decode.ask(tokens, namespace, num_missing)
+
+    def settle(self) -> list[tuple[Transfer, str]]:
+        """See `PrefillPeers.settle`. Processes all that has happened, on both sides."""
+        assert self._control is not None
+        if self._is_closed:
+            return self.decode.abandon()
+        events, self._events = [*self._events, *self._control.events()], []
+        for event in events:
+            self._process(event)
+        self.prefill.settle()
+        return self.decode.settle()
+
+    def _process(self, event: Event) -> None:
+        decode, prefill = self.decode, self.prefill
+        match event:
+            case Arrived(peer, message):
+                if isinstance(message, Ask | Want | Cancel | Release):
+                    prefill.asked(peer, message)
+                else:
+                    decode.do(decode.receiver.receive(peer, message))
+            case Connected(peer, dialed, hello) if dialed:
+                decode.do(decode.receiver.connected(peer))
+                decode.ready(peer, is_ready=True)
+            case Connected(peer, _, hello):
+                prefill.connected(peer, hello.address)
+            case Closed(peer, dialed) | Unreachable(peer, dialed) if not dialed:
+                prefill.lost(peer)
+            case Silent(peer, dialed) | Speaks(peer, dialed) if not dialed:
+                pass  # asks have deadlines
+            case Closed(peer):
+                decode.ready(peer, is_ready=False)
+                decode.do(decode.receiver.closed(peer))
+            case Unreachable(peer):
+                decode.ready(peer, is_ready=False)
+                decode.do(decode.receiver.unreachable(peer))
+            case Silent(peer):
+                decode.ready(peer, is_ready=False)
+                decode.do(decode.receiver.silent(peer))
+            case Speaks(peer):
+                decode.ready(peer, is_ready=True)
+
+    def set_identity(self, identity: Identity) -> None:
+        """The weights have changed: nothing that was asked for before is of use."""
+        assert self._control is not None
+        self._control.set_identity(identity)
+        self.prefill.end_all("weights", "the weights have changed")
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the start, in all and by peer, and where connections are missing."""
+        assert self._control is not None
+        received, sent = self.decode.counts, self.prefill.counts
+        return {
+            "role": self.role,
+            "connector": self._hello.connector,
+            "address": "{}:{}".format(*self.address) if self.address is not None else "",
+            "prefill_peers": self.decode.peers,
+            "decode_peers": self.prefill.peers,
+            "problems": {"{}:{}".format(*address): why for address, why in self._control.problems().items()},
+            "refused_connections": dict(self._control.refused),
+            "asks": sum(each.asks for each in received.values()),
+            "received_tokens": sum(each.received_tokens for each in received.values()),
+            "received_bytes": sum(each.received_bytes for each in received.values()),
+            "fallbacks": sum(sum(each.fallbacks.values()) for each in received.values()),
+            "sent_tokens": sum(each.sent_tokens for each in sent.values()),
+            "sent_bytes": sum(each.sent_bytes for each in sent.values()),
+            "received": {
+                peer: {
+                    "asks": each.asks,
+                    "tokens": each.received_tokens,
+                    "bytes": each.received_bytes,
+                    "seconds": each.seconds,
+                    "fallbacks": dict(each.fallbacks),
+                }
+                for peer, each in received.items()
+            },
+            "sent": {
+                peer: {
+                    "asks": each.asks,
+                    "tokens": each.sent_tokens,
+                    "bytes": each.sent_bytes,
+                    "seconds": each.seconds,
+                    "failures": dict(each.failures),
+                }
+                for peer, each in sent.items()
+            },
+        }
+
+    def close(self, wait_s: float = 1.0) -> None:
+        """End the writes of this engine, then its connections: peers take their end as a proof that it writes no more.
+        Asks of this engine end with it."""
+        if self._control is None or self._is_closed:
+            self.connector.close()
+            return
+        self.prefill.end_all("closing", "the engine ends")
+        until = time.monotonic() + wait_s
+        while self.prefill.is_busy and time.monotonic() < until:
+            self.prefill.settle()
+            time.sleep(0.005)
+        self._is_closed = True
+        self.connector.close()
+        self._control.close()

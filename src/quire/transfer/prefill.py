@@ -1,0 +1,236 @@
+"""PrefillSide: prompts that this engine computes for others. It queues them, and writes their pages from the host."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.errors import QuireError
+from quire.memory.host_pool import HostPool
+from quire.offload.tiering import Tiering
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+from quire.transfer.connector import Connector, Progress, Write
+from quire.transfer.messages import Ask, Request, Send, Want, tag_of
+from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Effects, Sender, Start, Stop
+
+Begins = Callable[[str, Ids, Namespace], None]
+"""Queues a request with this id that computes this prompt. Raises QuireError if it can never run."""
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """What this engine did for one decode engine. `failures` are parts that were not sent, by cause."""
+
+    asks: int = 0
+    sent_tokens: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0  # of writes
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """An ask whose pages are held. `reads` are host frames that writes read, by part and group."""
+
+    tokens: Ids
+    namespace: Namespace
+    is_done: bool = False  # its request has ended
+    is_saved: bool = False  # it was saved once more after that
+    reads: dict[int, list[Ids]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    peer: str
+    want: Want
+    write: Write
+    num_tokens: int
+    num_bytes: int
+    since: float
+
+
+class PrefillSide:
+    """All asks of other engines. `begin` and `abort` are the engine's; ids of its requests for others are in `ids`."""
+
+    def __init__(
+        self,
+        connector: Connector,
+        host: HostPool,
+        tiers: Tiering,
+        send: Callable[[Send], object],
+        drained: Callable[[str], None],
+        *,
+        page_size: int,
+        begin: Begins,
+        abort: Callable[[str], None],
+    ) -> None:
+        self.sender = Sender()
+        self.counts: dict[str, ClientCounts] = {}
+        self.ids: dict[str, tuple[str, int]] = {}
+        """Requests of this engine, by id: for which ask."""
+        self._connector = connector
+        self._host = host
+        self._tiers = tiers
+        self._send = send
+        self._tell_drained = drained
+        self._page_size = page_size
+        self._begin = begin
+        self._abort = abort
+        self._addresses: dict[str, bytes] = {}
+        self._prompts: dict[tuple[str, int], _Prompt] = {}
+        self._writes: list[_Writing] = []
+        self._seen = -1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether asks are open or writes in flight."""
+        return bool(self.sender.clients and self._prompts) or bool(self._writes)
+
+    @property
+    def peers(self) -> list[str]:
+        """Decode engines that are connected."""
+        return list(self._addresses)
+
+    def connected(self, peer: str, address: bytes) -> None:
+        """A decode engine has connected; its connector has this address."""
+        self._addresses[peer] = address
+        self._connect(peer)
+
+    def _connect(self, peer: str) -> None:
+        try:
+            self._connector.connect(peer, self._addresses[peer])
+        except QuireError as error:  # its parts fail, one by one
+            self.counts.setdefault(peer, ClientCounts()).failures[str(error)] += 1
+
+    def lost(self, peer: str) -> None:
+        """The connection to a decode engine is lost."""
+        self._addresses.pop(peer, None)
+        self._do(self.sender.lost(peer, time.monotonic()))
+
+    def asked(self, peer: str, message: Request) -> None:
+        """A message of a decode engine."""
+        self._do(self.sender.receive(peer, message, time.monotonic()))
+
+    def ended(self, request_id: str, error: str = "") -> None:
+        """A request of `ids` has ended."""
+        peer, ask = self.ids.pop(request_id)
+        prompt = self._prompts.get((peer, ask))
+        if prompt is not None:
+            prompt.is_done = True
+        if error:
+            self._do(self.sender.refuse(peer, ask, time.monotonic(), "failed", error))
+        else:
+            self._do(self.sender.computed(peer, ask))
+
+    def end_all(self, code: str, reason: str) -> None:
+        """No ask is of use any more."""
+        self._do(self.sender.end_all(time.monotonic(), code, reason))
+
+    def settle(self) -> None:
+        """Begin writes whose pages are on the host, and process those that have ended."""
+        if not self.sender.clients:
+            return
+        now = time.monotonic()
+        self._do(self.sender.tick(now))
+        ended = [each for each in self._writes if each.write.poll() is not Progress.PENDING]
+        if ended:
+            self._writes = [each for each in self._writes if each not in ended]
+        for each in ended:
+            counts = self.counts.setdefault(each.peer, ClientCounts())
+            counts.seconds += now - each.since
+            if each.write.poll() is Progress.LANDED:
+                counts.sent_tokens += each.num_tokens
+                counts.sent_bytes += each.num_bytes
+                self._do(self.sender.landed(each.peer, each.want))
+            else:
+                counts.failures["write"] += 1
+                self._do(self.sender.failed(each.peer, each.want, each.write.error))
+        saved = self._tiers.counters.saved_frames
+        if saved != self._seen or any(prompt.is_done for prompt in self._prompts.values()):
+            self._seen = saved
+            for peer, want in self.sender.waiting():
+                self._try(peer, want)
+
+    def _try(self, peer: str, want: Want) -> None:
+        """Begin to write a part if its pages are on the host, or answer that they will not be."""
+        prompt, places = self._prompts[peer, want.ask], want.by_group()
+        last = len(prompt.tokens) // self._page_size
+        if len(places) != len(self._tiers.hosts) or any(
+            len(at) and not 0 <= at.min() <= at.max() < last for at in places
+        ):
+            self._do(self.sender.unavailable(peer, want, "it names pages that the prompt does not have"))
+            return
+        frames = self._tiers.read(prompt.namespace, prompt.tokens, places)
+        if frames is not None:
+            prompt.reads[want.part] = frames
+            self._do(self.sender.ready(peer, want))
+            return
+        if not prompt.is_done or self._tiers.is_saving:
+            return
+        if not prompt.is_saved:
+            prompt.is_saved = True
+            if self._tiers.save_prompt(prompt.namespace, prompt.tokens):
+                return
+        self.counts.setdefault(peer, ClientCounts()).failures["no room"] += 1
+        self._do(self.sender.unavailable(peer, want, "the pages are not in host memory, which is full"))
+
+    # -- what the sender says
+
+    def _do(self, effects: Effects) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(effect)
+                case Start(peer, ask):
+                    self._start(peer, ask)
+                case Stop(peer, ask):
+                    self._abort(_id(peer, ask))
+                case Begin(peer, want):
+                    self._write(peer, want)
+                case Drop(peer, ask):
+                    prompt = self._prompts.pop((peer, ask))
+                    for frames in prompt.reads.values():
+                        self._tiers.end_reading(frames)
+                case Disconnect(peer):
+                    self._connector.disconnect(peer)
+                    if peer in self._addresses:
+                        self._connect(peer)
+                case Drained(peer):
+                    self._tell_drained(peer)
+
+    def _start(self, peer: str, ask: Ask) -> None:
+        namespace, tokens, name = Namespace(ask.adapter, ask.salt), ask.tokens(), _id(peer, ask.ask)
+        self.counts.setdefault(peer, ClientCounts()).asks += 1
+        self._prompts[peer, ask.ask] = _Prompt(tokens, namespace)
+        now = time.monotonic()
+        if self._tiers.names.scope(namespace) != ask.scope:
+            reason = "this engine has other weights, or another namespace of that name"
+            self._do(self.sender.refuse(peer, ask.ask, now, "scope", reason))
+            return
+        try:
+            self.ids[name] = peer, ask.ask
+            self._begin(name, tokens, namespace)
+        except QuireError as error:
+            del self.ids[name]
+            self._do(self.sender.refuse(peer, ask.ask, now, error.code, str(error)))
+        else:
+            self._do(self.sender.grant(peer, ask.ask))
+
+    def _write(self, peer: str, want: Want) -> None:
+        frames = self._prompts[peer, want.ask].reads[want.part]
+        spans = np.concatenate([self._host.spans(group, each) for group, each in enumerate(frames)])
+        try:
+            write = self._connector.write(peer, tag_of(want.ask, want.part), spans, want.target)
+        except QuireError as error:
+            write = Write.failed(str(error))
+        num_tokens = max(map(len, frames)) * self._page_size
+        self._writes.append(_Writing(peer, want, write, num_tokens, int(spans[:, 1].sum()), time.monotonic()))
+
+
+def _id(peer: str, ask: int) -> str:
+    return f"prefill-{peer}-{ask}"

@@ -1,0 +1,30 @@
+"""Prompts that another engine computes: the same tokens as of one engine, pages moved and counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of
+from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
+
+KINDS = ("llama", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next", "gemma3_text", "falcon_h1")
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_are_those_of_one_engine(name: str, page_size: int) -> None:
+    case = case_of(name)
+    room = 8 * LONGEST
+    prefill = prefill_engine(case.model, num_tokens=room, page_size=page_size)
+    decode = decode_engine(case.model, [prefill], num_tokens=room, page_size=page_size)
+    try:
+        assert run_apart(decode, [prefill], PROMPTS, GREEDY, "cold") == case.expected
+        got, sent = transfer_of(decode), transfer_of(prefill)
+        assert got["received_tokens"] > 0 and got["received_bytes"] > 0, got
+        assert got["fallbacks"] == 0, got
+        assert sent["sent_bytes"] == got["received_bytes"]
+        assert run_apart(decode, [prefill], OTHERS, GREEDY, "others") == case.others
+        assert run_apart(decode, [prefill], PROMPTS, GREEDY, "warm") == case.expected
+    finally:
+        decode.close()
+        prefill.close()
