@@ -79,9 +79,17 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         "policy": config.policy,
         "eviction": config.eviction,
         "prefix_caching": config.enable_prefix_caching,
+        "role": config.role,
+        "transfer": {name: (statistics["transfer"] or {}).get(name) for name in ("connector", "address")},
         "tiers": (statistics["tiers"] or {}).get("resolved"),
         "plan": plan,
     }
+
+
+def _role(summary: dict[str, Any]) -> str:
+    transfer = summary["transfer"]
+    where = f"; computes prompts for engines that connect to {transfer['address']}" if transfer["address"] else ""
+    return f"{summary['role']}; pages go over {transfer['connector']}{where}"
 
 
 def _ready_panel(summary: dict[str, Any]) -> Panel:
@@ -94,6 +102,7 @@ def _ready_panel(summary: dict[str, Any]) -> Panel:
         ("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})"),
         ("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}"),
         *(tier_rows(tiers) if tiers else ()),
+        *([("Role", _role(summary))] if summary["role"] else ()),
         ("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)"),
     ]
     parts: list[RenderableType] = [ledger_table(plan), "", summary_table(plan), named_rows(rows)]
