@@ -231,6 +231,6 @@ def test_its_features_are_planned(target: LoadedModel, head: LoadedHead, kind: s
     expected = 2 * core.plan.max_requests * vectors * target.hidden_size * 4
     assert core.plan.feature_bytes == expected == core.capacity.memory.feature_bytes
     core.config = core.config.model_copy(update={"kv_memory": None, "max_running_requests": 4096})
-    with patch.object(EngineCore, "_free_bytes", return_value=2**28):
+    with patch("quire.engine.core.free_bytes", return_value=2**28):
         plan = core._plan()
     assert plan.kv_bytes + plan.memory.feature_bytes == 2**28

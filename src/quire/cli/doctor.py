@@ -124,7 +124,7 @@ def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
     import torch
 
     from quire.engine.config import EngineConfig, engine_config
-    from quire.engine.core import default_kv_bytes
+    from quire.engine.device import default_kv_bytes
 
     has_gpu = bool(found["cuda_devices"])
     most = format_bytes(default_kv_bytes(found["memory"]["available_bytes"]))

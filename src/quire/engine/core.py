@@ -12,19 +12,19 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-import torch
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.engine.before_load import Storage, check_draft, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
+from quire.engine.device import free_bytes, resolve_device
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
-from quire.engine.host_memory import host_memory
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
 from quire.engine.runner import Launched, ModelRunner, build_pools
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers
+from quire.engine.transfer import identity_of, is_for_peer, prompt_for_peer, transfer_node
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
@@ -41,7 +41,7 @@ from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
-from quire.scheduler.sampling_params import SamplingParams, eos_or_stop
+from quire.scheduler.sampling_params import eos_or_stop
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
@@ -54,9 +54,6 @@ from quire.transfer.node import TransferNode
 
 logger = logging.getLogger(__name__)
 
-_AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
-_AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
-_AUTO_MOST_CPU = 4 * 2**30
 _MOVES_S = 0.005  # to wait for bytes when there is nothing to compute
 
 
@@ -123,8 +120,10 @@ class EngineCore:
         with ExitStack() as undo:
             if self.tiers is not None:
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
-            self.transfer = self._connect(self.tiers)
-            if self.transfer is not None:
+            self.transfer: TransferNode | None = None
+            if self.tiers is not None and config.role is not None:
+                shared = self._shared(config.weights_epoch)
+                self.transfer = transfer_node(config, shared, self.tiers.host, lambda: self.wake())
                 undo.callback(self.transfer.close)
             self._wire()
             undo.pop_all()
@@ -181,55 +180,11 @@ class EngineCore:
             assert self.offload.tiers is not None
             self.transfer.start(self.offload.tiers, self._prefill, self.abort)
 
-    def _connect(self, tiers: EngineTiers | None) -> TransferNode | None:
-        """The connections to other engines, if there is a role."""
-        config = self.config
-        if config.role is None:
-            return None
-        assert tiers is not None and config.transfer_secret is not None
-        return TransferNode(
-            self._shared(config.weights_epoch),
-            tiers.host,
-            role=config.role,
-            secret=config.transfer_secret,
-            listen=config.transfer_listen,
-            peers=config.prefill_peers.split(",") if config.prefill_peers else (),
-            connector=config.transfer_connector,
-            seconds=config.transfer_seconds,
-            least_tokens=config.transfer_min_tokens,
-            wake=lambda: self.wake(),
-        )
+    def _prefill(self, request_id: str, tokens: Ids, namespace: Namespace) -> None:
+        self.add(prompt_for_peer(request_id, tokens, namespace))
 
     def _shared(self, weights_epoch: int) -> Identity:
-        """What engines that exchange pages have in common."""
-        return Identity(
-            model=self._identity(weights_epoch).hex(),
-            weights_epoch=weights_epoch,
-            page_size=self.plan.page_size,
-            kv_format=self.config.kv_dtype,
-            tensor_parallel=self.config.tensor_parallel_size,
-            layouts={group.name: group.layout.fingerprint() for group in self.plan.groups},
-        )
-
-    def _prefill(self, request_id: str, tokens: Ids, namespace: Namespace) -> None:
-        """Queue a prompt for another engine: one token is drawn, which nobody reads."""
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        prompt = EngineRequest(
-            request_id=request_id,
-            prompt=tokens.tobytes(),
-            params=params,
-            adapter=namespace.adapter,
-            salt=namespace.salt,
-        )
-        self.add(prompt)
-
-    def _is_for_peer(self, output: TokenOutput, transfer: TransferNode) -> bool:
-        """Whether an output is of a prompt for another engine, which learns that it has ended."""
-        if output.request_id not in transfer.prefill.ids:
-            return False
-        if output.finish_reason is not None:
-            transfer.prefill.ended(output.request_id, output.error)
-        return True
+        return identity_of(self.config, self.plan, self._identity(weights_epoch), weights_epoch)
 
     def _sampler(self, *, drafts: bool = False) -> Sampler:
         speculation = self.config.speculative_config
@@ -350,7 +305,7 @@ class EngineCore:
             if self.speculator is not None and not launched.waits and not step.computes_prompts:
                 self.speculator.measured(len(step), step.num_tokens - len(step), time.perf_counter() - began)
         if self.transfer is not None:
-            outputs.noted = [each for each in outputs.noted if not self._is_for_peer(each, self.transfer)]
+            outputs.noted = [each for each in outputs.noted if not is_for_peer(each, self.transfer)]
         return outputs
 
     def _launch(self, step: Step, outputs: StepOutputs) -> Launched | None:
@@ -599,19 +554,13 @@ class EngineCore:
             spec, settings = with_draft_model(spec, settings, self.draft.spec)
         if config.kv_memory is not None:
             return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
-        free = self._free_bytes()
+        free = free_bytes(self.device)
         plan = make_plan(spec, replace(settings, kv_memory=free))
         if features := plan.memory.feature_bytes:
             plan = make_plan(spec, replace(settings, kv_memory=free - features))
         # No size was given, so the pools get no more bytes than all requests at their longest can use.
         useful = plan.bytes_for(config.max_running_requests * plan.context)
         return plan if plan.kv_bytes <= useful else make_plan(spec, replace(settings, kv_memory=useful))
-
-    def _free_bytes(self) -> int:
-        """The KV budget when none is given: a share of what is free now."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0] * _AUTO_SHARE_DEVICE)
-        return default_kv_bytes(host_memory().available)
 
 
 def _output(request: Request, **more: Any) -> TokenOutput:
@@ -629,23 +578,3 @@ def _output(request: Request, **more: Any) -> TokenOutput:
 def _refuse_adapter(name: str) -> None:
     if name:
         raise InvalidInput(f"adapter '{name}' was asked for, and this version loads no adapters.")
-
-
-def default_kv_bytes(available: int) -> int:
-    """The KV budget on a CPU when none is given, from the bytes of host memory that are available."""
-    return min(_AUTO_MOST_CPU, int(available * _AUTO_SHARE_CPU))
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the first GPU, else the CPU. Raises InvalidInput if it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidInput(f"'{name}' is not a device.", fix="use cpu, cuda or cuda:N.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(
-            f"device '{name}' was asked for, and this machine has no CUDA device.", fix="use --device cpu."
-        )
-    return device

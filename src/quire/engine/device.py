@@ -1,0 +1,39 @@
+"""The device of an engine, and the bytes of its pools when no size is given."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.engine.host_memory import host_memory
+from quire.errors import InvalidInput
+
+_AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
+_AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
+_AUTO_MOST_CPU = 4 * 2**30
+
+
+def free_bytes(device: torch.device) -> int:
+    """The KV budget when none is given: a share of what is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _AUTO_SHARE_DEVICE)
+    return default_kv_bytes(host_memory().available)
+
+
+def default_kv_bytes(available: int) -> int:
+    """The KV budget on a CPU when none is given, from the bytes of host memory that are available."""
+    return min(_AUTO_MOST_CPU, int(available * _AUTO_SHARE_CPU))
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the first GPU, else the CPU. Raises InvalidInput if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"'{name}' is not a device.", fix="use cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(
+            f"device '{name}' was asked for, and this machine has no CUDA device.", fix="use --device cpu."
+        )
+    return device
