@@ -113,10 +113,9 @@ class DecodeSide:
         if over:
             self._parts = [each for each in self._parts if not each[0].may_reuse]
         for part, transfer in over:
-            if part.state is PartState.SENT:
-                self._connector.shut(part.tag)
-                if part.ask in self.asks:
-                    self.counts[self.asks[part.ask].peer].received_bytes += transfer.num_bytes
+            self._connector.shut(part.tag)
+            if part.state is PartState.SENT and part.ask in self.asks:
+                self.counts[self.asks[part.ask].peer].received_bytes += transfer.num_bytes
         return [(move, "" if part.state is PartState.SENT else part.reason or "gone") for part, move in over]
 
     def abandon(self) -> list[tuple[Transfer, str]]:

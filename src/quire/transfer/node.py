@@ -152,6 +152,7 @@ class TransferNode:
                 pass  # asks have deadlines
             case Closed(peer):
                 decode.ready(peer, is_ready=False)
+                self.connector.disconnect(peer)
                 decode.do(decode.receiver.closed(peer))
             case Unreachable(peer):
                 decode.ready(peer, is_ready=False)
