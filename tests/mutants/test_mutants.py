@@ -92,7 +92,11 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         lambda: drafted.check_log_probabilities(drafted.TREE),
     ],
     "states of drafts": [drafted.check_a_full_batch_of_states, drafted.check_states],
-    "n-grams": [test_ngram.test_a_namespace_finds_its_own, drafted.check_flush],
+    "n-grams": [
+        test_ngram.test_a_namespace_finds_its_own,
+        test_ngram.test_a_flush_deletes_what_its_namespace_had,
+        drafted.check_flush,
+    ],
     "governor": [
         test_verify.test_drafts_that_are_never_right_are_left_out,
         test_verify.test_searches_that_find_nothing_are_left_out,

@@ -11,6 +11,7 @@ import pytest
 from openai import APIStatusError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire import __version__
 from tests.serve.live_server import LiveServer
 
 MODEL = "tiny"
@@ -305,6 +306,11 @@ def test_unknown_routes_and_methods_have_the_same_shape(server: LiveServer) -> N
     for path, status in (("/v1/nope", 404), ("/v1/completions", 405)):
         got, answer = server.request(path)
         assert (got, answer["error"]["code"]) == (status, "QUIRE-INPUT-01")
+    assert "no such route" in server.request("/tokenize")[1]["error"]["message"]
+
+
+def test_the_version(server: LiveServer) -> None:
+    assert server.request("/version") == (200, {"version": __version__})
 
 
 def test_a_huge_body_is_refused_before_it_is_read(server: LiveServer) -> None:

@@ -153,6 +153,21 @@ def test_a_namespace_finds_its_own() -> None:
     assert counts == [3, 0]
 
 
+def test_a_flush_deletes_what_its_namespace_had() -> None:
+    drafter = NgramDrafter(1, config_of(2, 2))
+    counts, serial = [], 0
+    for space in SPACES:
+        drafter.ended(space, np.array([5, 6, 7, 8, 9], dtype=np.int32), 0)
+    for flushed in SPACES:
+        drafter.forget(flushed)
+        for space in SPACES:
+            serial += 1
+            batch = RunningBatch([_Kv(space)], np.array([0]), np.array([serial]))  # type: ignore[list-item]
+            row = np.array([[5, 6, 0, 0, 0, 0, 0, 0]], dtype=np.int32)
+            counts.append(int(drafter.propose(Drafting(batch, row, np.array([2]), np.array([3]))).counts[0]))
+    assert counts == [0, 3, 0, 0]
+
+
 def drafts_along(text: list[int], steps: list[int], **settings: bool) -> list[list[int]]:
     """What is proposed when the first `steps[i]` tokens of a text are known, by n-grams of two or more."""
     drafter, tokens = NgramDrafter(1, config_of(2, 4), **settings), np.array([text], dtype=np.int32)

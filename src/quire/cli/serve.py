@@ -82,6 +82,7 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         "role": config.role,
         "transfer": {name: (statistics["transfer"] or {}).get(name) for name in ("connector", "address")},
         "tiers": (statistics["tiers"] or {}).get("resolved"),
+        "speculation": plan["speculation"],
         "plan": plan,
     }
 
@@ -98,9 +99,12 @@ def _ready_panel(summary: dict[str, Any]) -> Panel:
 
     plan, tiers = summary["plan"], summary["tiers"]
     sharing = "on" if summary["prefix_caching"] else "off"
+    drafts = summary["speculation"]
+    drafting = f"{drafts['method']}, up to {drafts['draft_tokens']:,} draft tokens a step" if drafts else ""
     rows = [
         ("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})"),
         ("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}"),
+        *([("Speculation", drafting)] if drafting else ()),
         *(tier_rows(tiers) if tiers else ()),
         *([("Role", _role(summary))] if summary["role"] else ()),
         ("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)"),

@@ -93,6 +93,11 @@ def _router(service: Service) -> APIRouter:
         body = {"status": "ok"} if state.healthy else {"status": "unhealthy", "reason": state.reason}
         return JSONResponse(body, status_code=200 if state.healthy else 503)
 
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of Quire."""
+        return {"version": __version__}
+
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Prometheus' text format. An engine that is dead or in a long step shows its last counters."""

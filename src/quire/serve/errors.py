@@ -76,7 +76,7 @@ def install(app: FastAPI) -> None:
     def on_http_error(error: HTTPException) -> Response:
         if isinstance(error.__cause__, QuireError):  # raised while the body was being received
             return error_response(error.__cause__)
-        wrapped = _unreadable(error.__cause__) or InvalidInput(f"{error.detail}.")
+        wrapped = _unreadable(error.__cause__) or _no_route(error) or InvalidInput(f"{error.detail}.")
         wrapped.status = error.status_code
         return JSONResponse(error_body(wrapped), status_code=error.status_code, headers=error.headers)
 
@@ -94,6 +94,12 @@ def install(app: FastAPI) -> None:
     add(RequestValidationError, lambda error: error_response(_bad_body(error)))
     add(HTTPException, on_http_error)
     add(Exception, on_defect)
+
+
+def _no_route(error: HTTPException) -> InvalidInput | None:
+    if error.status_code != 404:
+        return None
+    return InvalidInput("this server has no such route.", fix="GET /docs lists its routes.")
 
 
 def _unreadable(cause: BaseException | None) -> InvalidInput | None:
