@@ -32,7 +32,8 @@ _MARGIN = 1.05  # how much more than its cost a draft has to be worth
 _OUTLIER = 3.0
 _FIRST = 4  # measurements of which the least is taken: first steps take longer
 _SHARE = 0.005  # of the time of steps, for drafts that may not pay
-_MOST_CREDIT = 8.0  # steps without drafts
+_MOST_CREDIT = 8.0  # steps without drafts, for one request
+_LEAST_CREDIT = 2.0  # for any batch: more requests show sooner what pays
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class _Size:
     added_s: float = 0.0  # mean of what they add to a step
     variance: float = 0.0  # of the number
     covariance: float = 0.0
+    most_credit: float = _MOST_CREDIT
     credit: float = _MOST_CREDIT  # in steps without drafts
 
     def cost(self) -> tuple[float, float]:
@@ -87,7 +89,8 @@ class Governor:
         self._right: npt.NDArray[np.float64] = np.zeros(num_rows)
         self._trials: npt.NDArray[np.float64] = np.zeros(num_rows)
         self._all_right = self._all_trials = 0.0
-        self._sizes = [_Size() for _ in range(33)]
+        credits = [max(_LEAST_CREDIT, _MOST_CREDIT * 2 ** (-bits / 2)) for bits in (0, *range(32))]
+        self._sizes = [_Size(most_credit=credit, credit=credit) for credit in credits]
         self._last = self._sizes[0]
         self._num_accepted = 0  # in the step that is not measured yet
         self._is_off = False
@@ -157,7 +160,7 @@ class Governor:
                 lost = added - accepted * size.plain_s
             size.add_drafted(num_drafts, added)
         credit = size.credit + _SHARE - lost / (size.plain_s * num_requests)
-        size.credit = min(max(credit, -_MOST_CREDIT), _MOST_CREDIT)
+        size.credit = min(max(credit, -size.most_credit), size.most_credit)
 
     def _leave_out(self, rows: Rows) -> None:
         """The next step has no drafts of these requests, because they would not pay."""
