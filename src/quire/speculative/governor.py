@@ -89,8 +89,8 @@ class Governor:
         self._right: npt.NDArray[np.float64] = np.zeros(num_rows)
         self._trials: npt.NDArray[np.float64] = np.zeros(num_rows)
         self._all_right = self._all_trials = 0.0
-        credits = [max(_LEAST_CREDIT, _MOST_CREDIT * 2 ** (-bits / 2)) for bits in (0, *range(32))]
-        self._sizes = [_Size(most_credit=credit, credit=credit) for credit in credits]
+        first = [max(_LEAST_CREDIT, _MOST_CREDIT * 2 ** (-bits / 2)) for bits in (0, *range(32))]
+        self._sizes = [_Size(most_credit=credit, credit=credit) for credit in first]
         self._last = self._sizes[0]
         self._num_accepted = 0  # in the step that is not measured yet
         self._is_off = False
