@@ -14,26 +14,24 @@ from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from tests.engine.running import tiered_core
 
-SECRET = "a secret of these tests"
+COMMON = {
+    "transfer_secret": "a secret of these tests",
+    "transfer_connector": "tcp",
+    "transfer_listen": "127.0.0.1:0",
+    "transfer_min_tokens": 1,
+}
 _LONGEST_S = 60.0
 
 
 def prefill_engine(model: LoadedModel, *, num_tokens: int, **settings: Any) -> EngineCore:
     """An engine that computes prompts for others, at a free port."""
-    common = {"transfer_secret": SECRET, "transfer_connector": "tcp", "transfer_listen": "127.0.0.1:0"}
-    return tiered_core(model, num_tokens=num_tokens, role="prefill", **{**common, **settings})
+    return tiered_core(model, num_tokens=num_tokens, **{**COMMON, "role": "prefill", **settings})
 
 
 def decode_engine(model: LoadedModel, others: Sequence[EngineCore], *, num_tokens: int, **settings: Any) -> EngineCore:
     """An engine that has these compute its prompts. Returns when it is connected."""
     peers = ",".join(address_of(other) for other in others)
-    common = {
-        "transfer_secret": SECRET,
-        "transfer_connector": "tcp",
-        "transfer_min_tokens": 1,
-        "prefill_peers": peers,
-    }
-    core = tiered_core(model, num_tokens=num_tokens, role="decode", **{**common, **settings})
+    core = tiered_core(model, num_tokens=num_tokens, **{**COMMON, "role": "decode", "prefill_peers": peers, **settings})
     until = time.monotonic() + _LONGEST_S
     while len(transfer_of(core)["prefill_peers"]) < len(others):
         assert time.monotonic() < until, transfer_of(core)

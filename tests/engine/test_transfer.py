@@ -28,3 +28,20 @@ def test_tokens_are_those_of_one_engine(name: str, page_size: int) -> None:
     finally:
         decode.close()
         prefill.close()
+
+
+def test_a_prompt_that_a_peer_asks_for_is_computed_here() -> None:
+    """Two engines that name each other answer each other's prompts, and none asks on."""
+    case = case_of("llama")
+    first = prefill_engine(case.model, num_tokens=8 * LONGEST, page_size=4, role="both")
+    second = decode_engine(case.model, [first], num_tokens=8 * LONGEST, page_size=4, role="both")
+    third = decode_engine(case.model, [second], num_tokens=8 * LONGEST, page_size=4)
+    try:
+        assert run_apart(third, [second, first], PROMPTS, GREEDY) == case.expected
+        assert transfer_of(third)["asks"] > 0 and transfer_of(third)["fallbacks"] == 0
+        assert transfer_of(second)["asks"] == 0, "a prompt for a peer is not asked for once more"
+        assert run_apart(second, [first, third], OTHERS, GREEDY) == case.others
+        assert transfer_of(second)["asks"] > 0
+    finally:
+        for engine in (third, second, first):
+            engine.close()

@@ -285,9 +285,9 @@ class TieredCache(FollowedCache, ReadAhead):
         self._check("settle moves")
         return found
 
-    def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> Prefetch | None:
+    def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, for_peer: bool = False) -> Prefetch | None:
         """As the cache's."""
-        found = self.ahead.prefetch(tokens, namespace)
+        found = self.ahead.prefetch(tokens, namespace, for_peer=for_peer)
         self.happened["prefetch"] += found is not None
         self._check("")
         return found

@@ -479,18 +479,18 @@ def shared_pages_count_once(patch: Patch) -> None:
 # -- lanes and deadlines
 
 
-@mutant("lanes", "a peer that hangs keeps the store from answering, for all requests")
-def a_peer_shares_the_threads_of_the_store(patch: Patch) -> None:
+@mutant("lanes", "a store that hangs keeps cached pages from the device, for all requests")
+def a_store_shares_the_threads_of_the_device(patch: Patch) -> None:
     real = ThreadMover.__init__
 
     def init(mover: ThreadMover, *args: Any, **options: Any) -> None:
         real(mover, *args, **options)
-        mover._channels[Endpoint.PEER] = mover._channels[Endpoint.STORE]
+        mover._channels[Endpoint.DEVICE] = mover._channels[Endpoint.STORE]
 
     patch.setattr(ThreadMover, "__init__", init)
 
 
-@mutant("lanes", "a frame is given to another page while a peer that is late still writes to it")
+@mutant("lanes", "a frame is given to another page while a store that is late still writes to it")
 def what_has_expired_is_handed_back_at_once(patch: Patch) -> None:
     real = ThreadMover._expire
 
@@ -517,12 +517,12 @@ def virtual_transfers_end_at_their_deadline(patch: Patch) -> None:
     patch.setattr(VirtualMover, "_expire", expire)
 
 
-@mutant("lanes", "requests and frames wait for a peer that hangs, for ever")
+@mutant("lanes", "requests and frames wait for a store that hangs, for ever")
 def deadlines_never_pass(patch: Patch) -> None:
     patch.setattr(Mover, "_overdue", lambda mover, now: [])
 
 
-@mutant("lanes", "what waits behind a peer that hangs keeps its frames for ever")
+@mutant("lanes", "what waits behind a store that hangs keeps its frames for ever")
 def what_waits_does_not_expire(patch: Patch) -> None:
     real = ThreadMover._expire
 

@@ -102,8 +102,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_verify.test_searches_that_find_nothing_are_left_out,
     ],
     "lanes": [
-        test_lanes.test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline,
-        test_lanes.test_a_hung_peer_holds_its_own_threads_only,
+        test_lanes.test_a_slow_virtual_store_keeps_its_frames_behind_the_deadline,
+        test_lanes.test_a_hung_store_holds_its_own_threads_only,
     ],
     "planner": [lambda seed=seed: check_plan(seed) for seed in range(300)],
     "draft models": [

@@ -97,12 +97,11 @@ class ScriptedStore(DictStore):
         return [keys[at] for at in found]
 
 
-class WatchedPeer(ScriptedStore):
-    """A peer that writes down in `wrong` when it is given the frame of a page that is not `busy`: one that was handed
-    back already."""
+class WatchedStore(ScriptedStore):
+    """Records in `wrong` when it is given the frame of a page that is not `busy`: one that was handed back already."""
 
-    def __init__(self, busy: set[int]) -> None:
-        super().__init__()
+    def __init__(self, busy: set[int], *, most_bytes: int = 1 << 30) -> None:
+        super().__init__(most_bytes=most_bytes)
         self.busy = busy
         self.wrong: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Lanes: what the table says, two more rows for a peer, and what becomes of transfers whose endpoint hangs."""
+"""Lanes: the table, checks of what a peer has written, and what becomes of transfers whose endpoint hangs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from tests.tiers.array_copies import ArrayCopies, ids, page_key, units
 from tests.tiers.scripted_store import ScriptedStore
 
-SEND = Lane("send", Endpoint.HOST, Endpoint.PEER, most_bytes=1 << 20, deadline_s=0.05)
-RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST, most_bytes=1 << 20, deadline_s=0.05)
-WITH_PEER = (*LANES, SEND, RECEIVE)
+PUT = Lane("put", Endpoint.HOST, Endpoint.STORE, most_bytes=1 << 20, deadline_s=0.05)
+GET = Lane("get", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 20, deadline_s=0.05)
+MORE_LANES = (*LANES, PUT, GET)
 SCOPE = b"s" * 16
 SOON = 10.0  # seconds, after which a wait is a failure
 
@@ -45,12 +45,12 @@ def saved(*numbers: int) -> ArrayCopies:
 
 
 @contextmanager
-def mover_of(copies: ArrayCopies, store: ScriptedStore, peer: ScriptedStore) -> Iterator[ThreadMover]:
-    mover = ThreadMover(copies, store, peer=peer, lanes=WITH_PEER, piece_bytes=1)
+def mover_of(copies: ArrayCopies, store: ScriptedStore) -> Iterator[ThreadMover]:
+    mover = ThreadMover(copies, store, lanes=MORE_LANES, piece_bytes=1)
     try:
         yield mover
     finally:
-        for gate in (*copies.held.values(), *store.gates.values(), *peer.gates.values()):
+        for gate in (*copies.held.values(), *store.gates.values()):
             gate.release(1000)
         mover.close()
 
@@ -86,8 +86,7 @@ def entered(source: ArrayCopies | ScriptedStore) -> None:
         (Lane.FETCH, Endpoint.STORE, True, Lane.FETCH),
         (Lane.LOOK, Endpoint.STORE, True, Lane.LOOK),
         (Lane.DELETE, Endpoint.STORE, False, Endpoint.STORE),
-        (SEND, Endpoint.PEER, False, Endpoint.PEER),
-        (RECEIVE, Endpoint.PEER, True, RECEIVE),
+        (Lane.RECEIVE, Endpoint.PEER, True, Lane.RECEIVE),
     ],
 )
 def test_the_endpoints_say_whose_threads_which_side_and_which_order(
@@ -98,87 +97,64 @@ def test_the_endpoints_say_whose_threads_which_side_and_which_order(
 
 
 def test_names_that_users_see() -> None:
-    assert [str(lane) for lane in LANES] == ["save", "load", "archive", "fetch", "look", "forget"]
+    assert [str(lane) for lane in LANES] == ["save", "load", "archive", "fetch", "look", "forget", "receive"]
 
 
 # -- a peer
 
 
-def test_a_peer_is_two_more_rows() -> None:
-    copies, store, peer = saved(1, 2, 3), ScriptedStore(), ScriptedStore()
-    was = [device.copy() for device in copies.device]
-    with mover_of(copies, store, peer) as mover:
-        send = transfer_of(copies, SEND, 1, 2, 3, deadline=SOON)
-        assert mover.submit(send) and mover.in_flight(SEND) == send.num_bytes
-        collect(mover, send)
-        assert send.is_whole and len(peer.visible) == 6 and not peer.prepared and not store.visible
-        receive = transfer_of(copies, RECEIVE, 1, 2, 3, shift=7, deadline=SOON)
-        assert mover.submit(receive)
-        collect(mover, receive)
-        assert receive.is_whole and mover.rates[RECEIVE].per_second
-        for device in copies.device:
-            device[...] = 0
-        load = transfer_of(copies, Lane.LOAD, 1, 2, 3, shift=7)
-        assert mover.submit(load)
-        collect(mover, load)
-    assert all(np.array_equal(*pair) for pair in zip(copies.device, was, strict=True))
+def test_what_a_peer_has_written_is_checked() -> None:
+    copies = saved(1, 2, 3)
+    copies.host[1][2, copies.sizes[1] - 1] ^= 1
+    with mover_of(copies, ScriptedStore()) as mover:
+        good, bad = transfer_of(copies, Lane.RECEIVE, 1), transfer_of(copies, Lane.RECEIVE, 1, 2, 3)
+        assert mover.submit(good) and mover.submit(bad)
+        collect(mover, good, bad)
+    assert good.is_whole and good.moved_bytes == good.num_bytes
+    assert bad.defects == (("", "missing", "missing"), ("", "digest", "missing"))
 
 
-def test_what_a_peer_sends_is_checked() -> None:
-    copies, peer = saved(1, 2), ScriptedStore()
-    with mover_of(copies, ScriptedStore(), peer) as mover:
-        send = transfer_of(copies, SEND, 1, 2, deadline=SOON)
-        assert mover.submit(send)
-        collect(mover, send)
-        peer.spoil(StoreKey(SCOPE, page_key(2), 1))
-        receive = transfer_of(copies, RECEIVE, 1, 2, shift=7, deadline=SOON)
-        assert mover.submit(receive)
-        collect(mover, receive)
-    assert receive.defects == (("", "missing"), ("", "digest"))
-
-
-def test_without_a_peer_there_is_nothing_to_send_to() -> None:
-    copies = saved(1)
-    with pytest.raises(InvalidInput, match="no peer"):
-        list(TransferExecutor(copies, ScriptedStore()).run(transfer_of(copies, SEND, 1)))
+def test_without_a_store_there_is_nothing_to_put_into() -> None:
+    with pytest.raises(InvalidInput, match="no storage tier"):
+        list(TransferExecutor(saved(1), None).run(transfer_of(saved(1), PUT, 1)))
 
 
 # -- deadlines
 
 
-def test_a_hung_peer_holds_its_own_threads_only() -> None:
+def test_a_hung_store_holds_its_own_threads_only() -> None:
     """Both of its threads hang. Everything else moves, and what hangs or waits has failed at its deadline."""
-    copies, store, peer = saved(1, 2, 3, 4), ScriptedStore(), ScriptedStore()
-    puts, gets = peer.hold("prepare"), peer.hold("get")
+    copies, store = saved(1, 2, 3, 4), ScriptedStore()
+    puts, gets = store.hold("prepare"), store.hold("get")
     rows = [host.copy() for host in copies.host]
-    with mover_of(copies, store, peer) as mover:
-        send, waits = (transfer_of(copies, SEND, number) for number in (1, 2))
-        receive = transfer_of(copies, RECEIVE, 3, shift=7)
-        peer.visible[StoreKey(SCOPE, page_key(3), 0)] = rows[0][3, : copies.sizes[0]].tobytes()
-        peer.visible[StoreKey(SCOPE, page_key(3), 1)] = rows[1][3, : copies.sizes[1]].tobytes()
-        for transfer in (send, receive, waits):
+    with mover_of(copies, store) as mover:
+        put, waits = (transfer_of(copies, PUT, number) for number in (1, 2))
+        get = transfer_of(copies, GET, 3, shift=7)
+        store.visible[StoreKey(SCOPE, page_key(3), 0)] = rows[0][3, : copies.sizes[0]].tobytes()
+        store.visible[StoreKey(SCOPE, page_key(3), 1)] = rows[1][3, : copies.sizes[1]].tobytes()
+        for transfer in (put, get, waits):
             assert mover.submit(transfer)
-        entered(peer)
-        entered(peer)
-        until(mover, lambda: send.expired and receive.expired)
+        entered(store)
+        entered(store)
+        until(mover, lambda: put.expired and get.expired)
         until(mover, lambda: waits.done)
         assert mover.finished() == [waits], "what hangs is handed back while a call may touch its frames"
-        for late in (send, receive, waits):
-            assert "did not end within its deadline of 0.05 s" in late.error and "the peer hangs" in late.error
-        assert not send.done and not receive.done and not mover.idle
-        assert mover.in_flight(SEND) == send.num_bytes and mover.in_flight(RECEIVE) == receive.num_bytes
-        for lane in (Lane.SAVE, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.LOAD, Lane.DELETE):
+        for late in (put, get, waits):
+            assert "did not end within its deadline of 0.05 s" in late.error and "the store hangs" in late.error
+        assert not put.done and not get.done and not mover.idle
+        assert mover.in_flight(PUT) == put.num_bytes and mover.in_flight(GET) == get.num_bytes
+        for lane in (Lane.SAVE, Lane.LOAD, Lane.RECEIVE):
             other = transfer_of(copies, lane, 4)
             assert mover.submit(other), lane
             collect(mover, other)
             assert not other.error, lane
         puts.release(100)
         gets.release(100)
-        collect(mover, send, receive)
-        assert send.defects == receive.defects == (("failed",),) * 2
+        collect(mover, put, get)
+        assert put.defects == get.defects == (("failed",),) * 2
         assert np.array_equal(copies.host[0][10], rows[0][3]), "the call that came back late has written its frame"
-        assert mover.idle and not peer.prepared
-        again = transfer_of(copies, SEND, 1, deadline=SOON)
+        assert mover.idle and not store.prepared
+        again = transfer_of(copies, PUT, 1, deadline=SOON)
         assert mover.submit(again), "the lane works again"
         collect(mover, again)
         assert again.is_whole
@@ -195,7 +171,7 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
         except MoveFailed as failed:
             raised.append(str(failed))
 
-    with mover_of(copies, ScriptedStore(), ScriptedStore()) as mover:
+    with mover_of(copies, ScriptedStore()) as mover:
         load = transfer_of(copies, Lane.LOAD, 1, deadline=0.05)
         assert mover.submit(load)
         entered(copies)
@@ -210,15 +186,15 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
         assert copies.calls("to_device") == 2, "it goes on with the next layer, though it has failed"
 
 
-def test_closing_does_not_wait_for_a_hung_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_hung_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.tiers.mover.CLOSE_S", 0.05)
-    copies, peer = saved(1, 2), ScriptedStore()
-    gate = peer.hold("prepare")
-    mover = ThreadMover(copies, ScriptedStore(), peer=peer, lanes=WITH_PEER)
+    copies, store = saved(1, 2), ScriptedStore()
+    gate = store.hold("prepare")
+    mover = ThreadMover(copies, store, lanes=MORE_LANES)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
-    hung, late = transfer_of(copies, SEND, 1, deadline=SOON), transfer_of(copies, SEND, 2, deadline=SOON)
+    hung, late = transfer_of(copies, PUT, 1, deadline=SOON), transfer_of(copies, PUT, 2, deadline=SOON)
     assert mover.submit(hung) and mover.submit(late)
-    entered(peer)
+    entered(store)
     assert mover.close() == (hung,)
     assert mover.finished() == [hung, late] and hung.error == LEFT
     gate.release(100)
@@ -230,18 +206,17 @@ def test_closing_does_not_wait_for_a_hung_peer(monkeypatch: pytest.MonkeyPatch) 
 
 
 class World:
-    """A clock and a virtual mover whose peer takes `seconds` to answer."""
+    """A clock and a virtual mover whose store takes `seconds` to answer."""
 
     def __init__(self, copies: ArrayCopies, seconds: float) -> None:
-        self.now, self.copies, self.store, self.peer = 0.0, copies, ScriptedStore(), ScriptedStore()
+        self.now, self.copies, self.store = 0.0, copies, ScriptedStore()
         self.mover = VirtualMover(
             copies,
             self.store,
-            peer=self.peer,
-            lanes=WITH_PEER,
+            lanes=MORE_LANES,
             seconds=lambda: self.now,
             bandwidths={},
-            latency={SEND: seconds, RECEIVE: seconds, Lane.SAVE: 0.02, Lane.ARCHIVE: 0.02},
+            latency={PUT: seconds, GET: seconds, Lane.SAVE: 0.02, Lane.LOAD: 0.02},
         )
 
     def submit(self, lane: Lane, *numbers: int, shift: int = 0) -> Transfer:
@@ -260,35 +235,24 @@ class World:
         return ended + self.mover.finished()
 
 
-def test_a_virtual_peer_is_two_more_rows() -> None:
-    copies = saved(1, 2, 3)
-    world = World(copies, 0.01)
-    send = world.submit(SEND, 1, 2, 3)
-    assert world.run_until(1.0) == [send] and send.is_whole
-    receive = world.submit(RECEIVE, 1, 2, 3, shift=7)
-    assert world.run_until(2.0) == [receive] and receive.is_whole
-    for group in (0, 1):
-        assert np.array_equal(copies.host[group][8:11], copies.host[group][1:4])
-
-
-def test_a_slow_virtual_peer_keeps_its_frames_behind_the_deadline() -> None:
+def test_a_slow_virtual_store_keeps_its_frames_behind_the_deadline() -> None:
     copies = saved(1, 2, 3)
     world = World(copies, 1.0)
-    send, waits, receive = world.submit(SEND, 1), world.submit(SEND, 2), world.submit(RECEIVE, 3, shift=7)
+    put, waits, get = world.submit(PUT, 1), world.submit(PUT, 2), world.submit(GET, 3, shift=7)
     for group in (0, 1):
         record = copies.host[group][3, : copies.sizes[group]].tobytes()
-        world.peer.visible[StoreKey(SCOPE, page_key(3), group)] = record
-    save, archive = world.submit(Lane.SAVE, 1), world.submit(Lane.ARCHIVE, 2)
+        world.store.visible[StoreKey(SCOPE, page_key(3), group)] = record
+    save, load = world.submit(Lane.SAVE, 1), world.submit(Lane.LOAD, 2)
     assert world.mover.next_end == pytest.approx(0.02)
-    assert world.run_until(0.04) == [save, archive]
+    assert world.run_until(0.04) == [save, load]
     assert world.mover.next_end == pytest.approx(0.05)
     assert world.run_until(0.06) == [waits], "what has begun is handed back at its deadline"
-    assert send.expired and receive.expired and not send.done and not receive.done
-    assert "deadline" in send.error and "deadline" in waits.error
+    assert put.expired and get.expired and not put.done and not get.done
+    assert "deadline" in put.error and "deadline" in waits.error
     assert not copies.host[0][10].any()
-    assert world.run_until(2.0) == [send, receive] and world.mover.idle
+    assert world.run_until(2.0) == [put, get] and world.mover.idle
     assert copies.host[0][10].any(), "a late call has written its frame"
-    assert send.defects == receive.defects == (("failed",),) * 2
+    assert put.defects == get.defects == (("failed",),) * 2
 
 
 def test_damage_that_a_late_call_has_found_keeps_its_name() -> None:
@@ -297,27 +261,27 @@ def test_damage_that_a_late_call_has_found_keeps_its_name() -> None:
     for group in (0, 1):
         for page in (1, 2):
             record = copies.host[group][page, : copies.sizes[group]].tobytes()
-            world.peer.visible[StoreKey(SCOPE, page_key(page), group)] = record
-    world.peer.spoil(StoreKey(SCOPE, page_key(2), 1))
-    receive = world.submit(RECEIVE, 1, 2, shift=7)
-    assert world.run_until(2.0) == [receive] and receive.expired
-    assert receive.defects == (("failed", "failed"), ("failed", "digest"))
+            world.store.visible[StoreKey(SCOPE, page_key(page), group)] = record
+    world.store.spoil(StoreKey(SCOPE, page_key(2), 1))
+    get = world.submit(GET, 1, 2, shift=7)
+    assert world.run_until(2.0) == [get] and get.expired
+    assert get.defects == (("failed", "failed"), ("failed", "digest"))
 
 
-def test_a_virtual_peer_that_hangs_ends_nothing_else() -> None:
+def test_a_virtual_store_that_hangs_ends_nothing_else() -> None:
     copies = saved(1, 2)
     world = World(copies, math.inf)
-    send, waits, save = world.submit(SEND, 1), world.submit(SEND, 2), world.submit(Lane.SAVE, 2)
+    put, waits, save = world.submit(PUT, 1), world.submit(PUT, 2), world.submit(Lane.SAVE, 2)
     assert world.run_until(100.0) == [save, waits]
-    assert send.expired and not send.done and world.mover.next_end is None and not world.mover.idle
+    assert put.expired and not put.done and world.mover.next_end is None and not world.mover.idle
     world.mover.close()
-    assert world.mover.finished() == [send]
+    assert world.mover.finished() == [put]
 
 
 def test_time_that_jumps_over_a_deadline_changes_nothing() -> None:
     copies = saved(1, 2)
     world = World(copies, 0.03)
-    first, second, third = world.submit(SEND, 1), world.submit(SEND, 2), world.submit(SEND, 2)
+    first, second, third = world.submit(PUT, 1), world.submit(PUT, 2), world.submit(PUT, 2)
     world.now = 9.0
     assert world.mover.finished() == [first, second, third]
     assert (first.error, second.expired, third.expired) == ("", True, True)

@@ -284,6 +284,8 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
         began = time.perf_counter()
+        if self.transfer is not None:
+            self.transfer.serve()
         outputs = StepOutputs(noted=self._ended)
         self._ended = []
         self.offload.retention.expire()
@@ -545,6 +547,7 @@ class EngineCore:
             namespace=Namespace(message.adapter, message.salt),
             priority=message.priority,
             explain=message.explain,
+            is_for_peer=message.is_for_peer,
         )
 
     def _plan(self) -> Plan:

@@ -30,7 +30,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
     `prompt` is the prompt's token ids as raw int32 bytes: converted once, on arrival. `adapter` and `salt` are the
     cache namespace: nothing is ever shared across two of them. Higher `priority` goes first. With `explain`, an output
-    says why no more of the prompt was cached.
+    says why no more of the prompt was cached. One that `is_for_peer` computes a prompt for another engine.
     """
 
     request_id: str
@@ -41,6 +41,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     salt: str = ""
     priority: int = 0
     explain: bool = False
+    is_for_peer: bool = False
 
     def tokens(self) -> Ids:
         """The prompt's token ids, int32 `[num_prompt_tokens]`, a read-only view."""

@@ -52,6 +52,7 @@ def prompt_for_peer(request_id: str, tokens: Ids, namespace: Namespace) -> Engin
         params=SamplingParams(max_tokens=1, temperature=0.0),
         adapter=namespace.adapter,
         salt=namespace.salt,
+        is_for_peer=True,
     )
 
 

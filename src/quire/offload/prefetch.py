@@ -202,7 +202,7 @@ class Prefetch:
     def stop(self) -> None:
         """Fetch no more pieces. Pieces that still arrive are cached, and the answer to `look` still counts."""
         self.stopped = True
-        for move in self.moves:
+        for move in self.moves if self.ask is None else ():  # what has arrived from a peer is checked
             if move is not self.look:
                 move.stop()
         self._stop_peer()
@@ -343,9 +343,9 @@ class ReadAhead:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Record that a step with prompts computed so many tokens in this time, without waiting for bytes."""
 
-    def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
+    def prefetch(self, tokens: Ids, namespace: Namespace, *, for_peer: bool = False) -> Prefetch | None:
         """Start to fetch the pages of a prompt that are not cached. Returns None if there is nothing to wait
-        for. Call `stop_prefetch` when the request begins or ends."""
+        for. Call `stop_prefetch` when the request begins or ends. One `for_peer` asks no peer."""
         return None
 
     def is_awaited(self, prefetch: Prefetch) -> bool:

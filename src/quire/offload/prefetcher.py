@@ -92,7 +92,7 @@ class Prefetcher(ReadAhead):
         has_room = sum(prefetch.num_bytes for prefetch in taken) <= self._host_bytes * _MOST_OF_HOST
         return self.prefetches and len(taken) < _MOST_AT_ONCE and has_room
 
-    def prefetch(self, tokens: Ids, namespace: Namespace) -> Prefetch | None:
+    def prefetch(self, tokens: Ids, namespace: Namespace, *, for_peer: bool = False) -> Prefetch | None:
         """A prompt that continues with the same page as another one shares its prefetch."""
         tiers, parts = self._tiers, self._parts
         scope = tiers.names.scope(namespace)
@@ -108,12 +108,12 @@ class Prefetcher(ReadAhead):
         ahead = tiers.names.keys_ahead(namespace, above, tokens[known * self._size : limit * self._size].tobytes())
         keys, name = ahead.digests, ahead.digests[0] if ahead.digests else ahead.parent
         other = self._named.get(name)
-        if other is not None and not other.stopped:
+        if other is not None and not other.stopped and not (for_peer and other.ask is not None):
             other.num_waiting += 1
             other.shared = True
             return other
         ask: PrefillAsk | None = None
-        if self._peers is not None:
+        if self._peers is not None and not for_peer:
             ask = self._peers.ask(tokens[: limit * self._size], namespace, (limit - start) * self._size)
         if ask is None and not tiers.settings.stores:
             return None
@@ -153,7 +153,8 @@ class Prefetcher(ReadAhead):
         # A request cannot begin before the current step ends, so waiting takes at least that long.
         least = self._parts.step_seconds() if self._policy is PrefetchPolicy.BREAK_EVEN else 0.0
         is_late = self._parts.seconds() >= prefetch.stop_at - least or any(move.expired for move in prefetch.moves)
-        if is_late or (prefetch.ask is None and self._is_off and not prefetch.is_trial):
+        is_over = self._is_off and not prefetch.is_trial if prefetch.ask is None else prefetch.ask.is_over
+        if is_late or is_over:
             prefetch.stop()
             return False
         return True
@@ -163,7 +164,8 @@ class Prefetcher(ReadAhead):
         assert prefetch.num_waiting >= 0, "a request has left twice"
         if not prefetch.num_waiting:
             prefetch.stop()
-            if prefetch.done:
+            prefetch.cancelled = prefetch.ask is not None and not prefetch.done  # a peer may never answer
+            if prefetch.done or prefetch.cancelled:
                 self._release(prefetch)
 
     def release_prefetched(self) -> bool:

@@ -32,7 +32,7 @@ class Prefetching:
                 last.read_ahead = False
         if self._ahead.can_prefetch:
             request.read_ahead = True
-            request.prefetch = self._ahead.prefetch(request.tokens, request.namespace)
+            request.prefetch = self._ahead.prefetch(request.tokens, request.namespace, for_peer=request.is_for_peer)
 
     def start_next(self, waiting: Sequence[Request]) -> None:
         """Start prefetches for the first requests, as far as there is room."""

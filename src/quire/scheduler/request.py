@@ -59,6 +59,7 @@ class Request:
         namespace: Namespace = Namespace(),  # noqa: B008 - a frozen value
         priority: int = 0,
         explain: bool = False,
+        is_for_peer: bool = False,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -68,6 +69,7 @@ class Request:
         self.namespace = namespace
         self.priority = priority
         self.explain = explain  # its client wants the explanation
+        self.is_for_peer = is_for_peer  # another engine has asked for it
         self.arrival = 0  # set by the scheduler: its place in the order of arrival
         self.opening = 0  # set by the scheduler: a hash of its namespace and its first page
         self.num_prompt_tokens = len(prompt)

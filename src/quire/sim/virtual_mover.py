@@ -35,14 +35,13 @@ class VirtualMover(Mover):
         seconds: Callable[[], float],
         bandwidths: Mapping[Lane, float],
         latency: Mapping[Lane, float],
-        peer: Store | None = None,
         lanes: Sequence[Lane] = LANES,
         choose: Callable[[int], int] | None = None,
         most_bytes: Mapping[Lane, int] | None = None,
         pass_until: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(lanes, most_bytes)
-        self._executor = TransferExecutor(copies, store, peer)
+        self._executor = TransferExecutor(copies, store)
         self._seconds = seconds
         self._pass_until = pass_until
         self._bandwidths = bandwidths

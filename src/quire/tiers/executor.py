@@ -5,7 +5,7 @@ Invariants of transfers:
     records are checked before they leave the host and after they arrive; a corrupt one is read again before it is
     removed from the store
     a load copies only the pages before the first corrupt record; then no step uses them until the transfer has ended
-    a page is in a store or a peer in all of its groups or in none, and only after the pages before it
+    a page is in a store in all of its groups or in none, and only after the pages before it
     a lookup finds nothing that is being deleted (`quire.tiers.tombstones`)
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from graphlib import TopologicalSorter
-from typing import TypeVar
 
 from quire.errors import InvalidInput
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.tombstones import delete_scope, tombstones_over
-from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Endpoint, Lane, Transfer, Units
+from quire.tiers.transfer import GOOD, MISSING, REFUSED, Copies, Lane, Transfer, Units
 
 PIECE_BYTES = 16 << 20  # bytes in one piece; a load waits for at most one piece of a save
 _LOOKED_UP = 128  # pages per lookup: most prompts miss early, and a store may need a request for each key
@@ -28,36 +28,33 @@ _MOST_TOUCHED = 1024  # in one call
 
 
 class TransferExecutor:
-    """Runs transfers with these copies, store and peer. A peer answers as a store does."""
+    """Runs transfers with these copies and this store."""
 
-    def __init__(
-        self, copies: Copies, store: Store | None, peer: Store | None = None, *, piece_bytes: int = PIECE_BYTES
-    ) -> None:
+    def __init__(self, copies: Copies, store: Store | None, *, piece_bytes: int = PIECE_BYTES) -> None:
         self._copies = copies
-        self._remotes = {Endpoint.STORE: store, Endpoint.PEER: peer}
+        self._store = store
         self._piece_bytes = piece_bytes
 
     def run(self, transfer: Transfer) -> Iterator[None]:
-        """Run a transfer, one piece per step; raises the errors of the copies or the remote. The caller ends it."""
+        """Run a transfer, one piece per step; raises the errors of the copies or the store. The caller ends it."""
         lane = transfer.lane
         if not lane.is_remote:
             yield from self._load(transfer) if lane.is_inward else self._save(transfer)
             return
         if lane is Lane.RECEIVE:
-            yield from self._by_pages(transfer, None, self._check_pages, MISSING)
+            yield from self._by_pages(transfer, self._check_pages, MISSING)
             return
-        remote = self._remotes[lane.far]
-        if remote is None:
-            what, way = ("storage tier", "--storage") if lane.far is Endpoint.STORE else ("peer", "one to the mover")
-            raise InvalidInput(f"there is no {what}.", fix=f"give {way}, or do not ask for one.")
+        store = self._store
+        if store is None:
+            raise InvalidInput("there is no storage tier.", fix="give --storage, or do not ask for one.")
         if not lane.carries:
-            yield from (self._look if lane.is_inward else self._delete)(transfer, remote)
+            yield from (self._look if lane.is_inward else self._delete)(transfer, store)
         elif lane.is_inward:
-            yield from self._by_pages(transfer, remote, self._get_pages, MISSING)
+            yield from self._by_pages(transfer, partial(self._get_pages, store), MISSING)
         else:
-            yield from self._by_pages(transfer, remote, self._put_pages, REFUSED)
+            yield from self._by_pages(transfer, partial(self._put_pages, store), REFUSED)
             if not transfer.stopping and not any(REFUSED in defects for defects in transfer.defects):
-                yield from self._touch(transfer, remote)
+                yield from self._touch(transfer, store)
 
     # -- between device and host
 
@@ -91,7 +88,7 @@ class TransferExecutor:
         if is_good:
             transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in whole)
 
-    # -- between host and a remote
+    # -- between host and store
 
     def _touch(self, transfer: Transfer, store: Store) -> Iterator[None]:
         """Count records as used, the first page of a prefix last (see `quire.tiers.store`). Evicted ones stay out."""
@@ -149,7 +146,7 @@ class TransferExecutor:
             store.remove(units.keys(transfer.scope))
             yield
 
-    def _by_pages(self, transfer: Transfer, remote: _Remote, work: _Work[_Remote], rest: str) -> Iterator[None]:
+    def _by_pages(self, transfer: Transfer, work: _Work, rest: str) -> Iterator[None]:
         """Do `work` on pages up to the first that fails in any group. Units without an answer get `rest`."""
         found = [[rest] * len(units) for units in transfer.units]
         pages = _pages_of(transfer.units)
@@ -159,7 +156,7 @@ class TransferExecutor:
             if stop <= piece.start:
                 break
             batch = _Batch(transfer, pages[piece.start : stop], self._copies)
-            work(transfer, remote, batch)
+            work(transfer, batch)
             for record in batch.records:
                 is_good = record.page < batch.num_good
                 found[record.units][record.place] = GOOD if is_good else record.defect or rest
@@ -168,11 +165,11 @@ class TransferExecutor:
             yield
         transfer.defects = tuple(map(tuple, found))
 
-    def _put_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
+    def _put_pages(self, store: Store, transfer: Transfer, batch: _Batch) -> None:
         batch.check(self._copies, transfer)
         records = batch.good()
         mine: list[_Record] = []
-        answers = remote.prepare(_keys(records), [record.num_bytes for record in records])
+        answers = store.prepare(_keys(records), [record.num_bytes for record in records])
         for record, answer in zip(records, answers, strict=True):
             if answer is Answer.MISS:
                 mine.append(record)
@@ -180,56 +177,56 @@ class TransferExecutor:
                 batch.fail(record, REFUSED)
         puts = [record for record in mine if record.page < batch.num_good]
         try:
-            answers = remote.put(_keys(puts), [record.data for record in puts])
+            answers = store.put(_keys(puts), [record.data for record in puts])
         except BaseException:
-            remote.complete(_keys(mine), [False] * len(mine))
+            store.complete(_keys(mine), [False] * len(mine))
             raise
         for record, answer in zip(puts, answers, strict=True):
             if answer is not Answer.HIT:
                 batch.fail(record, REFUSED)
-        self._complete(remote, batch, mine)
+        self._complete(store, batch, mine)
         transfer.moved_bytes += sum(record.num_bytes for record in mine if record.page < batch.num_good)
 
     @staticmethod
-    def _complete(remote: Store, batch: _Batch, mine: Sequence[_Record]) -> None:
+    def _complete(store: Store, batch: _Batch, mine: Sequence[_Record]) -> None:
         """Make whole pages visible and drop the rest. Remove the pages after one that did not become visible."""
         ok = [record.page < batch.num_good for record in mine]
         visible = []
-        for record, wanted, answer in zip(mine, ok, remote.complete(_keys(mine), ok), strict=True):
+        for record, wanted, answer in zip(mine, ok, store.complete(_keys(mine), ok), strict=True):
             if wanted and answer is Answer.HIT:
                 visible.append(record)
             elif wanted:
                 batch.fail(record, REFUSED)
         unreachable = [record for record in visible if record.page >= batch.num_good]
         if unreachable:
-            remote.remove(_keys(unreachable))
+            store.remove(_keys(unreachable))
 
-    def _get_pages(self, transfer: Transfer, remote: Store, batch: _Batch) -> None:
+    def _get_pages(self, store: Store, transfer: Transfer, batch: _Batch) -> None:
         records = batch.records
         transfer.asked_bytes += sum(record.num_bytes for record in records)
-        answers = remote.get(_keys(records), [record.data for record in records])
+        answers = store.get(_keys(records), [record.data for record in records])
         for record, answer in zip(records, answers, strict=True):
             if answer is not Answer.HIT:
                 batch.fail(record, MISSING if answer is Answer.MISS else REFUSED)
         if corrupt := batch.check(self._copies, transfer):
-            self._recheck(transfer, remote, corrupt)
+            self._recheck(transfer, store, corrupt)
         transfer.moved_bytes += sum(record.num_bytes for record in batch.good())
 
-    def _check_pages(self, transfer: Transfer, remote: None, batch: _Batch) -> None:
+    def _check_pages(self, transfer: Transfer, batch: _Batch) -> None:
         batch.check(self._copies, transfer)
         transfer.moved_bytes += sum(record.num_bytes for record in batch.good())
 
     @staticmethod
-    def _recheck(transfer: Transfer, remote: Store, corrupt: Sequence[_Record]) -> None:
+    def _recheck(transfer: Transfer, store: Store, corrupt: Sequence[_Record]) -> None:
         """Read corrupt records again into other memory, and once more if the two reads differ. If the reads agree, the
         host row is suspect and the record stays. Otherwise it is removed."""
-        again = _read(remote, corrupt)
+        again = _read(store, corrupt)
         differs = [record for record, data in again.items() if record.data != data]
-        once_more = _read(remote, differs) if differs else {}
+        once_more = _read(store, differs) if differs else {}
         suspect = [record for record in differs if once_more.get(record) == again[record]]
         wrong = [record for record in again if record not in suspect]
         if wrong:
-            remote.remove(_keys(wrong))
+            store.remove(_keys(wrong))
         transfer.suspect |= {(record.units, record.place) for record in suspect}
 
 
@@ -284,8 +281,7 @@ class _Batch:
         return corrupt
 
 
-_Remote = TypeVar("_Remote", Store, None)
-_Work = Callable[[Transfer, _Remote, _Batch], None]
+_Work = Callable[[Transfer, _Batch], None]
 _Places = list[tuple[int, int]]  # of one page: index of the units, and the place in them
 
 

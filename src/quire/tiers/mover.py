@@ -113,22 +113,21 @@ class Mover(ABC):
 
 
 class ThreadMover(Mover):
-    """Runs transfers on threads of each far endpoint (`_Channel`). The caller owns the store and the peer, and closes
-    them after the mover. `threads` and `most_bytes` replace values of the tables."""
+    """Runs transfers on threads of each far endpoint (`_Channel`). The caller owns the store, and closes it after the
+    mover. `threads` and `most_bytes` replace values of the tables."""
 
     def __init__(
         self,
         copies: Copies,
         store: Store | None,
         *,
-        peer: Store | None = None,
         lanes: Sequence[Lane] = LANES,
         threads: Mapping[Endpoint, int] = THREADS,
         most_bytes: Mapping[Lane, int] | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         super().__init__(lanes, most_bytes)
-        self._executor = TransferExecutor(copies, store, peer, piece_bytes=piece_bytes)
+        self._executor = TransferExecutor(copies, store, piece_bytes=piece_bytes)
         # The lock guards everything below, and `_ended` and `_watched` of the base class.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # something to do, or closing

@@ -22,6 +22,10 @@ class PrefillAsk(Protocol):
     def want(self, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
         """The peer writes these units, which are pages of the prompt at `places`, when it has computed them."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, and what has not arrived will not be used."""
+
     def stop(self) -> None:
         """What has not arrived is not wanted any more."""
 

@@ -16,7 +16,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
 from quire.transfer.connector import Connector
-from quire.transfer.messages import Send
+from quire.transfer.messages import MOST_NAME, Send
 from quire.transfer.receiving import Effects, Part, PartState, Receiver, Shut
 
 _MOST_BEFORE = 16_384
@@ -63,12 +63,18 @@ class DecodeSide:
         self._page_size = page_size
         self._least_tokens = least_tokens
         self._parts: list[tuple[Part, Transfer]] = []  # whose frames a peer may write
+        self._refused: list[tuple[Transfer, str]] = []  # that no peer was told of, and why
         self._ready: dict[str, int] = {}  # peers that can be asked, and tokens of their open asks
 
     @property
     def is_busy(self) -> bool:
         """Whether asks or parts are open."""
-        return bool(self.asks or self._parts)
+        return bool(self.asks or self._parts or self._refused)
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that nothing here needs, and that peers may still write."""
+        return sum(transfer.num_bytes for part, transfer in self._parts if part.state is PartState.CANCELLING)
 
     @property
     def peers(self) -> list[str]:
@@ -84,7 +90,7 @@ class DecodeSide:
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
         """See `PrefillPeers.ask`. The peer is that which computed prompts with the same first page before, unless it is
         much busier than another."""
-        if not self._ready or num_missing < self._least_tokens:
+        if not self._ready or num_missing < self._least_tokens or len(namespace.salt) > MOST_NAME:
             return None
         first = np.ascontiguousarray(tokens[: self._page_size]).tobytes()
         ranked = sorted(self._ready, key=lambda peer: xxh3_64_intdigest(peer.encode() + first))
@@ -116,18 +122,20 @@ class DecodeSide:
             self._connector.shut(part.tag)
             if part.state is PartState.SENT and part.ask in self.asks:
                 self.counts[self.asks[part.ask].peer].received_bytes += transfer.num_bytes
-        return [(move, "" if part.state is PartState.SENT else part.reason or "gone") for part, move in over]
+        refused, self._refused = self._refused, []
+        return refused + [(move, "" if part.state is PartState.SENT else part.reason or "gone") for part, move in over]
 
     def abandon(self) -> list[tuple[Transfer, str]]:
         """All transfers that are left, after the connector was closed."""
         left, self._parts = self._parts, []
-        return [(transfer, "the engine ends") for _, transfer in left]
+        refused, self._refused = self._refused, []
+        return refused + [(transfer, "the engine ends") for _, transfer in left]
 
     def want(self, ask: int, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
         """Open the host frames of a transfer to the peer of an ask."""
         part = self.receiver.part(ask)
-        self._parts.append((part, transfer))
         if part.may_reuse:
+            self._refused.append((transfer, part.reason))
             return
         by_group: list[Ids] = [np.empty(0, dtype=np.int32)] * self._num_groups
         for units, at in zip(transfer.units, places, strict=True):
@@ -138,7 +146,9 @@ class DecodeSide:
             target = self._connector.open(part.tag, spans)
         except QuireError as error:
             self.do(self.receiver.cancel(part, str(error)))
+            self._refused.append((transfer, str(error)))
         else:
+            self._parts.append((part, transfer))
             self.do(self.receiver.want(part, by_group, target))
 
     def release(self, asking: Asking, num_tokens: int) -> None:
@@ -173,6 +183,12 @@ class Asking:
     seconds: float
     num_tokens: int
     since: float
+
+    @property
+    def is_over(self) -> bool:
+        """See `PrefillAsk.is_over`."""
+        asked = self.side.receiver.asks.get(self.ask)
+        return asked is not None and asked.is_released
 
     def want(self, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
         """See `PrefillAsk.want`."""

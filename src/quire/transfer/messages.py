@@ -29,10 +29,13 @@ MOST_FRAME_BYTES: Final = 64 << 20
 _MOST_TOKEN_BYTES = 32 << 20
 _MOST_GROUPS = 256
 
+MOST_NAME: Final = 1024
+MOST_REASON: Final = 1024
+
 AskId = Annotated[int, Meta(ge=1, lt=1 << 47)]
 PartId = Annotated[int, Meta(ge=0, lt=MOST_PARTS)]
-Name = Annotated[str, Meta(max_length=1024)]
-Reason = Annotated[str, Meta(max_length=1024)]
+Name = Annotated[str, Meta(max_length=MOST_NAME)]
+Reason = Annotated[str, Meta(max_length=MOST_REASON)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

@@ -17,7 +17,7 @@ from quire.transfer.connectors.registry import connector_kind, open_connector
 from quire.transfer.control import Address, Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.handshake import Hello, Identity, Role
-from quire.transfer.messages import Ask, Cancel, Release, Send, Want
+from quire.transfer.messages import Request, Send
 from quire.transfer.prefill import Begins, PrefillSide
 
 
@@ -25,6 +25,10 @@ def parse_address(address: str) -> Address:
     """`HOST:PORT` as a host and a port."""
     host, _, port = address.strip().rpartition(":")
     return host, int(port)
+
+
+def _is_dialed(event: Event) -> bool:
+    return not isinstance(event.message, Request) if isinstance(event, Arrived) else event.dialed
 
 
 class TransferNode:
@@ -118,26 +122,38 @@ class TransferNode:
         self._events += self._control.events()
         return bool(self._events) or self.decode.is_busy or self.prefill.is_busy
 
+    def serve(self) -> None:
+        """Process what decode engines have sent. This adds and aborts requests: call it between steps."""
+        if not self._is_closed:
+            self._process(dialed=False)
+            self.prefill.settle()
+
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
         """See `PrefillPeers.ask`."""
         return self.decode.ask(tokens, namespace, num_missing)
 
     def settle(self) -> list[tuple[Transfer, str]]:
-        """See `PrefillPeers.settle`. Processes all that has happened, on both sides."""
-        assert self._control is not None
+        """See `PrefillPeers.settle`."""
         if self._is_closed:
             return self.decode.abandon()
-        events, self._events = [*self._events, *self._control.events()], []
-        for event in events:
-            self._process(event)
-        self.prefill.settle()
+        self._process(dialed=True)
         return self.decode.settle()
 
-    def _process(self, event: Event) -> None:
+    def _process(self, *, dialed: bool) -> None:
+        """Process the events of connections that this engine dialed, or of those that it accepted."""
+        assert self._control is not None
+        events, self._events = [*self._events, *self._control.events()], []
+        for event in events:
+            if _is_dialed(event) is dialed:
+                self._happened(event)
+            else:
+                self._events.append(event)
+
+    def _happened(self, event: Event) -> None:
         decode, prefill = self.decode, self.prefill
         match event:
             case Arrived(peer, message):
-                if isinstance(message, Ask | Want | Cancel | Release):
+                if isinstance(message, Request):
                     prefill.asked(peer, message)
                 else:
                     decode.do(decode.receiver.receive(peer, message))
@@ -152,7 +168,7 @@ class TransferNode:
                 pass  # asks have deadlines
             case Closed(peer):
                 decode.ready(peer, is_ready=False)
-                self.connector.disconnect(peer)
+                prefill.disconnect(peer)
                 decode.do(decode.receiver.closed(peer))
             case Unreachable(peer):
                 decode.ready(peer, is_ready=False)
@@ -181,6 +197,7 @@ class TransferNode:
             "decode_peers": self.prefill.peers,
             "problems": {"{}:{}".format(*address): why for address, why in self._control.problems().items()},
             "refused_connections": dict(self._control.refused),
+            "held_bytes": self.decode.held_bytes,
             "asks": sum(each.asks for each in received.values()),
             "received_tokens": sum(each.received_tokens for each in received.values()),
             "received_bytes": sum(each.received_bytes for each in received.values()),

@@ -107,6 +107,12 @@ class PrefillSide:
         except QuireError as error:  # its parts fail, one by one
             self.counts.setdefault(peer, ClientCounts()).failures[str(error)] += 1
 
+    def disconnect(self, peer: str) -> None:
+        """End all writes to a peer. It is connected again if it is a decode engine that is there."""
+        self._connector.disconnect(peer)
+        if peer in self._addresses:
+            self._connect(peer)
+
     def lost(self, peer: str) -> None:
         """The connection to a decode engine is lost."""
         self._addresses.pop(peer, None)
@@ -160,10 +166,9 @@ class PrefillSide:
         """Begin to write a part if its pages are on the host, or answer that they will not be."""
         prompt, places = self._prompts[peer, want.ask], want.by_group()
         last = len(prompt.tokens) // self._page_size
-        if len(places) != len(self._tiers.hosts) or any(
-            len(at) and not 0 <= at.min() <= at.max() < last for at in places
-        ):
-            self._do(self.sender.unavailable(peer, want, "it names pages that the prompt does not have"))
+        is_ascending = all((np.diff(at, prepend=-1, append=last) > 0).all() for at in places)
+        if len(places) != len(self._tiers.hosts) or not is_ascending:
+            self._do(self.sender.unavailable(peer, want, "it names pages that the prompt does not have, or one twice"))
             return
         frames = self._tiers.read(prompt.namespace, prompt.tokens, places)
         if frames is not None:
@@ -197,10 +202,9 @@ class PrefillSide:
                     for frames in prompt.reads.values():
                         self._tiers.end_reading(frames)
                 case Disconnect(peer):
-                    self._connector.disconnect(peer)
-                    if peer in self._addresses:
-                        self._connect(peer)
+                    self.disconnect(peer)
                 case Drained(peer):
+                    self._connector.disconnect(peer)
                     self._tell_drained(peer)
 
     def _start(self, peer: str, ask: Ask) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quire.transfer.messages import Ask, Cancel, Gone, Granted, Refused, Release, Request, Send, Sent, Want
+from quire.transfer.messages import MOST_REASON, Ask, Cancel, Gone, Granted, Refused, Release, Request, Send, Sent, Want
 
 MARGIN_S = 1.0
 """Asks are held longer than the decode engine waits, by this."""
@@ -283,7 +283,9 @@ class Sender:
         """What the peer is told of a part: nothing before it is over."""
         if part.state is PartState.WRITTEN:
             return [Send(peer, Sent(message.ask, message.part))]
-        return [Send(peer, Gone(message.ask, message.part, reason))] if part.state is PartState.GONE else []
+        return (
+            [Send(peer, Gone(message.ask, message.part, reason[:MOST_REASON]))] if part.state is PartState.GONE else []
+        )
 
     def _written(self, peer: str, want: Want, state: PartState, reason: str) -> Effects:
         client, part = self.clients[peer], self._part(peer, want)
@@ -293,7 +295,7 @@ class Sender:
         return [*answers, *self._settle(peer, client, want.ask), *self._drained(peer, client)]
 
     def _refused(self, peer: str, ask: int, asked: Asked, now: float, code: str, reason: str) -> Effects:
-        return [Send(peer, Refused(ask, code, reason)), *self._end(peer, ask, asked, now, reason)]
+        return [Send(peer, Refused(ask, code, reason[:MOST_REASON])), *self._end(peer, ask, asked, now, reason)]
 
     def _end(self, peer: str, ask: int, asked: Asked, now: float, reason: str) -> Effects:
         if asked.state is AskState.ENDED:
@@ -304,7 +306,7 @@ class Sender:
         for number, part in asked.parts.items():
             if part.state is PartState.WAITING:
                 part.state = PartState.GONE
-                effects.append(Send(peer, Gone(ask, number, reason)))
+                effects.append(Send(peer, Gone(ask, number, reason[:MOST_REASON])))
         return [*effects, *self._settle(peer, self.clients[peer], ask)]
 
     def _settle(self, peer: str, client: Client, ask: int) -> Effects:
