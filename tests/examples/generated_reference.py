@@ -143,9 +143,10 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """The families that a server with all tiers and speculation exposes."""
+    """The families that a server with all tiers, speculation and peers exposes."""
     from quire import LLM, SamplingParams
     from quire.observe.metrics import ServerMetrics
+    from quire.transfer.counts import ReceivedCounts, SentCounts
 
     with tempfile.TemporaryDirectory() as folder:
         settings = {"kv_memory": "1MiB", "host_memory": "2MiB", "storage": folder, "storage_size": "64MiB"}
@@ -153,6 +154,16 @@ def metrics() -> str:
         with LLM(max_model_len=64, show_plan=False, speculative_config=drafts, **settings) as llm:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
             statistics = llm.statistics()
+    received, sent = ReceivedCounts(), SentCounts()
+    received.fallbacks["closed"] = sent.failures["write"] = 1
+    statistics["transfer"] = {
+        "prefill_peers": [],
+        "decode_peers": [],
+        "held_bytes": 0,
+        "received": {"prefill-0": received.to_dict()},
+        "sent": {"decode-0": sent.to_dict()},
+        "refused_connections": {"secret": 1},
+    }
     lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
     server = ServerMetrics(lambda: statistics, lambda: True, model_name="", version="")
     server.responses["/v1/completions", "200"] += 1

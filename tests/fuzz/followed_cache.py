@@ -17,6 +17,7 @@ from quire.cache.audit import Snapshot
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
+from quire.observe.explain import FromPeer
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from tests.clear import clear
@@ -93,6 +94,7 @@ class FollowedCache:
         priority: int = 0,
         resumed: bool = False,
         label: str = "",
+        asked: Sequence[FromPeer] = (),
     ) -> RequestKV:
         """As the cache's; it begins on what it was matched with, if that still holds."""
         name = self._name(tokens, namespace)
@@ -104,7 +106,7 @@ class FollowedCache:
             self._check("begin")
             self._same(unchanged)
             raise error
-        kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label)
+        kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label, asked=asked)
         cached = kv.num_cached
         assert cached == expected.num_tokens, f"a request begins on {cached} tokens, {expected.num_tokens} were matched"
         self._of[kv] = s = Followed(

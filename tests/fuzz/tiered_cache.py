@@ -22,6 +22,7 @@ from quire.cache.audit import GroupSnapshot, RequestSnapshot
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
+from quire.observe.explain import FromPeer
 from quire.offload import offload_of
 from quire.offload.prefetch import Prefetch, ReadAhead
 from quire.offload.tiering import Tiering
@@ -139,6 +140,7 @@ class TieredCache(FollowedCache, ReadAhead):
         priority: int = 0,
         resumed: bool = False,
         label: str = "",
+        asked: Sequence[FromPeer] = (),
     ) -> RequestKV:
         """As the cache's; it begins on what it was matched with, or is refused where what it has to load has no
         room."""
@@ -147,7 +149,9 @@ class TieredCache(FollowedCache, ReadAhead):
         expected = kept or self._match(name)
         is_full = len(self.model.live) == self.cache.plan.max_requests
         try:
-            kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label)
+            kv = self.cache.begin(
+                tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label, asked=asked
+            )
         except OutOfPages as error:
             why = "rows are short or are not" if is_full != (error.group == "rows") else ""
             if not is_full and not any(expected.choice.loads):

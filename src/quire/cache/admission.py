@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.request_kv import PrefixHit, RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.cache.states import StateGroup
-from quire.observe.explain import Cause, Explanation, Reason, never_seen
+from quire.observe.explain import Cause, Explanation, FromPeer, Reason, arrived_tokens, never_seen
 from quire.prefix.match import find_divergence
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
@@ -49,8 +49,8 @@ class Admission:
         is_same = hit.match.version == self._tree.version and hit.num_dropped == self.num_dropped
         return is_same and hit.choice.stands()
 
-    def explain(self, tokens: Ids, hit: PrefixHit) -> Explanation:
-        """The cause for each prompt token that is not reused; `hit` must be current."""
+    def explain(self, tokens: Ids, hit: PrefixHit, asked: Sequence[FromPeer] = ()) -> Explanation:
+        """The cause for each prompt token that is not reused; `hit` must be current. Peers were `asked` for tokens."""
         num_tokens, size, now = len(tokens), self._size, self._seconds()
         divergence = find_divergence(self._tree.roots, hit.match, tokens, size)
         reasons: list[Reason] = []
@@ -66,14 +66,23 @@ class Admission:
         choice, limited_by = hit.choice, hit.choice.limited_by
         near = choice.num_pages - choice.host_pages
         until(near * size, Cause.HIT)
-        until((choice.num_pages - choice.storage_pages) * size, Cause.HIT, "from host memory")
-        until(choice.num_pages * size, Cause.HIT, "from storage")
+        arrived = arrived_tokens(asked, at, choice.num_pages * size)
+        end = choice.num_pages * size - sum(arrived.values())
+        until(end - choice.storage_pages * size, Cause.HIT, "from host memory")
+        until(end, Cause.HIT, "from storage")
+        for peer, count in arrived.items():
+            until(at + count, Cause.HIT, f"from {peer}", peer)
         if choice.declined_pages:
             until(at + choice.declined_pages * size, Cause.SLOWER, "in host memory, and faster to compute than to load")
         if limited_by:
             usable = min(hit.match.num_pages, max(0, num_tokens - 1) // size)
             until(usable * size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
-        until(hit.match.num_pages * size, Cause.LAST_TOKEN, "a prompt's last token is always computed, with its page")
+        last = "a prompt's last token is always computed, with its page"
+        until(hit.match.num_pages * size, Cause.LAST_TOKEN, last)
+        for part in asked:
+            if part.stop > max(at, part.end):
+                until(part.stop, Cause.PEER, part.why_here(), part.peer)
+                until(num_tokens, Cause.LAST_TOKEN, last)
         for pages, eviction in divergence.evicted:
             ago = max(0.0, now - eviction.seconds)
             by = eviction.cause or "a request to evict"

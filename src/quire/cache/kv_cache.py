@@ -27,7 +27,7 @@ from quire.memory.allocator import (
     token_allocator,
 )
 from quire.memory.residency import Residency
-from quire.observe.explain import Cause
+from quire.observe.explain import Cause, FromPeer, arrived_tokens
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.hashing import layout_identity
@@ -155,12 +155,14 @@ class KVCache:
         priority: int = 0,
         resumed: bool = False,
         label: str = "",
+        asked: Sequence[FromPeer] = (),
     ) -> RequestKV:
         """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, and hold that until `finish`.
 
         A request that is `resumed` after a preemption is not counted again. In explanations, `label` names the request
-        that caused an eviction. Pages of the prefix on lower tiers are loaded, and no step may be launched before
-        `is_ready`. Raises OutOfPages if all `max_requests` rows are taken or there is no room for the loads.
+        that caused an eviction, and peers were `asked` for tokens. Pages of the prefix on lower tiers are loaded, and
+        no step may be launched before `is_ready`. Raises OutOfPages if all `max_requests` rows are taken or there is no
+        room for the loads.
         """
         if not self.rows.free:
             holders = f"{len(self.rows.live)} running requests hold them"
@@ -168,7 +170,7 @@ class KVCache:
         grown = self.explains and hit is not None and hit.num_changes != self.num_changes
         if hit is None or grown or not self.admission.is_current(hit):
             hit = self.match(tokens, namespace)
-        explanation = self.admission.explain(tokens, hit) if self.explains and not resumed else None
+        explanation = self.admission.explain(tokens, hit, asked) if self.explains and not resumed else None
         lease, pages = self.tree.lease(hit.match, hit.num_pages, priority=priority), hit.pages
         try:
             loads = self.offload.bring(lease, hit, label)
@@ -176,14 +178,16 @@ class KVCache:
             self.tree.release(lease)
             raise
         row = self.rows.free.pop()
-        num_storage = hit.choice.storage_pages * self.page_size
+        num_storage, num_host = hit.choice.storage_pages * self.page_size, hit.choice.host_pages * self.page_size
+        num_peer = sum(arrived_tokens(asked, hit.num_tokens - num_host, hit.num_tokens).values())
         kv = RequestKV(
             row=row,
             namespace=namespace,
             lease=lease,
             num_cached=hit.num_tokens,
-            num_host=hit.choice.host_pages * self.page_size - num_storage,
+            num_host=num_host - num_storage - num_peer,
             num_storage=num_storage,
+            num_peer=num_peer,
             num_prompt=len(tokens),
             label=label,
             explanation=explanation,

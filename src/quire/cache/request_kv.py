@@ -67,6 +67,7 @@ class RequestKV:
     num_cached: int  # tokens of the hit at its start
     num_host: int  # of the cached, tokens from host memory
     num_storage: int  # of the cached, tokens from storage
+    num_peer: int  # of the cached, tokens that another engine has computed for this request
     num_prompt: int  # tokens of the prompt; tokens committed after them are generated
     label: str  # its name in explanations
     explanation: Explanation | None  # why no more is cached, if the cache explains

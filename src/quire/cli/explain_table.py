@@ -17,6 +17,7 @@ _MEANINGS = {
     "last_token": "cached, and computed again: the last token, with its page",
     "slower": "cached below the device, and faster to compute than to load",
     "group": "cached, but a group of layers could not go on from there",
+    "peer": "asked of a prefill engine, and computed here",
     "evicted": "was cached and had to make room",
     "namespace": "cached for another adapter or salt only",
     "page": "less than a page in common",
@@ -25,7 +26,7 @@ _MEANINGS = {
 }
 _MOST_EVICTIONS = 8  # rows of a table
 _MOST_NAMES = 2  # of requests in one of them
-_STYLES = {"hit": "green", "evicted": "red", "group": "yellow", "namespace": "yellow"}
+_STYLES = {"hit": "green", "evicted": "red", "group": "yellow", "peer": "yellow", "namespace": "yellow"}
 
 
 def reasons_table(explanation: Mapping[str, Any]) -> Table:

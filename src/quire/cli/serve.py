@@ -80,7 +80,11 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         "eviction": config.eviction,
         "prefix_caching": config.enable_prefix_caching,
         "role": config.role,
-        "transfer": {name: (statistics["transfer"] or {}).get(name) for name in ("connector", "address")},
+        "transfer": {
+            **{name: (statistics["transfer"] or {}).get(name) for name in ("connector", "address")},
+            "name": config.transfer_name,
+            "prefill_peers": config.prefill_peers.split(",") if config.prefill_peers else [],
+        },
         "tiers": (statistics["tiers"] or {}).get("resolved"),
         "speculation": plan["speculation"],
         "plan": plan,
@@ -89,8 +93,10 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
 
 def _role(summary: dict[str, Any]) -> str:
     transfer = summary["transfer"]
+    name = f" ({transfer['name']})" if transfer["name"] else ""
     where = f"; computes prompts for engines that connect to {transfer['address']}" if transfer["address"] else ""
-    return f"{summary['role']}; pages go over {transfer['connector']}{where}"
+    peers = f"; has prompts computed by {', '.join(transfer['prefill_peers'])}" if transfer["prefill_peers"] else ""
+    return f"{summary['role']}{name}; pages go over {transfer['connector']}{where}{peers}"
 
 
 def _ready_panel(summary: dict[str, Any]) -> Panel:

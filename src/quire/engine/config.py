@@ -45,6 +45,7 @@ _NEEDS = {
     "transfer_connector": "--role",
     "transfer_seconds": "--role",
     "transfer_min_tokens": "--role",
+    "transfer_name": "--role",
 }
 
 MOST_EPOCHS = 2**63
@@ -297,6 +298,14 @@ class EngineConfig(Settings):
         group=_TRANSFER,
         metavar="SECRET",
         secret=True,
+    )
+    transfer_name: str | None = setting(
+        None,
+        "What other engines call this one in metrics, explanations and logs, such as prefill-0.",
+        group=_TRANSFER,
+        metavar="NAME",
+        pattern=r"^[A-Za-z0-9._:-]{1,64}$",
+        otherwise="its address",
     )
     transfer_min_tokens: Tokens = setting(128, "Prompts that lack fewer tokens are computed here.", group=_TRANSFER)
     transfer_seconds: float = setting(

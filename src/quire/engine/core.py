@@ -572,6 +572,7 @@ def _output(request: Request, **more: Any) -> TokenOutput:
         num_cached_tokens=request.num_cached,
         num_host_tokens=request.num_host,
         num_storage_tokens=request.num_storage,
+        num_peer_tokens=request.num_peer,
         num_draft_tokens=request.num_drafted,
         num_accepted_tokens=request.num_accepted,
         **more,

@@ -69,9 +69,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New tokens of one sequence after one step. Of its cached prompt tokens, `num_host_tokens` came from host memory
-    and `num_storage_tokens` from storage; the others were on the device. So far, its steps computed
-    `num_draft_tokens` drafts, of which `num_accepted_tokens` are among its tokens.
+    """New tokens of one sequence after one step. Of its cached prompt tokens, `num_host_tokens` came from host memory,
+    `num_storage_tokens` from storage and `num_peer_tokens` from another engine; the others were on the device. So far,
+    its steps computed `num_draft_tokens` drafts, of which `num_accepted_tokens` are among its tokens.
 
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
     "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
@@ -84,6 +84,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
     num_storage_tokens: int = 0
+    num_peer_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     finish_reason: str | None = None

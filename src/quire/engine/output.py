@@ -63,7 +63,8 @@ class CompletionOutput:
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """One prompt with its `n` sequences. `num_cached_tokens` are the prompt tokens from the cache: of these,
-    `num_host_tokens` from host memory, `num_storage_tokens` from storage, and the others were on the device."""
+    `num_host_tokens` from host memory, `num_storage_tokens` from storage, `num_peer_tokens` from another engine, and
+    the others were on the device."""
 
     request_id: str
     prompt: str | None
@@ -72,6 +73,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
     num_storage_tokens: int = 0
+    num_peer_tokens: int = 0
     finished: bool = True
 
 
@@ -188,7 +190,7 @@ class SequenceAssembler:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.cached = (0, 0, 0)  # prompt tokens from the cache; of these, from host memory and from storage
+        self.cached = (0, 0, 0, 0)  # prompt tokens from the cache; of these, from host memory, storage and a peer
         self.drafts = (0, 0)  # that its steps computed; of these, accepted ones
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -215,7 +217,8 @@ class SequenceAssembler:
         first_token, first_piece, ended = len(self.token_ids), len(self._pieces), self.finished
         if not ended:
             if output.num_cached_tokens:
-                self.cached = (output.num_cached_tokens, output.num_host_tokens, output.num_storage_tokens)
+                below = (output.num_host_tokens, output.num_storage_tokens, output.num_peer_tokens)
+                self.cached = (output.num_cached_tokens, *below)
             if output.num_draft_tokens:
                 self.drafts = (output.num_draft_tokens, output.num_accepted_tokens)
             self.explanation = output.explanation or self.explanation
@@ -317,7 +320,7 @@ class RequestAssembler:
         self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
 
     @property
-    def cached(self) -> tuple[int, int, int]:
+    def cached(self) -> tuple[int, int, int, int]:
         """Prompt tokens from the cache, of these from host memory and from storage: those of the sequence with the
         fewest, because the others reuse what it computes."""
         return min((each.cached for each in self.sequences.values()), key=lambda cached: cached[0])
@@ -340,7 +343,7 @@ class RequestAssembler:
 
     def output(self) -> RequestOutput:
         """The request as it is now."""
-        cached, host, storage = self.cached
+        cached, host, storage, peer = self.cached
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -349,5 +352,6 @@ class RequestAssembler:
             num_cached_tokens=cached,
             num_host_tokens=host,
             num_storage_tokens=storage,
+            num_peer_tokens=peer,
             finished=not self.unfinished_ids(),
         )

@@ -28,6 +28,7 @@ def transfer_node(config: EngineConfig, identity: Identity, host: HostPool, wake
         connector=config.transfer_connector,
         seconds=config.transfer_seconds,
         least_tokens=config.transfer_min_tokens,
+        label=config.transfer_name or "",
         wake=wake,
     )
 

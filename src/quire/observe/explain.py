@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -22,6 +23,8 @@ class Cause(StrEnum):
     """Cached on a lower tier, and computed again because that is faster than loading."""
     GROUP = "group"
     """Cached, but a group of layers has lost the frames that it needs to resume there."""
+    PEER = "peer"
+    """Asked of a prefill engine, which did not bring it: computed here."""
     EVICTED = "evicted"
     """Was cached and then evicted."""
     NAMESPACE = "namespace"
@@ -34,7 +37,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Tokens `start .. start + tokens - 1` of a prompt and their cause. `by` and `seconds_ago` describe an eviction."""
+    """Tokens `start .. start + tokens - 1` of a prompt and their cause. `by` and `seconds_ago` describe an eviction;
+    of tokens that a peer was asked for, `by` is the peer."""
 
     cause: Cause
     start: int
@@ -42,6 +46,33 @@ class Reason:
     detail: str = ""
     by: str = ""
     seconds_ago: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """Tokens `start .. stop - 1` of a prompt were asked of `peer`, "" if there was none, and those before `end`
+    arrived. `why` says why not all of them."""
+
+    peer: str
+    start: int
+    end: int
+    stop: int
+    why: str = ""
+
+    def why_here(self) -> str:
+        """Why the rest is computed here."""
+        asked = f"asked {self.peer}: " if self.peer else ""
+        return f"computed here; {asked}{self.why or 'it did not arrive'}"
+
+
+def arrived_tokens(asked: Iterable[FromPeer], start: int, stop: int) -> dict[str, int]:
+    """Of the tokens `start .. stop - 1` of a prompt, those that peers have computed, by peer."""
+    found: dict[str, int] = {}
+    for part in asked:
+        count = min(part.end, stop) - max(part.start, start)
+        if count > 0:
+            found[part.peer] = found.get(part.peer, 0) + count
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,32 @@ TIER_COUNTERS = {
     "host_evicted_pages": "Pages of which the host gave up its copy for others.",
 }
 
+TRANSFER_COUNTERS = {
+    "received": {
+        "asks": ("asks", "Prompts that a prefill engine was asked for."),
+        "tokens": ("received_tokens", "Prompt tokens that prefill engines computed and that arrived whole."),
+        "bytes": ("received_bytes", "Bytes of pages that prefill engines wrote here."),
+    },
+    "sent": {
+        "asks": ("served_asks", "Prompts that a decode engine asked for."),
+        "tokens": ("sent_tokens", "Prompt tokens whose pages were written to a decode engine."),
+        "bytes": ("sent_bytes", "Bytes of pages that were written to a decode engine."),
+    },
+}
+
+TRANSFER_CAUSES = {
+    "received": ("fallbacks", "Prompts that were computed here instead, whole or in part, by cause."),
+    "sent": ("failures", "Parts of prompts that were not sent to a decode engine, by cause."),
+}
+
+TRANSFER_SECONDS = {
+    "received": {
+        "ask_seconds": ("ask_seconds", "A prompt asked for to the end of its transfers: what its request waits."),
+        "part_seconds": ("part_seconds", "Host frames opened to a prefill engine to their last byte."),
+    },
+    "sent": {"write_seconds": ("xfer_time_seconds", "A write of pages to a decode engine, from begin to end.")},
+}
+
 
 class EngineCollector(Collector):
     """Shows a snapshot of the engine's statistics. A key that the engine does not report is omitted, not shown as 0."""
@@ -131,6 +157,8 @@ class EngineCollector(Collector):
             yield from _tiers(tiers, statistics["hit_tokens"])
             yield from _store(tiers)
             yield from _links(tiers)
+        if transfer := statistics.get("transfer"):
+            yield from _transfer(transfer)
         for key, text in FRAME_COUNTERS.items():
             counts = {group: frames.get(key, 0) for group, frames in groups.items()}
             yield _counter(f"frames_{key}", text, counts, "group")
@@ -157,7 +185,7 @@ def _tiers(tiers: Statistics, hit_tokens: int) -> Iterator[Metric]:
     for key, text in TIER_COUNTERS.items():
         yield _counter(f"tier_{key}", text, tiers[key])
     yield _gauge("tier_host_bytes", "Bytes of host memory.", tiers["host_bytes"])
-    hits = {tier: tiers[f"{tier}_hit_tokens"] for tier in TIERS}
+    hits = {tier: tiers[f"{tier}_hit_tokens"] for tier in (*TIERS, "peer")}
     yield _counter(
         "tier_hit_tokens",
         "Prompt tokens that came from the cache, by where they were; they add up to quire_hit_tokens.",
@@ -218,6 +246,27 @@ def _links(tiers: Statistics) -> Iterator[Metric]:
         {(link,): {"count": counted["moves"], "sum": counted["seconds"], **counted} for link, counted in links.items()},
         "link",
     )
+
+
+def _transfer(found: Statistics) -> Iterator[Metric]:
+    """Of what prefill engines did for this one, and this one for decode engines, by peer."""
+    counts = {"prefill": len(found["prefill_peers"]), "decode": len(found["decode_peers"])}
+    yield _gauge(
+        "transfer_connected_peers", "Engines that are connected, by what they do for this one.", counts, "role"
+    )
+    text = "Host memory that nothing here needs, and that a peer that stopped may still write."
+    yield _gauge("transfer_held_bytes", text, found["held_bytes"])
+    for side, counters in TRANSFER_COUNTERS.items():
+        by_peer = found[side]
+        for key, (name, text) in counters.items():
+            yield _counter(f"transfer_{name}", text, {peer: each[key] for peer, each in by_peer.items()}, "peer")
+        key, text = TRANSFER_CAUSES[side]
+        causes = {(peer, cause): count for peer, each in by_peer.items() for cause, count in each[key].items()}
+        yield _counter(f"transfer_{key}", text, causes, "peer", "cause")
+        for key, (name, text) in TRANSFER_SECONDS[side].items():
+            yield _histogram(f"transfer_{name}", text, {(peer,): each[key] for peer, each in by_peer.items()}, "peer")
+    text = "Connections that were refused, by reason: a field in which the engines differ, or what was wrong."
+    yield _counter("transfer_refused_connections", text, found["refused_connections"], "reason")
 
 
 class ServerMetrics(Collector):

@@ -21,7 +21,7 @@ from quire.prefix.node import Lease, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
-from quire.tiers.prefill import PrefillAsk
+from quire.tiers.prefill import PrefillAsk, PrefillPeers
 from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, REFUSED, Answers, Lane, Transfer, Units
 
@@ -199,17 +199,18 @@ class Prefetch:
             return False
         return self.limit > self.prefix.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
 
-    def stop(self) -> None:
-        """Fetch no more pieces. Pieces that still arrive are cached, and the answer to `look` still counts."""
+    def stop(self, cause: str = "") -> None:
+        """Fetch no more pieces. Pieces that still arrive are cached, and the answer to `look` still counts. For `cause`
+        see `PrefillAsk.stop`."""
         self.stopped = True
         for move in self.moves if self.ask is None else ():  # what has arrived from a peer is checked
             if move is not self.look:
                 move.stop()
-        self._stop_peer()
+        self._stop_peer(cause)
 
-    def _stop_peer(self) -> None:
+    def _stop_peer(self, cause: str) -> None:
         if self.ask is not None and not self.done:
-            self.ask.stop()
+            self.ask.stop(cause)
 
     def hold_frames(self, end: int) -> None:
         """Hold the host frames of partial groups that a request needs to begin after `end` pages."""
@@ -318,7 +319,7 @@ class Prefetch:
                     self.prefix.lost(host.index, end)
         for move in self.moves:
             move.stop()
-        self._stop_peer()
+        self._stop_peer("" if self.stopped else "damaged")
 
 
 class ReadAhead:
@@ -326,6 +327,7 @@ class ReadAhead:
 
     loads: bool = False  # whether requests can be loaded from a lower tier
     prefetches: bool = False  # whether there is a store, or a peer that computes prompts
+    peers: PrefillPeers | None = None
 
     @property
     def can_prefetch(self) -> bool:

@@ -49,8 +49,8 @@ class Prefetcher(ReadAhead):
         self._tiers = tiers
         self._parts = parts
         self._retention = retention
-        self._peers = tiers.settings.peers
-        self.prefetches = tiers.settings.stores or (self._peers is not None and self._peers.asks)
+        self.peers = tiers.settings.peers
+        self.prefetches = tiers.settings.stores or (self.peers is not None and self.peers.asks)
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
@@ -67,7 +67,7 @@ class Prefetcher(ReadAhead):
     # -- transfers of all lanes
 
     def settle_moves(self) -> bool:
-        num_received = self._receive(self._peers) if self._peers is not None else 0
+        num_received = self._receive(self.peers) if self.peers is not None else 0
         if not self._tiers.settle(self._ended) and not num_received:
             return False
         if self._parts.damaged.num_damaged:
@@ -113,8 +113,8 @@ class Prefetcher(ReadAhead):
             other.shared = True
             return other
         ask: PrefillAsk | None = None
-        if self._peers is not None and not for_peer:
-            ask = self._peers.ask(tokens[: limit * self._size], namespace, (limit - start) * self._size)
+        if self.peers is not None and not for_peer:
+            ask = self.peers.ask(tokens[: limit * self._size], namespace, (limit - start) * self._size)
         if ask is None and not tiers.settings.stores:
             return None
         if is_trial := ask is None and self._is_off:  # a request tries the lane as if all missing pages were stored
@@ -155,7 +155,7 @@ class Prefetcher(ReadAhead):
         is_late = self._parts.seconds() >= prefetch.stop_at - least or any(move.expired for move in prefetch.moves)
         is_over = self._is_off and not prefetch.is_trial if prefetch.ask is None else prefetch.ask.is_over
         if is_late or is_over:
-            prefetch.stop()
+            prefetch.stop("deadline" if is_late else "")
             return False
         return True
 

@@ -129,9 +129,10 @@ class LinkCounters:
 class TierCounters:
     """Frames, bytes, prompt tokens and transfers, and counts of failures.
 
-    `host_hit_tokens` were reused from host memory; `storage_hit_tokens` were reused for the first time after a fetch.
-    `unsaved_frames` found no room on the host, the store refused `unstored_frames`, and had lost `lost_frames` when
-    they were touched. `defects` counts bad records by tier and kind.
+    `host_hit_tokens` were reused from host memory; `storage_hit_tokens` were reused for the first time after a fetch,
+    and `peer_hit_tokens` by the request that a prefill engine computed them for. `unsaved_frames` found no room on the
+    host, the store refused `unstored_frames`, and had lost `lost_frames` when they were touched. `defects` counts bad
+    records by tier and kind.
     """
 
     saved_frames: int = 0
@@ -149,6 +150,7 @@ class TierCounters:
     host_evicted_pages: int = 0
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
+    peer_hit_tokens: int = 0
     declined_tokens: int = 0
     failed_moves: int = 0
     refused_moves: int = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.observe.explain import FromPeer
 from quire.offload.prefetch import ReadAhead
 from quire.scheduler.request import Request
 
@@ -17,8 +18,9 @@ _NEXT = 32
 class Prefetching:
     """The prefetches of one scheduler's waiting requests."""
 
-    def __init__(self, ahead: ReadAhead) -> None:
+    def __init__(self, ahead: ReadAhead, page_size: int) -> None:
         self._ahead = ahead
+        self._page_size = page_size
 
     def start(self, request: Request, later: Sequence[Request] = ()) -> None:
         """Fetch the stored pages of its prompt, once. If there are too many prefetches, that of the last of `later`
@@ -61,6 +63,20 @@ class Prefetching:
             request.read_ahead = False
             self.start(request)
         return request.prefetch is not None
+
+    def asked(self, request: Request, num_cached: int) -> list[FromPeer]:
+        """What peers were asked for, of a prompt that begins on `num_cached` cached tokens."""
+        if self._ahead.peers is None or request.is_for_peer:
+            return []
+        size, found = self._page_size, []
+        for each in request.prefetched:
+            if each.ask is not None:
+                start, end, stop = (at * size for at in (each.prefix.start, each.limit, each.prefix.limit))
+                found.append(FromPeer(each.ask.peer, start, end, stop, each.ask.why))
+        stop = max(0, request.num_tokens - 1) // size * size
+        if not found and (why := self._ahead.peers.why_local(stop - num_cached)):
+            found.append(FromPeer("", num_cached, num_cached, stop, why))
+        return found
 
     def stop(self, request: Request) -> None:
         """Stop its prefetch, and release the pages that it holds."""

@@ -82,7 +82,7 @@ class Request:
         self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`
         self.num_cached = -1  # of its first admission; -1 before
-        self.num_host = self.num_storage = 0  # of these, from host memory and from storage
+        self.num_host = self.num_storage = self.num_peer = 0  # of these, from host memory, storage, and another engine
         self.explanation: Explanation | None = None  # of its first admission, if the cache explains
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"

@@ -100,7 +100,7 @@ class Scheduler:
         width = cache.plan.pages_per_row * cache.plan.tokens_per_page
         self._rows = RunningRows(cache.rows.serials, width)
         self._decoding = self._rows.together()  # of the last step
-        self._prefetching = Prefetching(ahead)
+        self._prefetching = Prefetching(ahead, cache.page_size)
         self._leaders = Leaders(cache, self._rows)
         self._lacks_room = False  # for the first that waits
         self._quiet_at: tuple[int, ...] | None = None
@@ -449,13 +449,14 @@ class Scheduler:
             priority=request.priority,
             resumed=request.num_cached >= 0,
             label=request.request_id,
+            asked=self._prefetching.asked(request, hit.num_tokens),
         )
         request.start_at(kv.num_cached)
         self._rows.bind(request)
         self._rows.committed[kv.row] = kv.num_cached // self._cache.page_size
         if request.num_cached < 0:
             request.num_cached = kv.num_cached
-            request.num_host, request.num_storage = kv.num_host, kv.num_storage
+            request.num_host, request.num_storage, request.num_peer = kv.num_host, kv.num_storage, kv.num_peer
             request.explanation = kv.explanation
         next_step.begun.append(request)
         self._prefetching.stop(request)

@@ -215,10 +215,13 @@ class Generation:
         speculation also drafts. Rejected drafts are not among the completion tokens."""
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self._requests)
         num_output_tokens = sum(len(each.token_ids) for each in self._sequences())
-        cached, host, storage = map(sum, zip(*(request.cached for request in self._requests), strict=True))
+        cached, host, storage, peer = map(sum, zip(*(request.cached for request in self._requests), strict=True))
         details: dict[str, Any] = {"cached_tokens": cached}
         if self._service.engine.start_statistics.get("tiers"):
-            details["cached_tokens_by_tier"] = {"device": cached - host - storage, "host": host, "storage": storage}
+            tiers = {"device": cached - host - storage - peer, "host": host, "storage": storage}
+            if self._service.engine.start_statistics.get("transfer"):
+                tiers["peer"] = peer
+            details["cached_tokens_by_tier"] = tiers
         found = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,

@@ -18,6 +18,10 @@ class PrefillAsk(Protocol):
 
     seconds: float
     """How long the request waits."""
+    peer: str
+    """What operators call the peer."""
+    why: str
+    """Why it has ended without the whole prompt; "" while it has not."""
 
     def want(self, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
         """The peer writes these units, which are pages of the prompt at `places`, when it has computed them."""
@@ -26,8 +30,9 @@ class PrefillAsk(Protocol):
     def is_over(self) -> bool:
         """Whether it has ended, and what has not arrived will not be used."""
 
-    def stop(self) -> None:
-        """What has not arrived is not wanted any more."""
+    def stop(self, cause: str = "") -> None:
+        """What has not arrived is not wanted any more. `cause` is "deadline" or "damaged"; "" if its request has
+        begun or ended."""
 
     def release(self, num_tokens: int) -> None:
         """All its transfers are settled; so many tokens of the prompt arrived whole."""
@@ -42,6 +47,9 @@ class PrefillPeers(Protocol):
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> PrefillAsk | None:
         """Ask a peer to compute whole pages of a prompt, whose last `num_missing` tokens are not here. None if no
         peer can be asked, or if that is not worth it."""
+
+    def why_local(self, num_missing: int) -> str:
+        """Why no peer could compute so many tokens now; "" if one could."""
 
     def settle(self) -> list[tuple[Transfer, str]]:
         """Transfers whose frames no peer writes to any more: "" if all bytes have landed, or why they have not."""

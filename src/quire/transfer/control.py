@@ -52,11 +52,13 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The handshake with a peer has succeeded. `dialed`, here and below: by this engine."""
+    """The handshake with a peer has succeeded. `dialed`, here and below: by this engine. `address` is what it dialed,
+    or the host that the peer connected from."""
 
     peer: str
     dialed: bool
     hello: Hello
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +377,8 @@ class Control:
             target.backoff_s, target.problem, target.unproven = _LEAST_BACKOFF_S, "", ""
         with self._lock:
             self._peers[link.peer, link.dialed] = link
-        self._put(Connected(link.peer, link.dialed, theirs))
+        address = "{}:{}".format(*target.address) if target is not None else str(link.socket.getpeername()[0])
+        self._put(Connected(link.peer, link.dialed, theirs, address))
 
     def _refuse(self, link: _Link, reason: str, problem: str = "") -> None:
         """Close a connection that is no peer's, or breaks the protocol."""

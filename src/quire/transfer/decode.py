@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -16,23 +16,33 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
 from quire.transfer.connector import Connector
+from quire.transfer.counts import ByPeer, ReceivedCounts
 from quire.transfer.messages import MOST_NAME, Send
 from quire.transfer.receiving import Effects, Part, PartState, Receiver, Shut
+
+logger = logging.getLogger(__name__)
 
 _MOST_BEFORE = 16_384
 """Tokens that the preferred peer may have to compute more than the least busy one."""
 
 
-@dataclass(slots=True)
-class PeerCounts:
-    """What one prefill engine did for this one. `fallbacks` are asks that ended early, by cause; the rest of their
-    prompts was computed here. `seconds` are from asks to their ends."""
+_UNCONNECTED = "no prefill engine is connected"
 
-    asks: int = 0
-    received_tokens: int = 0
-    received_bytes: int = 0
-    seconds: float = 0.0
-    fallbacks: Counter[str] = field(default_factory=Counter)
+_REASONS = {"deadline": "the peer is too slow", "damaged": "pages arrived damaged", "room": "there is no room here"}
+
+_WARN_S = 30.0
+"""Between two warnings of the same cause."""
+
+_FIXES = {
+    "unconnected": "look at `problems` in GET /v1/cache/statistics, and at --prefill-peers",
+    "deadline": "the prefill engine is overloaded: add one, or raise --transfer-seconds",
+    "silent": "the prefill engine is stopped, or its machine is overloaded",
+    "closed": "the prefill engine has ended: see its log",
+    "unreachable": "look at the network between the engines",
+    "room": "give this engine more --host-memory",
+    "unsent": "give the prefill engine more --host-memory",
+    "damaged": "bytes change on the way: look at quire_tier_corrupt_records_total, and at the memory of both machines",
+}
 
 
 class DecodeSide:
@@ -52,7 +62,7 @@ class DecodeSide:
         least_tokens: int,
     ) -> None:
         self.receiver = Receiver()
-        self.counts: dict[str, PeerCounts] = {}
+        self.counts = ByPeer(ReceivedCounts)
         self.seconds = seconds
         self.asks: dict[int, Asking] = {}
         self._connector = connector
@@ -62,9 +72,10 @@ class DecodeSide:
         self._num_groups = num_groups
         self._page_size = page_size
         self._least_tokens = least_tokens
-        self._parts: list[tuple[Part, Transfer]] = []  # whose frames a peer may write
+        self._parts: list[tuple[Part, Transfer, float]] = []  # whose frames a peer may write, and since when
         self._refused: list[tuple[Transfer, str]] = []  # that no peer was told of, and why
         self._ready: dict[str, int] = {}  # peers that can be asked, and tokens of their open asks
+        self._warned: dict[str, tuple[float, int]] = {}  # by cause: when, and fallbacks since
 
     @property
     def is_busy(self) -> bool:
@@ -74,7 +85,7 @@ class DecodeSide:
     @property
     def held_bytes(self) -> int:
         """Host memory that nothing here needs, and that peers may still write."""
-        return sum(transfer.num_bytes for part, transfer in self._parts if part.state is PartState.CANCELLING)
+        return sum(transfer.num_bytes for part, transfer, _ in self._parts if part.state is PartState.CANCELLING)
 
     @property
     def peers(self) -> list[str]:
@@ -90,7 +101,10 @@ class DecodeSide:
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
         """See `PrefillPeers.ask`. The peer is that which computed prompts with the same first page before, unless it is
         much busier than another."""
-        if not self._ready or num_missing < self._least_tokens or len(namespace.salt) > MOST_NAME:
+        if num_missing < self._least_tokens or len(namespace.salt) > MOST_NAME:
+            return None
+        if not self._ready:
+            self.fall_back("", "unconnected", _UNCONNECTED)
             return None
         first = np.ascontiguousarray(tokens[: self._page_size]).tobytes()
         ranked = sorted(self._ready, key=lambda peer: xxh3_64_intdigest(peer.encode() + first))
@@ -107,8 +121,8 @@ class DecodeSide:
             now=now,
         )
         self._ready[peer] += num_missing
-        self.counts.setdefault(peer, PeerCounts()).asks += 1
-        self.asks[ask] = Asking(self, ask, peer, self.seconds, num_missing, now)
+        self.counts.of(peer).asks += 1
+        self.asks[ask] = Asking(self, ask, peer, self.counts.label(peer), self.seconds, num_missing, now)
         self.do(effects)
         return self.asks[ask]
 
@@ -118,18 +132,27 @@ class DecodeSide:
         over = [each for each in self._parts if each[0].may_reuse]
         if over:
             self._parts = [each for each in self._parts if not each[0].may_reuse]
-        for part, transfer in over:
+        now = time.monotonic()
+        for part, transfer, since in over:
             self._connector.shut(part.tag)
-            if part.state is PartState.SENT and part.ask in self.asks:
-                self.counts[self.asks[part.ask].peer].received_bytes += transfer.num_bytes
+            asking = self.asks.get(part.ask)
+            if asking is None:
+                continue
+            if part.state is PartState.SENT:
+                counts = self.counts.of(asking.name)
+                counts.bytes += transfer.num_bytes
+                counts.part_seconds.observe(now - since)
+            else:
+                asking.falls_back("unsent", part.reason)
         refused, self._refused = self._refused, []
-        return refused + [(move, "" if part.state is PartState.SENT else part.reason or "gone") for part, move in over]
+        ended = [(move, "" if part.state is PartState.SENT else part.reason or "gone") for part, move, _ in over]
+        return refused + ended
 
     def abandon(self) -> list[tuple[Transfer, str]]:
         """All transfers that are left, after the connector was closed."""
         left, self._parts = self._parts, []
         refused, self._refused = self._refused, []
-        return refused + [(transfer, "the engine ends") for _, transfer in left]
+        return refused + [(transfer, "the engine ends") for _, transfer, _ in left]
 
     def want(self, ask: int, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
         """Open the host frames of a transfer to the peer of an ask."""
@@ -148,18 +171,36 @@ class DecodeSide:
             self.do(self.receiver.cancel(part, str(error)))
             self._refused.append((transfer, str(error)))
         else:
-            self._parts.append((part, transfer))
+            self._parts.append((part, transfer, time.monotonic()))
             self.do(self.receiver.want(part, by_group, target))
 
     def release(self, asking: Asking, num_tokens: int) -> None:
         """The request needs no more of the ask; so many tokens have arrived whole."""
-        counts = self.counts[asking.peer]
-        counts.received_tokens += num_tokens
-        counts.seconds += time.monotonic() - asking.since
-        if asking.peer in self._ready:
-            self._ready[asking.peer] -= asking.num_tokens
+        counts = self.counts.of(asking.name)
+        counts.tokens += num_tokens
+        counts.ask_seconds.observe(time.monotonic() - asking.since)
+        if asking.name in self._ready:
+            self._ready[asking.name] -= asking.num_tokens
         self.do(self.receiver.release(asking.ask))
         del self.asks[asking.ask]
+
+    def why_local(self, num_missing: int) -> str:
+        """See `PrefillPeers.why_local`."""
+        return _UNCONNECTED if not self._ready and num_missing >= self._least_tokens else ""
+
+    def fall_back(self, name: str, cause: str, reason: str) -> None:
+        """Count a prompt that is computed here, and warn of it now and then."""
+        self.counts.of(name).fallbacks[cause] += 1
+        now = time.monotonic()
+        since, count = self._warned.get(cause, (-_WARN_S, 0))
+        if now - since < _WARN_S:
+            self._warned[cause] = since, count + 1
+            return
+        self._warned[cause] = now, 0
+        more = f" (and {count} more like it)" if count else ""
+        whose = f" that {label} was to compute" if (label := self.counts.label(name)) else ""
+        fix = _FIXES.get(cause, "the prefill engine refused it")
+        logger.warning("A prompt%s is computed here: %s%s. What helps: %s.", whose, reason, more, fix)
 
     def do(self, effects: Effects) -> None:
         """Carry out what the receiver says."""
@@ -170,7 +211,7 @@ class DecodeSide:
                 if self._connector.shut(effect.part.tag):
                     self.do(self.receiver.shut(effect.part))
             elif effect.ask in self.asks:
-                self.counts[self.asks[effect.ask].peer].fallbacks[effect.cause] += 1
+                self.asks[effect.ask].falls_back(effect.cause, effect.reason)
 
 
 @dataclass(slots=True, eq=False)
@@ -179,10 +220,13 @@ class Asking:
 
     side: DecodeSide
     ask: int
+    name: str  # of the peer, as the receiver and the connector know it
     peer: str
     seconds: float
     num_tokens: int
     since: float
+    why: str = ""
+    _is_stopped: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -194,10 +238,21 @@ class Asking:
         """See `PrefillAsk.want`."""
         self.side.want(self.ask, transfer, places)
 
-    def stop(self) -> None:
+    def stop(self, cause: str = "") -> None:
         """See `PrefillAsk.stop`."""
+        if cause:
+            self.falls_back(cause, _REASONS[cause])
+        self._is_stopped = True
         self.side.do(self.side.receiver.release(self.ask))
 
     def release(self, num_tokens: int) -> None:
         """See `PrefillAsk.release`."""
+        if num_tokens < self.num_tokens:
+            self.falls_back("room", _REASONS["room"])
         self.side.release(self, num_tokens)
+
+    def falls_back(self, cause: str, reason: str) -> None:
+        """The rest of the prompt is computed here. The first cause counts, while the request waits."""
+        if not self.why and not self._is_stopped:
+            self.why = reason
+            self.side.fall_back(self.name, cause, reason)

@@ -72,7 +72,8 @@ _FIXES = {
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One engine to another. `epoch` is random for each start of the process, so that a restarted engine is another
-    peer. `connector` and `address` are of the data connector (`Connector.address`)."""
+    peer. `connector` and `address` are of the data connector (`Connector.address`). `label` is what its operator calls
+    it, if anything."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,64}\Z")]
     epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -80,6 +81,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identity: Identity
     connector: Annotated[str, Meta(max_length=64)]
     address: Annotated[bytes, Meta(max_length=64 << 10)]
+    label: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{0,64}\Z")] = ""
 
     @property
     def peer(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -20,6 +21,8 @@ from quire.transfer.handshake import Hello, Identity, Role
 from quire.transfer.messages import Request, Send
 from quire.transfer.prefill import Begins, PrefillSide
 
+logger = logging.getLogger(__name__)
+
 
 def parse_address(address: str) -> Address:
     """`HOST:PORT` as a host and a port."""
@@ -29,6 +32,14 @@ def parse_address(address: str) -> Address:
 
 def _is_dialed(event: Event) -> bool:
     return not isinstance(event.message, Request) if isinstance(event, Arrived) else event.dialed
+
+
+def _known(hello: Hello) -> str:
+    return f"{hello.label} ({hello.peer})" if hello.label else hello.peer
+
+
+def _why(event: Closed | Unreachable) -> str:
+    return f": {event.reason}" if isinstance(event, Unreachable) else ""
 
 
 class TransferNode:
@@ -50,6 +61,7 @@ class TransferNode:
         connector: str,
         seconds: float,
         least_tokens: int,
+        label: str,
         wake: Callable[[], None],
     ) -> None:
         self.role = role
@@ -67,7 +79,7 @@ class TransferNode:
         self.connector = open_connector(
             kind, host.memory, name=f"{name}@{epoch:016x}", secret=self._secret, host=self._listen[0]
         )
-        self._hello = Hello(name, epoch, role, identity, kind, self.connector.address())
+        self._hello = Hello(name, epoch, role, identity, kind, self.connector.address(), label)
         self._control: Control | None = None
         self._events: list[Event] = []
         self._is_closed = False
@@ -132,6 +144,10 @@ class TransferNode:
         """See `PrefillPeers.ask`."""
         return self.decode.ask(tokens, namespace, num_missing)
 
+    def why_local(self, num_missing: int) -> str:
+        """See `PrefillPeers.why_local`."""
+        return self.decode.why_local(num_missing)
+
     def settle(self) -> list[tuple[Transfer, str]]:
         """See `PrefillPeers.settle`."""
         if self._is_closed:
@@ -157,27 +173,42 @@ class TransferNode:
                     prefill.asked(peer, message)
                 else:
                     decode.do(decode.receiver.receive(peer, message))
-            case Connected(peer, dialed, hello) if dialed:
+            case Connected(peer, dialed, hello, address) if dialed:
                 decode.do(decode.receiver.connected(peer))
+                decode.counts.connected(peer, hello.label or address)
                 decode.ready(peer, is_ready=True)
-            case Connected(peer, _, hello):
-                prefill.connected(peer, hello.address)
+                logger.info("Connected to prefill engine %s at %s.", _known(hello), address)
+            case Connected(peer, _, hello, address):
+                prefill.connected(peer, hello.address, hello.label or address)
+                logger.info("Decode engine %s has connected, from %s.", _known(hello), address)
             case Closed(peer, dialed) | Unreachable(peer, dialed) if not dialed:
+                logger.info("Decode engine %s is gone%s.", peer, _why(event))
                 prefill.lost(peer)
             case Silent(peer, dialed) | Speaks(peer, dialed) if not dialed:
                 pass  # asks have deadlines
             case Closed(peer):
+                self._lost(event)
                 decode.ready(peer, is_ready=False)
                 prefill.disconnect(peer)
                 decode.do(decode.receiver.closed(peer))
             case Unreachable(peer):
+                self._lost(event)
                 decode.ready(peer, is_ready=False)
                 decode.do(decode.receiver.unreachable(peer))
             case Silent(peer):
+                logger.warning("Prefill engine %s does not answer.", decode.counts.label(peer) or peer)
                 decode.ready(peer, is_ready=False)
                 decode.do(decode.receiver.silent(peer))
             case Speaks(peer):
+                logger.info("Prefill engine %s answers again.", decode.counts.label(peer) or peer)
                 decode.ready(peer, is_ready=True)
+
+    def _lost(self, event: Closed | Unreachable) -> None:
+        """A prefill engine is gone."""
+        counts = self.decode.counts
+        if counts.lost(event.peer):
+            label = counts.label(event.peer)
+            logger.warning("Prefill engine %s is gone%s. Prompts are computed here or elsewhere.", label, _why(event))
 
     def set_identity(self, identity: Identity) -> None:
         """The weights have changed: nothing that was asked for before is of use."""
@@ -188,7 +219,6 @@ class TransferNode:
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, in all and by peer, and where connections are missing."""
         assert self._control is not None
-        received, sent = self.decode.counts, self.prefill.counts
         return {
             "role": self.role,
             "connector": self._hello.connector,
@@ -198,32 +228,10 @@ class TransferNode:
             "problems": {"{}:{}".format(*address): why for address, why in self._control.problems().items()},
             "refused_connections": dict(self._control.refused),
             "held_bytes": self.decode.held_bytes,
-            "asks": sum(each.asks for each in received.values()),
-            "received_tokens": sum(each.received_tokens for each in received.values()),
-            "received_bytes": sum(each.received_bytes for each in received.values()),
-            "fallbacks": sum(sum(each.fallbacks.values()) for each in received.values()),
-            "sent_tokens": sum(each.sent_tokens for each in sent.values()),
-            "sent_bytes": sum(each.sent_bytes for each in sent.values()),
-            "received": {
-                peer: {
-                    "asks": each.asks,
-                    "tokens": each.received_tokens,
-                    "bytes": each.received_bytes,
-                    "seconds": each.seconds,
-                    "fallbacks": dict(each.fallbacks),
-                }
-                for peer, each in received.items()
-            },
-            "sent": {
-                peer: {
-                    "asks": each.asks,
-                    "tokens": each.sent_tokens,
-                    "bytes": each.sent_bytes,
-                    "seconds": each.seconds,
-                    "failures": dict(each.failures),
-                }
-                for peer, each in sent.items()
-            },
+            **self.decode.counts.totals(),
+            **self.prefill.counts.totals(),
+            "received": self.decode.counts.to_dict(),
+            "sent": self.prefill.counts.to_dict(),
         }
 
     def close(self, wait_s: float = 1.0) -> None:

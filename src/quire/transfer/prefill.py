@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,22 +15,14 @@ from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.transfer.connector import Connector, Progress, Write
+from quire.transfer.counts import ByPeer, SentCounts
 from quire.transfer.messages import Ask, Request, Send, Want, tag_of
 from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Effects, Sender, Start, Stop
 
+logger = logging.getLogger(__name__)
+
 Begins = Callable[[str, Ids, Namespace], None]
 """Queues a request with this id that computes this prompt. Raises QuireError if it can never run."""
-
-
-@dataclass(slots=True)
-class ClientCounts:
-    """What this engine did for one decode engine. `failures` are parts that were not sent, by cause."""
-
-    asks: int = 0
-    sent_tokens: int = 0
-    sent_bytes: int = 0
-    seconds: float = 0.0  # of writes
-    failures: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +62,7 @@ class PrefillSide:
         abort: Callable[[str], None],
     ) -> None:
         self.sender = Sender()
-        self.counts: dict[str, ClientCounts] = {}
+        self.counts = ByPeer(SentCounts)
         self.ids: dict[str, tuple[str, int]] = {}
         """Requests of this engine, by id: for which ask."""
         self._connector = connector
@@ -96,8 +88,9 @@ class PrefillSide:
         """Decode engines that are connected."""
         return list(self._addresses)
 
-    def connected(self, peer: str, address: bytes) -> None:
+    def connected(self, peer: str, address: bytes, label: str) -> None:
         """A decode engine has connected; its connector has this address."""
+        self.counts.connected(peer, label)
         self._addresses[peer] = address
         self._connect(peer)
 
@@ -105,7 +98,8 @@ class PrefillSide:
         try:
             self._connector.connect(peer, self._addresses[peer])
         except QuireError as error:  # its parts fail, one by one
-            self.counts.setdefault(peer, ClientCounts()).failures[str(error)] += 1
+            self.counts.of(peer).failures["connect"] += 1
+            logger.warning("Pages cannot be sent to %s: %s", self.counts.label(peer), error)
 
     def disconnect(self, peer: str) -> None:
         """End all writes to a peer. It is connected again if it is a decode engine that is there."""
@@ -116,6 +110,7 @@ class PrefillSide:
     def lost(self, peer: str) -> None:
         """The connection to a decode engine is lost."""
         self._addresses.pop(peer, None)
+        self.counts.lost(peer)
         self._do(self.sender.lost(peer, time.monotonic()))
 
     def asked(self, peer: str, message: Request) -> None:
@@ -147,11 +142,11 @@ class PrefillSide:
         if ended:
             self._writes = [each for each in self._writes if each not in ended]
         for each in ended:
-            counts = self.counts.setdefault(each.peer, ClientCounts())
-            counts.seconds += now - each.since
+            counts = self.counts.of(each.peer)
+            counts.write_seconds.observe(now - each.since)
             if each.write.poll() is Progress.LANDED:
-                counts.sent_tokens += each.num_tokens
-                counts.sent_bytes += each.num_bytes
+                counts.tokens += each.num_tokens
+                counts.bytes += each.num_bytes
                 self._do(self.sender.landed(each.peer, each.want))
             else:
                 counts.failures["write"] += 1
@@ -181,7 +176,7 @@ class PrefillSide:
             prompt.is_saved = True
             if self._tiers.save_prompt(prompt.namespace, prompt.tokens):
                 return
-        self.counts.setdefault(peer, ClientCounts()).failures["no room"] += 1
+        self.counts.of(peer).failures["no room"] += 1
         self._do(self.sender.unavailable(peer, want, "the pages are not in host memory, which is full"))
 
     # -- what the sender says
@@ -209,7 +204,7 @@ class PrefillSide:
 
     def _start(self, peer: str, ask: Ask) -> None:
         namespace, tokens, name = Namespace(ask.adapter, ask.salt), ask.tokens(), _id(peer, ask.ask)
-        self.counts.setdefault(peer, ClientCounts()).asks += 1
+        self.counts.of(peer).asks += 1
         self._prompts[peer, ask.ask] = _Prompt(tokens, namespace)
         now = time.monotonic()
         if self._tiers.names.scope(namespace) != ask.scope:

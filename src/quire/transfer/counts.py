@@ -1,0 +1,144 @@
+"""What engines did for each other, by peer, under labels of which there are few: a restarted peer has another name."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from quire.observe.histogram import Histogram
+
+KEEP_S: Final = 3600.0
+"""Counts of a label without a connected peer are kept so long."""
+
+
+@dataclass(slots=True)
+class ReceivedCounts:
+    """What a prefill engine did for this one. `fallbacks` are asks that did not bring the whole prompt, by cause: the
+    rest was computed here. `ask_seconds` are from asks to their ends, `part_seconds` from open frames to their last
+    byte."""
+
+    asks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    ask_seconds: Histogram = field(default_factory=Histogram)
+    part_seconds: Histogram = field(default_factory=Histogram)
+
+    def totals(self) -> dict[str, int]:
+        """Those that are added up over all peers."""
+        return {
+            "asks": self.asks,
+            "received_tokens": self.tokens,
+            "received_bytes": self.bytes,
+            "fallbacks": sum(self.fallbacks.values()),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "asks": self.asks,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "fallbacks": dict(self.fallbacks),
+            "ask_seconds": self.ask_seconds.to_dict(),
+            "part_seconds": self.part_seconds.to_dict(),
+        }
+
+
+@dataclass(slots=True)
+class SentCounts:
+    """What this engine did for a decode engine. `failures` are parts that were not sent, by cause; `write_seconds` are
+    those of writes, without the wait for pages."""
+
+    asks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    write_seconds: Histogram = field(default_factory=Histogram)
+
+    def totals(self) -> dict[str, int]:
+        """Those that are added up over all peers."""
+        return {"sent_tokens": self.tokens, "sent_bytes": self.bytes}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "asks": self.asks,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "failures": dict(self.failures),
+            "write_seconds": self.write_seconds.to_dict(),
+        }
+
+
+class Counts(Protocol):
+    """Counts of one label."""
+
+    def totals(self) -> dict[str, int]:
+        """Those that are added up over all peers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+
+
+T = TypeVar("T", bound=Counts)
+
+
+class ByPeer(Generic[T]):
+    """Counts by label. Several peers may have one label, at a time or one after the other."""
+
+    def __init__(self, make: Callable[[], T], seconds: Callable[[], float] = time.monotonic) -> None:
+        self._make = make
+        self._seconds = seconds
+        self._labels: dict[str, str] = {}  # by peer, as long as the counts of the label are kept
+        self._connected: set[str] = set()
+        self._counts: dict[str, T] = {}
+        self._idle_since: dict[str, float] = {}  # labels without a connected peer
+        self._dropped: Counter[str] = Counter()
+
+    def connected(self, peer: str, label: str) -> None:
+        """A peer is there, perhaps again."""
+        for old in [old for old, its in self._labels.items() if its == label and old not in self._connected]:
+            del self._labels[old]
+        self._labels[peer] = label
+        self._connected.add(peer)
+        self._idle_since.pop(label, None)
+        self._counts.setdefault(label, self._make())
+
+    def lost(self, peer: str) -> bool:
+        """A peer is gone; returns whether it was there."""
+        if peer not in self._connected:
+            return False
+        self._connected.discard(peer)
+        label = self.label(peer)
+        if label not in map(self.label, self._connected):
+            self._idle_since[label] = self._seconds()
+        return True
+
+    def label(self, peer: str) -> str:
+        """What to call a peer; "" for one that has been replaced."""
+        return self._labels.get(peer, "")
+
+    def of(self, peer: str) -> T:
+        """The counts of a peer; "" is none in particular."""
+        return self._counts.setdefault(self.label(peer), self._make())
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """As JSON, by label. Drops those whose peers are gone for long."""
+        now = self._seconds()
+        for label in [label for label, since in self._idle_since.items() if now - since > KEEP_S]:
+            del self._idle_since[label]
+            self._dropped.update(self._counts.pop(label).totals())
+            self._labels = {peer: its for peer, its in self._labels.items() if its != label}
+        return {label: counts.to_dict() for label, counts in self._counts.items()}
+
+    def totals(self) -> dict[str, int]:
+        """Sums over all peers since the start, also those whose counts were dropped."""
+        found = Counter(self._make().totals())
+        found.update(self._dropped)
+        for counts in self._counts.values():
+            found.update(counts.totals())
+        return dict(found)
