@@ -55,10 +55,9 @@ TRAINED: dict[str, dict[str, Any]] = {
         "topk": 4,
         "num_draft_tokens": 8,
     },
-    "itself as draft model": {"method": "draft_model", "model": "quire-bundled", "num_speculative_tokens": 3},
 }
-"""Ways that know what the bundled model draws; so they are measured with what it has drawn itself."""
-NOT_HERE = "a draft model or head with given answers: they are none that it could know"
+"""Ways that were trained on the bundled model: measured with what it has drawn itself. No smaller model has its tokens."""
+NOT_HERE = "a head with given answers, which are none that it could know; a draft model: none has these tokens"
 LARGER = "55M"
 MODELS = ("bundled", LARGER)
 VOCABULARY = 2048
