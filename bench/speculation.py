@@ -56,7 +56,7 @@ TRAINED: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 8,
     },
 }
-"""Ways that were trained on the bundled model: measured with what it has drawn itself. No smaller model has its tokens."""
+"""Ways that were trained on the bundled model: measured with what it has drawn itself."""
 NOT_HERE = "a head with given answers, which are none that it could know; a draft model: none has these tokens"
 LARGER = "55M"
 MODELS = ("bundled", LARGER)
