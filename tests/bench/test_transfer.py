@@ -1,4 +1,4 @@
-"""The benchmark of connectors at toy size, so that it cannot rot."""
+"""The benchmarks of connectors and of roles at toy size, so that they cannot rot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "transfer.py"
+ROLES = BENCH.with_name("transfer_engines.py")
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
@@ -26,3 +27,16 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     lines = document.read_text().splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
     assert len([line for line in lines if "KiB |" in line]) == len(result["connectors"])
+
+
+def test_the_benchmark_of_roles_runs(tmp_path: Path) -> None:
+    """It fails by itself where answers differ."""
+    written, document = tmp_path / "rows.json", tmp_path / "table.md"
+    document.write_text("before\n<!-- roles -->\nold\n<!-- end of roles -->\nafter\n")
+    done = run_program(ROLES, "--toy", "--json", written, "--readme", document)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, apart = json.loads(written.read_text())["rows"]
+    assert apart["received_tokens"] > 0 == apart["fallbacks"] and apart["same_answers"]
+    assert one["gap_p99_ms"] > 0 < apart["first_p50_ms"]
+    lines = document.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after") and len(lines) == 8
