@@ -1,0 +1,219 @@
+"""Transfers with faults: right tokens in time, and nothing left on either side."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.engine.messages import EngineRequest
+from quire.models.hf import LoadedModel
+from quire.spec.events import Namespace
+from quire.transfer.connectors.memory import Fault
+from quire.transfer.messages import Ask, Gone, Send, Want
+from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
+from tests.engine.running import core_for, run
+from tests.engine.tiered import GREEDY, PROMPTS, build
+from tests.engine.transfer_runs import BYTE_FAULTS, MODELS, Faults, cut, faulty, flush, new_weights, run_pairs
+
+PAGE = 4
+LONG_S = 20.0
+
+
+@cache
+def tiny(name: str = "llama_gqa") -> LoadedModel:
+    return LoadedModel(build(name), name=name)
+
+
+@cache
+def alone() -> list[list[int]]:
+    """The tokens of one engine."""
+    return run(core_for(tiny(), page_size=PAGE), PROMPTS, GREEDY)
+
+
+@contextmanager
+def pair(*, fault: Fault | None = None) -> Iterator[list[EngineCore]]:
+    """A decode and a prefill engine. Every write has this fault."""
+    faults = Faults((), [lambda rng: fault or Fault()])
+    with faulty(faults):
+        common: dict[str, Any] = {"page_size": PAGE, "transfer_connector": "memory", "max_num_batched_tokens": 16}
+        prefill = prefill_engine(tiny(), num_tokens=640, **common)
+        decode = decode_engine(tiny(), [prefill], num_tokens=640, **common)
+        faults.rate = 1.0 if fault is not None else 0.0
+        try:
+            yield [decode, prefill]
+        finally:
+            decode.close()
+            prefill.close()
+
+
+def add(core: EngineCore, name: str, number: int = 0) -> None:
+    prompt = np.array(PROMPTS[number], dtype=np.int32).tobytes()
+    core.add(EngineRequest(request_id=name, prompt=prompt, params=GREEDY))
+
+
+def until(is_so: object, *cores: EngineCore, seconds: float = LONG_S) -> dict[str, list[int]]:
+    """Steps of these engines until something is so; the tokens that came out."""
+    assert callable(is_so)
+    found: dict[str, list[int]] = {}
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, [transfer_of(core) for core in cores]
+        for name, tokens in turn(*cores).items():
+            found.setdefault(name, []).extend(tokens)
+    return found
+
+
+@pytest.mark.parametrize("connector", ["memory", "tcp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_runs_with_faults(name: str, connector: str) -> None:
+    assert run_pairs(tiny(name), 5000, 10, connector)["received_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["memory", "tcp"])
+@pytest.mark.parametrize("name", [*MODELS, "deepseek_v3"])
+def test_many_runs_with_faults(name: str, connector: str) -> None:
+    assert run_pairs(tiny(name), 10_000, 250, connector)["runs"] == 250
+
+
+def check_swapped_pages() -> None:
+    """Bytes in the wrong place are found out before a request reads them, or anything else."""
+    faults = [each for each in BYTE_FAULTS if each(Faults((), ()).rng).swap]
+    assert run_pairs(tiny(), 100, 6, events=(), rates=(1.0,), bytes_faults=faults)["swap"]
+
+
+def check_late_writes() -> None:
+    """A write that lands after the deadline of its request lands in frames that nothing else uses."""
+    faults = [lambda rng: Fault(late=True, delay_s=rng.uniform(0.25, 0.6))]
+    assert run_pairs(tiny(), 200, 10, events=(), rates=(0.7,), bytes_faults=faults)["late"]
+
+
+def check_new_weights() -> None:
+    """No page of other weights is sent, whichever engine gets them first."""
+    assert run_pairs(tiny(), 300, 24, events=(new_weights,), rates=(0.0,))["new_weights"]
+
+
+def check_cuts() -> None:
+    """After a lost connection everything is free, and the next prompt is asked for again."""
+    assert run_pairs(tiny(), 400, 12, events=(cut, flush), rates=(0.0,))["cut"]
+
+
+def test_what_lands_in_the_wrong_place_is_not_read() -> None:
+    check_swapped_pages()
+
+
+def test_a_late_write_lands_in_held_frames() -> None:
+    check_late_writes()
+
+
+def test_pages_of_other_weights_are_not_sent() -> None:
+    check_new_weights()
+
+
+def test_lost_connections_leave_nothing() -> None:
+    check_cuts()
+
+
+def test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page() -> None:
+    with pair(fault=Fault(late=True, delay_s=4.0)) as (decode, prefill):
+        assert decode.transfer is not None
+        side = decode.transfer.decode
+        add(decode, "mine")
+        until(lambda: prefill.transfer and prefill.transfer.prefill._writes, decode, prefill)
+        side.do(side.receiver.tick(math.inf))  # its deadline
+        assert until(lambda: not decode.has_work(), decode)["mine"] == alone()[0]
+        held = transfer_of(decode)["held_bytes"]
+        assert held > 0, "frames that may still be written are counted"
+        tiers = decode.offload.tiers
+        assert tiers is not None
+        assert sum(host.statistics()["moving"] for host in tiers.hosts) > 0
+        until(lambda: not tiers.moving, decode, prefill)
+        assert decode.cache.tree.num_protected == 0, "no cached page is held for it"
+        assert transfer_of(decode)["fallbacks"] == 1
+        assert run_until_idle(decode, prefill, 0) == alone()[0], "its pages are cached, and need no peer"
+        until(lambda: not decode.has_moves(), decode, prefill)
+        decode.audit()
+        assert not sum(host.statistics()["moving"] for host in tiers.hosts)
+
+
+def run_until_idle(decode: EngineCore, prefill: EngineCore, number: int) -> list[int]:
+    add(decode, "mine", number)
+    return until(lambda: not decode.has_work(), decode, prefill)["mine"]
+
+
+def test_an_aborted_request_is_aborted_at_the_peer_too() -> None:
+    with pair() as (decode, prefill):
+        assert prefill.transfer is not None
+        side = prefill.transfer.prefill
+        add(decode, "mine")
+        until(lambda: side.ids, decode, prefill)
+        decode.abort("mine")
+        until(lambda: not side.ids and not side._prompts, decode, prefill, seconds=5)
+        assert prefill.statistics()["aborted_requests"] == 1
+
+
+def test_new_weights_refuse_what_was_asked_before() -> None:
+    with pair() as (decode, prefill):
+        assert prefill.transfer is not None
+        add(decode, "mine")
+        until(lambda: prefill.transfer and prefill.transfer.prefill.ids, decode, prefill)
+        prefill.set_weights_epoch(1)
+        got = until(lambda: not decode.has_work(), decode, prefill, seconds=5)
+        assert got["mine"] == alone()[0]
+        (counts,) = transfer_of(decode)["received"].values()
+        assert counts["fallbacks"] == {"weights": 1}
+
+
+def test_a_want_of_pages_that_the_prompt_lacks_is_refused() -> None:
+    with pair() as (_, prefill):
+        assert prefill.transfer is not None
+        side, told = prefill.transfer.prefill, list[Send]()
+        side._send = told.append
+        tokens = np.array(PROMPTS[0][:32], dtype=np.int32)
+        scope = side._tiers.names.scope(Namespace())
+        side.asked("stranger", Ask(1, 1, 9.0, scope, "", "", tokens.tobytes()))
+        places = ([-1], [8], [2**30], [3, 3], [4, 3])
+        for part, at in enumerate(places):
+            side.asked("stranger", Want(1, part, (np.array(at, dtype=np.int32).tobytes(),), b""))
+        side.asked("stranger", Want(1, len(places), (b"", b""), b""))
+        until(lambda: not prefill.has_work(), prefill)
+        turn(prefill)
+        prefill.transfer.serve()
+        gone = [send.message for send in told if isinstance(send.message, Gone)]
+        assert [each.part for each in gone] == list(range(len(places) + 1))
+        assert all("does not have" in each.reason for each in gone), gone
+        side.lost("stranger")
+        assert not side._prompts
+
+
+def test_a_peer_that_cannot_be_reached_is_waited_for_no_longer() -> None:
+    """Its part is not over without a proof; the request does not need one."""
+    with pair(fault=Fault(late=True, delay_s=3.0)) as (decode, prefill):
+        assert decode.transfer is not None and prefill.transfer is not None
+        add(decode, "mine")
+        until(lambda: prefill.transfer and prefill.transfer.prefill._writes, decode, prefill)
+        side = decode.transfer.decode
+        side.do(side.receiver.silent(side.peers[0]))
+        began = time.monotonic()
+        assert until(lambda: not decode.has_work(), decode)["mine"] == alone()[0]
+        assert time.monotonic() - began < 2.0
+        assert transfer_of(decode)["held_bytes"] > 0
+        until(lambda: not decode.has_moves() and not prefill.has_moves(), decode, prefill)
+
+
+def test_a_salt_too_long_for_messages_is_computed_here() -> None:
+    with pair() as (decode, prefill):
+        prompt = np.array(PROMPTS[0], dtype=np.int32).tobytes()
+        decode.add(EngineRequest(request_id="mine", prompt=prompt, params=GREEDY, salt="s" * 5000))
+        assert until(lambda: not decode.has_work(), decode, prefill)["mine"] == alone()[0]
+        assert transfer_of(decode)["asks"] == 0
+        assert run_apart(decode, [prefill], PROMPTS, GREEDY) == alone()
+        assert transfer_of(decode)["asks"] > 0, "the connection has not suffered"
