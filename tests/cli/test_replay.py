@@ -279,3 +279,30 @@ def test_a_replay_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_roles_are_beside_as_many_engines_without(run: Run) -> None:
+    arguments = ("chat", "--limit", 12, "--prefill", 1, "--decode", 2, "--link", "2GB/s", "--check", "reads")
+    apart, same = runs(run, *arguments)
+    assert (apart["prefill"], apart["decode"], same["prefill"], same["decode"]) == (1, 2, 0, 3)
+    assert apart["received_tokens"] > 0 and same["received_tokens"] == 0 and not apart["fallbacks"]
+    assert apart["output_tokens"] == same["output_tokens"] and apart["requests"] == same["requests"] == 12
+    assert [one["digest"] for one in runs(run, *arguments)] == [apart["digest"], same["digest"]]
+    broken, _ = runs(run, *arguments, "--link-failures", 1)
+    assert broken["fallbacks"] == {"link": broken["asks"]} and broken["received_tokens"] == 0
+    shown = run("replay", *arguments)
+    assert "1 prefill, 2 decode" in shown.stdout and "3 engines" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--decode", 2), "--prefill 1"),
+        (("--prefill", 1, "--link", "fast"), "not a size"),
+        (("--prefill", 1, "--link", "1GB/min"), "--link 10GB/s"),
+        (("--prefill", 1, "--page-size", "4,16"), "2 replays"),
+    ],
+)
+def test_roles_refuse_what_they_cannot_do(run: Run, arguments: tuple[object, ...], said: str) -> None:
+    done = run("replay", "chat", "--limit", 4, *arguments)
+    assert done.exit_code == 2 and said in done.stderr

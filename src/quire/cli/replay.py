@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -13,8 +15,14 @@ from quire.cli.report import Report, named_rows
 from quire.engine.config import LoadWord, PrefetchWord, WriteWord
 from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput
+from quire.plan.budget import parse_bytes
+from quire.prefix.evict import DEFAULT_POLICY
 
-_COST, _ENGINE, _TIERS = "Cost of steps", "Engine", "Below the device"
+if TYPE_CHECKING:
+    from quire.sim.comparison import Grid
+    from quire.sim.trace_request import Trace
+
+_COST, _ENGINE, _TIERS, _ROLES = "Cost of steps", "Engine", "Below the device", "Roles"
 
 
 class ReplayedCache(Settings):
@@ -80,6 +88,18 @@ class ReplayedTiers(Settings):
     )
 
 
+class ReplayedRoles(Settings):
+    """Engines that compute prompts for others, beside as many engines that do everything."""
+
+    prefill: int | None = setting(None, "Engines that compute prompts for others.", group=_ROLES, otherwise="0", ge=1)
+    decode: int | None = setting(None, "Engines that answer requests.", group=_ROLES, otherwise="1", ge=1)
+    link: str = setting("10GB/s", "Speed of each engine's link.", group=_ROLES, metavar="SPEED")
+    link_failures: float = setting(
+        0.0, "The chance of a write, of 8 MiB at most, to fail; drawn from --seed.", group=_ROLES, ge=0, le=1
+    )
+    transfer_seconds: float = setting(30.0, "How long a request waits for its prompt.", group=_ROLES, gt=0)
+
+
 class ReplayOutput(Settings):
     """The trace of a replay, and its chart."""
 
@@ -88,13 +108,17 @@ class ReplayOutput(Settings):
     names: bool = setting(False, "Print workloads, trace formats and policies.", group="Output", option="--list")
 
 
-def replay(output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers) -> Report:
+def replay(
+    output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers, roles: ReplayedRoles
+) -> Report:
     """Replay a trace through the cache and the scheduler of the engine, on a simulated device.
 
     Nothing waits: times are those of a virtual clock, from what steps would cost. Requests that can never fit are
     refused and counted. Exit codes: 0 done, 2 bad input, 4 a step read a page that did not hold what it must.
 
     [dim]Example:[/dim] quire replay chat --policy lru,lfu --pool-tokens 1/16,1/8,1/4 --check reads
+
+    [dim]Example:[/dim] quire replay chat --prefill 1 --decode 2 --link 10GB/s --link-failures 0.01
     """
     if output.names:
         return _names()
@@ -111,6 +135,8 @@ def replay(output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, t
     if plot is not None:
         check_chart(plot)
     trace = open_trace(output.trace, limit=cache.limit, seed=cache.seed)
+    if roles != ReplayedRoles():
+        return _roles(trace, grid, cache, roles, plot)
     with progress_bar(len(trace)) as progress:
         runs = compare(trace, grid, progress)
     if plot is not None:
@@ -122,6 +148,29 @@ def replay(output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, t
             yield f"Drawn into {plot}."
 
     return Report([run.as_dict() for run in runs], shown)
+
+
+def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles, plot: Path | None) -> Report:
+    """Engines with roles, and as many without."""
+    from quire.cli.replay_table import progress_bar, roles_table
+    from quire.sim.comparison import replay_roles
+    from quire.sim.peers import SimulatedLink
+
+    if plot is not None:
+        raise InvalidInput("--plot draws pools, and roles have none to compare.", fix="leave it out.")
+    if roles.prefill is None:
+        raise InvalidInput("no engine computes prompts for others.", fix="add --prefill 1, or leave --decode out.")
+    speed, per, second = roles.link.replace(" ", "").partition("/")
+    if per and second != "s":
+        raise InvalidInput(f"'{roles.link}' is no speed.", fix="write --link 10GB/s.")
+    if "policy" not in cache.model_fields_set:
+        grid = replace(grid, policies=[DEFAULT_POLICY])
+    link = SimulatedLink(
+        bandwidth=parse_bytes(speed), failures=roles.link_failures, seconds=roles.transfer_seconds, seed=cache.seed
+    )
+    with progress_bar(len(trace)) as progress:
+        apart, same = replay_roles(trace, grid, link, roles.prefill, roles.decode or 1, progress)
+    return Report([apart.as_dict(), same.as_dict()], lambda: roles_table(trace, (apart, same)))
 
 
 def _names() -> Report:

@@ -16,6 +16,7 @@ from quire.cli.report import plain_table, told_of_drafts
 from quire.plan.budget import counted
 from quire.sim.comparison import ReportProgress
 from quire.sim.result import ReplayResult
+from quire.sim.roles import RolesResult
 from quire.sim.trace_request import Trace
 
 _COLUMNS = {
@@ -52,6 +53,31 @@ def shown_runs(trace: Trace, runs: Sequence[ReplayResult]) -> Iterator[Renderabl
                 yield table
                 yield ""
     yield from _remarks(pools)
+
+
+def roles_table(trace: Trace, results: Sequence[RolesResult]) -> Iterator[RenderableType]:
+    """Engines with roles beside as many without: times of the virtual clock, and what they did for each other."""
+    yield Text(f"{trace.source}: {counted(len(trace), 'request')}, {trace.prompt_tokens:,} prompt tokens.\n")
+    columns = ("", "TTFT, ms", "ITL, ms", "hit", "computed", "out/s", "digest")
+    rows = []
+    for each in results:
+        first = " ".join(f"{1e3 * seconds:,.0f}" for seconds in each.ttft_s)
+        between = " ".join(f"{1e3 * seconds:.1f}" for seconds in each.itl_s)
+        shares = f"{each.hit_rate:.1%}", f"{each.computed_rate:.1%}"
+        rows.append((each.name, first, between, *shares, f"{each.output_tokens_per_s:,.0f}", each.digest[:8]))
+    yield plain_table(columns, rows)
+    yield Text(
+        "\nTTFT, ITL: time to the first token, and between two tokens of a request: median, 95th and 99th percentile. "
+        "hit: share of the prompt tokens that were cached at the engine that answers; computed: by all engines, some "
+        "twice. All on simulated devices; each engine has the same pool and host memory.",
+        style="dim",
+    )
+    for each in results:
+        if each.prefill:
+            moved = f"{each.received_tokens:,} tokens, {each.received_bytes / 1e9:.2f} GB"
+            yield f"{each.name}: {counted(each.asks, 'prompt')} asked for; {moved} came over the link."
+            for cause, count in sorted(each.fallbacks.items()):
+                yield Text(f"{each.name}: {counted(count, 'prompt')} computed after all: {cause}.", style="yellow")
 
 
 def _run_table(same: Sequence[ReplayResult]) -> Table:

@@ -115,6 +115,11 @@ class Scheduler:
         return len(self._rows.running)
 
     @property
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    @property
     def waiting(self) -> Sequence[Request]:
         """Requests without memory, in order, each with its `wait_reason`."""
         return self._waiting

@@ -13,9 +13,11 @@ from quire.plan.budget import MemoryPlan
 from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.sim.clock import CostModel
 from quire.sim.hit_bounds import HitBounds
+from quire.sim.peers import SimulatedLink
 from quire.sim.pools import PLAIN, model_pools, plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
+from quire.sim.roles import Roles, RolesResult
 from quire.sim.tiers import SimulatedTiers
 from quire.sim.trace_request import Trace
 from quire.spec.model import ModelSpec
@@ -85,8 +87,39 @@ def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayRe
 def replay_one(trace: Trace, grid: Grid, progress: ReportProgress) -> ReplayResult:
     """The replay of a grid with one combination, without bounds. Raises InvalidInput if there are more, and the errors
     of planning and replaying."""
+    model, page_size, tokens, note = _one_pool(trace, grid, progress, of_tiers=2)
+    return replace(next(_replays(trace, grid, model, page_size, tokens, progress)), pool_note=note)
+
+
+def replay_roles(
+    trace: Trace, grid: Grid, link: SimulatedLink, num_prefill: int, num_decode: int, progress: ReportProgress
+) -> tuple[RolesResult, RolesResult]:
+    """The replay of a grid with one combination by engines with roles, and by as many without. Each has the pool. Their
+    host memory holds twice as much, unless the grid has tiers. Raises as `replay_one`."""
+    model, page_size, tokens, _ = _one_pool(trace, grid, progress, of_tiers=1)
+    plan = _plan(trace, grid, model, page_size, tokens)
+    tiers = replace(grid.tiers or SimulatedTiers(host_tokens=2 * tokens), record_bytes=model.record_bytes(plan))
+    settings = replace(grid.settings, policy=grid.policies[0], tiers=tiers)
+
+    def result(num_prefill: int, num_decode: int) -> RolesResult:
+        what = f"{num_prefill} prefill, {num_decode} decode" if num_prefill else f"{num_decode} without roles"
+        progress(what, 0)
+        roles = Roles(
+            plan, model.cost(plan), settings, link, num_prefill=num_prefill, num_decode=num_decode,
+            progress=partial(progress, what),
+        )  # fmt: skip
+        return roles.run(trace)
+
+    return result(num_prefill, num_decode), result(0, num_prefill + num_decode)
+
+
+def _one_pool(
+    trace: Trace, grid: Grid, progress: ReportProgress, *, of_tiers: int
+) -> tuple[SimulatedModel, int, int, str]:
+    """Model, page size and pool of a grid with one combination, and why the pool is larger than requested. A grid with
+    tiers has `of_tiers` replays for each."""
     num_replays = math.prod(map(len, (grid.models, grid.policies, grid.pools, grid.page_sizes)))
-    num_replays *= 1 if grid.tiers is None else 2
+    num_replays *= 1 if grid.tiers is None else of_tiers
     if num_replays != 1:
         raise InvalidInput(
             f"these are {num_replays} replays, and one is wanted.",
@@ -97,8 +130,7 @@ def replay_one(trace: Trace, grid: Grid, progress: ReportProgress) -> ReplayResu
     if isinstance(pool, Fraction):
         progress(f"pages of {page_size}: the working set", 0)
         working_set = HitBounds(trace, page_size).working_set_tokens
-    tokens, note = _pool_tokens(pool, working_set, page_size, trace, grid)
-    return replace(next(_replays(trace, grid, model, page_size, tokens, progress)), pool_note=note)
+    return model, page_size, *_pool_tokens(pool, working_set, page_size, trace, grid)
 
 
 def _pool_tokens(
@@ -122,14 +154,7 @@ def _replays(
     trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, progress: ReportProgress
 ) -> Iterator[ReplayResult]:
     """By policy, without tiers and with them."""
-    lengths = [prompt + max(1, output) for prompt, output in trace.lengths]
-    running, chunk, drafts = grid.max_running, grid.settings.chunk, grid.speculation
-    if model.spec is None:
-        plan = plain_pools(tokens, page_size, context=max(lengths), max_running=running, speculation=drafts)
-    else:
-        plan = model_pools(
-            model.spec, tokens, page_size, lengths=lengths, max_running=running, chunk=chunk, speculation=drafts
-        )
+    plan = _plan(trace, grid, model, page_size, tokens)
     cost = model.cost(plan)
     variants: list[SimulatedTiers | None] = [None]
     if grid.tiers is not None:
@@ -143,6 +168,16 @@ def _replays(
             result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
             # Plans of windows only have more pages than `tokens`.
             yield replace(result, pool_tokens=tokens, trace=trace.name, model=model.name)
+
+
+def _plan(trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int) -> MemoryPlan:
+    lengths = [prompt + max(1, output) for prompt, output in trace.lengths]
+    running, chunk, drafts = grid.max_running, grid.settings.chunk, grid.speculation
+    if model.spec is None:
+        return plain_pools(tokens, page_size, context=max(lengths), max_running=running, speculation=drafts)
+    return model_pools(
+        model.spec, tokens, page_size, lengths=lengths, max_running=running, chunk=chunk, speculation=drafts
+    )
 
 
 def _with_gaps(results: Sequence[ReplayResult]) -> Iterator[ReplayResult]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import heapq
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.cache import KVCache
+from quire.cache.running import Lengths
 from quire.errors import InvalidInput, QuireError, RequestTooLarge, WrongContent
 from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan, counted
@@ -29,6 +32,7 @@ from quire.sim.scripts import ScriptedRequest, SimulatedDrafter, scripted
 from quire.sim.tiers import LAYER, SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
 from quire.speculative.speculator import Speculator
+from quire.tiers.prefill import PrefillPeers
 
 CHECKS = ("off", "reads", "all")
 """What a replay checks: nothing; every read of a step; and from time to time also the invariants of the cache."""
@@ -79,7 +83,8 @@ class _CpuTime:
 class Replay:
     """One run: a cache of this plan, empty at first. Used once.
 
-    `progress` is called with the number of requests that have ended, whenever one has.
+    `progress` is called with the number of requests that have ended, whenever one has. One of several engines
+    (`quire.sim.roles`) has `peers` that compute its prompts, or calls `served` when it has computed one for another.
     """
 
     def __init__(
@@ -89,13 +94,15 @@ class Replay:
         settings: ReplaySettings,
         *,
         progress: Callable[[int], None] = lambda ended: None,
+        peers: EnginePeers | None = None,
+        served: Callable[[ScriptedRequest], None] = lambda request: None,
     ) -> None:
         if settings.overlap and plan.speculation is not None:
             raise InvalidInput("drafts follow the tokens of the last step.", fix="leave --overlap or --speculate out.")
         self.clock = VirtualClock(cost)
         frames = frames_of(plan) if settings.check != "off" else None
         self.tiers = (
-            VirtualTiers(settings.tiers, plan, cost, self.clock, frames) if settings.tiers is not None else None
+            VirtualTiers(settings.tiers, plan, cost, self.clock, frames, peers) if settings.tiers is not None else None
         )
         self.cache = KVCache(
             plan,
@@ -120,8 +127,11 @@ class Replay:
             self.speculator = Speculator(drafter, None, plan.tokens_per_step - 1)
         self._settings = settings
         self._progress = progress
+        self._peers = peers
+        self.gaps: TokenGaps | None = None
+        self._served = served
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.in_place)
-        self._arrivals = Arrivals(())
+        self._arrivals: Requests = Arrivals(())
         self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will leave
         self._in_flight: SimulatedStep | None = None
         self._settled_at = 0.0  # the time at which the last step settled
@@ -132,6 +142,7 @@ class Replay:
         self._refused_tokens = 0
         self._occupancy = OccupancyLog(self.cache, self.scheduler)
         self._used = False
+        self._began = time.perf_counter()
 
     def run(self, trace: Iterable[TraceRequest]) -> ReplayResult:
         """Replay until every request has ended. Raises WrongContent or AuditFailure if a check fails, and InvalidInput
@@ -139,7 +150,6 @@ class Replay:
         if self._used:
             raise InvalidInput("this replay has run.", fix="make another Replay; its cache begins empty.")
         self._used = True
-        began = time.perf_counter()
         self._arrivals = Arrivals(trace)
         while True:
             for request in self._arrivals.until(self.clock.now):
@@ -151,9 +161,51 @@ class Replay:
             if following is None:
                 break
             self._idle(following)
-        if self._settings.check == "all":
-            self.cache.audit()
-        return self._result(time.perf_counter() - began)
+        return self.result()
+
+    # -- one of several engines
+
+    def begin(self, arrivals: Requests) -> None:
+        """Requests come from here."""
+        self._arrivals, self._used = arrivals, True
+
+    @property
+    def next_time(self) -> float | None:
+        """When it has something to do; None if nothing is known."""
+        if self.is_busy:
+            return self.clock.now
+        ends = self.tiers.mover.next_end if self.tiers is not None else None
+        times = [each for each in (ends, self._arrivals.next_time) if each is not None]
+        return max(self.clock.now, min(times)) if times else None
+
+    @property
+    def num_peer_hits(self) -> int:
+        """Prompt tokens that peers have computed for their requests."""
+        below = offload_of(self.cache).tiers
+        return below.counters.peer_hit_tokens if below is not None else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests wait or run."""
+        return self.scheduler.has_requests or self._in_flight is not None
+
+    def turn(self) -> None:
+        """A step, or the next transfer or request of an engine that has no other."""
+        next_time = self.next_time
+        assert next_time is not None
+        self.clock.move_to(next_time)
+        for request in self._arrivals.until(self.clock.now):
+            self._add(request)
+        if self.is_busy:
+            self._step()
+        else:
+            self.ahead.settle_moves()
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, if it has not ended."""
+        if any(request.request_id == request_id for request in self.scheduler.requests):
+            with self._manager:
+                self.scheduler.abort(request_id)
 
     # -- one turn of the loop
 
@@ -183,9 +235,11 @@ class Replay:
 
     def _wait(self) -> bool:
         """There is nothing to compute until bytes have arrived. Polls as often as the engine does."""
-        if self.tiers is None or self.tiers.mover.next_end is None:
+        asks = self._peers is not None and bool(self._peers.asks_open)
+        if self.tiers is None or (self.tiers.mover.next_end is None and not asks):
             return False
-        times = [self.clock.now + _POLL_S, self.tiers.mover.next_end, self._arrivals.next_time]
+        lands = self._peers.next_time if self._peers is not None else None
+        times = [self.clock.now + _POLL_S, self.tiers.mover.next_end, lands, self._arrivals.next_time]
         self.clock.move_to(min(time for time in times if time is not None))
         return True
 
@@ -228,6 +282,8 @@ class Replay:
                 kept = self.speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, drawn).kept
             settled = self.scheduler.settle(step, drawn, kept)
             self.cache.close_fence(launched.fence)
+        if self.gaps is not None:
+            self.gaps.settled(step, self.clock.now)
         num_ended = len(self._records)
         for request in scripted(settled.requests[at] for at in settled.noted):
             if request.first_token is None:
@@ -271,6 +327,10 @@ class Replay:
         self._record(request, request.finish_reason or "")
 
     def _record(self, request: ScriptedRequest, end: str, refused: str = "") -> None:
+        if request.is_for_peer:
+            request.finish_reason = end
+            self._served(request)
+            return
         record = RequestRecord(
             request_id=request.request_id,
             prompt_tokens=request.num_prompt_tokens,
@@ -305,7 +365,10 @@ class Replay:
             "request."
         )
 
-    def _result(self, wall_seconds: float) -> ReplayResult:
+    def result(self) -> ReplayResult:
+        """The results so far."""
+        if self._settings.check == "all":
+            self.cache.audit()
         statistics = self.cache.statistics()
         evicted = statistics.evicted_pages * self.cache.page_size
         preemptions = self.scheduler.num_preemptions
@@ -323,13 +386,69 @@ class Replay:
             steps=self._steps,
             seconds=self.clock.now,
             manager_seconds=self._manager.seconds,
-            wall_seconds=wall_seconds,
+            wall_seconds=time.perf_counter() - self._began,
             digest=self._digest.hexdigest(),
             checked=self._settings.check,
             occupancy=tuple(self._occupancy.samples),
             tiers=self.tiers.use(self.cache) if self.tiers is not None else None,
             speculation=self.speculator.statistics() if self.speculator is not None else None,
         )
+
+
+class Requests(Protocol):
+    """Where the requests of one engine come from."""
+
+    @property
+    def next_time(self) -> float | None:
+        """The earliest known time of the next arrival."""
+
+    def until(self, now: float) -> Iterator[ScriptedRequest]:
+        """Requests that have arrived by `now`, in order."""
+
+    @property
+    def ended(self) -> Callable[[str, float], None]:
+        """Called with the name of a request that has finished, or was aborted or refused, and the time."""
+
+
+class EnginePeers(PrefillPeers, Protocol):
+    """Prefill engines of a replay."""
+
+    @property
+    def asks_open(self) -> Sequence[object]:
+        """Prompts that they compute."""
+
+    @property
+    def next_time(self) -> float | None:
+        """When the next known bytes arrive."""
+
+
+class TokenGaps:
+    """The times between tokens of requests, also across preemptions; `rows` run at once."""
+
+    def __init__(self, rows: int) -> None:
+        self._numbers: dict[str, int] = {}
+        self._serials: Lengths = np.full(rows, -1, dtype=np.int64)
+        self._of_row: Lengths = np.zeros(rows, dtype=np.int64)
+        self._last = np.full(1024, np.nan)  # by number of the request
+        self._found: list[npt.NDArray[np.float64]] = []
+
+    def settled(self, step: Step, now: float) -> None:
+        """A step has drawn tokens."""
+        rows, serials = step.batch.rows[step.drawers], step.batch.serials[step.drawers]
+        for at in (self._serials[rows] != serials).nonzero()[0].tolist():
+            name = step.requests[step.drawers[at]].request_id
+            self._of_row[rows[at]] = self._numbers.setdefault(name, len(self._numbers))
+        self._serials[rows] = serials
+        if len(self._numbers) > len(self._last):
+            self._last = np.concatenate((self._last, np.full(len(self._numbers), np.nan)))
+        numbers = self._of_row[rows]
+        gaps = now - self._last[numbers]
+        self._last[numbers] = now
+        self._found.append(gaps[~np.isnan(gaps)])
+
+    def all(self) -> npt.NDArray[np.float64]:
+        """Seconds."""
+        return np.concatenate([np.empty(0), *self._found])
 
 
 class Arrivals:

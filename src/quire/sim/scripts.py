@@ -36,7 +36,7 @@ class ScriptedRequest(Request):
     `first_token`, `finished`.
     """
 
-    def __init__(self, request: TraceRequest, arrived: float) -> None:
+    def __init__(self, request: TraceRequest, arrived: float, *, is_for_peer: bool = False) -> None:
         output = request.output if len(request.output) else np.zeros(1, dtype=np.int32)
         super().__init__(
             request.request_id,
@@ -45,8 +45,10 @@ class ScriptedRequest(Request):
             max_tokens=len(output),
             namespace=request.namespace,
             priority=request.priority,
+            is_for_peer=is_for_peer,
         )
         self.script: Ids = np.concatenate((request.prompt, output))
+        self.session = request.session
         self.abort_after = request.abort_after
         self.acceptance = request.acceptance
         self.arrived = arrived

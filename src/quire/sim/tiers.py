@@ -25,6 +25,7 @@ from quire.sim.virtual_mover import VirtualMover
 from quire.spec.ids import Ids
 from quire.spec.record_size import HEADER_BYTES
 from quire.tiers.break_even import BreakEven
+from quire.tiers.prefill import PrefillPeers
 from quire.tiers.store import Answer, Entry, Store, StoreKey
 from quire.tiers.transfer import LANES, Copies, Lane
 
@@ -116,7 +117,7 @@ class TierUse:
 
 class VirtualTiers:
     """The tiers of one replay. `settings` are for the cache; `frames`, by group, are those of the device if its
-    contents are checked. A wait for bytes advances the clock."""
+    contents are checked. `peers` compute prompts. A wait for bytes advances the clock."""
 
     def __init__(
         self,
@@ -125,6 +126,7 @@ class VirtualTiers:
         cost: CostModel,
         clock: VirtualClock,
         frames: list[Frames] | None,
+        peers: PrefillPeers | None = None,
     ) -> None:
         record_bytes = tiers.record_bytes or tuple(g.layout.bytes_per_frame + HEADER_BYTES for g in plan.groups)
         host_frames = tiers.host_frames(plan, record_bytes)
@@ -135,8 +137,9 @@ class VirtualTiers:
         self._bandwidths = host, storage
         self._changes: list[LinkChange] = []
         self._clock = clock
+        self.copies = SimulatedCopies(frames, host_frames, record_bytes)
         self.mover = VirtualMover(
-            SimulatedCopies(frames, host_frames, record_bytes),
+            self.copies,
             store,
             seconds=lambda: clock.now,
             bandwidths={Lane.SAVE: host, Lane.LOAD: host, Lane.ARCHIVE: storage, Lane.FETCH: storage},
@@ -153,6 +156,7 @@ class VirtualTiers:
             always=tiers.always,
             stores=store is not None,
             prefetch=tiers.prefetch,
+            peers=peers,
         )
 
     def use(self, cache: KVCache) -> TierUse:

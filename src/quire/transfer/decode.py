@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,15 @@ _FIXES = {
     "unsent": "give the prefill engine more --host-memory",
     "damaged": "bytes change on the way: look at quire_tier_corrupt_records_total, and at the memory of both machines",
 }
+
+
+def choose_peer(open_tokens: Mapping[str, int], first_page: Ids) -> str:
+    """The peer that computed prompts with the same first page before, unless it has many more tokens to compute than
+    another."""
+    first = np.ascontiguousarray(first_page).tobytes()
+    ranked = sorted(open_tokens, key=lambda peer: xxh3_64_intdigest(peer.encode() + first))
+    most = min(open_tokens.values()) + _MOST_BEFORE
+    return next(peer for peer in ranked if open_tokens[peer] <= most)
 
 
 class DecodeSide:
@@ -99,17 +108,13 @@ class DecodeSide:
             self._ready[peer] = sum(asking.num_tokens for asking in self.asks.values() if asking.peer == peer)
 
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
-        """See `PrefillPeers.ask`. The peer is that which computed prompts with the same first page before, unless it is
-        much busier than another."""
+        """See `PrefillPeers.ask`."""
         if num_missing < self._least_tokens or len(namespace.salt) > MOST_NAME:
             return None
         if not self._ready:
             self.fall_back("", "unconnected", _UNCONNECTED)
             return None
-        first = np.ascontiguousarray(tokens[: self._page_size]).tobytes()
-        ranked = sorted(self._ready, key=lambda peer: xxh3_64_intdigest(peer.encode() + first))
-        most = min(self._ready.values()) + _MOST_BEFORE
-        peer = next(peer for peer in ranked if self._ready[peer] <= most)
+        peer = choose_peer(self._ready, tokens[: self._page_size])
         now = time.monotonic()
         ask, effects = self.receiver.ask(
             peer,

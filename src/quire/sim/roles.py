@@ -1,0 +1,199 @@
+"""Replays of several engines on one virtual time: some compute prompts for the others, or all of them do everything.
+
+Each engine is a `Replay` with its own clock. The engine whose clock is least takes the next turn, so that what others
+send it by then is there. Requests go to the engine that has their session, else to the one with the fewest requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidInput
+from quire.plan.budget import MemoryPlan
+from quire.sim.clock import CostModel
+from quire.sim.peers import Inbox, PrefillServer, SimulatedLink, SimulatedPeers
+from quire.sim.replay import Arrivals, Replay, ReplaySettings, TokenGaps
+from quire.sim.result import RequestRecord
+from quire.sim.scripts import ScriptedRequest
+from quire.sim.trace_request import TraceRequest
+
+_PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolesResult:
+    """What requests saw of these engines. Seconds are virtual ones. `hit_tokens` of the prompts were cached at the
+    engine that answers; `received_tokens` were computed by a prefill engine. All engines computed `computed_tokens`,
+    some twice where pages did not arrive, or a prefill engine lacked a prefix. `fallbacks` are prompts that a decode
+    engine computed after all, by cause. `ttft_s` and `itl_s`: percentiles 50, 95 and 99 of the time to the first token,
+    and between tokens of a request."""
+
+    name: str
+    prefill: int
+    decode: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    hit_tokens: int
+    computed_tokens: int
+    received_tokens: int
+    received_bytes: int
+    asks: int
+    fallbacks: dict[str, int]
+    ttft_s: tuple[float, ...]
+    itl_s: tuple[float, ...]
+    seconds: float
+    output_tokens_per_s: float
+    digest: str
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were cached at the engine that answers."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def computed_rate(self) -> float:
+        """Computed tokens for each prompt token."""
+        return self.computed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"hit_rate": self.hit_rate, "computed_rate": self.computed_rate}
+
+
+class Roles:
+    """`num_prefill` engines compute prompts for `num_decode` others; without the first, these do everything. All have
+    the same plan, costs and settings, with tiers. Used once."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        cost: CostModel,
+        settings: ReplaySettings,
+        link: SimulatedLink,
+        *,
+        num_prefill: int,
+        num_decode: int,
+        progress: Callable[[int], None] = lambda ended: None,
+    ) -> None:
+        if num_prefill < 0 or num_decode < 1:
+            raise InvalidInput("no engine answers requests.", fix="give --decode 1 or more.")
+        if settings.tiers is None:
+            raise InvalidInput("pages travel between host memories, and there is none.", fix="give --host-tokens.")
+        self._progress = progress
+        self._num_ended = 0
+        self._arrivals = Arrivals(())
+        self._sessions: dict[str, int] = {}
+        inboxes = [Inbox() for _ in range(num_prefill)]
+        self._servers = [PrefillServer(f"prefill-{at}", inbox, link) for at, inbox in enumerate(inboxes)]
+        self._prefill = [Replay(plan, cost, settings, served=server.served) for server in self._servers]
+        for replay, server, inbox in zip(self._prefill, self._servers, inboxes, strict=True):
+            replay.begin(inbox)
+            server.attach(replay)
+        self._inboxes = [Inbox(self._ended) for _ in range(num_decode)]
+        self._peers: list[SimulatedPeers] = []
+        self._decode: list[Replay] = []
+        self._gaps = [TokenGaps(plan.max_requests) for _ in range(num_decode)]
+        for at, (inbox, gaps) in enumerate(zip(self._inboxes, self._gaps, strict=True)):
+            peers = SimulatedPeers(f"decode-{at}", self._servers, link, plan.page_size) if num_prefill else None
+            replay = Replay(plan, cost, settings, peers=peers)
+            replay.gaps = gaps
+            replay.begin(inbox)
+            self._decode.append(replay)
+            if peers is not None:
+                peers.attach(replay)
+                self._peers.append(peers)
+
+    def run(self, trace: Iterable[TraceRequest]) -> RolesResult:
+        """Replay until every request has ended. Raises WrongContent or AuditFailure if a check fails."""
+        self._arrivals = Arrivals(trace)
+        engines = [*self._prefill, *self._decode]
+        while True:
+            times = [math.inf if engine.next_time is None else engine.next_time for engine in engines]
+            least = min(times)
+            arrival = self._arrivals.next_time
+            if arrival is not None and arrival <= least:
+                for request in self._arrivals.until(arrival):
+                    self._route(request)
+                continue
+            if arrival is None and not any(map(self._num_requests, range(len(self._decode)))):
+                break
+            at = times.index(least)
+            engines[at].turn()
+            if at < len(self._servers):
+                self._servers[at].serve()
+        return self._result()
+
+    def _route(self, request: ScriptedRequest) -> None:
+        at = self._sessions.get(request.session) if request.session else None
+        if at is None:
+            counts = list(map(self._num_requests, range(len(self._decode))))
+            at = counts.index(min(counts))
+        if request.session:
+            self._sessions[request.session] = at
+        self._inboxes[at].push(request)
+
+    def _num_requests(self, at: int) -> int:
+        """Requests of a decode engine that wait, run or are on their way."""
+        return len(self._inboxes[at]) + self._decode[at].scheduler.num_requests
+
+    def _ended(self, request_id: str, now: float) -> None:
+        self._arrivals.ended(request_id, now)
+        self._num_ended += 1
+        self._progress(self._num_ended)
+
+    def _result(self) -> RolesResult:
+        results = [engine.result() for engine in self._decode]
+        behind = [engine.result() for engine in self._prefill]
+        records = [record for result in results for record in result.records]
+        prompt_tokens = sum(result.prompt_tokens for result in results)
+        computed = sum(result.prompt_tokens - result.hit_tokens for result in (*results, *behind))
+        hits = sum(result.hit_tokens for result in results)
+        peer_hits = sum(engine.num_peer_hits for engine in self._decode)
+        fallbacks: Counter[str] = Counter()
+        for peers in self._peers:
+            fallbacks.update(peers.fallbacks)
+        seconds = max((record.finished or 0.0 for record in records), default=0.0)
+        output_tokens = sum(record.output_tokens for record in records)
+        digest = hashlib.sha256("".join(result.digest for result in (*results, *behind)).encode())
+        ttft, itl = percentiles(first_token_times(records)), percentiles(np.concatenate([g.all() for g in self._gaps]))
+        digest.update(repr((ttft, itl, sorted(fallbacks.items()))).encode())
+        num_prefill, num_decode = len(self._prefill), len(self._decode)
+        name = f"{num_prefill} prefill, {num_decode} decode" if num_prefill else f"{num_decode} engines"
+        return RolesResult(
+            name=name,
+            prefill=num_prefill,
+            decode=num_decode,
+            requests=len(records),
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            hit_tokens=hits - peer_hits,
+            computed_tokens=computed,
+            received_tokens=sum(peers.received_tokens for peers in self._peers),
+            received_bytes=sum(peers.received_bytes for peers in self._peers),
+            asks=sum(peers.num_asks for peers in self._peers),
+            fallbacks=dict(fallbacks),
+            ttft_s=ttft,
+            itl_s=itl,
+            seconds=seconds,
+            output_tokens_per_s=output_tokens / seconds if seconds else 0.0,
+            digest=digest.hexdigest(),
+        )
+
+
+def first_token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
+    """Seconds from the arrival of each request to its first token."""
+    return np.array([each.first_token - each.arrived for each in records if each.first_token is not None])
+
+
+def percentiles(values: npt.NDArray[np.float64]) -> tuple[float, ...]:
+    """Percentiles 50, 95 and 99; zeros of nothing."""
+    return tuple(map(float, np.percentile(values, _PERCENTILES))) if len(values) else (0.0,) * len(_PERCENTILES)
