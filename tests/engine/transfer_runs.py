@@ -16,7 +16,9 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
 from quire.models.hf import LoadedModel
+from quire.offload.tiering import Tiering
 from quire.scheduler.sampling_params import SamplingParams
+from quire.tiers.mover import ThreadMover
 from quire.transfer import control, node
 from quire.transfer.connector import Connector, Write
 from quire.transfer.connectors.memory import Fault, MemoryConnector
@@ -29,7 +31,7 @@ from tests.engine.running import core_for, run
 from tests.tiny_models import VOCAB_SIZE
 
 SECONDS = 0.25  # that a request waits for the other engine
-LONGEST_S = 30.0  # in which a run must end on a busy machine
+LONGEST_S = 15.0  # in which a run must end on a busy machine
 _SPOILS = Counter(short=1, swap=1, late=1)
 RUNS_OF_ENGINES = 12  # until others are made
 MODELS = ("llama_gqa", "gpt_oss", "qwen3_next")
@@ -122,6 +124,7 @@ class Pair:
         self.model, self.faults, self.rng = model, faults, rng
         self.page_size = rng.choice((1, 4, 16))
         self.epoch = self._number = 0
+        self._paused_until = 0.0
         self.stale: EngineCore | None = None  # has the weights of before
         self._alone = core_for(model, pages=None, page_size=self.page_size, max_num_batched_tokens=48)
         self._expected: dict[tuple[Any, ...], list[int]] = {}
@@ -166,10 +169,12 @@ class Pair:
         rng = self.rng = self.faults.rng = Random(seed)
         self.faults.rate = rng.choice(self.faults.rates)
         events = rng.sample(self.events, min(len(self.events), rng.choice((0, 1, 1, 2))))
-        due = sorted((rng.randrange(1, 40), number) for number in range(len(events)))
+        due = sorted((rng.choice((0, rng.randrange(1, 40))), number) for number in range(len(events)))
         asked: dict[str, tuple[list[int], SamplingParams]] = {}
         got: dict[str, list[int]] = {}
         self.gone: set[str] = set()  # requests that were aborted
+        self.open: dict[str, None] = {}
+        self._let_happen(events, due, 0)
         for core, count in ((self.decode, rng.randrange(1, 4)), (self.prefill, rng.choice((0, 0, 2)))):
             for _ in range(count):
                 self._number += 1
@@ -183,16 +188,13 @@ class Pair:
                 core.add(
                     EngineRequest(request_id=name, prompt=np.array(prompt, dtype=np.int32).tobytes(), params=params)
                 )
-        self.open = dict.fromkeys(asked)
-        paused_until, began, step = 0.0, time.monotonic(), 0
+        self.open |= dict.fromkeys(asked)
+        began, step = time.monotonic(), 0
         while any(core.has_work() for core in self.engines):
             step += 1
-            while due and due[0][0] <= step:
-                event = events[due.pop(0)[1]]
-                self.faults.happened[event.__name__] += 1
-                paused_until = time.monotonic() + (event(self) or 0.0)
+            self._let_happen(events, due, step)
             assert time.monotonic() < began + LONGEST_S, [core.statistics()["waiting_reason"] for core in self.engines]
-            self._turn(got, stopped=time.monotonic() < paused_until)
+            self._turn(got, stopped=time.monotonic() < self._paused_until)
             if self.stale is not None and rng.random() < 0.2:
                 self._renew()
         for name, (prompt, params) in asked.items():
@@ -200,6 +202,12 @@ class Pair:
                 assert got[name] == self.expected(prompt, params), f"{name}: {prompt}"
         self._renew()
         self._rest()
+
+    def _let_happen(self, events: Sequence[Event], due: list[tuple[int, int]], step: int) -> None:
+        while due and due[0][0] <= step:
+            event = events[due.pop(0)[1]]
+            self.faults.happened[event.__name__] += 1
+            self._paused_until = time.monotonic() + (event(self) or 0.0)
 
     def _renew(self) -> None:
         if self.stale is not None:
@@ -238,12 +246,23 @@ class Pair:
             for host in tiers.hosts:
                 assert not host._reads and not host.still_read and not host.statistics()["moving"]
             assert core.cache.tree.num_protected == 0
+            self._check_records(tiers)
             found = tiers.statistics()
             assert not [each for each in found["defects"] if each.startswith("host:")], (
                 "a peer wrote into reused frames"
             )
             assert not found["defects"] or self.faults.happened & _SPOILS, "pages of other weights were sent"
             assert not found["fetched_frames"], "pages of a peer count as stored"
+
+    @staticmethod
+    def _check_records(tiers: Tiering) -> None:
+        """Every record of a cached page is its own."""
+        assert isinstance(tiers.mover, ThreadMover)
+        copies = tiers.mover._executor._copies
+        for host in tiers.hosts:
+            pages = np.flatnonzero(host.table.frame).astype(np.int32)
+            found = copies.defects(host.index, host.table.frame[pages], tiers.names.keys_of(pages))
+            assert not any(found), f"a peer wrote into frames of others: {found}"
 
     @property
     def _is_connected(self) -> bool:
@@ -326,6 +345,8 @@ def run_pairs(
                     found["runs"] += 1
                 for name in ("received_tokens", "fallbacks", "asks"):
                     found[name] += transfer_of(pair.decode)[name]
+                assert pair.decode.offload.tiers is not None
+                found["damaged"] += sum(pair.decode.offload.tiers.statistics()["defects"].values())
             finally:
                 pair.close()
         found += faults.happened

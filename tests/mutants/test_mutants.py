@@ -11,7 +11,7 @@ from quire.errors import QuireError
 from quire.plan import planner
 from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
-from tests.engine import drafted, test_draft_head, test_draft_trees, test_mtp
+from tests.engine import drafted, test_draft_head, test_draft_trees, test_mtp, test_transfer, test_transfer_faults
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target
 from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
@@ -25,6 +25,7 @@ from tests.mutants import (
     draft_mutants,
     hold_mutants,
     hybrid_mutants,
+    peer_mutants,
     plan_mutants,
     speculation_mutants,
     step_mutants,
@@ -130,6 +131,20 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_handshake.test_an_acceptor_without_the_secret_learns_nothing,
         test_control.test_the_same_peer_on_a_second_connection_has_lost_the_first,
     ],
+    "spoiled pages": [test_transfer_faults.check_swapped_pages],
+    "late writes": [test_transfer_faults.check_late_writes],
+    "weights": [test_transfer_faults.check_new_weights],
+    "cuts": [test_transfer_faults.check_cuts],
+    "held frames": [
+        test_transfer_faults.test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page,
+    ],
+    "silence": [test_transfer_faults.test_a_peer_that_cannot_be_reached_is_waited_for_no_longer],
+    "aborts": [test_transfer_faults.test_an_aborted_request_is_aborted_at_the_peer_too],
+    "new weights": [test_transfer_faults.test_new_weights_refuse_what_was_asked_before],
+    "salts": [test_transfer_faults.test_a_salt_too_long_for_messages_is_computed_here],
+    "wrong wants": [test_transfer_faults.test_a_want_of_pages_that_the_prompt_lacks_is_refused],
+    "chains": [test_transfer.test_a_prompt_that_a_peer_asks_for_is_computed_here],
+    "served": [test_transfer_faults.test_peers_are_served_between_steps],
 }
 
 
@@ -192,6 +207,7 @@ def test_names_and_sentences_are_all_different() -> None:
         draft_mutants.the_last_accepted_draft_is_not_computed,
         speculation_mutants.the_first_draft_is_not_verified,
         transfer_mutants.a_late_writer_meets_reused_pages,
+        peer_mutants.tags_are_never_shut,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import psutil
 
 from tests.serve.live_server import LiveServer
 
-PAGE = 16
+HAS_NIXL = bool(find_spec("nixl_cu12") or find_spec("nixl_cu13"))
 SECONDS = 2.0  # that a request waits for the other engine
 WAIT_S = 60.0
-_COMMON = ("--dtype", "float32", "--kv-memory", "2MiB", "--host-memory", "8MiB", "--log-level", "warning")
+_COMMON = ("--dtype", "float32", "--kv-memory", "16MiB", "--host-memory", "64MiB", "--log-level", "warning")
 
 
 def free_port() -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.serve.apart import (
+    HAS_NIXL,
     SECONDS,
     apart,
     ask,
@@ -25,7 +25,6 @@ from tests.serve.apart import (
 )
 from tests.serve.live_server import LiveServer
 
-HAS_NIXL = bool(find_spec("nixl_cu12") or find_spec("nixl_cu13"))
 CONNECTORS = [
     "tcp",
     pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")),
