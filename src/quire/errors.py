@@ -7,6 +7,8 @@ an `AssertionError`, never one of these.
 
 from __future__ import annotations
 
+import json
+
 
 class QuireError(Exception):
     """Base of all errors of Quire.
@@ -138,6 +140,13 @@ class AddressInUse(QuireError, OSError):
     code = "QUIRE-SERVE-01"
 
 
+class NoServer(QuireError):
+    """A router without a server that could answer, or one that ended while it answered."""
+
+    code = "QUIRE-SERVE-02"
+    status = 503
+
+
 class UnknownModel(InvalidInput):
     """A request for a model that this server does not serve."""
 
@@ -233,3 +242,15 @@ class PeerRefused(QuireError):
         self.mine = mine
         self.theirs = theirs
         super().__init__(f"the peer's {field} is {theirs!r}, and this engine's is {mine!r}.", fix=fix)
+
+
+def start_error(log: str, exit_code: int) -> QuireError:
+    """The error that a process of `quire ... --json` ended with, by its log."""
+    said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
+    try:
+        found = json.loads(said[0])["error"]
+    except (ValueError, KeyError, TypeError):
+        found = {"message": said[0]}
+    error = QuireError(found["message"], fix=found.get("fix", ""))
+    error.code, error.exit_code = found.get("code", error.code), max(exit_code, 1)
+    return error

@@ -10,7 +10,8 @@ import pytest
 
 from quire.cli.demo import SCENES, TITLES
 from quire.cli.demo_tiers import tier_ticks
-from quire.cli.server import server_process, start_error
+from quire.cli.server import server_process
+from quire.errors import start_error
 from tests.cli.conftest import Run
 
 

@@ -18,6 +18,7 @@ from quire.cli.report import reported
 from quire.cli.serve import serve
 from quire.cli.store import gc, inspect, verify
 from quire.cli.store_bench import bench
+from quire.cli.up import up
 from quire.errors import InvalidInput
 
 _SHOWN: dict[str, Any] = {
@@ -29,6 +30,7 @@ _SHOWN: dict[str, Any] = {
 app = typer.Typer(name="quire", **_SHOWN)
 store = typer.Typer(name="store", help="Look into a store of pages, check it, shrink it, and measure it.", **_SHOWN)
 command(app, positional="model")(serve)
+command(app, positional="model")(up)
 command(app)(generate)
 command(app, positional="model")(plan)
 for body in (replay, explain, demo, doctor):

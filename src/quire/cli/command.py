@@ -31,6 +31,7 @@ from quire.engine.setting import (
     own_names,
     refuse_foreign,
     shown_of,
+    variable_of,
 )
 from quire.errors import InvalidInput
 
@@ -123,7 +124,7 @@ def _in_environment(models: Sequence[type[Settings]]) -> dict[str, str]:
     refuses it."""
     found = {}
     for model, field in _fields(models):
-        value = os.environ.get(_variable(field)) if model.ENVIRONMENT else None
+        value = os.environ.get(variable_of(field)) if model.ENVIRONMENT else None
         if value is None or (not value and not shown_of(model, field)["secret"]):
             continue
         if field == "port" and _SERVICE_LINK.match(value):
@@ -134,17 +135,13 @@ def _in_environment(models: Sequence[type[Settings]]) -> dict[str, str]:
     return found
 
 
-def _variable(field: str) -> str:
-    return f"QUIRE_{field.upper()}"
-
-
 def _spelled(
     model: type[Settings], field: str, *, options: Mapping[str, Any], in_environment: Mapping[str, Any]
 ) -> str:
     """A setting's name as the user wrote it."""
     if field in options and not shown_of(model, field)["argument"]:
         return option_names(model, field)[0].partition("/")[0]
-    return _variable(field) if field in in_environment and field not in options else field
+    return variable_of(field) if field in in_environment and field not in options else field
 
 
 def read_file(path: Path) -> dict[str, Any]:

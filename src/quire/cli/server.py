@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from quire.errors import InvalidInput, QuireError
+from quire.errors import InvalidInput, QuireError, start_error
 
 _TIMEOUT_S, _STOP_S = 60.0, 20.0
 
@@ -81,15 +81,3 @@ def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.P
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def start_error(log: str, exit_code: int) -> QuireError:
-    """What the server said before it ended."""
-    said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
-    try:
-        found = json.loads(said[0])["error"]
-    except (ValueError, KeyError, TypeError):
-        found = {"message": said[0]}
-    error = QuireError(found["message"], fix=found.get("fix", ""))
-    error.code, error.exit_code = found.get("code", error.code), max(exit_code, 1)
-    return error

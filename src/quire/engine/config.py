@@ -32,6 +32,7 @@ _ADD = {
     "host memory or storage": "--host-memory auto",
     "--prefetch timeout": "--prefetch timeout",
     "--role": "--role prefill, decode or both",
+    "--prefill": "--prefill 1",
 }
 
 _NEEDS = {

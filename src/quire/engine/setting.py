@@ -5,7 +5,9 @@ Commands, files, environment variables and the reference table derive from it. N
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -172,6 +174,24 @@ def metavar_of(model: type[Settings], field: str) -> str:
     by_parser = {parse_bytes: "SIZE", parse_tokens: "TOKENS"}
     named = next((by_parser[parser] for parser in parsers if parser in by_parser), "")
     return str(shown_of(model, field)["metavar"]) or named or _METAVARS.get(kind_of(found), "TEXT")
+
+
+def variable_of(field: str) -> str:
+    """The environment variable of a setting."""
+    return f"QUIRE_{field.upper()}"
+
+
+def environment_of(settings: Settings) -> dict[str, str]:
+    """What was set, as environment variables that give another process the same settings."""
+    given = {field: getattr(settings, field) for field in settings.model_fields_set}
+    return {variable_of(field): _as_text(value) for field, value in given.items() if value is not None}
+
+
+def _as_text(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        pairs = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return json.dumps({field.name: part for field, part in pairs if part != field.default})
+    return str(value)
 
 
 def help_of(field: FieldInfo) -> str:

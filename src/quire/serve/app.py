@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from quire import __version__
@@ -20,7 +19,7 @@ from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
 from quire.serve.chat import chat_router
 from quire.serve.completions import completions_router
-from quire.serve.gate import REQUEST_ID, Gate
+from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.openapi import ERRORS, describe
 from quire.serve.retention import retention_router
@@ -49,15 +48,7 @@ def create_app(
     app.include_router(chat_router(service))
     app.include_router(_router(service))
     app.include_router(retention_router(service))
-    app.add_middleware(Gate, metrics=metrics, api_key=api_key)
-    if cors_origins:  # around the gate: a browser asks first, without a key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID],
-        )
+    add_gate(app, metrics.responses, api_key=api_key, cors_origins=cors_origins)
     return app
 
 

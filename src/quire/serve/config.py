@@ -29,9 +29,20 @@ class ServerConfig(Settings):
     stall_after_s: float = setting(
         120.0, "Seconds without progress after which /health fails.", group=_GROUP, option="--stall-after", ge=0.1
     )
+    until_eof: bool = setting(
+        False,
+        "End when the standard input does, which is with the process that started this one.",
+        group=_GROUP,
+        option="--until-eof",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "warning", "What is logged on the standard error stream: {choices}.", group=_GROUP
     )
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins, one by one."""
+        return [name for origin in (self.cors_origins or "").split(",") if (name := origin.strip())]
 
     @field_validator("api_key")
     @classmethod

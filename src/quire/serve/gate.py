@@ -9,12 +9,15 @@ import hmac
 import logging
 import re
 import uuid
+from collections import Counter
+from collections.abc import Sequence
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import BodyTooLarge, QuireError, WrongKey
-from quire.observe.metrics import ServerMetrics
 from quire.serve.errors import error_response
 
 logger = logging.getLogger(__name__)
@@ -28,11 +31,11 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 
 
 class Gate:
-    """Wraps the app. With an `api_key`, everything under /v1 needs it."""
+    """Wraps the app. With an `api_key`, everything under /v1 needs it. `responses` counts by route and status."""
 
-    def __init__(self, app: ASGIApp, *, metrics: ServerMetrics, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, responses: Counter[tuple[str, str]], api_key: str | None) -> None:
         self._app = app
-        self._metrics = metrics
+        self._responses = responses
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,7 +50,7 @@ class Gate:
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route, status = getattr(scope.get("route"), "path", "other"), str(message["status"])
-                self._metrics.responses[route, status] += 1
+                self._responses[route, status] += 1
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
                 if message["status"] >= 400:
                     logger.info("%s %s: %s [%s]", scope["method"], route, status, request_id)
@@ -69,6 +72,21 @@ class Gate:
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             return _too_large(int(length))
         return None
+
+
+def add_gate(
+    app: FastAPI, responses: Counter[tuple[str, str]], *, api_key: str | None, cors_origins: Sequence[str]
+) -> None:
+    """Put the gate before the routes of `app`. Pages of `cors_origins` may call it; "*" is any."""
+    app.add_middleware(Gate, responses=responses, api_key=api_key)
+    if cors_origins:  # around the gate: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
 
 
 def _limited(receive: Receive) -> Receive:

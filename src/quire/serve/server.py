@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import EngineConfig
@@ -31,6 +33,7 @@ from quire.serve.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
+_STDIN = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[signal.Signals] = loop.create_future()
     dropping: asyncio.Future[None] = loop.create_future()  # done at the second signal
-    http: _Server | None = None
+    http: HttpServer | None = None
 
     def on_signal(number: signal.Signals) -> None:
         if http is None:
@@ -112,6 +115,8 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
+    if server.until_eof:
+        loop.add_reader(_STDIN, lambda: on_signal(signal.SIGTERM) if _is_at_end(_STDIN) else None)
     task = asyncio.create_task(starting)
     await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
@@ -120,28 +125,11 @@ async def _serve(
         return 128 + stopping.result()
     engine = task.result()
     try:
-        origins = (server.cors_origins or "").split(",")
-        app = create_app(
-            engine,
-            model_name=config.model_name,
-            api_key=server.api_key,
-            cors_origins=[name for origin in origins if (name := origin.strip())],
-        )
-        http = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=int(server.drain_s) + 5,
-            )
-        )
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
-        while not http.started and not serving.done():
-            await asyncio.sleep(0.01)
+        app = create_app(engine, model_name=config.model_name, api_key=server.api_key, cors_origins=server.origins)
+        http = HttpServer(app, drain_s=server.drain_s)
+        serving = await http.begin(listener)
         if on_ready is not None and http.started:
-            on_ready(Running(url=_url(listener), engine=engine, model_name=config.model_name))
+            on_ready(Running(url=url_of(listener), engine=engine, model_name=config.model_name))
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         await _drain(engine, server.drain_s, dropping)
@@ -161,13 +149,41 @@ async def _drain(engine: AsyncEngine, seconds: float, dropping: asyncio.Future[N
         await engine.shutdown()
 
 
-def _url(listener: socket.socket) -> str:
+def _is_at_end(descriptor: int) -> bool:
+    """Read what is there; at the end, stop listening for more."""
+    if os.read(descriptor, 4096):
+        return False
+    asyncio.get_running_loop().remove_reader(descriptor)
+    return True
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of the server that listens there."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, with signals left to us: the engine has to drain first."""
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals left to the caller, which drains before it stops the server."""
+
+    def __init__(self, app: ASGIApp, *, drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=int(drain_s) + 5,
+            )
+        )
+
+    async def begin(self, listener: socket.socket) -> asyncio.Task[None]:
+        """Start; the result ends when the server has. It has not `started` if it failed."""
+        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        while not self.started and not serving.done():
+            await asyncio.sleep(0.01)
+        return serving
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,0 +1,46 @@
+"""ClusterConfig: the settings that all engines of a cluster share, and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from quire.engine.config import EngineConfig, RoleWord
+from quire.engine.setting import setting
+from quire.errors import InvalidInput
+
+_GROUP = "Cluster"
+
+MemberRole = Literal["prefill", "decode"] | None
+"""An engine without a role is on its own."""
+
+
+class ClusterConfig(EngineConfig):
+    """Settings of engines that run beside each other. Their roles and addresses follow from the numbers."""
+
+    prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", group=_GROUP, ge=0, le=64)
+    decode: int = setting(1, "Engines that answer requests.", group=_GROUP, ge=1, le=64)
+    role: RoleWord | None = setting(None, "Chosen for each engine.", option=None)
+    prefill_peers: str | None = setting(None, "Chosen for each engine.", option=None)
+    transfer_listen: str = setting("", "Chosen for each engine.", option=None)
+
+    @field_validator("role", "prefill_peers", "transfer_listen")
+    @classmethod
+    def _chosen(cls, value: str | None) -> str | None:
+        if value:
+            raise InvalidInput("a cluster chooses it for each of its engines.", fix="leave it out.")
+        return value
+
+    @classmethod
+    def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
+        """Settings of transfers, where no engine computes prompts for others."""
+        alone = str(given.get("prefill")) == "0"
+        found = super().idle(given if alone else {**given, "role": "decode"})
+        return {name: "--prefill" if what == "--role" else what for name, what in found.items()}
+
+    def engine(self, **chosen: Any) -> EngineConfig:
+        """The settings of one engine, with those that are chosen for it. Raises InvalidInput."""
+        shared = self.model_fields_set & EngineConfig.model_fields.keys()
+        return EngineConfig.read({name: getattr(self, name) for name in shared} | chosen)

@@ -1,0 +1,290 @@
+"""The router: one OpenAI endpoint in front of several servers. It reads no more of a body than where to send it.
+
+A request goes to the server that requests with the same beginning go to, unless that has more than its share of the
+load. If a server fails before anything was sent to the client, another one gets the request; after that the client gets
+an error, never a shortened answer. Answers that are no events are read whole before they are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from quire.cluster.upstream import Upstream, beginning, preferred
+from quire.errors import NoServer
+from quire.serve import errors
+from quire.serve.errors import error_body, error_response
+from quire.serve.gate import REQUEST_ID, add_gate
+from quire.serve.sse import DONE, ClientGone, event, while_connected
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 0.5
+_CHECK_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 60.0  # of questions to all servers
+
+_MOST_RECEIVERS = 2  # servers that may fail with the same request: it may be its fault
+
+_OWN_HEADERS = (
+    {b"host", b"content-length", b"date", b"server", b"accept-encoding", REQUEST_ID.lower().encode()}
+    | {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
+    | {b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
+)
+"""Headers that belong to one connection, and those that each side writes anew."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def open_client() -> httpx.AsyncClient:
+    """The connections to servers. Idle ones are closed before the servers would close them."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
+    timeout = httpx.Timeout(None, connect=_CHECK_TIMEOUT_S)
+    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=False)
+
+
+class _NoAnswer(Exception):
+    """A server failed before anything was sent to the client. `response` is what it said, if anything."""
+
+    def __init__(self, response: Response | None, *, was_received: bool) -> None:
+        self.response = response
+        self.was_received = was_received
+
+
+class Router:
+    """The ASGI app is `app`. `watch` runs beside it, and checks the health of servers. The client is the caller's."""
+
+    def __init__(
+        self,
+        upstreams: Sequence[Upstream],
+        client: httpx.AsyncClient,
+        *,
+        api_key: str | None = None,
+        cors_origins: Sequence[str] = (),
+    ) -> None:
+        self._upstreams = upstreams
+        self._answering = [upstream for upstream in upstreams if upstream.role != "prefill"]
+        self._client = client
+        self._responses = Counter[tuple[str, str]]()
+        self.app = app = FastAPI(title="Quire's router", docs_url=None, redoc_url=None, openapi_url=None)
+        errors.install(app)
+        app.add_api_route("/health", self._health, response_model=None)
+        app.add_api_route("/metrics", self._metrics, response_model=None)
+        app.add_api_route("/v1/cache/explain/{request_id}", self._explain, response_model=None)
+        for name in ("statistics", "retained"):
+            app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
+        for name in ("release", "flush", "epoch"):
+            app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
+        app.mount("", self._relay)
+        add_gate(app, self._responses, api_key=api_key, cors_origins=cors_origins)
+
+    # -- requests for one server
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        with suppress(ClientGone, ClientDisconnect):
+            body = await request.body()
+            await while_connected(receive, self._answer(request, body, send))
+
+    async def _answer(self, request: Request, body: bytes, send: Send) -> None:
+        said: Response | None = None
+        num_receivers = 0
+        for upstream in preferred(self._answering, beginning(body)):
+            try:
+                await self._exchange(upstream, request, body, send)
+                return
+            except _NoAnswer as failed:
+                said = failed.response or said
+                num_receivers += failed.was_received
+            if num_receivers == _MOST_RECEIVERS:
+                break
+        response = said or error_response(self._none_answers())
+        await response(request.scope, request.receive, send)
+
+    async def _exchange(self, upstream: Upstream, request: Request, body: bytes, send: Send) -> None:
+        """Pass the request on, and the answer back. Raises _NoAnswer if another server may be asked."""
+        began = False
+        upstream.in_flight += 1
+        upstream.num_requests += 1
+        try:
+            async with self._client.stream(**self._passed_on(upstream, request, body)) as answer:
+                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    response = _response(answer, await answer.aread())
+                    if answer.status_code == 503:
+                        raise _NoAnswer(response, was_received=True)
+                    await response(request.scope, request.receive, send)
+                    return
+                events = _whole_events(answer.aiter_raw())
+                first = await anext(events, b"")
+                began = True
+                await send({"type": "http.response.start", "status": answer.status_code, "headers": _passed(answer)})
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                async for some in events:
+                    await send({"type": "http.response.body", "body": some, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx.TransportError as error:
+            upstream.num_failures += 1
+            upstream.fails("does not answer")
+            logger.warning("%s: %s [%s]", upstream.name, _told(error), request.state.request_id)
+            if not began:
+                was_received = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                raise _NoAnswer(None, was_received=was_received) from error
+            broken = NoServer(f"{upstream.name} ended while it answered.", fix="send the request again.")
+            await send({"type": "http.response.body", "body": event(error_body(broken)) + DONE, "more_body": False})
+        finally:
+            upstream.in_flight -= 1
+
+    def _passed_on(self, upstream: Upstream, request: Request, body: bytes) -> dict[str, Any]:
+        """The request for an upstream, as httpx takes it."""
+        path, query = request.scope["raw_path"].decode(), request.scope["query_string"].decode()
+        headers: Headers = [pair for pair in request.headers.raw if pair[0].lower() not in _OWN_HEADERS]
+        headers += [(b"accept-encoding", b"identity"), (REQUEST_ID.encode(), request.state.request_id.encode())]
+        url = upstream.url + path + (f"?{query}" if query else "")
+        return {"method": request.method, "url": url, "headers": headers, "content": body or None}
+
+    def _none_answers(self) -> NoServer:
+        reasons = [f"{upstream.name} {upstream.reason}" for upstream in self._answering if not upstream.is_healthy]
+        why = "; ".join(reasons) or "those that were asked failed"
+        return NoServer(f"no server can answer now: {why}.", fix="send the request again.")
+
+    # -- requests for all of them
+
+    async def _ask_all(self, request: Request) -> Response:
+        """A list of what each server says. What changes servers has to succeed in all of them."""
+        answers = await self._ask(request)
+        failed = [answer for answer in answers if answer.status_code >= 400]
+        if failed and (request.method != "GET" or len(failed) == len(answers)):
+            return failed[0]
+        rows = [
+            {**upstream.to_dict(), "status": answer.status_code, "answer": json.loads(bytes(answer.body))}
+            for upstream, answer in zip(self._upstreams, answers, strict=True)
+        ]
+        return JSONResponse({"processes": rows})
+
+    async def _explain(self, request: Request) -> Response:
+        """What the one server says that answered the request."""
+        answers = await self._ask(request)
+        return min(answers, key=lambda answer: answer.status_code)
+
+    async def _ask(self, request: Request) -> list[Response]:
+        body = await request.body()
+
+        async def ask(upstream: Upstream) -> Response:
+            try:
+                asked = self._passed_on(upstream, request, body)
+                answer = await self._client.request(**asked, timeout=_ANSWER_TIMEOUT_S)
+            except httpx.TransportError:
+                return error_response(NoServer(f"{upstream.name} does not answer.", fix="send the request again."))
+            return _response(answer, answer.content)
+
+        return await asyncio.gather(*map(ask, self._upstreams))
+
+    # -- health and metrics
+
+    async def watch(self) -> None:
+        """Check the health of each server, until cancelled."""
+        await asyncio.gather(*map(self._watch, self._upstreams))
+
+    async def _watch(self, upstream: Upstream) -> None:
+        while True:
+            try:
+                answer = await self._client.get(f"{upstream.url}/health", timeout=_CHECK_TIMEOUT_S)
+                if answer.status_code == 200:
+                    upstream.works()
+                else:
+                    upstream.fails(f"is unhealthy: {answer.json().get('reason')}", is_broken=True)
+            except (httpx.TransportError, ValueError):
+                upstream.fails("does not answer")
+            await asyncio.sleep(CHECK_S)
+
+    async def _health(self) -> Response:
+        """200 while a request could be answered; then `degraded` says that a server is missing."""
+        can_answer = any(upstream.is_healthy for upstream in self._answering)
+        all_work = all(upstream.is_healthy for upstream in self._upstreams)
+        status = "ok" if all_work else "degraded" if can_answer else "unhealthy"
+        why = {} if can_answer else {"reason": self._none_answers().message}
+        processes = [upstream.to_dict() for upstream in self._upstreams]
+        return JSONResponse({"status": status, **why, "processes": processes}, status_code=200 if can_answer else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        """The metrics of all servers, each sample with the name of its process as a label: a query adds them up, and
+        could not take a sum apart."""
+        families: dict[str, Metric] = {family.name: family for family in self._own_metrics()}
+        for upstream, answer in zip(self._upstreams, await self._ask(request), strict=True):
+            text = bytes(answer.body).decode() if answer.status_code == 200 else ""
+            for found in text_string_to_metric_families(text):
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                family.samples += [
+                    each._replace(labels={**each.labels, "process": upstream.name}) for each in found.samples
+                ]
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(families.values()))
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _own_metrics(self) -> Iterator[Metric]:
+        rows: tuple[
+            tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[Upstream], float]], ...
+        ] = (
+            (GaugeMetricFamily, "healthy", "1 if requests may be sent there.", lambda each: each.is_healthy),
+            (GaugeMetricFamily, "in_flight", "Requests sent there that have not ended.", lambda each: each.in_flight),
+            (CounterMetricFamily, "requests", "Requests sent there.", lambda each: each.num_requests),
+            (CounterMetricFamily, "failures", "Requests that broke off there.", lambda each: each.num_failures),
+        )
+        for kind, name, about, value in rows:
+            family = kind(f"quire_router_{name}", about, labels=["process"])
+            for upstream in self._upstreams:
+                family.add_metric([upstream.name], value(upstream))
+            yield family
+        responses = CounterMetricFamily("quire_router_responses", "Answers to clients.", labels=["route", "status"])
+        for labels, count in self._responses.items():
+            responses.add_metric(labels, count)
+        yield responses
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _passed(answer: httpx.Response) -> Headers:
+    return [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _OWN_HEADERS]
+
+
+def _response(answer: httpx.Response, content: bytes) -> Response:
+    response = Response(content, status_code=answer.status_code)
+    response.raw_headers.extend(_passed(answer))
+    return response
+
+
+async def _whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Chunks that end where an event does, as soon as they are there."""
+    pending = b""
+    async for chunk in chunks:
+        pending += chunk
+        end = pending.rfind(b"\n\n") + 2
+        if end > 1:
+            yield pending[:end]
+            pending = pending[end:]
+    if pending:
+        yield pending
+
+
+def _told(error: Exception) -> str:
+    return str(error) or type(error).__name__

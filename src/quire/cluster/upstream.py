@@ -1,0 +1,95 @@
+"""The servers behind the router, and which of them a request should go to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import xxhash
+
+_KEY_BYTES = 1024
+_SHARE, _SPARE = 1.25, 2  # a server may have so much of the mean load, and so many requests more
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Upstream:
+    """One server behind the router. Its `role` is prefill, decode, or engine for one without a role."""
+
+    name: str
+    role: str
+    url: str
+    pid: int | None = None
+    failing_since_s: float | None = field(default_factory=time.monotonic)  # None while it is healthy
+    reason: str = "has not started"
+    is_broken: bool = False  # it answers that it is unhealthy
+    in_flight: int = 0
+    num_requests: int = 0
+    num_failures: int = 0
+
+    def works(self) -> None:
+        """It answers."""
+        self.failing_since_s, self.reason, self.is_broken = None, "", False
+
+    def fails(self, reason: str, *, is_broken: bool = False) -> None:
+        """It gets no requests until it works again."""
+        self.failing_since_s = self.failing_since_s or time.monotonic()
+        self.reason, self.is_broken = reason, is_broken
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.failing_since_s is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For clients."""
+        why = {} if self.is_healthy else {"reason": f"{self.name} {self.reason}"}
+        return {
+            "role": self.role,
+            "name": self.name,
+            "pid": self.pid,
+            "url": self.url,
+            "healthy": self.is_healthy,
+        } | why
+
+
+class _Message(msgspec.Struct):
+    role: msgspec.Raw = msgspec.Raw()
+    content: msgspec.Raw = msgspec.Raw()
+
+
+class _Body(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw()
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    messages: list[_Message] = []
+    cache_salt: msgspec.Raw = msgspec.Raw()
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+def beginning(body: bytes) -> bytes:
+    """What requests with the same beginning have in common: the first bytes of the prompt, or of each message up to the
+    first of the user, so that all turns of a conversation have the same; and the salt."""
+    try:
+        found = _BODY.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return b""  # any server refuses it
+    parts = [found.cache_salt, found.prompt or found.prompt_token_ids]
+    for message in found.messages:
+        parts.append(message.content)
+        if bytes(message.role) == b'"user"':
+            break
+    return b"\0".join(bytes(part)[:_KEY_BYTES] for part in parts)
+
+
+def preferred(upstreams: Iterable[Upstream], key: bytes) -> list[Upstream]:
+    """The healthy ones, best first: by the highest hash of key and name, and those above their share last."""
+    healthy = [upstream for upstream in upstreams if upstream.is_healthy]
+    if not healthy:
+        return []
+    most = _SPARE + _SHARE * (sum(upstream.in_flight for upstream in healthy) + 1) / len(healthy)
+    healthy.sort(key=lambda upstream: xxhash.xxh3_64_intdigest(upstream.name.encode() + b"\0" + key), reverse=True)
+    return sorted(healthy, key=lambda upstream: upstream.in_flight + 1 > most)

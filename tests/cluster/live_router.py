@@ -1,0 +1,52 @@
+"""A router in a thread of the test, in front of real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from quire.cluster.router import Router, open_client
+from quire.cluster.upstream import Upstream
+from quire.serve.server import HttpServer, bind, url_of
+from tests.serve.live_server import LiveServer
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+    """Poll until `holds()`, or fail."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+class LiveRouter(LiveServer):
+    """Ready when all `servers` are healthy. It ends in `close`, they do not."""
+
+    def __init__(self, servers: Sequence[LiveServer], *, api_key: str | None = None) -> None:
+        self.upstreams = [
+            Upstream(name=f"decode-{index}", role="decode", url=server.summary["url"])
+            for index, server in enumerate(servers)
+        ]
+        self._api_key = api_key
+        self._listener = bind("127.0.0.1", 0)
+        self.summary = {"url": url_of(self._listener)}
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), daemon=True)
+        self._thread.start()
+        wait_until(lambda: all(upstream.is_healthy for upstream in self.upstreams))
+
+    async def _run(self) -> None:
+        async with open_client() as client:
+            router = Router(self.upstreams, client, api_key=self._api_key)
+            self._http = HttpServer(router.app, drain_s=0)
+            serving = await self._http.begin(self._listener)
+            watching = asyncio.create_task(router.watch())
+            await serving
+            watching.cancel()
+
+    def close(self) -> None:
+        self._http.should_exit = self._http.force_exit = True
+        self._thread.join(10)
+        self._listener.close()

@@ -1,0 +1,262 @@
+"""The router in front of real servers: what it passes on, where it sends requests, and what happens if one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from openai import APIError, APIStatusError
+
+from quire.cluster.upstream import Upstream, beginning, preferred
+from quire.serve.gate import MAX_BODY_BYTES
+from tests.cluster.live_router import LiveRouter, wait_until
+from tests.serve.live_server import LiveServer
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[LiveServer]]:
+    """Two that stay."""
+    with LiveServer.echo() as first, LiveServer.echo() as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="module")
+def router(servers: list[LiveServer]) -> Iterator[LiveRouter]:
+    with LiveRouter(servers) as live:
+        yield live
+
+
+def sent(router: LiveRouter) -> list[int]:
+    return [upstream.num_requests for upstream in router.upstreams]
+
+
+def chosen(router: LiveRouter, before: list[int]) -> set[int]:
+    """The servers that got requests since then."""
+    return {index for index, (now, then) in enumerate(zip(sent(router), before, strict=True)) if now > then}
+
+
+# -- what passes
+
+
+def test_answers_are_those_of_a_server(router: LiveRouter) -> None:
+    client = router.client()
+    assert client.models.list().data[0].id == "echo"
+    assert client.models.retrieve("echo").id == "echo"
+    assert client.completions.create(model="echo", prompt="abc", max_tokens=6).choices[0].text == "abcabc"
+    streamed = client.completions.create(model="echo", prompt="abc", max_tokens=6, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "abcabc"
+    chat = client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+    assert chat.choices[0].message.content == "hihi"
+    status, answer = router.request("/v1/completions", raw=b"{bad")
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert router.request("/nowhere?x=1")[0] == 404
+    assert router.request("/openapi.json")[1]["info"]["title"] == "Quire"
+
+
+def test_events_are_passed_on_one_by_one(router: LiveRouter) -> None:
+    connection = router.open_request("/v1/completions", {"prompt": "abc", "max_tokens": 200, "stream": True})
+    with connection, connection.makefile("rb") as lines:
+        first = next(line for line in lines if line.startswith(b"data:"))
+        assert json.loads(first[5:])["choices"][0]["text"] == "a"
+        assert any(upstream.in_flight for upstream in router.upstreams), "it came after the end of the stream"
+        assert b"data: [DONE]\n" in lines
+    wait_until(lambda: not any(upstream.in_flight for upstream in router.upstreams))
+
+
+def test_the_id_of_a_request_is_the_same_everywhere(router: LiveRouter) -> None:
+    raw = router.client().completions.with_raw_response
+    got = raw.create(model="echo", prompt="abc", extra_headers={"X-Request-Id": "mine"})
+    assert got.headers["x-request-id"] == "mine"
+    assert got.headers.get_list("x-request-id") == ["mine"]
+    assert len(got.headers.get_list("date")) == 1
+    assert raw.create(model="echo", prompt="abc").headers["x-request-id"]
+
+
+def test_a_body_may_be_as_large_as_a_servers(router: LiveRouter) -> None:
+    status, answer = router.request("/v1/completions", {"prompt": "a" * (MAX_BODY_BYTES - 100)})
+    assert (status, answer["error"]["code"]) == (400, "QUIRE-CONTEXT-01"), "the server got it, and refused it"
+    status, answer = router.request("/v1/completions", {"prompt": "a" * MAX_BODY_BYTES})
+    assert (status, answer["error"]["code"]) == (413, "QUIRE-BODY-01")
+
+
+def test_a_key_is_asked_for_and_passed_on() -> None:
+    headers = {"Authorization": "Bearer schlüssel".encode().decode("latin-1")}
+    with (
+        LiveServer.echo("--api-key", "schlüssel") as server,
+        LiveRouter([server], api_key="schlüssel") as router,
+        LiveRouter([server]) as open_router,
+    ):
+        assert router.request("/v1/models", headers=headers)[0] == 200
+        assert router.request("/v1/cache/statistics", headers=headers)[0] == 200
+        status, answer = router.request("/v1/models")
+        assert (status, answer["error"]["code"]) == (401, "QUIRE-AUTH-01")
+        assert router.request("/health")[0] == 200
+        assert open_router.request("/v1/models", headers=headers)[0] == 200
+        for path in ("/v1/models", "/v1/cache/statistics"):
+            assert open_router.request(path)[0] == 401, "the server's answer"
+
+
+def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: list[LiveServer]) -> None:
+    status, found = router.request("/v1/cache/statistics")
+    assert status == 200
+    assert [row["url"] for row in found["processes"]] == [server.summary["url"] for server in servers]
+    assert all("running_requests" in row["answer"] for row in found["processes"])
+    status, text = router.request("/metrics")
+    assert status == 200
+    assert text.count("# TYPE quire_steps counter") + text.count("# TYPE quire_steps_total counter") == 1
+    for index in range(2):
+        assert f'quire_healthy{{model_name="echo",process="decode-{index}"}} 1.0' in text
+        assert f'quire_router_healthy{{process="decode-{index}"}} 1.0' in text
+    status, health = router.request("/health")
+    assert (status, health["status"], len(health["processes"])) == (200, "ok", 2)
+
+
+# -- where requests go
+
+
+def test_the_same_beginning_goes_to_the_same_server(router: LiveRouter) -> None:
+    seen = set()
+    for number in range(8):
+        before = sent(router)
+        turns = [{"role": "user", "content": f"{number}"}]
+        for said in ("one", "two"):
+            assert router.request("/v1/chat/completions", {"messages": turns, "max_tokens": 1})[0] == 200
+            turns += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+        assert len(chosen(router, before)) == 1
+        seen |= chosen(router, before)
+    assert seen == {0, 1}, "all beginnings went to one server"
+
+
+def test_turns_of_a_conversation_have_one_beginning() -> None:
+    def key(*said: tuple[str, str], **more: str) -> bytes:
+        turns = [{"role": role, "content": content} for role, content in said]
+        return beginning(json.dumps({"messages": turns, **more}).encode())
+
+    first = (("system", "Be brief."), ("user", "Who is Emma?"))
+    assert key(*first) == key(*first, ("assistant", "A lady."), ("user", "And?"))
+    assert key(*first) != key(first[0], ("user", "Who is Harriet?"))
+    assert key(*first) != key(*first, cache_salt="mine")
+    assert beginning(b'{"prompt": [1, 2, 3]}') == beginning(b'{"prompt_token_ids": [1, 2, 3]}') != beginning(b"{}")
+    assert beginning(b"{bad") == beginning(b"[" * 100_000) == beginning(b'{"messages": 1}') == beginning(b"\xff") == b""
+
+
+def test_a_server_gets_no_more_than_its_share() -> None:
+    upstreams = [Upstream(name=f"decode-{index}", role="decode", url="") for index in range(4)]
+    for upstream in upstreams:
+        upstream.works()
+    first, *others = preferred(upstreams, b"key")
+    for _ in range(200):
+        preferred(upstreams, b"key")[0].in_flight += 1
+        assert first.in_flight >= max(other.in_flight for other in others), "requests leave it only above its share"
+    assert sum(upstream.in_flight for upstream in upstreams) == 200
+    assert first.in_flight <= 1.25 * 50 + 3
+    assert first in preferred(upstreams, b"key")[2:]
+    others[0].fails("does not answer")
+    assert others[0] not in preferred(upstreams, b"key")
+    for upstream in upstreams:
+        upstream.fails("does not answer")
+    assert preferred(upstreams, b"key") == []
+
+
+def test_few_requests_move_when_a_server_is_gone() -> None:
+    upstreams = [Upstream(name=f"decode-{index}", role="decode", url="") for index in range(4)]
+    for upstream in upstreams:
+        upstream.works()
+    keys = [str(number).encode() for number in range(400)]
+    before = {key: preferred(upstreams, key)[0] for key in keys}
+    upstreams[0].fails("ended")
+    moved = [key for key in keys if preferred(upstreams, key)[0] is not before[key]]
+    assert moved == [key for key in keys if before[key] is upstreams[0]]
+    assert 60 < len(moved) < 140
+
+
+# -- failures
+
+
+def test_a_client_that_leaves_ends_its_request(router: LiveRouter, servers: list[LiveServer]) -> None:
+    def running() -> int:
+        return sum(server.statistics()["running_requests"] for server in servers)
+
+    for stream in (True, False):
+        connection = router.open_request("/v1/completions", {"prompt": "stall", "stream": stream})
+        wait_until(lambda: running() == 1)
+        connection.close()
+        wait_until(lambda: running() == 0)
+    wait_until(lambda: not any(upstream.in_flight for upstream in router.upstreams))
+    assert all(upstream.is_healthy for upstream in router.upstreams)
+
+
+def test_another_server_gets_a_request_that_was_not_answered(servers: list[LiveServer]) -> None:
+    """The servers stall before the first token; the first is killed then, and the other gets the request."""
+    with LiveServer.echo() as lost, LiveRouter([lost, servers[0]]) as router:
+        prompt = next(f"stall {n}" for n in range(100) if _is_first(router, f"stall {n}"))
+        bodies = ({"prompt": prompt, "stream": stream} for stream in (True, False))
+        connections = [router.open_request("/v1/completions", body) for body in bodies]
+        wait_until(lambda: lost.statistics()["running_requests"] == 2)
+        lost.close()
+        wait_until(lambda: servers[0].statistics()["running_requests"] == 2)
+        assert [upstream.num_failures for upstream in router.upstreams] == [2, 0]
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: servers[0].statistics()["running_requests"] == 0)
+        assert router.client().completions.create(model="echo", prompt="abc", max_tokens=3).choices[0].text == "abc"
+        assert router.request("/health")[1]["status"] == "degraded"
+        statuses = [row["status"] for row in router.request("/v1/cache/statistics")[1]["processes"]]
+        assert statuses == [503, 200]
+        assert router.request("/v1/cache/flush", {"all": True})[0] == 503, "not all have done it"
+
+
+def _is_first(router: LiveRouter, prompt: str) -> bool:
+    return preferred(router.upstreams, beginning(json.dumps({"prompt": prompt}).encode()))[0] is router.upstreams[0]
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+    with LiveServer.echo() as server, LiveRouter([server]) as router:
+        chunks = router.client().completions.create(model="echo", prompt="abc", max_tokens=250, stream=True)
+        assert next(chunks).choices[0].text == "a"
+        server.close()
+        with pytest.raises(APIError, match="ended while it answered"):
+            for _ in chunks:
+                pass
+        with pytest.raises(APIStatusError, match="decode-0 does not answer") as failed:
+            router.client().completions.create(model="echo", prompt="abc")
+        assert (failed.value.status_code, failed.value.code) == (503, "QUIRE-SERVE-02")
+        status, health = router.request("/health")
+        assert (status, health["status"]) == (503, "unhealthy")
+        assert router.request("/metrics")[0] == 200
+
+
+def test_a_server_is_passed_over_while_it_is_stopped_and_when_its_engine_is_dead(servers: list[LiveServer]) -> None:
+    with LiveServer.echo() as first, LiveRouter([first, servers[0]]) as router:
+        os.kill(first.process.pid, signal.SIGSTOP)
+        wait_until(lambda: not router.upstreams[0].is_healthy)
+        assert router.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
+        os.kill(first.process.pid, signal.SIGCONT)
+        wait_until(lambda: router.upstreams[0].is_healthy)
+        first.engine().kill()  # from now on its server answers 503
+        for _ in range(20):
+            assert router.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
+            time.sleep(0.02)
+        wait_until(lambda: router.upstreams[0].is_broken)
+        assert "SIGKILL" in router.request("/health")[1]["processes"][0]["reason"]
+
+
+def test_requests_at_once_are_spread(router: LiveRouter) -> None:
+    before = sent(router)
+    threads = [
+        threading.Thread(target=router.request, args=("/v1/completions", {"prompt": "same", "max_tokens": 200}))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = (now - then for now, then in zip(sent(router), before, strict=True))
+    assert first + second == 12
+    assert min(first, second) >= 2

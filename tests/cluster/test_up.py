@@ -1,0 +1,247 @@
+"""`quire up`: real processes, which are killed, restarted and ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire.cluster.cluster import make_members
+from quire.cluster.config import ClusterConfig
+from quire.cluster.processes import reserve_port
+from quire.errors import InvalidInput
+from quire.serve.config import ServerConfig
+from quire.serve.server import bind
+from tests.cli.conftest import Run, run  # noqa: F401
+from tests.cluster.live_router import wait_until
+from tests.serve.live_server import LiveServer
+
+SMALL = ("--kv-memory", "32MiB", "--dtype", "float32", "--max-model-len", "1024")
+TEXT = "It was a fine autumn evening, and the whole party had walked out to see the new plantation. "
+
+
+class LiveCluster(LiveServer):
+    """`quire up` on a free port; ready when constructed. `rows` are those of its processes."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__("quire", "up", "--port", "0", "--json", "--drain", "5", *SMALL, *options)
+        assert self.process.stdout is not None
+        self.rows = [self.summary]
+        while self.rows[-1]["role"] != "router":
+            self.rows.append(json.loads(self.process.stdout.readline()))
+        self.summary = self.rows[-1]
+        self.port = int(self.summary["url"].rpartition(":")[2])
+
+    def statistics_of(self, name: str) -> dict[str, Any]:
+        """The engine's own."""
+        found = self.request("/v1/cache/statistics")[1]["processes"]
+        return next(row["answer"] for row in found if row["name"] == name)
+
+    def health(self) -> dict[str, dict[str, Any]]:
+        """Of each process."""
+        return {row["name"]: row for row in self.request("/health")[1]["processes"]}
+
+    def is_whole(self) -> bool:
+        return all(row["healthy"] for row in self.health().values())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LiveCluster]:
+    with LiveCluster("--prefill", "1", "--decode", "2", "--transfer-min-tokens", "16") as live:
+        yield live
+        live.terminate()
+        assert live.wait() == 0, live.log()
+        assert not live.children_left()
+        assert "Traceback" not in live.log()
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    prompt = f"Chapter {number}. " + TEXT * (6 + number % 3)
+    return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True} | more
+
+
+def tokens(live: LiveServer, given: dict[str, Any]) -> list[int]:
+    status, answer = live.request("/v1/completions", given)
+    assert status == 200, answer
+    return list(answer["choices"][0]["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, list[int]]:
+    """The tokens of one `quire serve`."""
+    with LiveServer.quire(*SMALL) as live:
+        return {number: tokens(live, body(number)) for number in range(12)}
+
+
+def received(cluster: LiveCluster) -> int:
+    return sum(cluster.statistics_of(f"decode-{index}")["transfer"]["received_tokens"] for index in range(2))
+
+
+def test_tokens_are_those_of_one_server(cluster: LiveCluster, expected: dict[int, list[int]]) -> None:
+    assert [row["role"] for row in cluster.rows] == ["prefill", "decode", "decode", "router"]
+    assert len({row["pid"] for row in cluster.rows}) == 4
+    with ThreadPoolExecutor(4) as pool:
+        found = dict(zip(range(8), pool.map(lambda number: tokens(cluster, body(number)), range(8)), strict=True))
+    assert found == {number: expected[number] for number in range(8)}
+    for index in range(2):
+        transfer = cluster.statistics_of(f"decode-{index}")["transfer"]
+        assert transfer["received_tokens"] > 0, "the router sent it nothing, or it computed all prompts"
+        assert transfer["fallbacks"] == 0
+    assert cluster.statistics_of("prefill-0")["transfer"]["sent_tokens"] == received(cluster)
+    assert tokens(cluster, body(1)) == expected[1]
+    assert cluster.client().models.list().data[0].id == "quire-bundled"
+
+
+def test_a_prefill_engine_that_is_killed_costs_time_alone(cluster: LiveCluster, expected: dict[int, list[int]]) -> None:
+    before = cluster.health()["prefill-0"]
+    with ThreadPoolExecutor(3) as pool:
+        open_requests = [pool.submit(tokens, cluster, body(number)) for number in (8, 9, 10)]
+        time.sleep(0.02)
+        psutil.Process(before["pid"]).kill()
+        assert [done.result() for done in open_requests] == [expected[number] for number in (8, 9, 10)]
+    wait_until(lambda: cluster.health()["prefill-0"]["pid"] != before["pid"], 30)
+    wait_until(cluster.is_whole, 30)
+    assert cluster.health()["prefill-0"]["url"] == before["url"]
+    had = received(cluster)
+    names = [f"decode-{index}" for index in range(2)]
+    wait_until(lambda: all(cluster.statistics_of(name)["transfer"]["prefill_peers"] for name in names))
+    assert tokens(cluster, body(11)) == expected[11]
+    assert received(cluster) > had
+
+
+def test_a_decode_engine_that_is_killed_is_replaced(cluster: LiveCluster, expected: dict[int, list[int]]) -> None:
+    before = cluster.health()["decode-0"]["pid"]
+    psutil.Process(before).kill()
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda number: tokens(cluster, body(number)), range(8))
+        assert list(found) == [expected[number] for number in range(8)]
+    wait_until(lambda: cluster.health()["decode-0"]["pid"] != before, 30)
+    wait_until(cluster.is_whole, 30)
+    engine = max(psutil.Process(cluster.health()["decode-0"]["pid"]).children(), key=lambda c: c.memory_info().rss)
+    engine.kill()  # its server lives, and says that it is unhealthy
+    before = cluster.health()["decode-0"]["pid"]
+    wait_until(lambda: cluster.health()["decode-0"]["pid"] != before, 30)
+    wait_until(cluster.is_whole, 30)
+
+
+def test_the_secret_is_in_no_command_line(cluster: LiveCluster) -> None:
+    for row in cluster.rows[:3]:
+        process = psutil.Process(cluster.health()[row["name"]]["pid"])
+        secret = process.environ()["QUIRE_TRANSFER_SECRET"]
+        assert len(secret) > 30
+        assert all(secret not in word for each in (process, *process.children()) for word in each.cmdline())
+
+
+@pytest.mark.slow
+def test_no_process_is_left_when_the_first_is_killed() -> None:
+    with LiveCluster("--prefill", "1", "--decode", "1") as live:
+        live.process.kill()
+        live.wait()
+        assert not live.children_left()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once() -> None:
+    with LiveCluster("--prefill", "0", "--decode", "2", "--drain", "60") as live:
+        assert [row["role"] for row in live.rows] == ["engine", "engine", "router"]
+        threading.Thread(target=live.request, args=("/v1/completions", body(1, max_tokens=900)), daemon=True).start()
+        wait_until(lambda: any(live.statistics_of(f"engine-{n}")["running_requests"] for n in range(2)))
+        began = time.monotonic()
+        live.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        live.process.send_signal(signal.SIGINT)
+        assert live.wait() == 0, live.log()
+        assert time.monotonic() - began < 3
+        assert not live.children_left()
+        assert "Traceback" not in live.log(), live.log()
+
+
+def test_a_signal_during_the_start_ends_it() -> None:
+    command = [sys.executable, "-m", "quire", "up", "--port", "0", "--json", *SMALL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+        wait_until(lambda: len(psutil.Process(up.pid).children()) == 2, 30)
+        children = psutil.Process(up.pid).children(recursive=True)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(10) == 130
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+        assert up.stderr is not None
+        assert b"Traceback" not in up.stderr.read()
+
+
+def test_the_error_of_a_process_is_that_of_the_cluster(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "quire", "up", "--json", "--port", "0", *SMALL, "--storage", f"{tmp_path}/file"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "file" in json.loads(done.stderr.splitlines()[-1])["error"]["message"]
+
+
+# -- settings
+
+
+def members(**settings: Any) -> list[Any]:
+    return make_members(ClusterConfig.read(settings), ServerConfig.read({"port": 1}), list(range(5000, 5100)))
+
+
+def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_STORAGE", "/nowhere")
+    monkeypatch.setenv("QUIRE_PORT", "1")
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    settings = {"kv_memory": "1MiB", "enable_prefix_caching": True, "speculative_config": ngram, "retain_share": 0.5}
+    found = members(prefill=2, decode=1, transfer_connector="tcp", **settings)
+    assert [member.upstream.name for member in found] == ["prefill-0", "prefill-1", "decode-0"]
+    secrets = {member.environment["QUIRE_TRANSFER_SECRET"] for member in found}
+    assert len(secrets) == 1
+    for member in found:
+        assert "QUIRE_STORAGE" not in member.environment, "it is not a setting of the cluster"
+        given = {name: member.environment[f"QUIRE_{name.upper()}"] for name in (*settings, "transfer_connector")}
+        read = ClusterConfig.read({"prefill": 1, **given})
+        assert (read.kv_memory, read.enable_prefix_caching, read.retain_share) == (2**20, True, 0.5)
+        assert read.speculative_config is not None
+        assert (read.speculative_config.num_steps, read.transfer_connector) == (3, "tcp")
+    listens = [member.environment["QUIRE_TRANSFER_LISTEN"] for member in found[:2]]
+    assert found[2].environment["QUIRE_PREFILL_PEERS"] == ",".join(listens)
+    ports = [*(listen.rpartition(":")[2] for listen in listens), *(m.environment["QUIRE_PORT"] for m in found)]
+    assert len(set(ports)) == 5
+    assert members(prefill=1, decode=1)[0].environment["QUIRE_TRANSFER_SECRET"] not in secrets
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--prefill", "0", "--transfer-connector", "tcp"), "--transfer-connector does nothing without --prefill"),
+        (("--prefill", "1", "--no-prefix-caching"), "prefix caching is off"),
+        (("--transfer-secret", "short"), "16 characters"),
+        (("--decode", "0"), "decode"),
+    ],
+)
+def test_settings_that_contradict_each_other_start_nothing(run: Run, options: tuple[str, ...], said: str) -> None:
+    done = run("up", "--port", "0", "--json", *options)
+    assert done.exit_code == 2
+    assert said in json.loads(done.stderr)["error"]["message"]
+
+
+def test_roles_are_the_clusters_choice(run: Run) -> None:
+    done = run("up", "--json", env={"QUIRE_ROLE": "decode"})
+    assert "QUIRE_ROLE: a cluster chooses it" in json.loads(done.stderr)["error"]["message"]
+    with pytest.raises(InvalidInput, match="cluster chooses"):
+        ClusterConfig.read({"prefill_peers": "127.0.0.1:1"})
+
+
+def test_a_reserved_port_can_be_listened_on_again_and_again() -> None:
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        for _ in range(2):
+            bind("127.0.0.1", port).close()
