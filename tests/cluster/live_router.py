@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import uvloop
+
 from quire.cluster.router import Router, open_client
 from quire.cluster.upstream import Upstream
 from quire.serve.server import HttpServer, bind, url_of
@@ -33,9 +35,13 @@ class LiveRouter(LiveServer):
         self._listener = bind("127.0.0.1", 0)
         self.summary = {"url": url_of(self._listener)}
         self.port = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         wait_until(lambda: all(upstream.is_healthy for upstream in self.upstreams))
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._run())
 
     async def _run(self) -> None:
         async with open_client() as client:
@@ -45,6 +51,7 @@ class LiveRouter(LiveServer):
             watching = asyncio.create_task(router.watch())
             await serving
             watching.cancel()
+            await asyncio.wait((watching,))
 
     def close(self) -> None:
         self._http.should_exit = self._http.force_exit = True

@@ -22,7 +22,7 @@ from quire.cluster.processes import reserve_port
 from quire.errors import InvalidInput
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind
-from tests.cli.conftest import Run, run  # noqa: F401
+from tests.cli.conftest import Run
 from tests.cluster.live_router import wait_until
 from tests.serve.live_server import LiveServer
 
@@ -119,6 +119,7 @@ def test_a_prefill_engine_that_is_killed_costs_time_alone(cluster: LiveCluster, 
     assert received(cluster) > had
 
 
+@pytest.mark.slow
 def test_a_decode_engine_that_is_killed_is_replaced(cluster: LiveCluster, expected: dict[int, list[int]]) -> None:
     before = cluster.health()["decode-0"]["pid"]
     psutil.Process(before).kill()

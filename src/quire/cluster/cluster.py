@@ -105,23 +105,28 @@ async def _run(
             router = Router(upstreams, client, api_key=server.api_key, cors_origins=server.origins)
             http = HttpServer(router.app, drain_s=server.drain_s)
             serving = await http.begin(listener)
-            running = asyncio.gather(router.watch(), supervisor.keep())
+            running = asyncio.create_task(_keep(router, supervisor))
             if http.started:
                 row = {"role": "router", "name": "router", "pid": os.getpid(), "url": url_of(listener), "healthy": True}
                 on_ready([*(upstream.to_dict() for upstream in upstreams), row])
             await asyncio.wait((serving, running, first), return_when=asyncio.FIRST_COMPLETED)
             running.cancel()
+            await asyncio.wait((running,))
             http.should_exit = True
             stopping = asyncio.gather(supervisor.stop(), serving)
             again = asyncio.create_task(signals.get())
             logger.warning("no new requests; open ones get %g s to finish (a signal: none)", server.drain_s)
             await asyncio.wait((stopping, again), return_when=asyncio.FIRST_COMPLETED)
             http.force_exit = True
-            if not first.done():
-                await running  # raises what has ended it
+            if not running.cancelled():
+                running.result()  # raises what has ended it
             return 0
         finally:
             await supervisor.kill()
+
+
+async def _keep(router: Router, supervisor: Supervisor) -> None:
+    await asyncio.gather(router.watch(), supervisor.keep())
 
 
 async def _start(
