@@ -29,7 +29,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.setting import environment_of, variable_of
 from quire.errors import ConnectorError, NoServer
 from quire.serve.config import ServerConfig
-from quire.serve.server import HttpServer, bind, url_of
+from quire.serve.server import HttpServer, bind, url_of, when_input_ends
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ async def _run(
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    if server.until_eof:
+        when_input_ends(lambda: signals.put_nowait(signal.SIGTERM))
     stop_s = server.drain_s + config.stop_seconds + _MARGIN_S
     supervisor = Supervisor(members, stall_s=server.stall_after_s, stop_s=stop_s, tell=tell)
     upstreams = [member.upstream for member in members]

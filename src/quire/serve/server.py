@@ -116,7 +116,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     if server.until_eof:
-        loop.add_reader(_STDIN, lambda: on_signal(signal.SIGTERM) if _is_at_end(_STDIN) else None)
+        when_input_ends(lambda: on_signal(signal.SIGTERM))
     task = asyncio.create_task(starting)
     await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
@@ -149,12 +149,16 @@ async def _drain(engine: AsyncEngine, seconds: float, dropping: asyncio.Future[N
         await engine.shutdown()
 
 
-def _is_at_end(descriptor: int) -> bool:
-    """Read what is there; at the end, stop listening for more."""
-    if os.read(descriptor, 4096):
-        return False
-    asyncio.get_running_loop().remove_reader(descriptor)
-    return True
+def when_input_ends(call: Callable[[], None]) -> None:
+    """Call it at the end of the standard input. The running loop reads what is there before."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if not os.read(_STDIN, 4096):
+            loop.remove_reader(_STDIN)
+            call()
+
+    loop.add_reader(_STDIN, read)
 
 
 def url_of(listener: socket.socket) -> str:
@@ -187,4 +191,5 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
         yield
