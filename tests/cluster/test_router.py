@@ -218,12 +218,11 @@ def _is_first(router: LiveRouter, prompt: str) -> bool:
 
 def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     with LiveServer.echo() as server, LiveRouter([server]) as router:
-        chunks = router.client().completions.create(model="echo", prompt="abc", max_tokens=250, stream=True)
-        assert next(chunks).choices[0].text == "a"
-        server.close()
-        with pytest.raises(APIError, match="ended while it answered"):
-            for _ in chunks:
-                pass
+        with router.client().completions.create(model="echo", prompt="abc", max_tokens=250, stream=True) as chunks:
+            assert next(chunks).choices[0].text == "a"
+            server.close()
+            with pytest.raises(APIError, match="ended while it answered"):
+                list(chunks)
         with pytest.raises(APIStatusError, match="decode-0 does not answer") as failed:
             router.client().completions.create(model="echo", prompt="abc")
         assert (failed.value.status_code, failed.value.code) == (503, "QUIRE-SERVE-02")
