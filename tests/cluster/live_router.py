@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import uvloop
+from openai import OpenAI
 
 from quire.cluster.router import Router, open_client
 from quire.cluster.upstream import Upstream
@@ -37,6 +38,7 @@ class LiveRouter(LiveServer):
         self.port = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
+        self._client = super().client()
         wait_until(lambda: all(upstream.is_healthy for upstream in self.upstreams))
 
     def _serve(self) -> None:
@@ -53,7 +55,12 @@ class LiveRouter(LiveServer):
             watching.cancel()
             await asyncio.wait((watching,))
 
+    def client(self, api_key: str = "none") -> OpenAI:
+        """One for all tests, so that it is closed."""
+        return self._client
+
     def close(self) -> None:
+        self._client.close()
         self._http.should_exit = self._http.force_exit = True
         self._thread.join(10)
         self._listener.close()
