@@ -246,3 +246,15 @@ def test_peers_are_served_between_steps() -> None:
             patch.setattr(prefill.scheduler, "schedule", scheduling)
             patch.setattr(side, "settle", settled)
             assert run_apart(decode, [prefill], PROMPTS[:1], GREEDY) == alone()[:1]
+
+
+def test_a_prompt_longer_than_the_context_of_the_peer_is_computed_here() -> None:
+    prefill = prefill_engine(tiny(), num_tokens=320, page_size=PAGE, max_model_len=48)
+    decode = decode_engine(tiny(), [prefill], num_tokens=640, page_size=PAGE)
+    try:
+        assert run_apart(decode, [prefill], PROMPTS, GREEDY) == alone()
+        (counts,) = transfer_of(decode)["received"].values()
+        assert counts["fallbacks"] and counts["tokens"] > 0, "the short prompts were computed there"
+    finally:
+        decode.close()
+        prefill.close()
