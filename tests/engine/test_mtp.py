@@ -17,6 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
+from quire.errors import UnsupportedModel
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model
 from quire.models.mtp import load_mtp
@@ -26,10 +27,13 @@ from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_head import check_pages_are_complete
 from tests.engine.test_draft_model import BOUNDS, PARAMS, STEPS, check_right, check_some_right, check_tiers, ungoverned
 from tests.engine.test_hybrid_tokens import PROMPTS
+from tests.engine.test_rejection import noisy
 from tests.tiny_mtp import PREDICTING, build_predicting, save_predicting
 
 MTP = {"method": "mtp", "num_speculative_tokens": STEPS}
+TREE = {"method": "mtp", "num_steps": 3, "topk": 4, "num_draft_tokens": 10}
 NAMES = sorted(PREDICTING)
+BRANCHING = ("deepseek_v3", "glm4_moe", "mellum")
 
 
 @cache
@@ -71,6 +75,38 @@ def test_the_same_tokens(name: str, page_size: int) -> None:
         assert run(core, PROMPTS, PARAMS[params], params) == run(plain, PROMPTS, PARAMS[params], params)
     assert core.statistics()["hit_tokens"] > 0
     check_some_right(core, accepted=False)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", BRANCHING)
+def test_trees(tmp_path: Path, name: str, page_size: int) -> None:
+    """Of a layer that is often right: rows that were right are moved down, those of the layer too."""
+    target = load_model(rigged(tmp_path, name))
+    head = load_mtp(target)
+    noisy(head._head, 0.1)
+    plain = core_for(target, page_size=page_size, **BOUNDS)
+    settings = {"draft": head, "speculative_config": TREE, "max_num_batched_tokens": 80}
+    core = core_for(target, page_size=page_size, **settings, **BOUNDS)
+    ungoverned(core)
+    for params in ("greedy", "seeded"):
+        expected = run(plain, PROMPTS, PARAMS[params], params)
+        for turn in ("cold", "warm"):
+            assert run(core, PROMPTS, PARAMS[params], turn) == expected
+    check_some_right(core)
+    assert core.speculator is not None
+    assert core.speculator.statistics()["accepted_tokens_per_position"][1] > 0
+
+
+def test_trees_on_a_model_with_states_are_refused() -> None:
+    target, head = case_of("qwen3_next")
+    with pytest.raises(UnsupportedModel, match="drafts that branch cannot be verified on the group 'state'"):
+        core_for(target, page_size=16, draft=head, speculative_config=TREE, **BOUNDS)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("governed", [False, True])
+def test_cached_pages_of_trees_are_complete(page_size: int, governed: bool) -> None:
+    check_pages_are_complete(*case_of("mellum"), TREE, page_size, governed=governed)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

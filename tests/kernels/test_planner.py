@@ -23,8 +23,9 @@ def test_a_kept_plan_answers_like_a_fresh_one_and_like_the_definition(seed: int)
 class Decodes:
     """Sequences on scattered pages of 16 tokens that grow by a token per step."""
 
-    def __init__(self, contexts: list[int], *, window: int = 0) -> None:
+    def __init__(self, contexts: list[int], *, window: int = 0, rows: int = 1) -> None:
         self.contexts = np.array(contexts, dtype=np.int32)
+        self.rows = rows
         self.window = window
         pages = max(contexts) // 16 + 10
         order = np.random.default_rng(3).permutation(np.arange(1, len(contexts) * pages + 1))
@@ -34,10 +35,10 @@ class Decodes:
     def batch(self) -> PagedBatch:
         count = len(self.contexts)
         return PagedBatch(
-            query_starts=np.arange(count + 1, dtype=np.int32),
+            query_starts=np.arange(count + 1, dtype=np.int32) * self.rows,
             context_lens=self.contexts.copy(),
             frames=self.frames,
-            slots=np.zeros(count, dtype=np.int32),
+            slots=np.zeros(count * self.rows, dtype=np.int32),
             page_size=16,
             planner=self.planner,
         )
@@ -60,6 +61,13 @@ def test_a_step_appends_to_the_plan_of_the_step_before(window: int) -> None:
             int((old != segment.source.index).sum()) for old, segment in zip(slots, plan.segments, strict=True)
         )
         assert changed == len(decodes.contexts)
+
+
+@pytest.mark.parametrize(("window", "together"), [(1000, [4]), (1500, [2, 2]), (2040, [2, 2])])
+def test_drafts_behind_a_window_are_batched(window: int, together: list[int]) -> None:
+    """As many sequences together as fit, and not each with segments of its own."""
+    plan = Decodes([2600, 3110, 4110, 5140], window=window, rows=5).step()
+    assert [segment.batched for segment in plan.segments] == together
 
 
 def test_one_changed_page_changes_one_sequence() -> None:

@@ -77,3 +77,10 @@ def test_penalties_need_history(field: str) -> None:
 def test_what_ends_a_sequence() -> None:
     assert eos_or_stop(SamplingParams(stop_token_ids=[7]), [2]) == {2, 7}
     assert eos_or_stop(SamplingParams(stop_token_ids=[7], ignore_eos=True), [2]) == {7}
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InvalidInput, match=r"'max_tokenz' is no field of SamplingParams.*did you mean 'max_tokens'"):
+        SamplingParams(max_tokenz=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidInput, match="use some of n, temperature"):
+        SamplingParams(zzz=3)  # type: ignore[call-arg]

@@ -362,13 +362,6 @@ class EngineConfig(Settings):
     def _role(cls, value: Any) -> Any:
         return {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "null": None}.get(value, value)
 
-    @field_validator("speculative_config")
-    @classmethod
-    def _can_draft(cls, value: SpeculativeConfig | None) -> SpeculativeConfig | None:
-        if value is not None and value.method == "mtp" and value.branches:
-            raise RefusedCombination("mtp proposes a chain here, not a tree.", fix="leave topk out.")
-        return value
-
     @field_validator("chat_template")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:

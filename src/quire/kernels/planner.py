@@ -132,7 +132,7 @@ class _CachedPlan:
     def _few(self, seqs: Sequences) -> Bools:
         """Which sequences are rows."""
         few: Bools = (seqs.queries >= 1) & (seqs.queries <= segments.MAX_BATCHED_ROWS)
-        if self.window > segments.MAX_GATHER:
+        if self.window > segments.MAX_BATCHED // 2:  # a batched segment has room for one of them
             few &= (seqs.queries == 1) | ~self._cut(seqs.contexts)
         if seqs.trees is not None:
             few |= seqs.trees.branching

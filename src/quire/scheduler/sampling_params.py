@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -14,8 +15,23 @@ MAX_LOGPROBS = 20
 _MOST_ID = 2**31 - 1
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How the tokens of a sequence are drawn, and when it ends. Raises InvalidInput with the valid range.
+class _NamedFields(msgspec.StructMeta):
+    """A call with an unknown name raises InvalidInput, where a Struct raises TypeError."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        known = self.__struct_fields__
+        for name in given:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                fix = f"did you mean '{near[0]}'?" if near else f"use some of {', '.join(known)}."
+                raise InvalidInput(f"'{name}' is no field of {self.__name__}.", fix=fix)
+        return super().__call__(*args, **given)
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=_NamedFields):
+    """How the tokens of a sequence are drawn, and when it ends.
+
+    Raises InvalidInput for an unknown name, and with the valid range for a value outside of it.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep everything. `max_tokens` None means "to the end of the
     context". `seed` makes the draw a function of (seed, index, position) alone, whatever else runs in the batch.
