@@ -107,7 +107,7 @@ class TieredCache(FollowedCache, ReadAhead):
     ) -> None:
         self.world = world
         super().__init__(cache, events, faults, world.names)
-        self.loads, self.stores = self.ahead.loads, self.ahead.prefetches
+        self.loads, self.prefetches = self.ahead.loads, self.ahead.prefetches
         world.records.device = self.device
         self._stored = 0
         self._host_books: list[bytes] = [b""] * len(cache.groups)

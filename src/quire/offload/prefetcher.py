@@ -164,7 +164,7 @@ class Prefetcher(ReadAhead):
         assert prefetch.num_waiting >= 0, "a request has left twice"
         if not prefetch.num_waiting:
             prefetch.stop()
-            prefetch.cancelled = prefetch.ask is not None and not prefetch.done  # a peer may never answer
+            prefetch.cancelled |= prefetch.ask is not None and not prefetch.done  # a peer may never answer
             if prefetch.done or prefetch.cancelled:
                 self._release(prefetch)
 
