@@ -508,7 +508,7 @@ class TieredCache(FollowedCache, ReadAhead):
         near, far = self._most(here), self._most(below)
         usable = hit.num_pages
         fits = all(
-            not missing or missing < group.num_frames
+            not missing or missing + group.needs(1, 0) <= group.num_frames
             for missing, group in zip(self._missing(here, far), self.cache.groups, strict=True)
         )
         expected = (far,) if fits and self.world.settings.always else (near, far)[: 1 + fits]
