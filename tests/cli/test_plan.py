@@ -286,3 +286,31 @@ def test_a_measured_ledger(run: Run, tiny_model: Path) -> None:
     assert lines["weights"]["bytes"] == pytest.approx(weights, rel=0.05)
     assert not lines["weights"]["estimated"] and not lines["activations"]["estimated"]
     assert sum(pool["bytes"] for pool in found["pools"]) <= 2**20
+
+
+def test_roles_are_planned_for_a_rate(run: Run) -> None:
+    arguments = ("llama-3.1-8b", "--gpu", "h100-80gb", "--requests-per-second", 20, "--input-tokens", "2k",
+                 "--output-tokens", 200)  # fmt: skip
+    done = run("plan", *arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["load"]["token_bytes"] == 131072 and found["load"]["prompt_tokens"] == 2048
+    assert found["link_bytes_per_s"] == 20 * 2048 * 131072
+    assert found["prefill"] >= 1 and found["decode"] >= 1 and found["load"]["prefill_rate"] > 1000
+    given = run("plan", "llama-3.1-8b", "--kv-memory", "8GiB", *arguments[3:], "--prefill-rate", 40960,
+                "--decode-rate", 4000, "--json")  # fmt: skip
+    assert [json.loads(given.stdout)[name] for name in ("prefill", "decode")] == [2, 2]
+    assert "Prefill" in run("plan", *arguments).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--link", "1GB/s"), "--requests-per-second"),
+        (("--requests-per-second", 5), "--input-tokens"),
+        (("--requests-per-second", 5, "--input-tokens", 10, "--output-tokens", 10), "--prefill-rate"),
+    ],
+)
+def test_roles_say_what_is_missing(run: Run, arguments: tuple[object, ...], said: str) -> None:
+    done = run("plan", "llama-3.1-8b", "--kv-memory", "8GiB", *arguments)
+    assert done.exit_code == 2 and said in done.stderr

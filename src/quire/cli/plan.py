@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXIT_DOES_NOT_FIT = 2
 
-_OUTPUT = "Output"
+_OUTPUT, _ROLES = "Output", "Roles"
 
 
 class PlanOutput(Settings):
@@ -44,12 +44,34 @@ class PlanOutput(Settings):
     names: bool = setting(False, "Print the catalogue.", group=_OUTPUT, option="--list")
 
 
-def plan(request: PlanRequest, output: PlanOutput) -> Report:
+class PlanRoles(Settings):
+    """Engines that compute prompts and others that answer, for a rate of requests."""
+
+    requests_per_second: float | None = setting(
+        None,
+        "Plan engines of each role for so many requests of --input-tokens and --output-tokens.",
+        group=_ROLES,
+        gt=0,
+    )
+    prefill_rate: float | None = setting(
+        None, "Prompt tokens a second of an engine.", group=_ROLES, otherwise="estimated from the --gpu", gt=0
+    )
+    decode_rate: float | None = setting(
+        None, "Output tokens a second of an engine.", group=_ROLES, otherwise="estimated from the --gpu", gt=0
+    )
+    link: str = setting("10GB/s", "Speed of each engine's link.", group=_ROLES, metavar="SPEED")
+    cached: float = setting(0.0, "Share of a prompt that the engine that answers has cached.", group=_ROLES, ge=0, lt=1)
+
+
+def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:
     """Plan a server's memory from a model's config.json and a budget.
 
     Exit codes: 0 fits, 2 does not fit or bad input, 3 a model or combination that is refused.
 
     [dim]Example:[/dim] quire plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k
+
+    [dim]Example:[/dim] quire plan llama-3.1-8b --gpu h100-80gb --requests-per-second 20 --input-tokens 2k
+    --output-tokens 200
     """
     if output.names:
         return _catalogue()
@@ -62,6 +84,10 @@ def plan(request: PlanRequest, output: PlanOutput) -> Report:
         settings = _measured(request.model or "", settings)
     if output.sweep is not None:
         return _sweep(subject, settings, output.sweep, output.values, output.plot)
+    if roles.requests_per_second is not None:
+        return _roles(subject, settings, request, roles)
+    if roles != PlanRoles():
+        raise InvalidInput("roles are planned for a rate of requests.", fix="add --requests-per-second 10, say.")
     return _one(subject, settings, why=output.why)
 
 
@@ -80,6 +106,39 @@ def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool) -> Report:
     ranks = [f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "dcp") if getattr(parallel, name) > 1]
     title = ", ".join([f"{subject.name}{where}", *ranks]) + ":"
     return Report(data, lambda: [plan_panel(data, title)], 0 if found.fits else EXIT_DOES_NOT_FIT)
+
+
+def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, roles: PlanRoles) -> Report:
+    from quire.cli.plan_table import roles_panel
+    from quire.cli.replay import parse_speed
+    from quire.plan.roles import RoleLoad, plan_roles, sent_bytes
+
+    if request.input_tokens is None or request.output_tokens is None:
+        raise InvalidInput("the lengths of requests are not given.", fix="add --input-tokens and --output-tokens.")
+    assert roles.requests_per_second is not None
+    prefill_rate, decode_rate = roles.prefill_rate, roles.decode_rate
+    found = subject.plan_or_least(settings)
+    if prefill_rate is None or decode_rate is None:
+        if request.gpu is None:
+            raise InvalidInput(
+                "the speed of an engine is not given.", fix="add --gpu, or --prefill-rate and --decode-rate."
+            )
+        from quire.cli.planned_rates import planned_rates
+
+        rates = planned_rates(request, found, request.input_tokens, request.output_tokens)
+        prefill_rate, decode_rate = prefill_rate or rates[0], decode_rate or rates[1]
+    load = RoleLoad(
+        requests_per_s=roles.requests_per_second,
+        prompt_tokens=request.input_tokens,
+        output_tokens=request.output_tokens,
+        prefill_rate=prefill_rate,
+        decode_rate=decode_rate,
+        token_bytes=settings.parallel.tp * sent_bytes(found.memory, request.input_tokens) / request.input_tokens,
+        link_rate=parse_speed(roles.link),
+        cached=roles.cached,
+    )
+    data = {"model": subject.name, "load": asdict(load)} | plan_roles(load).as_dict()
+    return Report(data, lambda: [roles_panel(data)])
 
 
 def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str | None, plot: Path | None) -> Report:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.report import named_rows, panel
-from quire.plan.budget import format_bytes
+from quire.plan.budget import counted, format_bytes
 
 
 def plan_panel(found: Mapping[str, Any], title: str) -> Panel:
@@ -26,6 +26,24 @@ def plan_panel(found: Mapping[str, Any], title: str) -> Panel:
         parts += ["", named_rows((line["name"], line["why"]) for line in found["why"])]
     verdict, style = ("fits", "green") if found["fits"] else ("does not fit", "red")
     return panel(Group(*parts), f"{title} [{style}]{verdict}[/{style}]", style)
+
+
+def roles_panel(found: Mapping[str, Any]) -> Panel:
+    """Engines of each role for a load, and what travels between them."""
+    load = found["load"]
+    link, out, into = (f"{found[f'{which}link_bytes_per_s'] / 1e9:.2f}" for which in ("", "prefill_", "decode_"))
+    held = [format_bytes(found[f"{role}_host_bytes"]) for role in ("prefill", "decode")]
+    lengths = f"{load['prompt_tokens']:,} prompt and {load['output_tokens']:,} output tokens"
+    rows = [
+        ("Load", f"{load['requests_per_s']:g} requests/s of {lengths}, {load['cached']:.0%} of a prompt cached"),
+        ("One engine", f"{load['prefill_rate']:,.0f} prompt tokens/s, or {load['decode_rate']:,.0f} output tokens/s"),
+        ("Prefill", f"{counted(found['prefill'], 'engine')}, {found['prefill_busy']:.0%} busy"),
+        ("Decode", f"{counted(found['decode'], 'engine')}, {found['decode_busy']:.0%} busy"),
+        ("A prompt", f"arrives in {found['prompt_s']:.3f} s; {found['prompts_in_flight']:.1f} are in flight"),
+        ("Host memory", f"{held[0]} of each prefill and {held[1]} of each decode engine, for prompts in flight"),
+        ("Link", f"{link} GB/s: {out} out of each prefill engine, {into} into each decode engine"),
+    ]
+    return panel(named_rows(rows), f"{found['model']}, engines by role")
 
 
 def ledger_table(found: Mapping[str, Any]) -> Table:

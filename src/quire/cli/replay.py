@@ -16,7 +16,6 @@ from quire.engine.config import LoadWord, PrefetchWord, WriteWord
 from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
-from quire.prefix.evict import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from quire.sim.comparison import Grid
@@ -153,6 +152,7 @@ def replay(
 def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles, plot: Path | None) -> Report:
     """Engines with roles, and as many without."""
     from quire.cli.replay_table import progress_bar, roles_table
+    from quire.prefix.evict import DEFAULT_POLICY
     from quire.sim.comparison import replay_roles
     from quire.sim.peers import SimulatedLink
 
@@ -160,17 +160,22 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles,
         raise InvalidInput("--plot draws pools, and roles have none to compare.", fix="leave it out.")
     if roles.prefill is None:
         raise InvalidInput("no engine computes prompts for others.", fix="add --prefill 1, or leave --decode out.")
-    speed, per, second = roles.link.replace(" ", "").partition("/")
-    if per and second != "s":
-        raise InvalidInput(f"'{roles.link}' is no speed.", fix="write --link 10GB/s.")
     if "policy" not in cache.model_fields_set:
         grid = replace(grid, policies=[DEFAULT_POLICY])
     link = SimulatedLink(
-        bandwidth=parse_bytes(speed), failures=roles.link_failures, seconds=roles.transfer_seconds, seed=cache.seed
+        bandwidth=parse_speed(roles.link), failures=roles.link_failures, seconds=roles.transfer_seconds, seed=cache.seed
     )
     with progress_bar(len(trace)) as progress:
         apart, same = replay_roles(trace, grid, link, roles.prefill, roles.decode or 1, progress)
     return Report([apart.as_dict(), same.as_dict()], lambda: roles_table(trace, (apart, same)))
+
+
+def parse_speed(text: str) -> int:
+    """Bytes per second of a speed such as `10GB/s`. Raises InvalidInput."""
+    size, per, second = text.replace(" ", "").partition("/")
+    if per and second != "s":
+        raise InvalidInput(f"'{text}' is no speed.", fix="write --link 10GB/s.")
+    return parse_bytes(size)
 
 
 def _names() -> Report:

@@ -103,8 +103,8 @@ def _tiers(asked: ReplayedTiers) -> SimulatedTiers | None:
 
 def _model(name: str, engine: ReplayedEngine) -> SimulatedModel:
     if name == PLAIN:
-        return SimulatedModel(cost=_cost(_COSTS_LIKE, engine, plain=True), record_bytes=_plain_record_bytes)
-    cost = _cost(name, engine, plain=False)
+        return SimulatedModel(cost=cost_of(_COSTS_LIKE, engine, plain=True), record_bytes=_plain_record_bytes)
+    cost = cost_of(name, engine, plain=False)
     return SimulatedModel(name=name, spec=planned_model(name).spec, cost=cost)
 
 
@@ -114,7 +114,7 @@ def _plain_record_bytes(plan: MemoryPlan) -> tuple[int, ...]:
     return tuple(group.layout.bytes_per_frame + HEADER_BYTES for group in spec.groups(plan.page_size))
 
 
-def _cost(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:
+def cost_of(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:
     """The costs of a model's steps; those of a plain one are of the model of that name, whatever its pools hold."""
     if engine.fit:
         fitted = fit_cost_model(measure_engine())
