@@ -45,7 +45,7 @@ def up(cluster: ClusterConfig, server: ServerConfig, *, as_json: bool) -> None:
             for row in rows:
                 print(json.dumps(row), flush=True)
         else:
-            shown = [(row["name"], row["pid"], row["url"]) for row in rows]
+            shown = [(row["name"], str(row["pid"]), row["url"]) for row in rows]
             table = plain_table(("process", "pid", "address"), shown, left=("process", "address"))
             console.print(panel(table, f"{cluster.model_name} is ready", "green"))
 

@@ -67,12 +67,13 @@ def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[in
     for each in chosen:
         port, role = next(free), each.get("role", "engine")
         own = server.model_copy(update={"host": HOST, "port": port, "cors_origins": None})
-        number = sum(member.upstream.role == role for member in members)
+        name = f"{role}-{sum(member.upstream.role == role for member in members)}"
+        engine = config.engine(**each, **({"transfer_name": name} if each else {}))
         members.append(
             Member(
-                upstream=Upstream(name=f"{role}-{number}", role=role, url=f"http://{HOST}:{port}"),
+                upstream=Upstream(name=name, role=role, url=f"http://{HOST}:{port}"),
                 options=(*(("--role", role) if each else ()), "--port", str(port)),
-                environment=inherited | environment_of(config.engine(**each)) | environment_of(own),
+                environment=inherited | environment_of(engine) | environment_of(own),
             )
         )
     return members

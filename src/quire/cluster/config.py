@@ -25,8 +25,9 @@ class ClusterConfig(EngineConfig):
     role: RoleWord | None = setting(None, "Chosen for each engine.", option=None)
     prefill_peers: str | None = setting(None, "Chosen for each engine.", option=None)
     transfer_listen: str = setting("", "Chosen for each engine.", option=None)
+    transfer_name: str | None = setting(None, "Chosen for each engine.", option=None)
 
-    @field_validator("role", "prefill_peers", "transfer_listen")
+    @field_validator("role", "prefill_peers", "transfer_listen", "transfer_name")
     @classmethod
     def _chosen(cls, value: str | None) -> str | None:
         if value:
