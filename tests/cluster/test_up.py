@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +154,7 @@ def test_no_process_is_left_when_the_first_is_killed() -> None:
 def test_a_second_signal_ends_it_at_once() -> None:
     with LiveCluster("--prefill", "0", "--decode", "2", "--drain", "60") as live:
         assert [row["role"] for row in live.rows] == ["engine", "engine", "router"]
-        threading.Thread(target=live.request, args=("/v1/completions", body(1, max_tokens=900)), daemon=True).start()
+        connection = live.open_request("/v1/completions", body(1, max_tokens=700, n=16, ignore_eos=True))
         wait_until(lambda: any(live.statistics_of(f"engine-{n}")["running_requests"] for n in range(2)))
         began = time.monotonic()
         live.process.send_signal(signal.SIGINT)
@@ -163,6 +162,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         live.process.send_signal(signal.SIGINT)
         assert live.wait() == 0, live.log()
         assert time.monotonic() - began < 3
+        connection.close()
         assert not live.children_left()
         assert "Traceback" not in live.log(), live.log()
 

@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -108,7 +108,7 @@ async def _run(
             router = Router(upstreams, client, api_key=server.api_key, cors_origins=server.origins)
             http = HttpServer(router.app, drain_s=server.drain_s)
             serving = await http.begin(listener)
-            running = asyncio.create_task(_keep(router, supervisor))
+            running = asyncio.create_task(_together(router.watch(), supervisor.keep()))
             if http.started:
                 row = {"role": "router", "name": "router", "pid": os.getpid(), "url": url_of(listener), "healthy": True}
                 on_ready([*(upstream.to_dict() for upstream in upstreams), row])
@@ -116,7 +116,7 @@ async def _run(
             running.cancel()
             await asyncio.wait((running,))
             http.should_exit = True
-            stopping = asyncio.gather(supervisor.stop(), serving)
+            stopping = asyncio.create_task(_together(supervisor.stop(), serving))
             again = asyncio.create_task(signals.get())
             logger.warning("no new requests; open ones get %g s to finish (a signal: none)", server.drain_s)
             await asyncio.wait((stopping, again), return_when=asyncio.FIRST_COMPLETED)
@@ -128,8 +128,9 @@ async def _run(
             await supervisor.kill()
 
 
-async def _keep(router: Router, supervisor: Supervisor) -> None:
-    await asyncio.gather(router.watch(), supervisor.keep())
+async def _together(*parts: Awaitable[None]) -> None:
+    """A task of it may be cancelled; a cancelled future of `gather` would be logged."""
+    await asyncio.gather(*parts)
 
 
 async def _start(
