@@ -123,9 +123,9 @@ def test_the_same_tokens(target: LoadedModel, head: LoadedHead, kind: str, page_
     check_some_right(core, accepted=False)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1", "qwen3_next", "deepseek_v3", "llama4_text"])
 def test_targets_of_other_kinds(name: str, kind: str, tmp_path: Path) -> None:
-    """Windows, states and latents beside the pages that the head shares."""
+    """Windows, chunks, states and latents beside the pages that the head shares."""
     model, expected = case_of(name)
     settings = {"draft": head_for(model, kind, tmp_path), "speculative_config": config_of(kind), "page_size": 4}
     core = core_for(model, **settings, **BOUNDS)

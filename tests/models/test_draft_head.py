@@ -16,6 +16,7 @@ from quire.models.draft_head import LoadedHead, load_head
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
 from tests.tiny_heads import dense_choice, dense_head, head_settings, head_tensors, save_head
+from tests.tiny_hybrids import build_hybrid
 from tests.tiny_models import VOCAB_SIZE, build_tiny
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -89,17 +90,22 @@ def test_the_target_keeps_what_the_head_reads(tmp_path, kind):
     for _ in range(2):  # the second one has nothing to add
         head = load_head(name, model, eagle3=kind == "eagle3")
     tokens = torch.arange(LENGTH)
-    (group,) = model.spec.groups(4)
-    pool = Pool(group.layout, 8)
-    batch = PagedBatch.of(np.arange(6, dtype=np.int32)[None], np.array([0]), np.array([LENGTH]), 4)
-    running = RunningForward((pool,), (batch,))
-    model.run(running, tokens, tokens, tokens)
+    running = on_pages(model, tokens)
     with torch.no_grad():
         states = plain(tokens[None], output_hidden_states=True).hidden_states
         last = plain.model(tokens[None]).last_hidden_state[0]
     second = plain_second(plain, tokens)
     wanted = last if kind == "eagle" else torch.cat([states[1][0], second, second], -1) @ tensors["fc.weight"].T
     torch.testing.assert_close(head.features(running), wanted, atol=2e-5, rtol=2e-4)
+
+
+def on_pages(model: LoadedModel, tokens) -> RunningForward:
+    """A pass over a whole sequence."""
+    (group,) = model.spec.groups(4)
+    batch = PagedBatch.of(np.arange(6, dtype=np.int32)[None], np.array([0]), np.array([LENGTH]), 4)
+    running = RunningForward((Pool(group.layout, 8),), (batch,))
+    model.run(running, tokens, tokens, tokens)
+    return running
 
 
 def plain_second(plain, tokens) -> torch.Tensor:
@@ -110,6 +116,26 @@ def plain_second(plain, tokens) -> torch.Tensor:
         plain(tokens[None])
     hook.remove()
     return found[0][0]
+
+
+def test_layers_by_another_name(tmp_path):
+    """Those of GPT-2."""
+    model = LoadedModel(build_tiny("gpt2"), name="target")
+    head = load_head(saved(tmp_path, model, "eagle3")[0], model, eagle3=True)
+    tokens = torch.arange(LENGTH)
+    with torch.no_grad():
+        states = build_tiny("gpt2")(tokens[None], output_hidden_states=True).hidden_states
+    wanted = torch.cat([states[layer + 1][0] for layer in head.layers], -1)
+    torch.testing.assert_close(on_pages(model, tokens).captured(head.layers), wanted, atol=2e-5, rtol=2e-4)
+
+
+def test_layers_with_several_streams_are_refused(tmp_path):
+    target = LoadedModel(build_hybrid("gemma3n_text"), name="streams")
+    path, _ = saved(tmp_path, target, "eagle3")
+    for _ in range(2):  # the hooks are gone
+        with pytest.raises(UnsupportedModel, match="several streams of hidden states"):
+            load_head(path, target, eagle3=True)
+    assert not any(layer._forward_hooks for layer in target.module.get_decoder().layers)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from quire.models.check import check_forward
 from quire.models.chunked import install_chunks
 from quire.models.compressed import install_compressors
 from quire.models.fingerprint import fingerprint_weights, identity_of
-from quire.models.forward import RecordingForward, RunningForward, forward_pass
+from quire.models.forward import HIDDEN, RecordingForward, RunningForward, forward_pass
 from quire.models.hidden import capture_hidden
 from quire.models.latent import install_latents
 from quire.models.linear import widen_linears
@@ -48,6 +48,7 @@ from quire.spec.model import ModelSpec, config_dtype
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 _SMALL_MODEL = 16 * 10**6  # parameters
+_SOME_TOKENS = 2
 
 INSTALLS = (
     install_mixers,
@@ -180,9 +181,22 @@ class LoadedModel:
 
     def capture(self, layers: Sequence[int]) -> None:
         """Keep the outputs of these decoder layers in each forward pass, for `RunningForward.captured`. `LAST_HIDDEN`
-        is that of the last one after the final norm. Raises UnsupportedModel if there is no such layer."""
+        is that of the last one after the final norm. Raises UnsupportedModel if there is no such layer, or if it has
+        several streams of hidden states."""
         new = [layer for layer in layers if layer not in self._captured]
-        capture_hidden(self.module.get_decoder(), new, self.name)
+        if not new:
+            return
+        decoder = self.module.get_decoder()
+        hooks = capture_hidden(decoder if decoder is not self.module else self.module.model, new, self.name)
+        found = self._recorded().shared[HIDDEN]
+        if any(list(found[layer].shape) != [_SOME_TOKENS, self.hidden_size] for layer in new):
+            for hook in hooks:
+                hook.remove()
+            raise UnsupportedModel(
+                f"the layers of '{self.name}' ({type(self.module).__name__}) have several streams of hidden states, "
+                "of which no head is known to read one.",
+                fix="use another method, such as ngram.",
+            )
         self._captured.update(new)
 
     @torch.inference_mode()
@@ -197,14 +211,9 @@ class LoadedModel:
         logits: Tensor = out.logits[0].float()
         return logits
 
-    @torch.inference_mode()
     def discover(self) -> tuple[Call, ...]:
-        """The calls of one forward pass, found by running two tokens through the model without a pool."""
-        recording = RecordingForward()
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        with forward_pass(recording):
-            self.module(input_ids=tokens, position_ids=torch.arange(2, device=self.device).unsqueeze(0), **self._inputs)
-        calls = tuple(recording.calls)
+        """The calls of one forward pass."""
+        calls = tuple(self._recorded().calls)
         if not calls:
             raise UnsupportedModel(
                 f"'{self.name}' ({type(self.module).__name__}) computes attention in code of its own, which "
@@ -212,6 +221,16 @@ class LoadedModel:
                 fix="use a model type listed as verified.",
             )
         return calls
+
+    @torch.inference_mode()
+    def _recorded(self) -> RecordingForward:
+        """A pass over some tokens, without a pool."""
+        recording = RecordingForward()
+        tokens = torch.zeros(1, _SOME_TOKENS, dtype=torch.int64, device=self.device)
+        positions = torch.arange(_SOME_TOKENS, device=self.device).unsqueeze(0)
+        with forward_pass(recording):
+            self.module(input_ids=tokens, position_ids=positions, **self._inputs)
+        return recording
 
     def _endless(self) -> int | None:
         """The context that planning assumes for a model whose layers have no limit of their own: states, windows."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quire.errors import UnsupportedModel
 from quire.models.forward import HIDDEN, LAST_HIDDEN, current_forward, in_forward
@@ -41,21 +42,21 @@ class DraftHead(nn.Module, ABC):
         return None
 
 
-def capture_hidden(decoder: nn.Module, layers: Sequence[int], name: str) -> None:
+def capture_hidden(decoder: nn.Module, layers: Sequence[int], name: str) -> list[RemovableHandle]:
     """Keep the outputs of these layers of `decoder`, or its own, in each forward pass on the pools.
 
-    Raises UnsupportedModel, before any is kept, if `decoder` has no such layer.
+    It ends when the returned hooks are removed. Raises UnsupportedModel, before there are any, if `decoder` has no such
+    layer.
     """
-    found: Any = getattr(decoder, "layers", ())
+    found: Any = getattr(decoder, "layers", None) or getattr(decoder, "h", ())  # as in the family of GPT-2
     absent = [layer for layer in layers if layer != LAST_HIDDEN and not 0 <= layer < len(found)]
     if absent:
         raise UnsupportedModel(
             f"the head reads the output of layer {absent[0]}, and '{name}' has {len(found)} layers.",
             fix="use a head that was trained for this target.",
         )
-    for layer in layers:
-        module = decoder if layer == LAST_HIDDEN else found[layer]
-        module.register_forward_hook(partial(_keep, layer))
+    modules = [decoder if layer == LAST_HIDDEN else found[layer] for layer in layers]
+    return [module.register_forward_hook(partial(_keep, layer)) for layer, module in zip(layers, modules, strict=True)]
 
 
 def _keep(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
