@@ -138,6 +138,16 @@ def test_drafts_that_are_never_right_are_left_out() -> None:
     assert speed > 0.98
 
 
+def test_a_search_that_was_interrupted_costs_little_more_than_others() -> None:
+    """Another process ran meanwhile. Many of these would use up the credit of a load that begins to repeat later."""
+    governor = Governor(1, 4)
+    for turn in range(40):
+        resting = governor.rests(1)
+        searched = 0.0 if resting else 1.0 if turn % 5 == 4 else 0.05
+        governor.measured(1, 0, 1.0 + searched, searched)
+    assert not governor.rests(1), "seven searches of a step each are most of the first credit"
+
+
 def test_searches_that_find_nothing_are_left_out() -> None:
     governor, rows, serials = Governor(1, 4), np.array([0]), np.array([1], dtype=np.int64)
     searches = 0

@@ -188,15 +188,16 @@ def _equal_answers(scene: Scene, warm: list[RequestOutput]) -> int:
 
 
 def _drafted(scene: Scene, answered: list[RequestOutput]) -> dict[str, Any]:
-    """The same prompts twice, one after the other, on an engine that drafts from n-grams."""
+    """The same prompts, each twice, one after the other, on an engine that drafts from n-grams."""
     from quire.scheduler.sampling_params import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "shared_history": True}
+    twice = [each for each in answered for _ in range(2)]
     with scene.engine(speculative_config=ngram) as llm:
-        again = [llm.generate({"prompt_token_ids": each.prompt_token_ids}, greedy)[0] for each in answered * 2]
+        again = [llm.generate({"prompt_token_ids": each.prompt_token_ids}, greedy)[0] for each in twice]
         found = llm.statistics()
-    pairs = zip(again, answered * 2, strict=True)
+    pairs = zip(again, twice, strict=True)
     equal = sum(one.outputs[0].token_ids == other.outputs[0].token_ids for one, other in pairs)
     names = ("steps", "output_tokens")
     return {**found["speculation"], **{name: found[name] for name in names}, "equal_answers": equal}

@@ -155,4 +155,4 @@ def _is_full_attention(layer: Layer) -> bool:
 
 
 def _refusal(draft: ModelSpec, why: str, fix: str) -> UnsupportedModel:
-    return UnsupportedModel(f"the draft model ({draft.architecture}) {why}.", fix=fix)
+    return UnsupportedModel(f"the draft ({draft.architecture}) {why}.", fix=fix)

@@ -48,6 +48,8 @@ class _Size:
     added_s: float = 0.0  # mean of what they add to a step
     variance: float = 0.0  # of the number
     covariance: float = 0.0
+    search_s: float = 0.0  # a search that ends without drafts
+    num_searches: int = 0
     most_credit: float = _MOST_CREDIT
     credit: float = _MOST_CREDIT  # in steps without drafts
 
@@ -64,6 +66,15 @@ class _Size:
         elif self.num_plain:
             seconds = self.plain_s + _LEARN * (min(seconds, _OUTLIER * self.plain_s) - self.plain_s)
         self.plain_s, self.num_plain, self.since_plain = seconds, self.num_plain + 1, 0
+
+    def add_search(self, seconds: float) -> float:
+        """A search without drafts took this time. Returns what it costs: others may run on the processor meanwhile."""
+        if self.num_searches < _FIRST:
+            self.search_s = min(seconds, self.search_s) if self.num_searches else seconds
+        else:
+            self.search_s += _LEARN * (min(seconds, _OUTLIER * self.search_s) - self.search_s)
+        self.num_searches += 1
+        return min(seconds, _OUTLIER * self.search_s)
 
     def add_drafted(self, num_drafts: int, added_s: float) -> None:
         """So many drafts have added this time to a step."""
@@ -148,7 +159,7 @@ class Governor:
         accepted, self._num_accepted = self._num_accepted, 0
         if not num_drafts:
             size.add_plain((seconds - searched_s) / num_requests)
-            lost = searched_s
+            lost = size.add_search(searched_s) if searched_s else 0.0
         else:
             size.since_plain += 1
             if not size.num_plain:
