@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import importlib
 import secrets
@@ -168,6 +169,16 @@ def test_tcp_bounds_strangers_in_number_and_time(receiver: TcpConnector, monkeyp
     for stranger in silent:
         stranger.close()
     still_works(receiver)
+
+
+def test_tcp_survives_a_lack_of_descriptors(receiver: TcpConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TcpConnector(np.full(100_000, 3, np.uint8), name="writer", secret=SECRET)
+    target = receiver.open(1, SPANS)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "too many open files")))
+        assert ended(writer, receiver, 1, target) is Progress.FAILED
+    assert ended(writer, receiver, 1, target) is Progress.LANDED, "its thread has not ended"
+    writer.close()
 
 
 def test_tcp_is_not_taken_for_another_peer(receiver: TcpConnector) -> None:

@@ -148,6 +148,12 @@ def test_a_peer_that_starts_later_is_found() -> None:
             decode.wait(Connected)
 
 
+def test_an_address_that_can_be_no_name_is_a_problem_of_its_own() -> None:
+    with control(DECODE, listen=None, peers=[("a..b", 1)]) as decode:
+        until(lambda: "idna" in decode.control.problems().get(("a..b", 1), ""))
+        assert decode.control._thread.is_alive()
+
+
 def test_waiting_between_attempts_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[float] = []
     real = module.Control._dial

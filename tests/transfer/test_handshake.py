@@ -116,6 +116,14 @@ def test_an_acceptor_without_the_secret_learns_nothing() -> None:
     assert not side.outbox
 
 
+def test_what_was_refused_never_succeeds() -> None:
+    acceptor = Handshake(hello("a", "prefill"), SECRET, dials=False, admit=lambda theirs: "")
+    acceptor.inbox += b"GET / HTTP/1.1"
+    with pytest.raises(Foreign, match="foreign"):
+        acceptor.advance()
+    assert not acceptor.advance()
+
+
 def test_a_recorded_handshake_cannot_be_repeated() -> None:
     dialer = Handshake(DECODE, SECRET, dials=True, admit=lambda theirs: "")
     acceptor = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")

@@ -274,7 +274,7 @@ class Control:
             made = socket.socket(family, kind)
             made.setblocking(False)
             made.connect_ex(address)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
             target.problem = str(error)
             return
         link = self._add(made, target)
@@ -285,8 +285,11 @@ class Control:
         assert self._listener is not None
         try:
             made, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # it has gone already
         except OSError:
-            return  # it has gone already, or there are no more descriptors
+            time.sleep(0.01)  # for lack of file descriptors: it stays readable
+            return
         if sum(not link.peer for link in self._links) >= MOST_STRANGERS:
             self.refused["too many"] += 1
             made.close()

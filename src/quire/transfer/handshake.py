@@ -144,12 +144,14 @@ class Handshake:
         self._secret = secret
         self._dials = dials
         self._admit = admit
+        self._has_succeeded = False
         self._steps = self._converse()
 
     def advance(self) -> bool:
         """Read what is in `inbox`; returns whether the handshake has succeeded. Raises Foreign or PeerRefused; then
         `outbox` may have last words."""
-        return next(self._steps, "done") == "done"
+        next(self._steps, None)
+        return self._has_succeeded
 
     def _converse(self) -> Generator[None, None, None]:
         nonce = os.urandom(32)
@@ -180,6 +182,7 @@ class Handshake:
             self.outbox += frame(_ENCODER.encode(Verdict(refusal)))
         if refusal:
             raise Foreign(refusal)
+        self._has_succeeded = True
 
     def _proof(self, role: bytes, nonces: bytes) -> bytes:
         return hmac.digest(self._secret, _MAGIC + role + nonces, "sha256")

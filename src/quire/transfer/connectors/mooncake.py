@@ -50,7 +50,7 @@ class MooncakeConnector(OneSided):
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
     def _attach(self, place: Place) -> str:
-        return place.how.decode()
+        return place.how.decode(errors="replace")
 
     def _begin(self, remote: str, runs: Runs) -> Future[int]:
         future: Future[int] = Future()

@@ -89,7 +89,7 @@ class OneSided(Connector):
     def connect(self, peer: str, address: bytes) -> None:
         try:
             place = msgspec.msgpack.decode(address, type=Place)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError) as error:  # ValueError: text that is no UTF-8
             raise ConnectorError(
                 f"the address of '{peer}' is not one of a connector '{self.kind}': {error}."
             ) from error

@@ -142,7 +142,7 @@ class TcpConnector(Connector):
         try:
             place = msgspec.msgpack.decode(address, type=_Place)
             family, _, _, _, where = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
-        except (msgspec.DecodeError, OSError, OverflowError) as error:
+        except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:  # ValueError: a host that is no name
             raise ConnectorError(f"the address of '{peer}' is not one of a connector 'tcp': {error}.") from error
         if (place.kind, place.name) != ("tcp", peer):
             raise ConnectorError(f"the address of '{peer}' is that of '{place.name}', connector '{place.kind}'.")
@@ -170,7 +170,12 @@ class TcpConnector(Connector):
         def begin() -> None:
             link = self._links.get(peer)
             if link is None:
-                link = self._links[peer] = _Link(socket.socket(place[0], socket.SOCK_STREAM), peer)
+                try:
+                    made = socket.socket(place[0], socket.SOCK_STREAM)
+                except OSError as error:  # there are no more descriptors
+                    write.end(f"there is no connection to '{peer}': {error}.")
+                    return
+                link = self._links[peer] = _Link(made, peer)
                 link.steps = self._send(link, place[1])
                 self._selector.register(link.sock, _READ, link)
             link.writes.append((write, tag, runs))
