@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache.hold import Hold, Reason
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
+from quire.offload.tiering import Moving
 from quire.scheduler.step import Step
 from quire.spec.events import Namespace
+from quire.tiers.transfer import Lane, Transfer
+from quire.transfer.connector import Write
 from quire.transfer.connectors.memory import Fault
-from quire.transfer.messages import Ask, Gone, Send, Want
+from quire.transfer.messages import Ask, Gone, Send, Want, tag_of
 from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
 from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, build
@@ -258,3 +262,59 @@ def test_a_prompt_longer_than_the_context_of_the_peer_is_computed_here() -> None
     finally:
         decode.close()
         prefill.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_write_that_fails_is_tried_once_more(times: int) -> None:
+    with pair() as (decode, prefill), pytest.MonkeyPatch.context() as patch:
+        assert prefill.transfer is not None
+        side, real = prefill.transfer.prefill, prefill.transfer.connector.write
+        failing = [Write.failed("the connection broke") for _ in range(times)]
+        patch.setattr(side._connector, "write", lambda *given: failing.pop() if failing else real(*given))
+        assert run_apart(decode, [prefill], PROMPTS[:1], GREEDY) == alone()[:1]
+        (received,), (sent,) = (
+            transfer_of(core)[way].values() for core, way in ((decode, "received"), (prefill, "sent"))
+        )
+        assert sent["failures"] == {"write": times}
+        assert received["fallbacks"] == ({} if times == 1 else {"unsent": 1})
+        assert not failing
+
+
+def test_pages_are_held_until_they_have_landed_and_no_longer() -> None:
+    with pair() as (_, prefill):
+        assert prefill.transfer is not None
+        side = prefill.transfer.prefill
+        tokens = np.array(PROMPTS[0][:32], dtype=np.int32)
+        num_pages, tiers = len(tokens) // PAGE, side._tiers
+        frames = tiers.hosts[0].take(num_pages)
+        spans = side._host.spans(0, frames)
+        target = prefill.transfer.connector.open(tag_of(1, 0), spans)
+        prefill.transfer.connector.connect(peer := prefill.transfer._hello.peer, prefill.transfer.connector.address())
+        side.asked(peer, Ask(1, 1, 9.0, tiers.names.scope(Namespace()), "", "", tokens.tobytes()))
+        side.asked(peer, Want(1, 0, (np.arange(num_pages, dtype=np.int32).tobytes(),), target))
+        until(lambda: side._writes, prefill)
+        assert sum(tiers.hosts[0]._reads.values()) == num_pages
+        until(lambda: not side._writes, prefill)
+        assert side.sender.is_open(peer, 1)
+        assert not tiers.hosts[0]._reads, "what has landed can be evicted"
+        side.lost(peer)
+        tiers.hosts[0].untake(frames)
+        prefill.audit()
+
+
+def test_pages_that_were_lost_are_refused_while_others_are_saved() -> None:
+    """A busy prefill engine always saves something."""
+    with pair() as (_, prefill):
+        assert prefill.transfer is not None
+        side, told = prefill.transfer.prefill, list[Send]()
+        side._send = told.append
+        tokens, tiers = np.array(PROMPTS[0][:32], dtype=np.int32), side._tiers
+        side.asked("stranger", Ask(1, 1, 9.0, tiers.names.scope(Namespace()), "", "", tokens.tobytes()))
+        until(lambda: side._prompts["stranger", 1].is_done and not tiers.moving, prefill)
+        prefill.flush(None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(tiers.moving, Transfer(Lane.SAVE, ()), Moving(Hold(Reason.SAVE, "", None), []))
+            side.asked("stranger", Want(1, 0, (np.arange(8, dtype=np.int32).tobytes(),), b""))
+            side.settle()
+        assert isinstance(told[-1].message, Gone), told
+        side.lost("stranger")

@@ -158,3 +158,12 @@ def test_the_oldest_ask_is_the_first_with_frames() -> None:
     assert isinstance(effects[0], Send)
     assert isinstance(effects[0].message, Ask)
     assert effects[0].message.oldest == 3
+
+
+def test_frames_that_one_peer_holds_do_not_make_another_remember_every_ask() -> None:
+    receiver = Receiver()
+    receiver.cancel(wanted(receiver))
+    receiver.release(1)
+    number, (sent,) = asked(receiver, peer="prefill-1@1")
+    assert isinstance(sent, Send) and isinstance(sent.message, Ask)
+    assert sent.message.oldest == number == 2

@@ -253,10 +253,14 @@ class Tiering:
             host.begin_reading(frames)
         return found
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether saves are in flight, or wait for others."""
-        return self._saves_wait or any(move.lane is Lane.SAVE for move in self.moving)
+    def is_saving(self, namespace: Namespace, tokens: Ids, places: Sequence[Ids]) -> bool:
+        """Whether saves of some of these pages of a prompt, by group, are in flight, or any saves wait for others."""
+        pages = self._tree.match(namespace, tokens).pages
+        arriving = [
+            host.table.has(pages[at[at < len(pages)]], State.ARRIVING).any()
+            for host, at in zip(self.hosts, places, strict=True)
+        ]
+        return self._saves_wait or any(arriving)
 
     def save_prompt(self, namespace: Namespace, tokens: Ids) -> bool:
         """Save what is cached of a prompt and lacks host copies; returns whether a save has begun."""

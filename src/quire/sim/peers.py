@@ -198,7 +198,7 @@ class PrefillServer:
             part.lands = self._free_at + self._link.latency
             if self._chances.random() < self._link.failures:
                 part.error = "link"
-        elif ask.is_done and not self.tiers.is_saving:
+        elif ask.is_done and not self.tiers.is_saving(ask.namespace, ask.tokens, part.places):
             if not ask.is_saved:
                 ask.is_saved = True
                 if self.tiers.save_prompt(ask.namespace, ask.tokens):

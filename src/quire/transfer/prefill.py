@@ -44,6 +44,7 @@ class _Writing:
     num_tokens: int
     num_bytes: int
     since: float
+    is_again: bool  # after a failure
 
 
 class PrefillSide:
@@ -147,37 +148,52 @@ class PrefillSide:
             if each.write.poll() is Progress.LANDED:
                 counts.tokens += each.num_tokens
                 counts.bytes += each.num_bytes
+                self._end_reading(each)
                 self._do(self.sender.landed(each.peer, each.want))
+                continue
+            counts.failures["write"] += 1
+            if not each.is_again and self.sender.is_open(each.peer, each.want.ask):
+                self._write(each.peer, each.want, is_again=True)  # the bytes are the same
             else:
-                counts.failures["write"] += 1
+                self._end_reading(each)
                 self._do(self.sender.failed(each.peer, each.want, each.write.error))
         saved = self._tiers.counters.saved_frames
         if saved != self._seen or any(prompt.is_done for prompt in self._prompts.values()):
             self._seen = saved
+            computing: set[tuple[str, int]] = set()  # asks whose later parts are not computed either
             for peer, want in self.sender.waiting():
-                self._try(peer, want)
+                if (peer, want.ask) not in computing and self._try(peer, want):
+                    computing.add((peer, want.ask))
 
-    def _try(self, peer: str, want: Want) -> None:
-        """Begin to write a part if its pages are on the host, or answer that they will not be."""
+    def _try(self, peer: str, want: Want) -> bool:
+        """Begin to write a part if its pages are on the host, or answer that they will not be. Returns whether they are
+        still to be computed."""
         prompt, places = self._prompts[peer, want.ask], want.by_group()
         last = len(prompt.tokens) // self._page_size
         is_ascending = all((np.diff(at, prepend=-1, append=last) > 0).all() for at in places)
         if len(places) != len(self._tiers.hosts) or not is_ascending:
             self._do(self.sender.unavailable(peer, want, "it names pages that the prompt does not have, or one twice"))
-            return
+            return False
         frames = self._tiers.read(prompt.namespace, prompt.tokens, places)
         if frames is not None:
             prompt.reads[want.part] = frames
             self._do(self.sender.ready(peer, want))
-            return
-        if not prompt.is_done or self._tiers.is_saving:
-            return
+            return False
+        if not prompt.is_done:
+            return True
+        if self._tiers.is_saving(prompt.namespace, prompt.tokens, places):
+            return False
         if not prompt.is_saved:
             prompt.is_saved = True
             if self._tiers.save_prompt(prompt.namespace, prompt.tokens):
-                return
+                return False
         self.counts.of(peer).failures["no room"] += 1
         self._do(self.sender.unavailable(peer, want, "the pages are not in host memory, which is full"))
+        return False
+
+    def _end_reading(self, writing: _Writing) -> None:
+        """Nothing reads the frames of a part any more, whose ask may continue."""
+        self._tiers.end_reading(self._prompts[writing.peer, writing.want.ask].reads.pop(writing.want.part))
 
     # -- what the sender says
 
@@ -220,7 +236,7 @@ class PrefillSide:
         else:
             self._do(self.sender.grant(peer, ask.ask))
 
-    def _write(self, peer: str, want: Want) -> None:
+    def _write(self, peer: str, want: Want, *, is_again: bool = False) -> None:
         frames = self._prompts[peer, want.ask].reads[want.part]
         spans = np.concatenate([self._host.spans(group, each) for group, each in enumerate(frames)])
         try:
@@ -228,7 +244,8 @@ class PrefillSide:
         except QuireError as error:
             write = Write.failed(str(error))
         num_tokens = max(map(len, frames)) * self._page_size
-        self._writes.append(_Writing(peer, want, write, num_tokens, int(spans[:, 1].sum()), time.monotonic()))
+        num_bytes = int(spans[:, 1].sum())
+        self._writes.append(_Writing(peer, want, write, num_tokens, num_bytes, time.monotonic(), is_again))
 
 
 def _id(peer: str, ask: int) -> str:

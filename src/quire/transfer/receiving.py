@@ -107,7 +107,8 @@ class Receiver:
         """Ask a connected peer for the pages of a prompt. Returns the id of the ask, which ends after `seconds`."""
         ask, self._next = self._next, self._next + 1
         self.asks[ask] = Asked(peer, now + seconds)
-        return ask, [Send(peer, Ask(ask, next(iter(self.asks)), seconds, scope, adapter, salt, prompt))]
+        oldest, _ = next(self._asks_of(peer))
+        return ask, [Send(peer, Ask(ask, oldest, seconds, scope, adapter, salt, prompt))]
 
     def part(self, ask: int) -> Part:
         """A new part. Open its `tag` at the connector before `want`. It is GONE if the ask has ended."""

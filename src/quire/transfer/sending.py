@@ -216,6 +216,11 @@ class Sender:
             if part.state is PartState.WAITING and part.want is not None
         ]
 
+    def is_open(self, peer: str, ask: int) -> bool:
+        """Whether an ask has not ended."""
+        asked = self._find(peer, ask)
+        return asked is not None and asked.state is not AskState.ENDED
+
     def ready(self, peer: str, want: Want) -> Effects:
         """All pages of the part are on the host, and stay there until `Drop`."""
         part = self._part(peer, want)
@@ -260,8 +265,9 @@ class Sender:
 
     def _asked(self, peer: str, client: Client, message: Ask, now: float) -> Effects:
         effects: Effects = []
-        client.oldest = max(client.oldest, message.oldest)
-        client.ended = {ask for ask in client.ended if ask >= client.oldest}
+        if message.oldest > client.oldest:
+            client.oldest = message.oldest
+            client.ended = {ask for ask in client.ended if ask >= client.oldest}
         for ask, asked in list(client.asks.items()):
             if ask < client.oldest:
                 effects += self._end(peer, ask, asked, now, "released")
