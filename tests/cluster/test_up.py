@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -11,14 +12,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
 
 from quire.cluster.cluster import make_members
 from quire.cluster.config import ClusterConfig
-from quire.cluster.processes import reserve_port
-from quire.errors import InvalidInput
+from quire.cluster.processes import Member, Supervisor, reserve_port
+from quire.cluster.upstream import Upstream
+from quire.errors import InvalidInput, NoServer
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind
 from tests.cli.conftest import Run
@@ -187,6 +190,25 @@ def test_the_error_of_a_process_is_that_of_the_cluster(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert "file" in json.loads(done.stderr.splitlines()[-1])["error"]["message"]
+
+
+def test_a_process_that_does_not_start_again_is_tried_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor([], stall_s=1.0, stop_s=1.0, tell=lambda name, line: None)
+    member = Member(upstream=Upstream(name="decode-0", role="decode", url=""), options=(), environment={})
+    member.ready_s = time.monotonic() - 3600.0
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 5:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr("quire.cluster.processes.asyncio.sleep", sleep)
+    monkeypatch.setattr(supervisor, "_start", AsyncMock(side_effect=NoServer("no memory.")))
+    monkeypatch.setattr(supervisor, "_end_of", AsyncMock(return_value="ended"))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(supervisor._keep(member))
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2]
 
 
 # -- settings

@@ -26,6 +26,16 @@ from quire.testing import small_plan
         ({"host_memory": "lots"}, "lots", ""),
         ({"storage": "/x", "storage_size": "auto-ish"}, "auto-ish", ""),
         ({"storage": "/x", "prefetch": "never"}, "prefetch", ""),
+        (
+            {
+                "role": "decode",
+                "transfer_secret": "s" * 16,
+                "prefill_peers": "10.0.0.1:8998",
+                "transfer_listen": "0.0.0.0:0",
+            },
+            "0.0.0.0:0 names none",
+            "the address of this machine",
+        ),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], said: str, fix: str) -> None:

@@ -122,6 +122,7 @@ class Supervisor:
                 await self._start(member)
                 logger.warning("%s is ready again", upstream.name)
             except QuireError as error:
+                member.ready_s = time.monotonic()  # a process that never was ready did not last
                 logger.error("%s did not start: %s", upstream.name, error)
 
     async def _end_of(self, member: Member) -> str:

@@ -288,7 +288,9 @@ class EngineConfig(Settings):
         otherwise="none",
     )
     transfer_listen: str = setting(
-        "127.0.0.1:8998", "Where an engine that computes prompts listens for others: HOST:PORT.", group=_TRANSFER
+        "127.0.0.1:8998",
+        "Where an engine that computes prompts listens for others: HOST:PORT. Pages for this engine arrive at HOST.",
+        group=_TRANSFER,
     )
     transfer_connector: str = setting(
         "auto", "What carries pages: nixl, tcp, mooncake, or auto: nixl if it is installed, else tcp.", group=_TRANSFER
@@ -421,6 +423,11 @@ class EngineConfig(Settings):
         if self.role == "prefill" and self.prefill_peers:
             raise InvalidInput(
                 "role prefill computes its own prompts, and --prefill-peers names others.", fix="use --role both."
+            )
+        if self.prefill_peers and self.transfer_listen.rpartition(":")[0] in ("0.0.0.0", "::", "[::]"):
+            raise InvalidInput(
+                f"other engines send pages to the host of --transfer-listen, and {self.transfer_listen} names none.",
+                fix="give the address of this machine that they reach.",
             )
         if not self.enable_prefix_caching:
             raise InvalidInput("transferred pages are cached prefixes, and prefix caching is off.", fix="leave it on.")

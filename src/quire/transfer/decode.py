@@ -40,7 +40,7 @@ _FIXES = {
     "closed": "the prefill engine has ended: see its log",
     "unreachable": "look at the network between the engines",
     "room": "give this engine more --host-memory",
-    "unsent": "give the prefill engine more --host-memory",
+    "unsent": "give the prefill engine more --host-memory, or look at the host of --transfer-listen here",
     "damaged": "bytes change on the way: look at quire_tier_corrupt_records_total, and at the memory of both machines",
 }
 

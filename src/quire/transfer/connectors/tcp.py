@@ -287,13 +287,13 @@ class TcpConnector(Connector):
         yield _WRITE
         error = link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            raise OSError(error, os.strerror(error))
+            raise ConnectorError(f"{os.strerror(error)} at {where[0]}:{where[1]}")
         mine = secrets.token_bytes(_NONCE)
         yield from _put(link.sock, _MAGIC + mine)
         answer = yield from _get(link.sock, _NONCE + _PROOF)
         theirs = answer[:_NONCE]
         if not hmac.compare_digest(answer[_NONCE:], self._proof(b"receiver", link.peer, mine, theirs)):
-            raise ConnectorError("it has another secret, or is another peer")
+            raise ConnectorError(f"what listens at {where[0]}:{where[1]} has another secret, or is another peer")
         yield from _put(link.sock, self._proof(b"writer", link.peer, theirs, mine))
         while True:
             while not link.writes:
