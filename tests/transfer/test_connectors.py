@@ -173,6 +173,13 @@ def test_tcp_bounds_strangers_in_number_and_time(receiver: TcpConnector, monkeyp
     still_works(receiver)
 
 
+def test_tcp_admits_a_peer_beside_many_strangers(receiver: TcpConnector) -> None:
+    silent = [call(receiver) for _ in range(40)]
+    still_works(receiver)
+    for stranger in silent:
+        stranger.close()
+
+
 def test_tcp_survives_a_lack_of_descriptors(receiver: TcpConnector, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = TcpConnector(np.full(100_000, 3, np.uint8), name="writer", secret=SECRET)
     target = receiver.open(1, SPANS)

@@ -210,6 +210,17 @@ def test_half_open_connections_end_and_are_bounded(monkeypatch: pytest.MonkeyPat
             prefill.wait(Connected)
 
 
+def test_a_peer_gets_in_beside_any_number_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", LONG_S)
+    with control(PREFILL) as prefill:
+        strangers = [raw(address_of(prefill)) for _ in range(module.MOST_STRANGERS)]
+        with control(DECODE, listen=None, peers=[address_of(prefill)]):
+            prefill.wait(Connected, 5.0)
+        assert prefill.control.refused["too many"] >= 1
+        for each in strangers:
+            each.close()
+
+
 BROKEN = {
     "oversized": struct.pack("<I", MOST_FRAME_BYTES + 1),
     "garbage": struct.pack("<I", 4) + b"\xff\xff\xff\xff",

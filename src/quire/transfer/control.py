@@ -41,7 +41,7 @@ SILENT_S: Final = 2.0
 HANDSHAKE_S: Final = 5.0
 MOST_QUEUED_BYTES: Final = 256 << 20
 MOST_STRANGERS: Final = 64
-"""Connections whose handshake has not succeeded."""
+"""Accepted connections whose handshake has not succeeded. One more ends the oldest."""
 
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 2.0
 _TICK_S = 0.1
@@ -290,10 +290,9 @@ class Control:
         except OSError:
             time.sleep(0.01)  # for lack of file descriptors: it stays readable
             return
-        if sum(not link.peer for link in self._links) >= MOST_STRANGERS:
-            self.refused["too many"] += 1
-            made.close()
-            return
+        strangers = [link for link in self._links if not link.peer and not link.dialed]
+        if len(strangers) >= MOST_STRANGERS:  # a peer needs milliseconds, and must get in beside any number of others
+            self._refuse(min(strangers, key=lambda link: link.since), "too many")
         made.setblocking(False)
         self._watch(self._add(made, None))
 

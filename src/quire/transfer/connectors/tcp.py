@@ -247,10 +247,8 @@ class TcpConnector(Connector):
         except OSError:
             time.sleep(0.01)  # for lack of file descriptors: it stays readable
             return
-        if len(self._strangers) >= _MOST_STRANGERS:
-            self.refused += 1
-            sock.close()
-            return
+        if len(self._strangers) >= _MOST_STRANGERS:  # a peer needs milliseconds, and must get in beside them
+            self._drop(min(self._strangers, key=lambda each: each.gives_up), "there were too many")
         link = _Link(sock)
         link.steps = self._receive(link)
         self._strangers.add(link)
