@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.errors import InvalidInput
 from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of
+from tests.engine.running import tiered_core
 from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
 
 KINDS = ("llama", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next", "gemma3_text", "falcon_h1")
@@ -45,3 +47,43 @@ def test_a_prompt_that_a_peer_asks_for_is_computed_here() -> None:
     finally:
         for engine in (third, second, first):
             engine.close()
+
+
+def test_a_role_changes_while_engines_run() -> None:
+    case = case_of("llama")
+    room = 8 * LONGEST
+    first = prefill_engine(case.model, num_tokens=room, role="both", prefill_peers="127.0.0.1:9")
+    second = decode_engine(case.model, [first], num_tokens=room, role="both", transfer_listen="127.0.0.1:0")
+    turns = (("both", "both"), ("prefill", "both"), ("decode", "prefill"), ("both", "decode"))
+    try:
+        for number, (asking, asked) in enumerate(turns):
+            assert (second.set_role(asking), first.set_role(asked)) == (asking, asked)
+            before = transfer_of(second)
+            assert run_apart(second, [first], PROMPTS, GREEDY, f"turn{number}") == case.expected
+            after = transfer_of(second)
+            assert (after["received_tokens"] > before["received_tokens"]) is (number in (0, 2))
+            assert (after["fallbacks"] > before["fallbacks"]) is (number == 3)
+            for core in (first, second):
+                core.flush(None)
+        with pytest.raises(InvalidInput, match="'neither' is no role"):
+            first.set_role("neither")
+    finally:
+        second.close()
+        first.close()
+
+
+def test_a_role_needs_what_the_engine_was_started_with() -> None:
+    case = case_of("llama")
+    alone, prefill = tiered_core(case.model, num_tokens=LONGEST), prefill_engine(case.model, num_tokens=LONGEST)
+    decode = decode_engine(case.model, [prefill], num_tokens=LONGEST)
+    try:
+        with pytest.raises(InvalidInput, match="has no role"):
+            alone.set_role("both")
+        with pytest.raises(InvalidInput, match="knows no other"):
+            prefill.set_role("decode")
+        with pytest.raises(InvalidInput, match="listens to no other"):
+            decode.set_role("both")
+        assert (transfer_of(prefill)["role"], transfer_of(decode)["role"]) == ("prefill", "decode")
+    finally:
+        for core in (decode, prefill, alone):
+            core.close()

@@ -49,7 +49,7 @@ from quire.spec.ids import Ids
 from quire.spec.speculation import STANDARD
 from quire.speculative.speculator import Speculator, speculator_of
 from quire.speculative.verify import Accepted
-from quire.transfer.handshake import Identity
+from quire.transfer.handshake import Identity, parse_role
 from quire.transfer.node import TransferNode
 
 logger = logging.getLogger(__name__)
@@ -473,6 +473,13 @@ class EngineCore:
             self.transfer.set_identity(self._shared(epoch))
         logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
         return done
+
+    def set_role(self, role: str) -> str:
+        """Have another role among engines from now on (`TransferNode.set_role`); returns it. Raises InvalidInput."""
+        if self.transfer is None:
+            raise InvalidInput("this engine has no role.", fix="start it with --role both.")
+        self.transfer.set_role(parse_role(role))
+        return role
 
     # -- looking
 

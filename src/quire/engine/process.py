@@ -98,6 +98,7 @@ class Core(Protocol):
     def retained(self) -> RetainedList: ...
     def flush(self, namespace: Namespace | None) -> Later[Flushed]: ...
     def set_weights_epoch(self, epoch: int) -> Flushed: ...
+    def set_role(self, role: str) -> str: ...
 
 
 class Verb(NamedTuple):
@@ -118,7 +119,9 @@ class Verb(NamedTuple):
 
 VERBS = {
     name: Verb.of(getattr(Core, name))
-    for name in ("add", "statistics", "explain", "retain", "release", "retained", "flush", "set_weights_epoch")
+    for name in (
+        *("add", "statistics", "explain", "retain", "release", "retained", "flush", "set_weights_epoch", "set_role"),
+    )
 }
 
 Progress = Callable[[int, int], None]

@@ -1,4 +1,4 @@
-"""`POST /v1/cache/retain`, `release`, `flush` and `epoch`, `GET /v1/cache/retained`: what to keep and what to delete.
+"""`POST /v1/cache/retain`, `release`, `flush`, `epoch` and `role`, `GET /v1/cache/retained`: what an engine keeps.
 
 A client may use each namespace whose salt it knows. A retention is released by an id that only the answer has; the list
 has neither ids nor tokens nor salts.
@@ -7,7 +7,7 @@ has neither ids nor tokens nor salts.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import AliasChoices, Field
@@ -84,6 +84,12 @@ class EpochBody(ClosedObject):
     weights_epoch: int = field("Pages of another epoch are never found.", ..., ge=0, lt=MOST_EPOCHS)
 
 
+class RoleBody(ClosedObject):
+    """What the engine does beside others of the same model."""
+
+    role: Literal["prefill", "decode", "both"] = field("Which prompts it computes, and for which engines.", ...)
+
+
 def retention_router(service: Service) -> APIRouter:
     """The routes, for `service`."""
     router, engine = APIRouter(), service.engine
@@ -125,5 +131,10 @@ def retention_router(service: Service) -> APIRouter:
         """The weights were replaced: pages cached before are never found again, on any tier."""
         done = await engine.ask(Core.set_weights_epoch, body.weights_epoch)
         return {"weights_epoch": body.weights_epoch, **asdict(done)}
+
+    @router.post("/v1/cache/role")
+    async def role(body: RoleBody) -> dict[str, Any]:
+        """The engine's role among others changes. Running requests and transfers continue."""
+        return {"role": await engine.ask(Core.set_role, body.role)}
 
     return router

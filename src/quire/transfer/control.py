@@ -29,7 +29,7 @@ from typing import Final, get_args
 import msgspec
 
 from quire.errors import AddressInUse, InvalidInput, PeerRefused
-from quire.transfer.handshake import Foreign, Handshake, Hello, Identity, frame, take_frame
+from quire.transfer.handshake import Foreign, Handshake, Hello, Identity, Role, frame, take_frame
 from quire.transfer.messages import MOST_FRAME_BYTES, Message, Request, decode_answer, decode_request, encode
 
 logger = logging.getLogger(__name__)
@@ -200,6 +200,10 @@ class Control:
     def set_identity(self, identity: Identity) -> None:
         """What later handshakes compare; connections remain."""
         self._hello = msgspec.structs.replace(self._hello, identity=identity)
+
+    def set_role(self, role: Role) -> None:
+        """The role that later handshakes compare; connections remain."""
+        self._hello = msgspec.structs.replace(self._hello, role=role)
 
     def problems(self) -> dict[Address, str]:
         """Addresses without a connection, and why."""

@@ -81,6 +81,8 @@ class DecodeSide:
         self._num_groups = num_groups
         self._page_size = page_size
         self._least_tokens = least_tokens
+        self.is_on = True
+        """Whether peers are asked."""
         self._parts: list[tuple[Part, Transfer, float]] = []  # whose frames a peer may write, and since when
         self._refused: list[tuple[Transfer, str]] = []  # that no peer was told of, and why
         self._ready: dict[str, int] = {}  # peers that can be asked, and tokens of their open asks
@@ -109,7 +111,7 @@ class DecodeSide:
 
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
         """See `PrefillPeers.ask`."""
-        if num_missing < self._least_tokens or len(namespace.salt) > MOST_NAME:
+        if not self.is_on or num_missing < self._least_tokens or len(namespace.salt) > MOST_NAME:
             return None
         if not self._ready:
             self.fall_back("", "unconnected", _UNCONNECTED)
@@ -191,7 +193,7 @@ class DecodeSide:
 
     def why_local(self, num_missing: int) -> str:
         """See `PrefillPeers.why_local`."""
-        return _UNCONNECTED if not self._ready and num_missing >= self._least_tokens else ""
+        return _UNCONNECTED if self.is_on and not self._ready and num_missing >= self._least_tokens else ""
 
     def fall_back(self, name: str, cause: str, reason: str) -> None:
         """Count a prompt that is computed here, and warn of it now and then."""

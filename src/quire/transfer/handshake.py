@@ -17,12 +17,12 @@ import hmac
 import os
 import struct
 from collections.abc import Callable, Generator
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
-from quire.errors import PeerRefused
+from quire.errors import InvalidInput, PeerRefused
 
 VERSION: Final = 1
 MOST_HELLO_BYTES: Final = 256 << 10
@@ -35,6 +35,13 @@ _HMAC_BYTES = 32
 T = TypeVar("T")
 Text = Annotated[str, Meta(max_length=4096)]
 Role = Literal["prefill", "decode", "both"]
+
+
+def parse_role(role: str) -> Role:
+    """A role by its name. Raises InvalidInput."""
+    if role not in get_args(Role):
+        raise InvalidInput(f"'{role}' is no role.", fix=f"use one of {', '.join(get_args(Role))}.")
+    return cast(Role, role)
 
 
 class Foreign(Exception):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.errors import InvalidInput
 from quire.memory.host_pool import HostPool
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
@@ -215,6 +216,25 @@ class TransferNode:
         assert self._control is not None
         self._control.set_identity(identity)
         self.prefill.end_all("weights", "the weights have changed")
+
+    def set_role(self, role: Role) -> None:
+        """Have another role from now on. As decode it refuses prompts of peers; what it has asked for arrives in any
+        role. Raises InvalidInput if it was not started with what the role needs; nothing has changed then."""
+        assert self._control is not None
+        if role != "decode" and self.address is None:
+            raise InvalidInput(
+                "this engine was started as decode, and listens to no other engine.", fix="start it with --role both."
+            )
+        if role == "decode" and not self._peers:
+            raise InvalidInput(
+                "this engine knows no other that could compute its prompts.", fix="start it with --prefill-peers."
+            )
+        self.role = role
+        self._control.set_role(role)
+        self.decode.is_on = role != "prefill"
+        self.prefill.is_on = role != "decode"
+        if not self.prefill.is_on:
+            self.prefill.end_all("role", "this engine computes no prompts for others any more")
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, in all and by peer, and where connections are missing."""

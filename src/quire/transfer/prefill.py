@@ -63,6 +63,8 @@ class PrefillSide:
         abort: Callable[[str], None],
     ) -> None:
         self.sender = Sender()
+        self.is_on = True
+        """Whether asks are accepted."""
         self.counts = ByPeer(SentCounts)
         self.ids: dict[str, tuple[str, int]] = {}
         """Requests of this engine, by id: for which ask."""
@@ -223,6 +225,10 @@ class PrefillSide:
         self.counts.of(peer).asks += 1
         self._prompts[peer, ask.ask] = _Prompt(tokens, namespace)
         now = time.monotonic()
+        if not self.is_on:
+            reason = "this engine computes no prompts for others now"
+            self._do(self.sender.refuse(peer, ask.ask, now, "role", reason))
+            return
         if self._tiers.names.scope(namespace) != ask.scope:
             reason = "this engine has other weights, or another namespace of that name"
             self._do(self.sender.refuse(peer, ask.ask, now, "scope", reason))
