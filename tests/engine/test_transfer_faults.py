@@ -318,3 +318,19 @@ def test_pages_that_were_lost_are_refused_while_others_are_saved() -> None:
             side.settle()
         assert isinstance(told[-1].message, Gone), told
         side.lost("stranger")
+
+
+def test_parts_after_one_that_is_not_computed_are_not_looked_for() -> None:
+    """Each look matches the whole prompt, and a long prompt has thousands of parts."""
+    with pair() as (_, prefill), pytest.MonkeyPatch.context() as patch:
+        assert prefill.transfer is not None
+        side, looks = prefill.transfer.prefill, list[int]()
+        tokens, tiers = np.array(PROMPTS[0][:32], dtype=np.int32), side._tiers
+        patch.setattr(tiers, "read", lambda namespace, prompt, places: looks.append(int(places[0][0])))
+        for ask in (1, 2):
+            side.asked("stranger", Ask(ask, 1, 9.0, tiers.names.scope(Namespace()), "", "", tokens.tobytes()))
+            for part in range(8):
+                side.asked("stranger", Want(ask, part, (np.array([part], dtype=np.int32).tobytes(),), b""))
+        side.settle()
+        assert looks == [0, 0], "once for each prompt"
+        side.lost("stranger")
