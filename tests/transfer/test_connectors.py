@@ -147,20 +147,41 @@ def test_tcp_refuses_another_secret(receiver: TcpConnector) -> None:
     still_works(receiver)
 
 
-def test_tcp_refuses_a_proof_that_was_heard(receiver: TcpConnector) -> None:
-    """A stranger repeats a writer's words, and its own nonce comes back as a proof that is no writer's."""
-    with call(receiver) as stranger:
-        nonce = secrets.token_bytes(32)
-        stranger.sendall(b"QTCP1\0\0\0" + nonce)
-        answer = b""
-        while len(answer) < 64:
-            answer += stranger.recv(64 - len(answer))
-        assert hmac.compare_digest(
-            answer[32:], hmac.digest(SECRET, b"QTCP1\0\0\0receiver" + nonce + answer[:32] + b"receiver", "sha256")
-        )
-        stranger.sendall(answer[32:])
+def greeted(receiver: TcpConnector, nonce: bytes) -> tuple[socket.socket, bytes]:
+    """A connection of a stranger that has said this nonce, and the receiver's."""
+    stranger = call(receiver)
+    stranger.sendall(b"QTCP1\0\0\0" + nonce)
+    answer = b""
+    while len(answer) < 32:
+        answer += stranger.recv(32 - len(answer))
+    return stranger, answer
+
+
+def test_tcp_says_nothing_of_the_secret_before_the_proof(receiver: TcpConnector) -> None:
+    stranger, _ = greeted(receiver, bytes(32))
+    with stranger:
+        stranger.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            stranger.recv(1)
+        stranger.settimeout(5.0)
+        stranger.sendall(bytes(32))
         assert stranger.recv(1) == b""
     assert is_refused(receiver, 1)
+    still_works(receiver)
+
+
+def test_tcp_refuses_a_proof_that_was_heard(receiver: TcpConnector) -> None:
+    """A proof is of one connection: both nonces are in it."""
+    nonce = secrets.token_bytes(32)
+    proof = b""
+    for count in (0, 1):
+        stranger, theirs = greeted(receiver, nonce)
+        with stranger:
+            proof = proof or hmac.digest(SECRET, b"QTCP1\0\0\0writer" + theirs + nonce + b"receiver", "sha256")
+            stranger.sendall(proof)
+            assert bool(stranger.recv(1)) is (count == 0)
+        if count:
+            assert is_refused(receiver, 1)
     still_works(receiver)
 
 

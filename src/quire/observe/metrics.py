@@ -98,7 +98,10 @@ TRANSFER_COUNTERS = {
 
 TRANSFER_CAUSES = {
     "received": ("fallbacks", "Prompts that were computed here instead, whole or in part, by cause."),
-    "sent": ("failures", "Parts of prompts that were not sent to a decode engine, by cause."),
+    "sent": (
+        "failures",
+        "Writes to a decode engine that failed, and parts of prompts that were not written, by cause.",
+    ),
 }
 
 TRANSFER_SECONDS = {

@@ -51,7 +51,8 @@ class ReceivedCounts:
 @dataclass(slots=True)
 class SentCounts:
     """What this engine did for a decode engine. `failures` are writes that failed, of which the first of a part is
-    repeated, and parts that were not written, by cause; `write_seconds` are those of writes, without the wait for pages."""
+    repeated, and parts that were not written, by cause. `write_seconds` are those of writes, without the wait for
+    pages."""
 
     asks: int = 0
     tokens: int = 0

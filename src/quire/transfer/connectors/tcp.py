@@ -2,8 +2,9 @@
 
     writer                                              receiver
       QTCP1, its nonce                    ------>
-                                          <------         its nonce, proof of the secret, both nonces and its name
-      proof of the secret and both nonces ------>
+                                          <------         its nonce
+      proof of the secret, both nonces    ------>         nothing more is read or said before it is right
+      and the receiver's name             <------         the same proof in its role
       tag, number of bytes, the bytes     ------>         straight into the spans of the tag
                                           <------         1: all have landed; 0: refused
 
@@ -288,11 +289,14 @@ class TcpConnector(Connector):
             raise ConnectorError(f"{os.strerror(error)} at {where[0]}:{where[1]}")
         mine = secrets.token_bytes(_NONCE)
         yield from _put(link.sock, _MAGIC + mine)
-        answer = yield from _get(link.sock, _NONCE + _PROOF)
-        theirs = answer[:_NONCE]
-        if not hmac.compare_digest(answer[_NONCE:], self._proof(b"receiver", link.peer, mine, theirs)):
-            raise ConnectorError(f"what listens at {where[0]}:{where[1]} has another secret, or is another peer")
+        theirs = yield from _get(link.sock, _NONCE)
         yield from _put(link.sock, self._proof(b"writer", link.peer, theirs, mine))
+        try:
+            proof = yield from _get(link.sock, _PROOF)
+        except (ConnectorError, OSError):  # closed: it has refused the proof
+            proof = b""
+        if not hmac.compare_digest(proof, self._proof(b"receiver", link.peer, mine, theirs)):
+            raise ConnectorError(f"what listens at {where[0]}:{where[1]} has another secret, or is another peer")
         while True:
             while not link.writes:
                 yield _READ
@@ -318,10 +322,11 @@ class TcpConnector(Connector):
         if not hello.startswith(_MAGIC):
             raise ConnectorError("it is no connector")
         theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE)
-        yield from _put(link.sock, mine + self._proof(b"receiver", self._name, theirs, mine))
+        yield from _put(link.sock, mine)
         proof = yield from _get(link.sock, _PROOF)
         if not hmac.compare_digest(proof, self._proof(b"writer", self._name, mine, theirs)):
             raise ConnectorError("it has another secret")
+        yield from _put(link.sock, self._proof(b"receiver", self._name, theirs, mine))
         self._strangers.remove(link)
         while True:
             tag, left = _HEADER.unpack((yield from _get(link.sock, _HEADER.size)))
