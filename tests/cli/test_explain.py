@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli.explain import _together
 from quire.cli.explain_table import merged_evictions
 from quire.cli.report import told_of_drafts
 from tests.cli.conftest import Run
@@ -159,6 +160,17 @@ def test_a_governor_says_why_drafts_are_off() -> None:
     assert told_of_drafts(found) == told_of_drafts({**found, "is_off": 0.0}) == brought
     off = told_of_drafts({**found, "is_off": 1.0, "draft_cost": 0.42, "draft_brings": 0.2})
     assert off == f"{brought}; off now, because a draft costs 0.42 tokens and brings 0.20"
+    off = told_of_drafts({**found, "is_off": 1.0, "draft_cost": 0.2, "draft_brings": 0.42})
+    assert off == f"{brought}; off now: so far drafts lost time (a draft costs 0.20 tokens and brings 0.42)"
+
+
+def test_engines_of_a_router_are_reported_together() -> None:
+    parts = [
+        {"prompt_tokens": 10, "hit_tokens": 4, "explained_tokens": {"hit": 4, "new": 6}},
+        {"prompt_tokens": 5, "hit_tokens": 0, "explained_tokens": {"new": 5, "peer": 0}},
+    ]
+    causes = {"hit": 4, "new": 11, "peer": 0}
+    assert _together(parts) == {"prompt_tokens": 15, "hit_tokens": 4, "explained_tokens": causes}
 
 
 # -- a live server

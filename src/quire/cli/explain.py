@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from rich.console import RenderableType
@@ -82,6 +82,8 @@ def _refuse_replays(asked: Asked, cache: ReplayedCache) -> None:
 
 def _server_report(server: Server) -> Report:
     statistics = server.ask("/v1/cache/statistics")
+    if "processes" in statistics:  # a router: what its engines say that answer clients
+        statistics = _together([each["answer"] for each in statistics["processes"] if each["role"] != "prefill"])
     causes: dict[str, int] = statistics["explained_tokens"]
     if not causes:
         raise InvalidInput("this server does not explain.", fix="start it without --no-explain.")
@@ -92,6 +94,16 @@ def _server_report(server: Server) -> Report:
         found["speculation"] = drafts
         shown.append(Text(f"\nSpeculation: {told_of_drafts(drafts)}."))
     return Report(found, lambda: shown)
+
+
+def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Statistics of several engines in one, as far as the report reads them."""
+    found: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("prompt_tokens", "hit_tokens")}
+    causes = [cause for part in parts for cause in part["explained_tokens"]]
+    found["explained_tokens"] = {
+        cause: sum(part["explained_tokens"].get(cause, 0) for part in parts) for cause in dict.fromkeys(causes)
+    }
+    return found
 
 
 def _sequences_report(server: Server, request_id: str) -> Report:

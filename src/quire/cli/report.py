@@ -50,9 +50,9 @@ def told_of_drafts(found: Mapping[str, Any]) -> str:
         f"{found['tokens_per_step']:.2f} tokens of a request in a step"
     )
     if found.get("is_off"):
-        said += (
-            f"; off now, because a draft costs {found['draft_cost']:.2f} tokens and brings {found['draft_brings']:.2f}"
-        )
+        cost, brings = found["draft_cost"], found["draft_brings"]
+        each = f"a draft costs {cost:.2f} tokens and brings {brings:.2f}"
+        said += f"; off now, because {each}" if cost >= brings else f"; off now: so far drafts lost time ({each})"
     return said
 
 

@@ -411,8 +411,9 @@ class EngineConfig(Settings):
         if self.role is None:
             return self
         if self.transfer_secret is None or len(self.transfer_secret) < 16:
+            given = "there is none" if self.transfer_secret is None else f"it has {len(self.transfer_secret)}"
             raise InvalidInput(
-                "engines that transfer pages show each other a secret of 16 characters or more, and there is none.",
+                f"engines that transfer pages show each other a secret of 16 characters or more, and {given}.",
                 fix="set QUIRE_TRANSFER_SECRET to the same text for all of them.",
             )
         if self.role == "decode" and not self.prefill_peers:

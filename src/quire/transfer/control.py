@@ -392,6 +392,8 @@ class Control:
         problem = problem or f"the connection is refused: {reason}."
         if link.target is not None and link.target.problem != problem:
             logger.warning("%s:%d: %s", *link.target.address, problem)
+        elif link.target is None and self.refused[reason] == 1:
+            logger.warning("A connection was refused (%s); 'refused_connections' counts others like it.", reason)
         with contextlib.suppress(OSError):
             _send(link.socket, link.handshake.outbox)  # last words
         self._lose(link, Unreachable(link.peer, link.dialed, problem))
@@ -406,7 +408,12 @@ class Control:
                 link.target.unproven = link.peer
             self._put(event)
         if link.target is not None:
-            link.target.problem = event.reason if isinstance(event, Unreachable) else "the connection was closed"
+            problem = event.reason if isinstance(event, Unreachable) else "the connection was closed"
+            if not link.peer and isinstance(event, Closed):
+                problem = "it closed the connection in the handshake: does it have the same --transfer-secret?"
+                if link.target.problem != problem:
+                    logger.warning("%s:%d: %s", *link.target.address, problem)
+            link.target.problem = problem
         if link.peer and not link.dialed:
             self._undrained[link.peer] = link
         else:
