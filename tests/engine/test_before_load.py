@@ -244,7 +244,6 @@ def test_a_draft_that_may_fit_is_left_to_the_load(model: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     "settings",
     [
-        {"speculative_config": {"method": "eagle", "model": "x", "num_steps": 2, "topk": 2, "num_draft_tokens": 4}},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "overlap": True},
     ],
 )

@@ -131,4 +131,4 @@ def below_only(core: EngineCore, group: int = 0) -> list[tuple[int, int]]:
 def flip(core: EngineCore, frame: int, group: int = 0, at: int = 80) -> None:
     """Change a byte of a host record."""
     assert core.tiers is not None
-    core.tiers._host.rows(group)[frame, at] ^= 1
+    core.tiers.host.rows(group)[frame, at] ^= 1

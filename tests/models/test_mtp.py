@@ -152,10 +152,9 @@ def test_a_type_without_prediction_layers_is_refused_before_it_is_loaded(tmp_pat
         load_mtp(target)
 
 
-@pytest.mark.parametrize("given", [{"topk": 2, "num_draft_tokens": 5}, {"model": "another"}])
-def test_settings_that_do_not_fit_are_refused(given: dict[str, Any]) -> None:
+def test_another_model_is_refused() -> None:
     with pytest.raises(InvalidInput, match="mtp"):
-        engine_config(speculative_config=json.dumps(CONFIG | given))
+        engine_config(speculative_config=json.dumps(CONFIG | {"model": "another"}))
 
 
 def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:

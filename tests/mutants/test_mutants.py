@@ -154,7 +154,7 @@ FIRST_SEEDS = {
     "fetches-are-not-checked": 33,
     "a-chunk-is-taken-for-resident": 33,
     "the-end-of-a-record-is-not-covered": 22,
-    "storage-is-asked-behind-cached-pages-only": 18,
+    "storage-is-asked-behind-cached-pages-only": 5160,
     "what-a-cached-page-lacks-is-its-neighbours": 18,
     "a-prefetch-keeps-its-frames-for-ever": 18,
     "a-page-is-stored-without-the-one-before": 18,

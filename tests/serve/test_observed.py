@@ -68,7 +68,8 @@ def test_the_reference_maps_names_that_exist(drafting: LiveServer) -> None:
     rows = re.findall(r"^\| `(vllm:\w+)` \| `(quire_\w+)`", REFERENCE.read_text(), re.MULTILINE)
     assert len(rows) > 10
     for _, name in rows:
-        assert {name, f"{name}_count"} & known, name
+        if not name.startswith("quire_transfer_"):  # those are of engines with a role
+            assert {name, f"{name}_count"} & known, name
 
 
 def request_id(server: LiveServer, headers: dict[str, str]) -> str:
