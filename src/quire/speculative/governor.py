@@ -33,7 +33,7 @@ _OUTLIER = 3.0
 _FIRST = 4  # measurements of which the least is taken: first steps take longer
 _SHARE = 0.005  # of the time of steps, for drafts that may not pay
 _MOST_CREDIT = 8.0  # steps without drafts, for one request
-_LEAST_CREDIT = 2.0  # for any batch: more requests show sooner what pays
+_LEAST_CREDIT = 2.0  # for any batch: more requests show earlier what pays
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@
            WAITING --cancel, unavailable, or the ask ends--> GONE
                               WRITING --failed--> GONE
 
-A write that has begun cannot be cancelled: `Sent` or `Gone` follows when it has ended, and nothing sooner. The pages of
+A write that has begun cannot be cancelled: `Sent` or `Gone` follows when it has ended, and not before. The pages of
 an ask are held until the ask and all its writes have ended. A write that does not end in time is ended by a disconnect.
 A part that was cancelled before it was known, and every part of an ask that has ended, is answered `Gone` and never
 written.

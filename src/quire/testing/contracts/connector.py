@@ -64,7 +64,7 @@ class Side:
         return self._writes[write].poll(), self._writes[write].error
 
     def cpu(self, seconds: float) -> float:
-        """The share of a core that this process uses while nobody asks it anything."""
+        """The share of a core that this process uses while it is asked nothing."""
         before = time.process_time()
         time.sleep(seconds)
         return (time.process_time() - before) / seconds
@@ -307,7 +307,7 @@ class ConnectorContract:
         shorter = moved(spans, 0, -1)
         outside = np.concatenate((targets[:-1], [[MEMORY_BYTES - 65_535, 65_536]]))
         wrong: list[tuple[str, int, Spans, bytes]] = [
-            ("nobody", tag, spans, target),
+            ("unknown", tag, spans, target),
             (there.name, tag, spans, other_target),
             (there.name, tag, shorter, target),
             (there.name, tag, spans[:-1], target),
