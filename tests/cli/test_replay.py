@@ -285,13 +285,11 @@ def test_roles_are_beside_as_many_engines_without(run: Run) -> None:
     arguments = ("chat", "--limit", 12, "--prefill", 1, "--decode", 2, "--link", "2GB/s", "--check", "reads")
     apart, same = runs(run, *arguments)
     assert (apart["prefill"], apart["decode"], same["prefill"], same["decode"]) == (1, 2, 0, 3)
-    assert apart["received_tokens"] > 0 and same["received_tokens"] == 0
-    assert apart["fallbacks"].keys() <= {"unsent"}, "the link is faultless, and host memory is short"
+    assert apart["received_tokens"] > 0 and same["received_tokens"] == 0 and not apart["fallbacks"]
     assert apart["output_tokens"] == same["output_tokens"] and apart["requests"] == same["requests"] == 12
     assert [one["digest"] for one in runs(run, *arguments)] == [apart["digest"], same["digest"]]
     broken, _ = runs(run, *arguments, "--link-failures", 1)
-    assert broken["fallbacks"].keys() <= {"unsent", "link"} and broken["fallbacks"]["link"] > 0
-    assert sum(broken["fallbacks"].values()) == broken["asks"] and broken["received_tokens"] == 0
+    assert broken["fallbacks"] == {"link": broken["asks"]} and broken["received_tokens"] == 0
     shown = run("replay", *arguments)
     assert "1 prefill, 2 decode" in shown.stdout and "3 engines" in shown.stdout
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,8 @@ class Roles:
         self._num_ended = 0
         self._arrivals = Arrivals(())
         self._sessions: dict[str, int] = {}
+        if num_prefill:  # engines with a role save and load always
+            settings = replace(settings, tiers=replace(settings.tiers, always=True))
         inboxes = [Inbox() for _ in range(num_prefill)]
         self._servers = [PrefillServer(f"prefill-{at}", inbox, link) for at, inbox in enumerate(inboxes)]
         self._prefill = [Replay(plan, cost, settings, served=server.served) for server in self._servers]
