@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,16 @@ def decode_engine(model: LoadedModel, others: Sequence[EngineCore], *, num_token
     """An engine that has these compute its prompts. Returns when it is connected."""
     peers = ",".join(address_of(other) for other in others)
     core = tiered_core(model, num_tokens=num_tokens, **{**COMMON, "role": "decode", "prefill_peers": peers, **settings})
+    wait_for(lambda: len(transfer_of(core)["prefill_peers"]) == len(others), core, *others)
+    return core
+
+
+def wait_for(check: Callable[[], bool], core: EngineCore, *others: EngineCore) -> None:
+    """Let the engines make steps until this is true of the first."""
     until = time.monotonic() + _LONGEST_S
-    while len(transfer_of(core)["prefill_peers"]) < len(others):
+    while not check():
         assert time.monotonic() < until, transfer_of(core)
         turn(core, *others)
-    return core
 
 
 def address_of(core: EngineCore) -> str:

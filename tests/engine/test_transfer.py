@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvalidInput
-from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of
+from quire.transfer.messages import Send, Serves
+from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, wait_for
 from tests.engine.running import tiered_core
 from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
 
@@ -69,6 +70,43 @@ def test_a_role_changes_while_engines_run() -> None:
             first.set_role("neither")
     finally:
         second.close()
+        first.close()
+
+
+def test_a_peer_that_computes_no_prompts_is_not_asked() -> None:
+    case = case_of("llama")
+    first = prefill_engine(case.model, num_tokens=8 * LONGEST, role="both", prefill_peers="127.0.0.1:9")
+    second = decode_engine(case.model, [first], num_tokens=8 * LONGEST)
+    assert first.transfer is not None and second.transfer is not None
+    try:
+        first.set_role("decode")
+        wait_for(lambda: not transfer_of(second)["prefill_peers"], second, first)
+        assert run_apart(second, [first], PROMPTS, GREEDY, "local") == case.expected
+        found = transfer_of(second)
+        assert found["asks"] == 0 and set(found["received"][""]["fallbacks"]) == {"role"}, found
+        assert second.transfer.why_local(LONGEST) == "no prefill engine that is connected computes prompts now"
+        first.set_role("both")
+        wait_for(lambda: bool(transfer_of(second)["prefill_peers"]), second, first)
+        assert run_apart(second, [first], OTHERS, GREEDY, "apart") == case.others
+        assert transfer_of(second)["received_tokens"] > 0
+    finally:
+        second.close()
+        first.close()
+
+
+def test_a_role_that_changes_in_the_handshake_is_said_afterwards() -> None:
+    case = case_of("llama")
+    first = prefill_engine(case.model, num_tokens=LONGEST, role="both", prefill_peers="127.0.0.1:9")
+    assert first.transfer is not None
+    said: list[Send] = []
+    side = first.transfer.prefill
+    side._send = said.append
+    try:
+        side.connected("decode-0@1", b"", "decode-0")
+        first.set_role("decode")
+        side.connected("decode-1@1", b"", "decode-1")
+        assert said == [Send("decode-0@1", Serves(False)), Send("decode-1@1", Serves(False))]
+    finally:
         first.close()
 
 

@@ -20,6 +20,7 @@ from quire.transfer.messages import (
     Refused,
     Release,
     Sent,
+    Serves,
     Want,
     decode_answer,
     decode_request,
@@ -41,6 +42,7 @@ ANSWERS: tuple[Message, ...] = (Granted(3), Refused(3, "full", "no room"), Sent(
 def test_round_trips() -> None:
     assert [decode_request(encode(message)) for message in REQUESTS] == list(REQUESTS)
     assert [decode_answer(encode(message)) for message in ANSWERS] == list(ANSWERS)
+    assert [decode_answer(encode(Serves(is_on))) for is_on in (True, False)] == [Serves(True), Serves(False)]
     assert ASK.tokens().tolist() == [1, 2, 3]
     assert [places.tolist() for places in WANT.by_group()] == [[0, 1], []]
 
@@ -49,7 +51,7 @@ def test_a_message_of_the_other_direction_is_refused() -> None:
     for message in REQUESTS:
         with pytest.raises(InvalidInput):
             decode_answer(encode(message))
-    for message in ANSWERS:
+    for message in (*ANSWERS, Serves(True)):
         with pytest.raises(InvalidInput):
             decode_request(encode(message))
 

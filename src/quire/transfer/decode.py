@@ -27,6 +27,7 @@ _MOST_BEFORE = 16_384
 
 
 _UNCONNECTED = "no prefill engine is connected"
+_OFF = "no prefill engine that is connected computes prompts now"
 
 _REASONS = {"deadline": "the peer is too slow", "damaged": "pages arrived damaged", "room": "there is no room here"}
 
@@ -39,6 +40,7 @@ _FIXES = {
     "silent": "the prefill engine is stopped, or its machine is overloaded",
     "closed": "the prefill engine has ended: see its log",
     "unreachable": "look at the network between the engines",
+    "role": "have it compute prompts again, with POST /v1/cache/role",
     "room": "give this engine more --host-memory",
     "unsent": "give the prefill engine more --host-memory, or look at the host of --transfer-listen here",
     "damaged": "bytes change on the way: look at quire_tier_corrupt_records_total, and at the memory of both machines",
@@ -85,7 +87,8 @@ class DecodeSide:
         """Whether peers are asked."""
         self._parts: list[tuple[Part, Transfer, float]] = []  # whose frames a peer may write, and since when
         self._refused: list[tuple[Transfer, str]] = []  # that no peer was told of, and why
-        self._ready: dict[str, int] = {}  # peers that can be asked, and tokens of their open asks
+        self._ready: dict[str, int] = {}  # peers that answer, and tokens of their open asks
+        self._off: set[str] = set()  # peers that compute no prompts now
         self._warned: dict[str, tuple[float, int]] = {}  # by cause: when, and fallbacks since
 
     @property
@@ -101,22 +104,31 @@ class DecodeSide:
     @property
     def peers(self) -> list[str]:
         """Prefill engines that can be asked now."""
-        return list(self._ready)
+        return list(self._can_ask)
+
+    @property
+    def _can_ask(self) -> dict[str, int]:
+        return {peer: tokens for peer, tokens in self._ready.items() if peer not in self._off}
 
     def ready(self, peer: str, *, is_ready: bool) -> None:
-        """Whether a prefill engine can be asked from now on."""
+        """Whether a prefill engine answers from now on."""
         self._ready.pop(peer, None)
         if is_ready:
             self._ready[peer] = sum(asking.num_tokens for asking in self.asks.values() if asking.peer == peer)
+
+    def serves(self, peer: str, *, is_on: bool) -> None:
+        """Whether a prefill engine computes prompts from now on."""
+        (self._off.discard if is_on else self._off.add)(peer)
 
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
         """See `PrefillPeers.ask`."""
         if not self.is_on or num_missing < self._least_tokens or len(namespace.salt) > MOST_NAME:
             return None
-        if not self._ready:
-            self.fall_back("", "unconnected", _UNCONNECTED)
+        can_ask = self._can_ask
+        if not can_ask:
+            self.fall_back("", *(("role", _OFF) if self._ready else ("unconnected", _UNCONNECTED)))
             return None
-        peer = choose_peer(self._ready, tokens[: self._page_size])
+        peer = choose_peer(can_ask, tokens[: self._page_size])
         now = time.monotonic()
         ask, effects = self.receiver.ask(
             peer,
@@ -193,7 +205,9 @@ class DecodeSide:
 
     def why_local(self, num_missing: int) -> str:
         """See `PrefillPeers.why_local`."""
-        return _UNCONNECTED if self.is_on and not self._ready and num_missing >= self._least_tokens else ""
+        if not self.is_on or self._can_ask or num_missing < self._least_tokens:
+            return ""
+        return _OFF if self._ready else _UNCONNECTED
 
     def fall_back(self, name: str, cause: str, reason: str) -> None:
         """Count a prompt that is computed here, and warn of it now and then."""

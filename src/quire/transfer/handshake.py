@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from quire.errors import InvalidInput, PeerRefused
 
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_HELLO_BYTES: Final = 256 << 10
 
 _MAGIC = b"quire-transfer"

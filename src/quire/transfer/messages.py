@@ -2,6 +2,7 @@
 
     request   Ask, Want, Cancel, Release       decode -> prefill
     answer    Granted, Refused, Sent, Gone     prefill -> decode
+    state     Serves                           prefill -> decode
 
 An ask is one prompt. A part is a set of its pages with frames that were prepared for them. Ids of asks ascend for as
 long as the decode engine lives, ids of parts ascend in their ask, and neither is used twice.
@@ -114,13 +115,19 @@ class Gone(_Message, frozen=True):
     reason: Reason
 
 
+class Serves(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Whether the prefill engine computes prompts from now on. It does after the handshake, until it says otherwise."""
+
+    is_on: bool
+
+
 Request = Ask | Want | Cancel | Release
 Answer = Granted | Refused | Sent | Gone
-Message = Request | Answer
+Message = Request | Answer | Serves
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_ANSWERS: msgspec.msgpack.Decoder[Answer | Serves] = msgspec.msgpack.Decoder(Answer | Serves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,7 @@ def decode_request(encoded: bytes) -> Request:
         return _REQUESTS.decode(encoded)
 
 
-def decode_answer(encoded: bytes) -> Answer:
+def decode_answer(encoded: bytes) -> Answer | Serves:
     """A message to a decode engine. Raises InvalidInput for any other bytes."""
     with _refusing():
         return _ANSWERS.decode(encoded)

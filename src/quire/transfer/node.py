@@ -19,7 +19,7 @@ from quire.transfer.connectors.registry import connector_kind, open_connector
 from quire.transfer.control import Address, Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.handshake import Hello, Identity, Role
-from quire.transfer.messages import Request, Send
+from quire.transfer.messages import Request, Send, Serves
 from quire.transfer.prefill import Begins, PrefillSide
 
 logger = logging.getLogger(__name__)
@@ -172,6 +172,8 @@ class TransferNode:
             case Arrived(peer, message):
                 if isinstance(message, Request):
                     prefill.asked(peer, message)
+                elif isinstance(message, Serves):
+                    decode.serves(peer, is_on=message.is_on)
                 else:
                     decode.do(decode.receiver.receive(peer, message))
             case Connected(peer, dialed, hello, address) if dialed:
@@ -189,12 +191,10 @@ class TransferNode:
                 pass  # asks have deadlines
             case Closed(peer):
                 self._lost(event)
-                decode.ready(peer, is_ready=False)
                 prefill.disconnect(peer)
                 decode.do(decode.receiver.closed(peer))
             case Unreachable(peer):
                 self._lost(event)
-                decode.ready(peer, is_ready=False)
                 decode.do(decode.receiver.unreachable(peer))
             case Silent(peer):
                 logger.warning("Prefill engine %s does not answer.", decode.counts.label(peer) or peer)
@@ -206,6 +206,8 @@ class TransferNode:
 
     def _lost(self, event: Closed | Unreachable) -> None:
         """A prefill engine is gone."""
+        self.decode.ready(event.peer, is_ready=False)
+        self.decode.serves(event.peer, is_on=True)
         counts = self.decode.counts
         if counts.lost(event.peer):
             label = counts.label(event.peer)
@@ -232,9 +234,7 @@ class TransferNode:
         self.role = role
         self._control.set_role(role)
         self.decode.is_on = role != "prefill"
-        self.prefill.is_on = role != "decode"
-        if not self.prefill.is_on:
-            self.prefill.end_all("role", "this engine computes no prompts for others any more")
+        self.prefill.serve(is_on=role != "decode")
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, in all and by peer, and where connections are missing."""

@@ -16,7 +16,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.transfer.connector import Connector, Progress, Write
 from quire.transfer.counts import ByPeer, SentCounts
-from quire.transfer.messages import Ask, Request, Send, Want, tag_of
+from quire.transfer.messages import Ask, Request, Send, Serves, Want, tag_of
 from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Effects, Sender, Start, Stop
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class PrefillSide:
     ) -> None:
         self.sender = Sender()
         self.is_on = True
-        """Whether asks are accepted."""
+        """Whether asks are accepted; see `serve`."""
         self.counts = ByPeer(SentCounts)
         self.ids: dict[str, tuple[str, int]] = {}
         """Requests of this engine, by id: for which ask."""
@@ -96,6 +96,16 @@ class PrefillSide:
         self.counts.connected(peer, label)
         self._addresses[peer] = address
         self._connect(peer)
+        if not self.is_on:  # since its handshake
+            self._send(Send(peer, Serves(is_on=False)))
+
+    def serve(self, *, is_on: bool) -> None:
+        """Accept asks from now on, or end and refuse them."""
+        self.is_on = is_on
+        for peer in self._addresses:
+            self._send(Send(peer, Serves(is_on)))
+        if not is_on:
+            self.end_all("role", "this engine computes no prompts for others any more")
 
     def _connect(self, peer: str) -> None:
         try:
