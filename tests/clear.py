@@ -13,11 +13,13 @@ from quire.spec.ids import Ids
 def clear(cache: KVCache) -> int:
     """Forget everything cached that nothing holds, in all tiers; returns the number of pages.
 
-    What requests hold stays cached, and what is kept for callers: `Offloading.flush` ends both.
+    What requests and transfers hold stays cached, and what is kept for callers: `Offloading.flush` ends all of it. What
+    stays is stored again when it is used again.
     """
     offload = offload_of(cache)
     if offload.tiers is not None:
         offload.tiers.delete_stored(None)
+        offload.tiers.archiver.store_is_empty()
     offload._cancel(None)
     pages = clear_tree(cache.tree)
     cache.parts.free(pages)

@@ -110,6 +110,7 @@ class TieredCache(FollowedCache, ReadAhead):
         self.loads, self.prefetches = self.ahead.loads, self.ahead.prefetches
         world.records.device = self.device
         self._stored = 0
+        self._unstored: set[int] = set()  # last names of pages that a clear has left, unused since
         self._host_books: list[bytes] = [b""] * len(cache.groups)
 
     @property
@@ -228,6 +229,7 @@ class TieredCache(FollowedCache, ReadAhead):
         self.cache.finish(kv, tokens, returns=returns)
         if tokens is not None:
             self._settled(s, len(tokens) if lease.num_pages > before else s.committed)
+            self._unstored.difference_update(self.names.ends[s.name][: s.pinned] if kv.shares else ())
         self.model.finish(s)
         self.happened["abort"] += tokens is None
         self.happened["fenced"] += bool(self.model.open)
@@ -275,6 +277,7 @@ class TieredCache(FollowedCache, ReadAhead):
         self._check("clear")
         left = [node for node, _ in self.watch.snapshot.edges if not node.level]
         assert not left, "pages without a lease are cached, and all was cleared"
+        self._unstored = set(self.watch.ends)
         return found
 
     def execute(self, step: Step, batch: Sequence[Followed]) -> None:
@@ -416,6 +419,7 @@ class TieredCache(FollowedCache, ReadAhead):
         self.operations += 1
         self.happened[operation] += bool(operation)
         self.watch.check()
+        self._unstored &= self.watch.ends.keys()
         wrong = self.world.wrong()
         assert not wrong, wrong[0]
         if self._events is not None:
@@ -468,7 +472,8 @@ class TieredCache(FollowedCache, ReadAhead):
                 assert len(path) < 2 or path[-2] in ends, "a page is stored, and not the one before it"
 
     def _check_all_is_stored(self) -> None:
-        """With nothing on its way, what is on the host is stored, as far as all before it is on the host too."""
+        """With nothing on its way, what is on the host is stored, as far as all before it is on the host too. What a
+        clear has left is stored when it is used again."""
         tiers, names = self.tiers, self.names
         if (
             self.world.store is None
@@ -483,7 +488,7 @@ class TieredCache(FollowedCache, ReadAhead):
             path, namespace, page = names.ends[end], names.namespaces[end], self.watch.ends[end]
             kept = [bool(host.table.frame[page]) and not tiers.damaged.are(np.array([page]))[0] for host in tiers.hosts]
             stored = [self.world.has_stored(end, namespace, host.index) for host in tiers.hosts]
-            if (len(path) > 1 and path[-2] not in reached) or not all(kept[g] for g in whole):
+            if (len(path) > 1 and path[-2] not in reached) or not all(kept[g] for g in whole) or end in self._unstored:
                 continue
             reached.add(end)
             assert all(there for there, wanted in zip(stored, kept, strict=True) if wanted), (

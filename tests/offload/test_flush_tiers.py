@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from quire.errors import StoreError
 from quire.offload.tier_settings import WritePolicy
 from quire.prefix.match import find_divergence
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
-from quire.tiers.store import Entry, StoreKey
+from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.tombstones import tombstone_of
 from quire.tiers.transfer import Lane
 from tests.clear import clear
@@ -77,6 +77,25 @@ def test_to_clear_the_cache_clears_host_and_store_but_not_what_is_held() -> None
     assert not tiered.store.visible and tiered.cached(SECRET, BOB) == 0
     assert tiered.cached(SECRET, ALICE) == len(SECRET)
     tiered.finish(kv)
+    tiered.close()
+
+
+def test_what_a_save_holds_when_the_cache_is_cleared_is_stored_when_it_is_used_again() -> None:
+    tiered = TieredCache()
+    tiered.compute(SECRET, ALICE)
+    tiered.drain()
+    longer = tokens_of([1, 2, 3, 4, 5])
+    tiered.compute(longer, ALICE)
+    tiered.ahead.settle_moves()
+    assert tiered.tiers.moving and not len(tiered.tiers.archiver.pending) and tiered.stored(ALICE) == 4
+    clear(tiered.cache)
+    tiered.drain()
+    tiered.now += 1_000
+    tiered.drain()
+    assert tiered.stored(ALICE) == 0
+    assert tiered.compute(asking(SECRET), ALICE) == len(SECRET), "the save held it"
+    tiered.drain()
+    assert tiered.stored(ALICE) >= 4
     tiered.close()
 
 
@@ -278,6 +297,57 @@ def test_what_was_flushed_does_not_come_back_with_another_engine(space: Namespac
     assert third.fetch(SECRET, ALICE) == len(SECRET), "which was stored since"
     for each in (first, second, third):
         each.close()
+
+
+def test_pages_that_another_engine_flushed_are_stored_again_only_when_they_are_used() -> None:
+    store = Moody()
+    first, second = TieredCache(store=store), filled(store=store)
+    assert (used := second.stored(ALICE)) > 0 < second.tiers.statistics()["host_pages"]
+    store.down = "remove"
+    first.flush(ALICE)
+    first.drain()
+    store.down = ""
+    assert second.fetch(tokens_of([7, 8]), ALICE) == 0, "this lookup finds the tombstone"
+    for _ in range(3):
+        second.drain()
+        second.now += 1_000
+    assert second.stored(ALICE) == 0 and second.tiers.deletion.scopes == {}
+    assert second.cached(SECRET, ALICE) == len(SECRET), "only the engine that is flushed deletes its own"
+    second.tiers.evict_host(1)
+    second.drain()
+    assert second.stored(ALICE) == 0, "a deleted page that is not used again stays deleted"
+    assert second.compute(asking(SECRET), ALICE) > 0
+    second.drain()
+    assert second.stored(ALICE) >= used
+    for each in (first, second):
+        each.close()
+
+
+def test_a_lookup_that_a_flush_overtakes_does_not_delete_what_is_stored_after_it() -> None:
+    """The lookup finds the tombstone of its own engine, and its answer arrives after the deletion has ended."""
+
+    class Late(ScriptedStore):
+        answers: dict[StoreKey, Answer] = {}  # noqa: RUF012
+
+        def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+            return [self.answers.get(key, answer) for key, answer in zip(keys, super().exists(keys), strict=True)]
+
+    store = Late()
+    tiered = filled(store=store)
+    unused = tokens_of([1, 2, 9, 9])
+    tiered.latency[Lane.LOOK] = 10.0
+    assert tiered.ahead.prefetch(unused, ALICE) is not None
+    tiered.flush(ALICE)
+    scope = tiered.tiers.names.scope(ALICE)
+    store.answers = {tombstone_of(scope): Answer.HIT}
+    tiered.advance()
+    tiered.compute(SECRET, ALICE)
+    while tiered.stored(ALICE) < 4:
+        assert tiered.advance()
+    assert tiered.tiers.deletion.scopes == {} and tiered.mover._queues[Lane.LOOK.queue]
+    tiered.drain()
+    assert tiered.stored(ALICE) == 4
+    tiered.close()
 
 
 def test_a_flush_says_what_has_become_of_what_was_stored() -> None:

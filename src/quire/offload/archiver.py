@@ -147,7 +147,7 @@ class Archiver:
         self._pause = _FIRST_PAUSE_S
 
     def store_is_empty(self) -> None:
-        """Another engine, or this one, has flushed the store."""
+        """Another engine has flushed the store. What it deleted is archived again only when it is used again."""
         for column in self._stored:
             column.unmark(slice(None), State.RESIDENT)
 

@@ -280,6 +280,9 @@ class Prefetcher(ReadAhead):
             self._tiers.break_even.failed(Lane.FETCH, move.seconds)
         if prefetch.cancelled:
             return
+        if move.deleted_scopes:
+            self._tiers.archiver.store_is_empty()
+            self._tiers.deletion.found(move.deleted_scopes)
         answers = [answer for found in move.answers for answer in found]
         if not move.is_whole or answers.count(Answer.RETRY) > answers.count(Answer.HIT):
             self._report(prefetch, move, asked=1)

@@ -80,9 +80,8 @@ class Tiering:
             moving.cancelled |= namespace in (None, moving.hold.path.node.namespace)
 
     def delete_stored(self, namespace: Namespace | None) -> None:
-        """Make the store delete a namespace, or all of this model (None), after pending archives. None is looked up."""
-        if namespace is None:
-            self.archiver.store_is_empty()
+        """Make the store delete a namespace, or all of this model (None), after pending archives. No lookup finds its
+        records meanwhile."""
         if self.settings.stores:
             self.deletion.flush(namespace)
 
@@ -330,9 +329,6 @@ class Tiering:
         for move in ended:
             self.counters.links[move.lane].add(move)
             self.settings.health.ended(move)
-            if move.deleted_scopes:
-                self.archiver.store_is_empty()  # another engine has flushed it
-                self.deletion.found(move.deleted_scopes)
             if move.lane is Lane.DELETE:
                 self.deletion.ended(move)
             elif move.lane is Lane.SAVE:
