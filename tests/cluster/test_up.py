@@ -211,6 +211,51 @@ def test_a_process_that_does_not_start_again_is_tried_less_and_less(monkeypatch:
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2]
 
 
+FIRST_READY_THEN_HUNG = """
+import pathlib, sys, time
+starts = pathlib.Path(__file__).with_name("starts")
+starts.write_text(starts.read_text() + "." if starts.exists() else ".")
+number = len(starts.read_text())
+print(f"start {number}", file=sys.stderr, flush=True)
+if number == 2:
+    time.sleep(3600)
+print("{}", flush=True)
+time.sleep(0 if number == 1 else 3600)
+"""
+
+
+def test_a_process_that_hangs_before_it_is_ready_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "quire").mkdir()
+    (tmp_path / "quire" / "__init__.py").touch()
+    (tmp_path / "quire" / "__main__.py").write_text(FIRST_READY_THEN_HUNG)
+    monkeypatch.setattr("quire.cluster.processes._LEAST_START_S", 1.5)
+    monkeypatch.setattr("quire.cluster.processes._STARTS", 0.0)
+    monkeypatch.setattr("quire.cluster.processes._FIRST_PAUSE_S", 0.01)
+    upstream = Upstream(name="decode-0", role="decode", url="")
+    member = Member(upstream=upstream, options=(), environment={"PYTHONPATH": str(tmp_path)})
+    supervisor = Supervisor([member], stall_s=60.0, stop_s=1.0, tell=lambda name, line: None)
+
+    async def run() -> None:
+        await supervisor.start()
+        first = upstream.pid
+        keeping = asyncio.create_task(supervisor.keep())
+        hung = set[int | None]()
+        async with asyncio.timeout(20):
+            while not (upstream.is_healthy and upstream.pid != first):
+                hung |= set() if upstream.is_healthy else {upstream.pid}
+                await asyncio.sleep(0.01)
+        assert not any(psutil.pid_exists(pid) for pid in hung - {upstream.pid} if pid is not None)
+        keeping.cancel()
+        await asyncio.wait((keeping,))
+        await supervisor.kill()
+
+    asyncio.run(run())
+    assert (tmp_path / "quire" / "starts").read_text() == "..."
+    assert "it was not ready within 1.5 s, and was killed." in caplog.text
+
+
 # -- settings
 
 

@@ -2,7 +2,8 @@
 
     start -> its first line: it is ready -> ends, or fails its health check -> pause -> start with the same ports
 
-A process that ends before it was ever ready ends the cluster, with its error. Settings and secrets go by environment.
+A process that ends before it was ever ready ends the cluster, with its error. One that is started again and does not get
+ready in the time that the first start suggests is killed, and the next start follows. Settings and secrets go by environment.
 Processes end when the pipe of their standard input does, so none is left if this process is killed. A signal of a
 terminal reaches only this process, because the others have sessions of their own.
 """
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from quire.cluster.router import CHECK_S
 from quire.cluster.upstream import Upstream
-from quire.errors import QuireError, start_error
+from quire.errors import NoServer, QuireError, start_error
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ HOST = "127.0.0.1"
 _LONGEST_LINE = 16 * 2**20
 _LASTS_S = 30.0  # a process that ran so long is restarted without a longer pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+_LEAST_START_S, _STARTS = 60.0, 4.0  # a start may take so long, or so many times as long as the first one
 _BROKEN_S = 2.0  # for how long a server may say that it is unhealthy
 
 
@@ -54,6 +56,7 @@ class Member:
     environment: Mapping[str, str]
     process: Process | None = None
     ready_s: float = 0.0
+    first_start_s: float = 0.0
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it runs."""
@@ -72,15 +75,18 @@ class Supervisor:
         self._tell = tell
 
     async def start(self) -> None:
-        """Start all. Raises the error of the first that does not start."""
-        await asyncio.gather(*map(self._start, self._members))
+        """Start all, however long they load. Raises the error of the first that does not start."""
+        began = time.monotonic()
+        await asyncio.gather(*(self._start(member, None) for member in self._members))
+        for member in self._members:
+            member.first_start_s = member.ready_s - began
 
     async def keep(self) -> None:
         """Start each again whenever it has ended, until cancelled, which is before `stop` and `kill`."""
         await asyncio.gather(*map(self._keep, self._members))
 
-    async def _start(self, member: Member) -> None:
-        """Start one, until it is ready. Raises QuireError."""
+    async def _start(self, member: Member, within_s: float | None) -> None:
+        """Start one, until it is ready; kill it if it is not in time. Raises QuireError."""
         command = (sys.executable, "-m", "quire", "serve", "--json", "--until-eof", *member.options)
         member.process = process = await asyncio.create_subprocess_exec(
             *command,
@@ -94,8 +100,15 @@ class Supervisor:
         assert process.stdout is not None and process.stderr is not None
         member.upstream.pid = process.pid
         logs = asyncio.create_task(self._follow(member.upstream.name, process.stderr))
-        if not await process.stdout.readline():
-            exit_code = await process.wait()
+        try:
+            async with asyncio.timeout(within_s):
+                is_ready = await process.stdout.readline()
+                exit_code = 0 if is_ready else await process.wait()
+        except TimeoutError:
+            member.signal(signal.SIGKILL)
+            await process.wait()
+            raise NoServer(f"it was not ready within {within_s:g} s, and was killed.", fix="see its log.") from None
+        if not is_ready:
             raise start_error(await logs, exit_code)
         member.ready_s = time.monotonic()
         member.upstream.works()
@@ -119,7 +132,7 @@ class Supervisor:
             logger.warning("%s %s; it starts again in %g s", upstream.name, how, pause_s)
             await asyncio.sleep(pause_s)
             try:
-                await self._start(member)
+                await self._start(member, max(_LEAST_START_S, _STARTS * member.first_start_s))
                 logger.warning("%s is ready again", upstream.name)
             except QuireError as error:
                 member.ready_s = time.monotonic()  # a process that never was ready did not last
