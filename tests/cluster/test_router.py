@@ -117,6 +117,23 @@ def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: 
     assert (status, health["status"], len(health["processes"])) == (200, "ok", 2)
 
 
+def test_answers_are_counted_by_the_names_that_a_server_gives_its_routes(
+    router: LiveRouter, servers: list[LiveServer]
+) -> None:
+    def counted(live: LiveServer, family: str) -> set[str]:
+        lines = [line for line in live.request("/metrics")[1].splitlines() if line.startswith(family)]
+        return {line.split('route="')[1].partition('"')[0] for line in lines}
+
+    described = servers[0].request("/openapi.json")[1]["paths"]
+    for path, methods in described.items():
+        router.request(path.replace("{name}", "echo"), {} if "post" in methods else None)
+    router.request("/nowhere")
+    servers[0].request("/v1/models/echo")
+    named = {path.replace("{name}", "{name:path}") for path in described}
+    assert counted(router, "quire_router_responses_total") >= named | {"other"}
+    assert "/v1/models/{name:path}" in counted(servers[0], "quire_http_responses_total")
+
+
 # -- where requests go
 
 

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.cluster.upstream import Upstream, beginning, preferred
@@ -37,6 +38,12 @@ logger = logging.getLogger(__name__)
 CHECK_S = 0.5
 _CHECK_TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 60.0  # of questions to all servers
+
+_FOR_ONE = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
+    *("/v1/cache/retain", "/v1/cache/role", "/version"),
+)
+"""Routes of servers whose requests go to one of them, as their metrics name them."""
 
 _MOST_RECEIVERS = 2  # servers that may fail with the same request: it may be its fault
 
@@ -80,6 +87,7 @@ class Router:
         self._answering = [upstream for upstream in upstreams if upstream.role != "prefill"]
         self._client = client
         self._responses = Counter[tuple[str, str]]()
+        self._for_one = [Route(path, self._relay) for path in _FOR_ONE]
         self.app = app = FastAPI(title="Quire's router", docs_url=None, redoc_url=None, openapi_url=None)
         errors.install(app)
         app.add_api_route("/health", self._health, response_model=None)
@@ -96,6 +104,7 @@ class Router:
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        scope["route"] = next((route for route in self._for_one if route.matches(scope)[0] is not Match.NONE), None)
         with suppress(ClientGone, ClientDisconnect):
             body = await request.body()
             await while_connected(receive, self._answer(request, body, send))
