@@ -32,7 +32,7 @@ def decode_engine(model: LoadedModel, others: Sequence[EngineCore], *, num_token
     """An engine that has these compute its prompts. Returns when it is connected."""
     peers = ",".join(address_of(other) for other in others)
     core = tiered_core(model, num_tokens=num_tokens, **{**COMMON, "role": "decode", "prefill_peers": peers, **settings})
-    wait_for(lambda: len(transfer_of(core)["prefill_peers"]) == len(others), core, *others)
+    wait_for(lambda: len(ready_peers(core)) == len(others), core, *others)
     return core
 
 
@@ -52,6 +52,11 @@ def address_of(core: EngineCore) -> str:
 def transfer_of(core: EngineCore) -> Any:
     """The statistics of its transfers."""
     return core.statistics()["transfer"]
+
+
+def ready_peers(core: EngineCore) -> list[str]:
+    """Names of prefill engines that it can ask."""
+    return [peer["name"] for peer in transfer_of(core)["prefill_peers"] if peer["state"] == "connected"]
 
 
 def turn(*cores: EngineCore) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.transfer.messages import Send, Serves
-from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, wait_for
+from tests.engine.apart import decode_engine, prefill_engine, ready_peers, run_apart, transfer_of, wait_for
 from tests.engine.running import tiered_core
 from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
 
@@ -80,13 +80,14 @@ def test_a_peer_that_computes_no_prompts_is_not_asked() -> None:
     assert first.transfer is not None and second.transfer is not None
     try:
         first.set_role("decode")
-        wait_for(lambda: not transfer_of(second)["prefill_peers"], second, first)
+        wait_for(lambda: not ready_peers(second), second, first)
+        assert transfer_of(second)["prefill_peers"][0]["state"] == "off"
         assert run_apart(second, [first], PROMPTS, GREEDY, "local") == case.expected
         found = transfer_of(second)
         assert found["asks"] == 0 and set(found["received"][""]["fallbacks"]) == {"role"}, found
         assert second.transfer.why_local(LONGEST) == "no prefill engine that is connected computes prompts now"
         first.set_role("both")
-        wait_for(lambda: bool(transfer_of(second)["prefill_peers"]), second, first)
+        wait_for(lambda: bool(ready_peers(second)), second, first)
         assert run_apart(second, [first], OTHERS, GREEDY, "apart") == case.others
         assert transfer_of(second)["received_tokens"] > 0
     finally:

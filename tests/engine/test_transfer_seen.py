@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.observe.metrics import ServerMetrics
-from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
+from quire.transfer.control import Silent
+from tests.engine.apart import address_of, decode_engine, prefill_engine, run_apart, transfer_of, turn
 from tests.engine.tiered import GREEDY, LONGEST, PROMPTS, Case, case_of
 
 PAGE = 4
@@ -70,6 +71,9 @@ def test_a_prompt_came_from_its_peer(case: Case) -> None:
         assert (output.num_cached_tokens, output.num_peer_tokens, output.num_host_tokens) == (WHOLE, WHOLE, 0)
         found = reasons(decode)
         assert found[0] == ("hit", WHOLE, "from prefill-0") and len(found) == 2
+        where = {"name": "prefill-0", "address": address_of(prefill), "state": "connected"}
+        assert transfer_of(decode)["prefill_peers"] == [where]
+        assert transfer_of(prefill)["decode_peers"] == [{"name": "decode-0", "address": "127.0.0.1"}]
         got, sent = samples(decode), samples(prefill)
         assert got["quire_transfer_asks_total", "prefill-0"] == 1
         assert got["quire_transfer_received_tokens_total", "prefill-0"] == WHOLE
@@ -85,6 +89,12 @@ def test_a_prompt_came_from_its_peer(case: Case) -> None:
         assert sent["quire_transfer_connected_peers", "decode"] == 1
         run_apart(decode, [prefill], [PROMPT], GREEDY, "again")
         assert samples(decode)["quire_tier_hit_tokens_total", "device"] == WHOLE
+        node = decode.transfer
+        assert node is not None
+        node._events.append(Silent(next(iter(node.decode._ready)), True))
+        node.settle()
+        assert transfer_of(decode)["prefill_peers"] == [{**where, "state": "silent"}]
+        assert samples(decode)["quire_transfer_connected_peers", "prefill"] == 0
     finally:
         decode.close()
         prefill.close()

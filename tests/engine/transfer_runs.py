@@ -26,7 +26,7 @@ from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.node import TransferNode
 from quire.transfer.spans import Spans
-from tests.engine.apart import decode_engine, prefill_engine, transfer_of
+from tests.engine.apart import decode_engine, prefill_engine, ready_peers, transfer_of
 from tests.engine.running import core_for, run
 from tests.tiny_models import VOCAB_SIZE
 
@@ -266,7 +266,7 @@ class Pair:
 
     @property
     def _is_connected(self) -> bool:
-        return bool(transfer_of(self.decode)["prefill_peers"])
+        return bool(ready_peers(self.decode))
 
 
 def pause(pair: Pair) -> float:

@@ -64,7 +64,7 @@ def transfer(server: LiveServer) -> dict[str, Any]:
 def connected(server: LiveServer, *, is_so: bool = True) -> None:
     """Wait until it has a prefill engine to ask, or none."""
     until = time.monotonic() + WAIT_S
-    while bool(transfer(server)["prefill_peers"]) is not is_so:
+    while any(peer["state"] == "connected" for peer in transfer(server)["prefill_peers"]) is not is_so:
         assert time.monotonic() < until, server.statistics()["transfer"]
         time.sleep(0.02)
 

@@ -2,10 +2,10 @@
 
     start -> its first line: it is ready -> ends, or fails its health check -> pause -> start with the same ports
 
-A process that ends before it was ever ready ends the cluster, with its error. One that is started again and does not get
-ready in the time that the first start suggests is killed, and the next start follows. Settings and secrets go by environment.
-Processes end when the pipe of their standard input does, so none is left if this process is killed. A signal of a
-terminal reaches only this process, because the others have sessions of their own.
+A process that ends before it was ever ready ends the cluster, with its error. One that starts again and takes much
+longer than the first time is killed, and starts once more. Settings and secrets go by environment. Processes end when
+the pipe of their standard input does, so none is left if this process is killed. A signal of a terminal reaches only
+this process, because the others have sessions of their own.
 """
 
 from __future__ import annotations

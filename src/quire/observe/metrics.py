@@ -253,7 +253,8 @@ def _links(tiers: Statistics) -> Iterator[Metric]:
 
 def _transfer(found: Statistics) -> Iterator[Metric]:
     """Of what prefill engines did for this one, and this one for decode engines, by peer."""
-    counts = {"prefill": len(found["prefill_peers"]), "decode": len(found["decode_peers"])}
+    ready = [peer for peer in found["prefill_peers"] if peer["state"] == "connected"]
+    counts = {"prefill": len(ready), "decode": len(found["decode_peers"])}
     yield _gauge(
         "transfer_connected_peers", "Engines that are connected, by what they do for this one.", counts, "role"
     )

@@ -102,13 +102,12 @@ class DecodeSide:
         return sum(transfer.num_bytes for part, transfer, _ in self._parts if part.state is PartState.CANCELLING)
 
     @property
-    def peers(self) -> list[str]:
-        """Prefill engines that can be asked now."""
-        return list(self._can_ask)
-
-    @property
     def _can_ask(self) -> dict[str, int]:
         return {peer: tokens for peer, tokens in self._ready.items() if peer not in self._off}
+
+    def state(self, peer: str) -> str:
+        """That of a connected prefill engine: connected, silent, or off while it computes no prompts."""
+        return "silent" if peer not in self._ready else "off" if peer in self._off else "connected"
 
     def ready(self, peer: str, *, is_ready: bool) -> None:
         """Whether a prefill engine answers from now on."""

@@ -83,6 +83,7 @@ class TransferNode:
         self._hello = Hello(name, epoch, role, identity, kind, self.connector.address(), label)
         self._control: Control | None = None
         self._events: list[Event] = []
+        self._others: dict[tuple[str, bool], dict[str, str]] = {}  # connected engines, by name and `dialed`
         self._is_closed = False
 
     def start(self, tiers: Tiering, begin: Begins, abort: Callable[[str], None]) -> None:
@@ -168,6 +169,13 @@ class TransferNode:
 
     def _happened(self, event: Event) -> None:
         decode, prefill = self.decode, self.prefill
+        if isinstance(event, Connected):
+            self._others[event.peer, event.dialed] = {
+                "name": event.hello.label or event.address,
+                "address": event.address,
+            }
+        elif isinstance(event, Closed | Unreachable):
+            self._others.pop((event.peer, event.dialed), None)
         match event:
             case Arrived(peer, message):
                 if isinstance(message, Request):
@@ -243,8 +251,10 @@ class TransferNode:
             "role": self.role,
             "connector": self._hello.connector,
             "address": "{}:{}".format(*self.address) if self.address is not None else "",
-            "prefill_peers": self.decode.peers,
-            "decode_peers": self.prefill.peers,
+            "prefill_peers": [
+                {**of, "state": self.decode.state(peer)} for (peer, dialed), of in self._others.items() if dialed
+            ],
+            "decode_peers": [of for (_, dialed), of in self._others.items() if not dialed],
             "problems": {"{}:{}".format(*address): why for address, why in self._control.problems().items()},
             "refused_connections": dict(self._control.refused),
             "held_bytes": self.decode.held_bytes,

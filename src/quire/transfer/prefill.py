@@ -86,11 +86,6 @@ class PrefillSide:
         """Whether asks are open or writes in flight."""
         return bool(self.sender.clients and self._prompts) or bool(self._writes)
 
-    @property
-    def peers(self) -> list[str]:
-        """Decode engines that are connected."""
-        return list(self._addresses)
-
     def connected(self, peer: str, address: bytes, label: str) -> None:
         """A decode engine has connected; its connector has this address."""
         self.counts.connected(peer, label)
