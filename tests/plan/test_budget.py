@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
 from quire.plan.budget import MemoryPlan, format_bytes, parse_bytes, parse_tokens
 from quire.spec.group import GroupSpec
+from quire.spec.hisparse import HotBuffers
 from quire.spec.layout import DType, Field, PageLayout
+from quire.spec.record_size import records_bytes
 from quire.testing import small_plan
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -96,6 +98,18 @@ def test_what_is_printed_can_be_read_again(size: int) -> None:
 def test_the_price_of_a_page_is_that_of_all_its_groups() -> None:
     two = small_plan(3, 4, groups=("full", "window"))
     assert (two.bytes_per_page, two.pool_bytes) == (8, 32)
+
+
+def test_frames_of_latents_are_in_host_memory_and_buffers_on_the_device() -> None:
+    two = MemoryPlan(
+        page_size=4, groups=groups(2, 4) + groups(1, 4), num_pages=50, context=64, max_requests=3, frames=(40, 50)
+    )
+    hot = replace(two, hot=HotBuffers(group=0, buffer_size=8, top_k=4))
+    assert (two.host_bytes, two.hot_frames_per_row) == (0, 0)
+    assert (hot.frames_of(0), hot.hot_frames_per_row) == (40, 3)
+    assert [hot.device_frames_of(group) for group in range(2)] == [9, 50]
+    assert hot.pool_bytes == 10 * 8 + 51 * 4
+    assert hot.host_bytes == records_bytes(two.groups[:1], [40])
 
 
 # -- requests

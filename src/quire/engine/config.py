@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, InstanceOf, field_validator, model_validat
 from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput, RefusedCombination
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
+from quire.spec.hisparse import HiSparseConfig
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
 from quire.spec.speculation import SpeculativeConfig
@@ -65,6 +66,9 @@ _TRANSFER = "Transfer between engines"
 Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
 """How tokens are drafted, also as JSON or a mapping."""
 
+HiSparse = Annotated[InstanceOf[HiSparseConfig], BeforeValidator(HiSparseConfig.read)]
+"""Latents in host memory, also as JSON or a mapping."""
+
 SHORT_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _LOAD_ASKS = "what the load asks for"
 _KV_MEMORY_INSTEAD = (
@@ -109,6 +113,7 @@ class EngineConfig(Settings):
         "hicache_size": ("--hicache-size is another name here.", "use --host-memory 8GiB."),
         "enable_hierarchical_cache": ("--enable-hierarchical-cache needs a size here.", "use --host-memory auto."),
         "hicache_storage_backend": ("--hicache-storage-backend is a URL here.", "use --storage DIR or --storage URL."),
+        "enable_hisparse": ("--enable-hisparse needs a value here.", "use --hisparse '{}'."),
         "disable_radix_cache": ("--disable-radix-cache is another name here.", "use --no-prefix-caching."),
         **{
             f"speculative_{name}": (f"--speculative-{name.replace('_', '-')} is a field of one setting here.", _DRAFT)
@@ -272,6 +277,15 @@ class EngineConfig(Settings):
         metavar="JSON",
         otherwise="one token a step",
     )
+    hisparse: HiSparse | None = setting(
+        None,
+        "Keep the latents of sparse attention in host memory, and a hot buffer for each request on the device: a JSON "
+        'object, such as {"device_buffer_size": 4096}, or {} for planned sizes.',
+        group=_MEMORY,
+        aliases=("--hisparse-config",),
+        metavar="JSON",
+        otherwise="all latents on the device",
+    )
     role: RoleWord | None = setting(
         None,
         "What this engine does beside others of the same model: {choices}. prefill computes prompts for others, decode "
@@ -363,6 +377,16 @@ class EngineConfig(Settings):
     @classmethod
     def _role(cls, value: Any) -> Any:
         return {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "null": None}.get(value, value)
+
+    @field_validator("hisparse")
+    @classmethod
+    def _hisparse(cls, value: HiSparseConfig | None) -> HiSparseConfig | None:
+        if value is not None:
+            raise RefusedCombination(
+                "--hisparse: this version plans latents in host memory, and does not run them yet.",
+                fix="leave it out; `quire plan MODEL --hisparse '{}'` plans it.",
+            )
+        return value
 
     @field_validator("chat_template")
     @classmethod

@@ -15,7 +15,9 @@ from quire.plan.reserve import (
     get_req_to_token_extra_context_len,
 )
 from quire.spec.group import GroupSpec
+from quire.spec.hisparse import HotBuffers
 from quire.spec.pages import pages_for
+from quire.spec.record_size import region_bytes
 from quire.spec.speculation import SpeculativeConfig
 
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -83,7 +85,8 @@ class MemoryPlan:
     is empty, and frame 0, the padding, which `pool_bytes` includes. `context` is the longest sequence in tokens, prompt
     and output together. `speculation` None: one token per request and step. `vector_bytes` are those of a hidden state
     of the target. With `token_ranks` above one, that many
-    ranks hold a page's tokens in turn, so a page has `page_size` on each of them.
+    ranks hold a page's tokens in turn, so a page has `page_size` on each of them. With `hot`, the frames of its group
+    are in host memory, and the device has a hot buffer for each request instead.
     """
 
     page_size: int
@@ -95,6 +98,7 @@ class MemoryPlan:
     speculation: SpeculativeConfig | None = None
     token_ranks: int = 1
     vector_bytes: int = 0
+    hot: HotBuffers | None = None
 
     @property
     def tokens_per_page(self) -> int:
@@ -106,16 +110,37 @@ class MemoryPlan:
         return self.frames[group] if self.frames else self.num_pages
 
     @property
+    def hot_frames_per_row(self) -> int:
+        """Device frames of one request's hot buffer; 0 without hot buffers."""
+        return self.hot.frames_per_row(self.page_size) if self.hot is not None else 0
+
+    def device_frames_of(self, group: int) -> int:
+        """Frames of the group's pool on the device, without the padding frame.
+
+        A group of latents in host memory has hot buffers there: `hot_frames_per_row` frames for each request.
+        """
+        if self.hot is not None and self.hot.group == group:
+            return self.max_requests * self.hot_frames_per_row
+        return self.frames_of(group)
+
+    @property
     def bytes_per_page(self) -> int:
         """Bytes of one page in all groups."""
         return sum(group.layout.bytes_per_frame for group in self.groups)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools' tensors."""
+        """Bytes of all pools' tensors on the device."""
         return sum(
-            (self.frames_of(index) + 1) * group.layout.bytes_per_frame for index, group in enumerate(self.groups)
+            (self.device_frames_of(index) + 1) * group.layout.bytes_per_frame for index, group in enumerate(self.groups)
         )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the records of latents whose frames are in host memory; 0 if all frames are on the device."""
+        if self.hot is None:
+            return 0
+        return region_bytes(self.groups[self.hot.group].layout.bytes_per_frame, self.frames_of(self.hot.group))
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,90 @@
+"""HiSparseConfig: latents in host memory, as asked for, by SGLang's names; and HotBuffers, as the plan decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.errors import InvalidInput
+from quire.spec.pages import pages_for
+
+_EXAMPLE = 'write it as {"device_buffer_size": 4096}, or {} for planned sizes.'
+_WITHOUT_EFFECT = ("swap_in_block_size",)  # threads of another engine's copy kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiSparseConfig:
+    """Latents of sparse attention in host memory, with a hot buffer on the device for each running request.
+
+    `device_buffer_size` is the tokens of one hot buffer. `host_to_device_ratio` is the tokens in host memory per token
+    of all hot buffers. `top_k`, if given, must be the number of tokens that the model's indexer selects. None: the
+    planner chooses. Raises InvalidInput for a number out of range.
+    """
+
+    device_buffer_size: int | None = None
+    host_to_device_ratio: float | None = None
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device_buffer_size", "top_k"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**31:
+                raise InvalidInput(f"hisparse with {name} {value}: it must be at least 1.", fix=f"raise {name}.")
+        ratio = self.host_to_device_ratio
+        if ratio is not None and not 1 <= ratio < float("inf"):
+            raise InvalidInput(
+                f"a host_to_device_ratio of {ratio:g}: host memory has every token, so it is at least 1.",
+                fix="raise it, or leave it out.",
+            )
+
+    @classmethod
+    def read(cls, given: HiSparseConfig | str | Mapping[str, Any]) -> HiSparseConfig:
+        """As `parse`; a configuration is itself."""
+        return given if isinstance(given, HiSparseConfig) else cls.parse(given)
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, Any]) -> HiSparseConfig:
+        """The configuration in JSON text or a mapping, by the names of these fields; a null counts as absent.
+
+        Raises InvalidInput for an unknown name and a value of another type.
+        """
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError) as error:
+                raise InvalidInput(f"the hisparse setting is not JSON: {error}.", fix=_EXAMPLE) from error
+        if not isinstance(given, Mapping):
+            raise InvalidInput(f"hisparse is an object, and this is a {type(given).__name__}.", fix=_EXAMPLE)
+        known = [field.name for field in fields(cls)]
+        found: dict[str, Any] = {}
+        for key, value in given.items():
+            name = str(key).replace("-", "_")
+            if name not in (*known, *_WITHOUT_EFFECT):
+                raise InvalidInput(f"'{key}' is not a setting of hisparse.", fix=f"use one of {', '.join(known)}.")
+            kinds, kind = ((int, float), "a number") if name == "host_to_device_ratio" else ((int,), "a whole number")
+            if value is not None and type(value) not in kinds:
+                raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
+            if value is not None and name in known:
+                if name in found:
+                    raise InvalidInput(f"{name} is given twice, once as '{key}'.", fix="give it once.")
+                found[name] = value
+        return cls(**found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotBuffers:
+    """The hot buffers that a plan has decided on.
+
+    `group` is the index of the group of latents, whose frames are in host memory. Each running request has a buffer of
+    `buffer_size` tokens and a slot for its newest token. The model's indexer selects `top_k` tokens.
+    """
+
+    group: int
+    buffer_size: int
+    top_k: int
+
+    def frames_per_row(self, page_size: int) -> int:
+        """Device frames of one request's buffer."""
+        return pages_for(self.buffer_size + 1, page_size)
