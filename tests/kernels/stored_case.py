@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.codec import decode, encode
+from quire.memory.host_pool import HostPool
+from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.models.forward import paged_field
-from quire.spec.group import ReachSpec
+from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layers import Part, formatted, fp8_row
 from quire.spec.layout import DType, Field, PageLayout, scales_of
@@ -23,8 +25,11 @@ PADDING = 3  # scales of a compressed row beyond its own
 PAGE, FRAMES = 4, 6
 
 
-def pool_of(kv_format: KVFormat, *, frames: int = FRAMES, page: int = PAGE, device: str = "cpu") -> Pool:
-    """A pool of one layer with fields "k" and "v" of two heads; compressed rows have padded scales."""
+def pool_of(
+    kv_format: KVFormat, *, frames: int = FRAMES, page: int = PAGE, device: str = "cpu", hosted: bool = False
+) -> Pool:
+    """A pool of one layer with fields "k" and "v" of two heads; compressed rows have padded scales. `hosted`: its
+    frames are records of a host pool, second of two groups."""
     reach = ReachSpec()
     parts = [part for name in "kv" for part in formatted(name, (2, WIDTH), kv_format, group="full", reach=reach)]
     fields = tuple(
@@ -37,7 +42,11 @@ def pool_of(kv_format: KVFormat, *, frames: int = FRAMES, page: int = PAGE, devi
         )
         for part in parts
     )
-    return Pool(PageLayout(page, fields), frames, device=device)
+    layout = PageLayout(page, fields)
+    if hosted:
+        group = GroupSpec(name="full", layout=layout)
+        return HostedPool(layout, HostPool([group, group], [1, frames]), 1, reader=torch.device(device))
+    return Pool(layout, frames, device=device)
 
 
 def _padding(part: Part, kv_format: KVFormat) -> int:
@@ -56,13 +65,13 @@ def round_trip(rows: Tensor, kv_format: KVFormat) -> Tensor:
     return decode(*encode(rows, kv_format), kv_format, rows.dtype)
 
 
-def check_stored(seed: int) -> None:
+def check_stored(seed: int, *, hosted: bool = False) -> None:
     """One format, two fields and thirty operations; every answer must be bit for bit what the table says."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     kv_format = FORMATS[list(FORMATS)[seed % len(FORMATS)]]
     dtype = (torch.float32, torch.bfloat16, torch.float16)[rng.integers(3)]
-    pool = pool_of(kv_format)
+    pool = pool_of(kv_format, hosted=hosted)
     fields = {name: paged_field(pool, name, 0) for name in "kv"}
     num_slots = (FRAMES + 1) * PAGE
     table = {name: torch.zeros(num_slots, 2, WIDTH, dtype=dtype) for name in fields}

@@ -50,6 +50,11 @@ def test_any_writes_reads_and_copies(seed):
     check_stored(seed)
 
 
+@pytest.mark.parametrize("seed", range(2 * len(FORMATS)))
+def test_rows_in_records_of_host_memory_are_the_same(seed):
+    check_stored(seed, hosted=True)
+
+
 def test_plain_rows_are_read_in_place_and_written_as_they_are():
     """The usual cache costs nothing for the others: no copy of what is read, nor of what is new."""
     pool = torch.zeros(3, 4, 2, 8)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.kernels import fields
 from quire.kernels.fields import PagedField
 from quire.memory import residency
 from quire.memory.allocator import (
@@ -341,12 +340,12 @@ def scales_are_not_written(patch: Patch) -> None:
 
 @mutant("stored", "scattered vectors are read with the scales of the first ones of the pool")
 def scales_are_not_gathered(patch: Patch) -> None:
-    real = fields._gathered
+    real = PagedField._gathered
 
-    def gathered(rows: Any, index: Any, name: str) -> Any:
-        return rows[: len(index)] if name.endswith("scales") else real(rows, index, name)
+    def gathered(field: PagedField, rows: Any, index: Any, name: str) -> Any:
+        return rows[: len(index)] if name.endswith("scales") else real(field, rows, index, name)
 
-    patch.setattr(fields, "_gathered", gathered)
+    patch.setattr(PagedField, "_gathered", gathered)
 
 
 @mutant("stored", "a vector at the end of a run is read with the scale of one at its beginning")

@@ -31,7 +31,7 @@ class PagedField:
     def __init__(
         self, frames: Tensor, scales: Tensor | None = None, kv_format: KVFormat | None = None, *, name: str = "rows"
     ) -> None:
-        self._rows = frames.flatten(0, 1)
+        self._rows = self._by_slot(frames)
         self._kv_format = kv_format
         self._name = name
         self._scales: Tensor | None = None
@@ -39,7 +39,7 @@ class PagedField:
             assert (scales is not None) == (kv_format.scale is not None), f"{kv_format.name} and its scales"
         if kv_format is not None and scales is not None:
             width = frames.shape[-1] * frames.element_size() * 8 // kv_format.bits
-            self._scales = scales.flatten(0, 1)[..., : kv_format.scale_width(width)]
+            self._scales = self._by_slot(scales)[..., : kv_format.scale_width(width)]
 
     def write(self, slots: Tensor, rows: Tensor) -> Tensor:
         """Store `rows` `[T, *shape]` at `slots` int64 `[T]`; returns them as a reader of the slots sees them.
@@ -49,12 +49,12 @@ class PagedField:
         """
         if self._kv_format is None:
             stored = rows.to(self._rows.dtype)
-            self._rows.index_copy_(0, slots, stored)
+            self._put(self._rows, slots, stored)
             return stored.to(rows.dtype)
         stored, scales = encode(rows, self._kv_format)
-        _bytes_of(self._rows).index_copy_(0, slots, _bytes_of(stored))
+        self._put(_bytes_of(self._rows), slots, _bytes_of(stored))
         if self._scales is not None and scales is not None:
-            _bytes_of(self._scales).index_copy_(0, slots, _bytes_of(scales))
+            self._put(_bytes_of(self._scales), slots, _bytes_of(scales))
         return decode(stored, scales, self._kv_format, rows.dtype)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -62,18 +62,18 @@ class PagedField:
 
         Encoded rows are decoded into scratch memory, valid until the next read of a field of this name.
         """
-        rows = self._rows[start:stop]
+        rows = self._run(self._rows, start, stop)
         if self._kv_format is None:
             return rows.to(dtype)
-        scales = None if self._scales is None else self._scales[start:stop]
+        scales = None if self._scales is None else self._run(self._scales, start, stop)
         return self._decoded(rows, scales, dtype, f"{self._name} read")
 
     def gather(self, index: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         """Rows of slots `index` int64 `[n]`, `[n, *shape]`, in scratch memory `name`: valid until its next use."""
-        rows = _gathered(self._rows, index, name)
+        rows = self._gathered(self._rows, index, name)
         if self._kv_format is None:
             return rows.to(dtype)
-        scales = None if self._scales is None else _gathered(self._scales, index, f"{name} scales")
+        scales = None if self._scales is None else self._gathered(self._scales, index, f"{name} scales")
         return self._decoded(rows, scales, dtype, f"{name} gathered")
 
     def head(self, number: int) -> PagedField:
@@ -90,16 +90,61 @@ class PagedField:
         out = _workspace.take(name, dtype, rows.device, *rows.shape[:-1], width)
         return decode(rows, scales, self._kv_format, dtype, out)
 
+    # How rows are found by slot; see `HostedField`.
+
+    def _by_slot(self, frames: Tensor) -> Tensor:
+        return frames.flatten(0, 1)
+
+    def _put(self, rows: Tensor, slots: Tensor, stored: Tensor) -> None:
+        rows.index_copy_(0, slots, stored)
+
+    def _run(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        return rows[start:stop]
+
+    def _gathered(self, rows: Tensor, index: Tensor, name: str) -> Tensor:
+        out = _workspace.take(name, rows.dtype, rows.device, len(index), *rows.shape[1:])
+        torch.index_select(_bytes_of(rows), 0, index, out=_bytes_of(out))
+        return out
+
+
+class HostedField(PagedField):
+    """A field whose frames are strided views of records in host memory (`HostedPool`). `device` is where rows come from
+    and are read: those that are read are copied there, and writing waits for those that are written."""
+
+    __slots__ = ("_device",)
+
+    def __init__(
+        self, frames: Tensor, scales: Tensor | None, kv_format: KVFormat | None, *, name: str, device: torch.device
+    ) -> None:
+        self._device = device
+        super().__init__(frames, scales, kv_format, name=name)
+
+    def _by_slot(self, frames: Tensor) -> Tensor:
+        return frames
+
+    def _put(self, rows: Tensor, slots: Tensor, stored: Tensor) -> None:
+        rows[_places(rows, slots)] = stored.cpu()
+
+    def _run(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        first, entries = start // rows.shape[1], rows.shape[1]
+        frames = rows[first : -(-stop // entries)].flatten(0, 1)
+        return frames[start - first * entries : stop - first * entries].to(self._device)
+
+    def _gathered(self, rows: Tensor, index: Tensor, name: str) -> Tensor:
+        found = _bytes_of(rows)[_places(rows, index)]
+        return found.view(rows.dtype).to(self._device)
+
+
+def _places(rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The frame and the entry of each slot of `rows` `[frames, entries, ...]`."""
+    slots = slots.to(rows.device)
+    frames = slots // rows.shape[1]
+    return frames, slots - frames * rows.shape[1]
+
 
 def _bytes_of(rows: Tensor) -> Tensor:
     """Elements of one byte as integers, which every device can copy by index."""
     return rows.view(torch.uint8) if rows.element_size() == 1 else rows
-
-
-def _gathered(rows: Tensor, index: Tensor, name: str) -> Tensor:
-    out = _workspace.take(name, rows.dtype, rows.device, len(index), *rows.shape[1:])
-    torch.index_select(_bytes_of(rows), 0, index, out=_bytes_of(out))
-    return out
 
 
 class KVReader(Protocol):

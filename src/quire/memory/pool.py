@@ -55,7 +55,10 @@ class Pool:
                 fix="lower the KV memory.",
             ) from error
 
-        self._owned = {
+        self._owned = self._by_layer()
+
+    def _by_layer(self) -> dict[tuple[str, int], tuple[Field, Tensor]]:
+        return {
             (field.name, layer): (field, tensor[index])
             for field, tensor in self.tensors
             for index, layer in enumerate(field.layers)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import LatentFields, PagedField
+from quire.kernels.fields import HostedField, LatentFields, PagedField
 from quire.kernels.state import StateBatch
+from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.spec.ids import Ids
 from quire.spec.layers import Call
@@ -99,6 +100,8 @@ def paged_field(pool: Pool, name: str, ordinal: int) -> PagedField:
     kv_format = pool.field(name, ordinal).kv_format
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
+    if isinstance(pool, HostedPool):
+        return HostedField(pool.layer(name, ordinal), scales, kv_format, name=name, device=pool.reader)
     return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name)
 
 
