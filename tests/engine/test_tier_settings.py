@@ -11,6 +11,8 @@ from quire.engine.tier_report import tier_rows, tiers_as_dict, tiers_line, witho
 from quire.errors import InvalidInput
 from quire.testing import small_plan
 
+PEER, SECRET = "10.0.0.1:8998", {"transfer_secret": "s" * 16}
+
 
 @pytest.mark.parametrize(
     ("settings", "said", "fix"),
@@ -24,13 +26,14 @@ from quire.testing import small_plan
         ({"write_policy": "write_back"}, "--write-policy does nothing", "--host-memory auto"),
         ({"load": "always"}, "--load does nothing", "--host-memory auto"),
         ({"host_memory": "lots"}, "lots", ""),
+        ({"prefill_peers": PEER}, "does nothing without --role", "add --role decode and QUIRE_TRANSFER_SECRET, or"),
+        ({"prefill_peers": PEER, **SECRET}, "does nothing without --role", "add --role decode, or"),
+        ({"transfer_listen": PEER, **SECRET}, "does nothing without --role", "add --role prefill, or"),
         ({"storage": "/x", "storage_size": "auto-ish"}, "auto-ish", ""),
         ({"storage": "/x", "prefetch": "never"}, "prefetch", ""),
         (
             {
-                "role": "decode",
-                "transfer_secret": "s" * 16,
-                "prefill_peers": "10.0.0.1:8998",
+                **{"role": "decode", **SECRET, "prefill_peers": PEER},
                 "transfer_listen": "0.0.0.0:0",
             },
             "0.0.0.0:0 names none",
@@ -53,6 +56,11 @@ def test_settings_that_agree() -> None:
     assert engine_config(**config.model_dump()) == config, "settings may be handed on as they are"
     assert engine_config(host_memory="auto", write_policy="write_back", load="always").has_tiers
     assert not engine_config().has_tiers
+
+
+def test_what_a_refusal_advises_is_accepted() -> None:
+    assert engine_config(prefill_peers=PEER, role="decode", **SECRET).has_tiers
+    assert engine_config(transfer_listen=PEER, role="prefill", **SECRET).has_tiers
 
 
 def test_an_engine_with_storage_may_take_longer_to_end() -> None:
@@ -80,6 +88,10 @@ def test_each_tier_says_what_it_holds() -> None:
 def test_what_brings_little_is_said() -> None:
     assert "chosen here: storage" in described(storage="/x")["notes"][0]
     assert any("outlives" in note for note in described(host_memory="1GiB")["notes"])
+    apart = described(role="prefill", **SECRET)
+    assert "chosen here: other engines are reached through it" in apart["notes"][0]
+    assert (apart["load"], apart["storage"]) == ("always", None)
+    assert "storage" not in " ".join(apart["notes"]).replace("Without storage", "")
     small = tiers_as_dict(engine_config(host_memory="1GiB"), small_plan(num_pages=90, page_size=16), (40,), (1,), 1)
     assert any("fewer tokens than the device (640 of 1,440)" in note for note in small["notes"])
     less = described(host_memory="1GiB", storage="/x", storage_size="2KiB")

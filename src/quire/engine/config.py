@@ -36,6 +36,9 @@ _ADD = {
     "--prefill": "--prefill 1",
 }
 
+_ADD_FOR = {"prefill_peers": "--role decode", "transfer_listen": "--role prefill"}
+"""Where less than `_ADD` would be refused."""
+
 _NEEDS = {
     "storage_size": "storage",
     "prefetch": "storage",
@@ -427,7 +430,10 @@ class EngineConfig(Settings):
         given = {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
         for name, what in self.idle(given).items():
             flag = f"--{name.replace('_', '-')}"
-            raise InvalidInput(f"{flag} does nothing without {what}.", fix=f"add {_ADD[what]}, or leave it out.")
+            add = _ADD_FOR.get(name, _ADD[what])
+            if what == "--role" and self.transfer_secret is None:
+                add += " and QUIRE_TRANSFER_SECRET"
+            raise InvalidInput(f"{flag} does nothing without {what}.", fix=f"add {add}, or leave it out.")
         return self
 
     @model_validator(mode="after")

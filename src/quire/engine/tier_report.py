@@ -34,7 +34,7 @@ def tiers_as_dict(
         "host": {"bytes": num_bytes, "tokens": tokens, "groups": groups},
         "storage": None,
         "write_policy": config.write_policy,
-        "load": config.load,
+        "load": config.load if config.role is None else "always",
         "prefetch": None,
     }
     if config.storage is not None:
@@ -53,7 +53,8 @@ def _notes(config: EngineConfig, plan: MemoryPlan, found: Mapping[str, Any]) -> 
     host, storage = found["host"], found["storage"]
     notes = []
     if config.host_memory in (None, "auto"):
-        why = "storage is reached through it" if config.host_memory is None else "as asked"
+        reached = "storage is" if config.storage is not None else "other engines are"
+        why = f"{reached} reached through it" if config.host_memory is None else "as asked"
         notes.append(f"The size of host memory was chosen here: {why}.")
     if host["tokens"] < plan.num_tokens and config.write_policy != "write_back":
         notes.append(
@@ -64,8 +65,9 @@ def _notes(config: EngineConfig, plan: MemoryPlan, found: Mapping[str, Any]) -> 
         notes.append(f"Storage holds fewer tokens than host memory ({storage['tokens']:,} of {host['tokens']:,}).")
     if storage is None:
         notes.append("Without storage nothing outlives the engine.")
-    if config.load == "always":
-        notes.append("Loads happen even where computing would be quicker: load is 'always'.")
+    if found["load"] == "always":
+        why = "load is 'always'" if config.role is None else "so it is with a role"
+        notes.append(f"Loads happen even where computing would be quicker: {why}.")
     return notes
 
 
