@@ -79,6 +79,9 @@ def test_the_configuration_of_speculation_is_that_of_the_engine(run: Run) -> Non
     assert found["speculation"] == {"method": "mtp", "draft_tokens": 3, "reserved_tokens": 8}
     assert found["bytes_per_token"] - plain["bytes_per_token"] > draft > 0, "the rest are states after drafts"
     assert not any("mtp" in note for note in found["notes"])
+    assert not any("weights" in note for note in found["notes"]), "the layer is part of the model and of its ledger"
+    undescribed = data(run, "kimi-k2.5", "--gpu", "h200-141gb", "--tp", 8, *mtp)["notes"]
+    assert any("weights of the prediction layer, which the configuration does not" in note for note in undescribed)
     assert any(
         "does not draft with mtp here: " in note for note in data(run, "llama-3.1-8b", *given[1:], *mtp)["notes"]
     )
@@ -301,6 +304,13 @@ def test_roles_are_planned_for_a_rate(run: Run) -> None:
                 "--decode-rate", 4000, "--json")  # fmt: skip
     assert [json.loads(given.stdout)[name] for name in ("prefill", "decode")] == [2, 2]
     assert "Prefill" in run("plan", *arguments).stdout
+    assert found["notes"] == []
+    drafts = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
+    (note,) = json.loads(run("plan", *arguments, *drafts, "--json").stdout)["notes"]
+    assert "without drafts" in note and "--decode-rate" in note
+    assert "without drafts" in run("plan", *arguments, *drafts).stdout
+    measured = run("plan", *arguments, *drafts, "--decode-rate", 9000, "--json")
+    assert json.loads(measured.stdout)["notes"] == []
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,8 @@ def test_roles_are_beside_as_many_engines_without(run: Run) -> None:
     assert broken["fallbacks"] == {"link": broken["asks"]} and broken["received_tokens"] == 0
     shown = run("replay", *arguments)
     assert "1 prefill, 2 decode" in shown.stdout and "3 engines" in shown.stdout
+    assert "drafts accepted" not in shown.stdout
+    assert run("replay", *arguments, "--speculate", "3,0.7").stdout.count("drafts accepted") == 2
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ PEER, SECRET = "10.0.0.1:8998", {"transfer_secret": "s" * 16}
         ({"storage": "/x", "prefetch": "never"}, "prefetch", ""),
         (
             {
-                **{"role": "decode", **SECRET, "prefill_peers": PEER},
+                "role": "decode",
+                **SECRET,
+                "prefill_peers": PEER,
                 "transfer_listen": "0.0.0.0:0",
             },
             "0.0.0.0:0 names none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,28 @@ from quire.sim.peers import SimulatedLink
 from quire.sim.replay import ReplaySettings
 from quire.sim.roles import Roles, RolesResult
 from quire.sim.tiers import SimulatedTiers
+from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
 from tests.sim.replays import COST, HYBRIDS, requests
 
 TRACE = requests([(60 + 7 * at % 40, 12) for at in range(20)], shared=24, gap=0.004)
 
 
-def run(num_prefill: int, num_decode: int, *, groups: str = "full", trace: Any = TRACE, **link: Any) -> RolesResult:
+def run(
+    num_prefill: int,
+    num_decode: int,
+    *,
+    groups: str = "full",
+    trace: Any = TRACE,
+    drafts: int = 0,
+    acceptance: float | None = None,
+    **link: Any,
+) -> RolesResult:
     plan = small_plan(96, 4, max_requests=8, **HYBRIDS[groups])
+    if drafts:
+        plan = replace(plan, speculation=SpeculativeConfig.parse({"method": "ngram", "num_steps": drafts}))
     tiers = SimulatedTiers(host_tokens=1600, record_bytes=(1 << 16,) * len(plan.groups))
-    settings = ReplaySettings(check="all", chunk=16, tiers=tiers)
+    settings = ReplaySettings(check="all", chunk=16, tiers=tiers, acceptance=acceptance)
     link = {"least_tokens": 8, **link}
     return Roles(plan, COST, settings, SimulatedLink(**link), num_prefill=num_prefill, num_decode=num_decode).run(trace)
 
@@ -42,6 +55,19 @@ def test_without_roles_nothing_is_asked() -> None:
     assert (result.asks, result.received_tokens, result.fallbacks) == (0, 0, {})
     assert result.output_tokens == 12 * len(TRACE)
     assert result.hit_tokens + result.computed_tokens == result.prompt_tokens
+
+
+@pytest.mark.parametrize("acceptance", [0.7, None])
+def test_engines_that_answer_draft(acceptance: float | None) -> None:
+    """As given, or as the trace records it; engines that compute prompts draft nothing."""
+    trace = [replace(each, acceptance=0.7) for each in TRACE] if acceptance is None else TRACE
+    plain, apart, same = run(1, 2), *(run(n, 2, trace=trace, drafts=3, acceptance=acceptance) for n in (1, 0))
+    assert plain.speculation is None and apart.speculation is not None and same.speculation is not None
+    for found in (apart.speculation, same.speculation):
+        assert found["accepted_tokens"] / found["draft_tokens"] == pytest.approx(0.5, abs=0.2)
+        assert 1.5 < found["tokens_per_step"] < 4
+    assert apart.output_tokens == plain.output_tokens and apart.received_tokens > 0
+    assert apart.seconds < plain.seconds
 
 
 @pytest.mark.parametrize("failures", [0.3, 1.0])

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 EXIT_DOES_NOT_FIT = 2
 
+_WITHOUT_DRAFTS = (
+    "output tokens/s are estimated without drafts, because how many are accepted depends on the requests; give "
+    "--decode-rate as measured with them. Pages are planned with drafts."
+)
+
 _OUTPUT, _ROLES = "Output", "Roles"
 
 
@@ -117,6 +122,7 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
         raise InvalidInput("the lengths of requests are not given.", fix="add --input-tokens and --output-tokens.")
     assert roles.requests_per_second is not None
     prefill_rate, decode_rate = roles.prefill_rate, roles.decode_rate
+    is_without_drafts = settings.speculation is not None and decode_rate is None
     found = subject.plan_or_least(settings)
     if prefill_rate is None or decode_rate is None:
         if request.gpu is None:
@@ -138,6 +144,7 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
         cached=roles.cached,
     )
     data = {"model": subject.name, "load": asdict(load)} | plan_roles(load).as_dict()
+    data["notes"] = [_WITHOUT_DRAFTS] if is_without_drafts else []
     return Report(data, lambda: [roles_panel(data)])
 
 

@@ -43,6 +43,7 @@ def roles_panel(found: Mapping[str, Any]) -> Panel:
         ("Host memory", f"{held[0]} of each prefill and {held[1]} of each decode engine, for prompts in flight"),
         ("Link", f"{link} GB/s: {out} out of each prefill engine, {into} into each decode engine"),
     ]
+    rows += [("Note", note) for note in found["notes"]]
     return panel(named_rows(rows), f"{found['model']}, engines by role")
 
 

@@ -78,6 +78,8 @@ def roles_table(trace: Trace, results: Sequence[RolesResult]) -> Iterator[Render
             yield f"{each.name}: {counted(each.asks, 'prompt')} asked for; {moved} came over the link."
             for cause, count in sorted(each.fallbacks.items()):
                 yield Text(f"{each.name}: {counted(count, 'prompt')} computed after all: {cause}.", style="yellow")
+        if each.speculation is not None:
+            yield f"{each.name}: {told_of_drafts(each.speculation)}; ITL is from step to step."
 
 
 def _run_table(same: Sequence[ReplayResult]) -> Table:

@@ -106,7 +106,7 @@ def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | Non
         stages=tuple(one.config for one in solved),
         configurator=best.configurator,
     )
-    return replace(plan, ledger=ledger_of(plan, best.lines), notes=notes_of(plan))
+    return replace(plan, ledger=ledger_of(plan, best.lines), notes=notes_of(plan, weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

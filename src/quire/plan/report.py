@@ -16,6 +16,7 @@ from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
+from quire.spec.weights import WeightEstimate
 
 
 def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -40,7 +41,7 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def notes_of(plan: Plan) -> tuple[str, ...]:
+def notes_of(plan: Plan, weights: WeightEstimate | None) -> tuple[str, ...]:
     """What was assumed, what limits the plan, and which settings have no effect, in sentences."""
     settings, parallel, options = plan.settings, plan.settings.parallel, plan.configurator.options
     kinds = {pool.group.reach.kind for one in plan.stages for pool in one.pools}
@@ -65,9 +66,14 @@ def notes_of(plan: Plan) -> tuple[str, ...]:
         notes.append("--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states.")
     if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
         notes.append("--mamba-full-memory-ratio has no effect: there are no pools beside the states.")
-    drafts = settings.speculation is not None and settings.speculation.num_layers and settings.device is not None
-    if drafts and settings.draft_weight_bytes is None:
-        notes.append("the ledger leaves out the weights of a draft that is not part of the model.")
+    drafts = settings.speculation
+    if drafts is not None and drafts.num_layers and settings.device is not None and settings.draft_weight_bytes is None:
+        if drafts.method != "mtp":
+            notes.append("the ledger leaves out the weights of the draft: they are not estimated.")
+        elif weights is not None and not weights.draft_layers and settings.weight_bytes is None:
+            notes.append(
+                "the ledger leaves out the weights of the prediction layer, which the configuration does not describe."
+            )
     notes += _uneven_heads(plan)
     if _capped(plan):
         notes.append(f"capped at {settings.max_total_tokens:,} tokens; every pool follows the cap.")

@@ -21,7 +21,7 @@ from quire.plan.budget import MemoryPlan
 from quire.sim.clock import CostModel
 from quire.sim.peers import Inbox, PrefillServer, SimulatedLink, SimulatedPeers
 from quire.sim.replay import Arrivals, Replay, ReplaySettings, TokenGaps
-from quire.sim.result import RequestRecord
+from quire.sim.result import ReplayResult, RequestRecord
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.trace_request import TraceRequest
 
@@ -34,7 +34,8 @@ class RolesResult:
     engine that answers; `received_tokens` were computed by a prefill engine. All engines computed `computed_tokens`,
     some twice where pages did not arrive, or a prefill engine lacked a prefix. `fallbacks` are prompts that a decode
     engine computed after all, by cause. `ttft_s` and `itl_s`: percentiles 50, 95 and 99 of the time to the first token,
-    and between tokens of a request."""
+    and between two steps that gave a request tokens: one each, or with speculation several. `speculation` has the
+    drafts of the engines that answer, as `Speculator.statistics`; None without."""
 
     name: str
     prefill: int
@@ -52,6 +53,7 @@ class RolesResult:
     itl_s: tuple[float, ...]
     seconds: float
     output_tokens_per_s: float
+    speculation: dict[str, Any] | None
     digest: str
 
     @property
@@ -187,8 +189,19 @@ class Roles:
             itl_s=itl,
             seconds=seconds,
             output_tokens_per_s=output_tokens / seconds if seconds else 0.0,
+            speculation=_drafts(results),
             digest=digest.hexdigest(),
         )
+
+
+def _drafts(results: Sequence[ReplayResult]) -> dict[str, Any] | None:
+    """What the drafts of these engines brought together."""
+    found = [(each.speculation, each.output_tokens) for each in results if each.speculation and each.output_tokens]
+    if not found:
+        return None
+    counts = {name: sum(one[name] for one, _ in found) for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    steps = sum(num_tokens / one["tokens_per_step"] for one, num_tokens in found)
+    return counts | {"tokens_per_step": sum(num_tokens for _, num_tokens in found) / steps}
 
 
 def first_token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
