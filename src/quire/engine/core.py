@@ -20,6 +20,7 @@ from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_setting
 from quire.engine.device import free_bytes, resolve_device
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
+from quire.engine.hisparse import HostedLatents
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
 from quire.engine.runner import Launched, ModelRunner, build_pools
 from quire.engine.sampler import Sampler
@@ -112,7 +113,8 @@ class EngineCore:
         self.plan = self.capacity.memory
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
-        self.pools = build_pools(self.plan, self.device)
+        self.latents = HostedLatents(self.plan, self.device, progress) if self.plan.hot is not None else None
+        self.pools = build_pools(self.plan, self.device, self.latents)
         self.tiers = (
             EngineTiers(config, self.plan, self.pools, storage, progress=progress) if config.has_tiers else None
         )
@@ -160,7 +162,8 @@ class EngineCore:
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
-        self.runner = ModelRunner(self.model, self.cache, self._sampler(), self.device, self.pools)
+        hisparse = self.latents.coordinator if self.latents is not None else None
+        self.runner = ModelRunner(self.model, self.cache, self._sampler(), self.device, self.pools, hisparse)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
@@ -257,6 +260,8 @@ class EngineCore:
         """Stop: pending transfers to a store end, within `STORE_DRAIN_S`, and threads end. May be called twice; no
         request may be running."""
         self._closed.set()
+        if self.latents is not None:
+            self.latents.close()
         tiers, below = self.tiers, self.offload.tiers
         if tiers is None or below is None:
             return
@@ -500,6 +505,7 @@ class EngineCore:
             "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",
             "transfer": self.transfer.statistics() if self.transfer is not None else None,
             "speculation": self.speculator.statistics() if self.speculator is not None else None,
+            "hisparse": self.latents.statistics() if self.latents is not None else None,
             "queue_seconds": self.queue_s.to_dict(),
             "retentions": len(retention),
             "retained_pages": retention.num_pages,

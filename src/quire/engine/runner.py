@@ -14,6 +14,7 @@ from quire.cache import KVCache, RunningBatch
 from quire.cache.running import Lengths, Rows
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
+from quire.engine.hisparse import HostedLatents
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
@@ -27,6 +28,7 @@ from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import check_cpu_pools
 from quire.scheduler.step import Step
+from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 from quire.tiers.transfer import Transfer
@@ -64,9 +66,10 @@ class Launched:
         return found
 
 
-def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
-    """Allocate the device's memory: a pool for each group, not touched yet. Raises PlanError if there is too little,
-    and HostMemoryError if the host lacks the memory for pools on a CPU, which would show only later."""
+def build_pools(plan: MemoryPlan, device: torch.device, latents: HostedLatents | None = None) -> tuple[Pool, ...]:
+    """Allocate the device's memory: a pool for each group, not touched yet, but for the group of `latents`, which has
+    its own. Raises PlanError if there is too little, and HostMemoryError if the host lacks the memory for pools on a
+    CPU, which would show only later."""
     if device.type == "cpu":
         memory = host_memory()
         check_cpu_pools(
@@ -74,6 +77,8 @@ def build_pools(plan: MemoryPlan, device: torch.device) -> tuple[Pool, ...]:
         )
     return tuple(
         Pool(group.layout, plan.frames_of(index), device=device, touched=False)
+        if latents is None or latents.group != index
+        else latents.pool
         for index, group in enumerate(plan.groups)
     )
 
@@ -82,7 +87,13 @@ class ModelRunner:
     """Runs on the pools' tensors. `launch` returns at once if the device computes asynchronously."""
 
     def __init__(
-        self, model: LoadedModel, cache: KVCache, sampler: Sampler, device: torch.device, pools: tuple[Pool, ...]
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        sampler: Sampler,
+        device: torch.device,
+        pools: tuple[Pool, ...],
+        hisparse: HiSparseCoordinator | None = None,
     ) -> None:
         self.drafter: ModelDrafter | HeadDrafter | None = None
         """What follows each step on the same pages."""
@@ -91,12 +102,13 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
         self.pools = pools
+        self._hisparse = hisparse
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._planners = [AttentionPlanner() for _ in pools]
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self._tables = DevicePageTables(len(self._following), rows, width, device=device)
-        built = sum(pool.num_bytes for pool in self.pools)
+        built = sum(pool.num_bytes for pool in [*self.pools, *([hisparse.pool] if hisparse is not None else [])])
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
 
     @torch.inference_mode()
@@ -111,7 +123,9 @@ class ModelRunner:
             for pool in self.pools:
                 pool.arriving = loads
             batches = self._batches(step)
-            running = RunningForward(self.pools, batches)
+            if self._hisparse is not None:
+                self._hisparse.admit(step.batch.rows, step.batch.serials)
+            running = RunningForward(self.pools, batches, hisparse=self._hisparse)
             logits = self._model.run(
                 running,
                 self._input_ids(step, previous),

@@ -22,6 +22,7 @@ from quire.kernels.fields import HostedField, LatentFields, PagedField
 from quire.kernels.state import StateBatch
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
+from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.ids import Ids
 from quire.spec.layers import Call
 from quire.spec.layout import scales_of
@@ -36,10 +37,19 @@ LAST_HIDDEN = -1
 class RunningForward:
     """One forward pass on the pools: `pools[i]` holds the frames of group i and `batches[i]` says which to use.
 
-    `first` is the ordinal of its first call: 0, or for the layers of a draft, the number of calls of its target.
+    `first` is the ordinal of its first call: 0, or for the layers of a draft, the number of calls of its target. With
+    `hisparse`, the pool of latents is in host memory, and rows that decode read them in its hot buffers.
     """
 
-    def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch], *, first: int = 0) -> None:
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        batches: Sequence[PagedBatch | StateBatch],
+        *,
+        first: int = 0,
+        hisparse: HiSparseCoordinator | None = None,
+    ) -> None:
+        self.hisparse = hisparse
         self.batches = tuple(batches)
         self._groups = tuple(zip(pools, batches, strict=True))
         self.first = self.ordinal = first
@@ -69,6 +79,11 @@ class RunningForward:
         """The fields of a call's latents and rotary keys, and the batch of their group."""
         latents, batch = self.rows(f"{prefix}latent", ordinal)
         return LatentFields(latents, self.rows(f"{prefix}rope", ordinal)[0]), batch
+
+    def hot_latents(self, ordinal: int) -> LatentFields:
+        """The fields of a call's latents and rotary keys in hot buffers."""
+        assert self.hisparse is not None
+        return LatentFields(*(paged_field(self.hisparse.pool, name, ordinal) for name in ("latent", "rope")))
 
     def per_page(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
         """The pool's layer of a field with one entry per page, `[frames, *shape]`, and the batch of its group."""

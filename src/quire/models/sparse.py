@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.kernels.attention import attend_selected, merge_attention
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import LatentFields
 from quire.models.attention import OWN_ATTENTION, CallOptions
-from quire.models.forward import Forward, current_forward, in_forward
+from quire.models.forward import Forward, RunningForward, current_forward, in_forward
 from quire.models.indexers import index_keys, split_rows
 from quire.models.latent import LatentAttention
 
@@ -49,17 +53,78 @@ class _SparseAttention:
         if kept is None:
             return out
         rows, fields, batch = kept
+        selected: Tensor = options.others["indices"][0]
+        assert isinstance(forward, RunningForward)
+        if forward.hisparse is None:
+            return self._read(query, rows, selected, fields, batch, options)
+        decoding, others = _split_decoding(batch, query.device)
+        if decoding is not None:
+            at, part = decoding
+            hot = forward.hot_latents(forward.ordinal - 1)
+            hot.write(forward.hisparse.newest(part), key[at, 0], value[at, 0])
+            swapped = forward.hisparse.swap_in(forward.ordinal - 1, part, self._positions(selected[at], part))
+            out[at] = self._attend(query[at], hot, swapped.slots, swapped.hidden, options)
+        if others is not None:
+            at, part = others
+            out[at] = self._read(query[at], rows[at], selected[at], fields, part, options)
+        return out
+
+    def _read(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        selected: Tensor,
+        fields: LatentFields,
+        batch: PagedBatch,
+        options: CallOptions,
+    ) -> Tensor:
+        """Attention over the pages themselves."""
+        out = query.new_zeros(*query.shape[:2], self._latent.value_dim)
         short, long = split_rows(batch, self._most, query.device)
         if short is not None:
             at, part = short
             out[at] = self._latent.attend(query[at], rows[at], fields, part, options)
         if long is not None:
-            positions: Tensor = options.others["indices"][0, long.rows].long()
+            positions = selected[long.rows].long()
             slots = long.slots_of(positions.clamp_min(0))
-            absorbed = self._latent.absorb(query[long.rows])
-            selected = attend_selected(absorbed, fields, slots, positions < 0, scale=options.scale)
-            out[long.rows] = self._latent.release(merge_attention([selected], options.sinks).to(query.dtype))
+            out[long.rows] = self._attend(query[long.rows], fields, slots, positions < 0, options)
         return out
+
+    def _attend(
+        self, query: Tensor, fields: LatentFields, slots: Tensor, hidden: Tensor, options: CallOptions
+    ) -> Tensor:
+        """Attention over `slots` `[rows, n]` of `fields`, those of each row."""
+        found = attend_selected(self._latent.absorb(query), fields, slots, hidden, scale=options.scale)
+        return self._latent.release(merge_attention([found], options.sinks).to(query.dtype))
+
+    def _positions(self, selected: Tensor, batch: PagedBatch) -> npt.NDArray[np.int32]:
+        """The positions `[sequences, n]` that rows of one token read, -1 at the end: all, if that is no more than is
+        selected."""
+        contexts = batch.context_lens[:, None]
+        width = min(int(contexts.max()), self._most)
+        places = np.arange(width, dtype=np.int32)
+        found = np.where(places < contexts, places, np.int32(-1))
+        selects = contexts[:, 0] > self._most
+        if selects.any():
+            found[selects] = selected.cpu().numpy()[selects, :width]
+        return found
+
+
+Split = tuple[tuple[Tensor, PagedBatch] | None, tuple[Tensor, PagedBatch] | None]
+
+
+def _split_decoding(batch: PagedBatch, device: torch.device) -> Split:
+    """The rows of sequences with one new token, and those of the others, each with a batch of their own."""
+
+    def split(batch: PagedBatch) -> Split:
+        counts = np.diff(batch.query_starts)
+        parts = []
+        for name, sequences in (("decoding", np.flatnonzero(counts == 1)), ("hosted", np.flatnonzero(counts > 1))):
+            rows, part = batch.part(sequences, name)
+            parts.append((torch.from_numpy(rows).to(device), part) if len(sequences) else None)
+        return parts[0], parts[1]
+
+    return batch.derived("decoding", split)
 
 
 class _Indexer:

@@ -1,0 +1,57 @@
+"""HostedLatents: host memory and hot buffers of an engine whose latents are in host memory (HiSparse)."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.engine.host_memory import alone_on_this_host, host_memory
+from quire.errors import HostMemoryError
+from quire.memory.host_pool import HostPool, Progress
+from quire.memory.hosted_pool import HostedPool
+from quire.plan.budget import MemoryPlan, format_bytes
+from quire.plan.host import largest_host_bytes
+from quire.sparse.coordinator import HiSparseCoordinator
+
+
+class HostedLatents:
+    """The records of all latents, the pool over them, and the hot buffers on `device`. Owns the host memory until
+    `close`. Raises HostMemoryError if the host has no room, and PlanError if the device has none."""
+
+    def __init__(self, plan: MemoryPlan, device: torch.device, progress: Progress | None = None) -> None:
+        assert plan.hot is not None
+        self.group = plan.hot.group
+        frames = [plan.frames_of(at) if at == self.group else 0 for at in range(len(plan.groups))]
+        with alone_on_this_host():
+            _check_room(plan, device)
+            self.host = HostPool(plan.groups, frames, pinned=device.type == "cuda", progress=progress)
+        try:
+            self.pool = HostedPool(plan.groups[self.group].layout, self.host, self.group, reader=device)
+            self.coordinator = HiSparseCoordinator(plan, self.pool, device)
+        except BaseException:
+            self.host.close()
+            raise
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of `HiSparseCoordinator.statistics`, and the bytes of host memory and of hot buffers."""
+        return {
+            **self.coordinator.statistics(),
+            "device_buffer_size": self.coordinator.buffer_size,
+            "host_bytes": self.host.num_bytes,
+            "hot_bytes": self.coordinator.pool.num_bytes,
+        }
+
+    def close(self) -> None:
+        """Return the host memory to the system. A second call does nothing."""
+        self.host.close()
+
+
+def _check_room(plan: MemoryPlan, device: torch.device) -> None:
+    memory = host_memory()
+    on_host = plan.pool_bytes if device.type == "cpu" else 0
+    most = max(0, largest_host_bytes(memory.available) - on_host)
+    if plan.host_bytes > most:
+        raise HostMemoryError(
+            f"latents in host memory take {format_bytes(plan.host_bytes)}, and the host has room for "
+            f"{format_bytes(most)}.",
+            fix="lower host_to_device_ratio of --hisparse, or --kv-memory.",
+        )

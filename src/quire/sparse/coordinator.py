@@ -1,0 +1,134 @@
+"""HiSparseCoordinator: the hot buffers on the device, filled from host memory in each layer of a step that decodes.
+
+```
+ host     record of a page: every token of the prefix, written in the step that computes it
+ device   hot buffer of a cache row and layer:  0 1 2 ... buffer_size - 1 | newest
+                                                LRU over positions          reserved
+```
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import PagedBatch
+from quire.memory.hosted_pool import HostedPool
+from quire.memory.pool import Pool
+from quire.plan.budget import MemoryPlan
+from quire.sparse.hot_slots import HotSlots
+
+_INDEX_KEYS = "index_k"
+
+Positions = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwapIn:
+    """What the layers of one index read in one step, and the tokens that each of them copies first: from `sources`
+    (frames and entries of the host's group) to slots `targets` of the hot pool, int64 `[misses]`."""
+
+    slots: Tensor
+    hidden: Tensor
+    sources: tuple[Tensor, Tensor]
+    targets: Tensor
+
+
+class HiSparseCoordinator:
+    """The hot buffers of all cache rows. `hosted` has the latents of all pages.
+
+    Each buffer belongs to the request that `admit` has seen last in its row. Its tokens never differ from those on the
+    host, so that nothing is written back. Bookkeeping is done once per index and step; layers that share an index copy
+    the same tokens, each its own.
+    """
+
+    def __init__(self, plan: MemoryPlan, hosted: HostedPool, device: torch.device) -> None:
+        assert plan.hot is not None
+        self.hosted = hosted
+        self.pool = Pool(hosted.layout, plan.device_frames_of(plan.hot.group), device=device, touched=False)
+        self.buffer_size = plan.hot.buffer_size
+        self._row_slots = plan.hot_frames_per_row * plan.page_size
+        self._first_slot = plan.page_size  # frame 0 is padding
+        fields = [field for group in plan.groups for field in group.layout.fields]
+        self._owners = sorted(layer for field in fields if field.name == _INDEX_KEYS for layer in field.layers)
+        self._hot = HotSlots(len(self._owners), plan.max_requests, self.buffer_size)
+        self._serials = np.zeros(plan.max_requests, dtype=np.int64)
+        self._backed_up = self._swapped_bytes = 0
+
+    def admit(self, rows: npt.NDArray[np.intp], serials: npt.NDArray[np.int64]) -> None:
+        """A step computes these rows next. `serials` are the numbers of their requests: the buffer of a row whose
+        request is another than before is forgotten."""
+        changed = rows[self._serials[rows] != serials]
+        if len(changed):
+            self._hot.forget(changed)
+            self._serials[rows] = serials
+
+    def newest(self, batch: PagedBatch) -> Tensor:
+        """The slot in the hot pool of the newest token of each sequence of `batch`, int64, on its device."""
+        return batch.derived("newest hot slots", lambda _: self._to_device(self._bases(batch) + self.buffer_size))
+
+    def swap_in(self, ordinal: int, batch: PagedBatch, positions: Positions) -> SwapIn:
+        """Make the tokens at `positions` `[sequences, n]` (-1 for none, at the end) of call `ordinal` readable in the
+        hot pool, for sequences of `batch` with one new token each. The newest is written by the caller, also to host
+        memory, before. Layers that share an index pass the positions of its owner."""
+        index = bisect_right(self._owners, ordinal) - 1
+        found = batch.derived(("hot slots", index), lambda _: self._plan(index, batch, positions))
+        self._copy(ordinal, found)
+        return found
+
+    def statistics(self) -> dict[str, int]:
+        """Tokens per index: selected ones that were in a hot buffer, and copied from the host. `swapped_bytes` counts
+        all layers. `backed_up_tokens` are new ones of decoding requests, written to the host as they are computed."""
+        return {
+            "hit_tokens": self._hot.hit_tokens,
+            "swapped_tokens": self._hot.swapped_tokens,
+            "swapped_bytes": self._swapped_bytes,
+            "backed_up_tokens": self._backed_up,
+        }
+
+    def _bases(self, batch: PagedBatch) -> npt.NDArray[np.int64]:
+        """The first slot of the buffer of each sequence."""
+        assert batch.ids is not None, "cache rows identify hot buffers"
+        return batch.ids * self._row_slots + self._first_slot
+
+    def _plan(self, index: int, batch: PagedBatch, positions: Positions) -> SwapIn:
+        assert batch.ids is not None, "cache rows identify hot buffers"
+        rows = batch.ids.astype(np.int32)
+        newest = batch.context_lens.astype(np.int64) - 1
+        found = self._hot.swap_in(index, rows, positions, newest)
+        self._backed_up += len(rows) if index == 0 else 0
+        bases = self._bases(batch)
+        place = np.empty(int(rows.max()) + 1, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        sequences = place[found.row]
+        page, entry = np.divmod(found.position.astype(np.int64), batch.page_size)
+        frames = batch.frames[sequences, page].astype(np.int64)
+        return SwapIn(
+            slots=self._to_device(bases[:, None] + found.slots),
+            hidden=self._to_device(positions < 0),
+            sources=(torch.from_numpy(frames), torch.from_numpy(entry)),
+            targets=self._to_device(bases[sequences] + found.slot),
+        )
+
+    def _copy(self, ordinal: int, swapped: SwapIn) -> None:
+        """Copy what a layer lacks, as it is stored."""
+        if not len(swapped.targets):
+            return
+        for field in self.pool.layout.fields:
+            if self.pool.has(field.name, ordinal):
+                source, target = (_bytes_of(p.layer(field.name, ordinal)) for p in (self.hosted, self.pool))
+                rows = source[swapped.sources]
+                self._swapped_bytes += rows.nbytes
+                target.flatten(0, 1).index_copy_(0, swapped.targets, rows.to(target.device))
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self.pool.device)
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
