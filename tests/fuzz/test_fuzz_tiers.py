@@ -28,6 +28,7 @@ MUST_HAPPEN = (
     "demote",
     "forget",
     "drop",
+    "flush in flight",
     "recovers",
     "out of pages",
     "duplicate",

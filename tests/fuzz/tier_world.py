@@ -35,7 +35,8 @@ class TierAsk:
 
 
 class TierWorld:
-    """Of one life. `limited` says that the store forgets, so that what it lacks proves nothing."""
+    """Of one life. `limited` says that the store forgets, so that what it lacks proves nothing. `flushes_in_flight`:
+    at its end, the cache is flushed while transfers are in flight, and not cleared when they have ended."""
 
     def __init__(self, plan: MemoryPlan, ask: TierAsk, choices: Choices) -> None:
         faults = () if choices.chance(ask.spared) else ask.faults
@@ -58,6 +59,7 @@ class TierWorld:
             self.records.lied = self.store.lied
         slow = "slow-store" in self.faults
         drawn = Choices.seeded(seed)
+        self.flushes_in_flight = seed % 4 > 1
         self.mover = WatchedMover(
             self.records,
             self.store,

@@ -26,6 +26,7 @@ from quire.observe.explain import FromPeer
 from quire.offload import offload_of
 from quire.offload.prefetch import Prefetch, ReadAhead
 from quire.offload.tiering import Tiering
+from quire.prefix.node import nodes_below
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Lane
@@ -280,6 +281,16 @@ class TieredCache(FollowedCache, ReadAhead):
         self._unstored = set(self.watch.ends)
         return found
 
+    def flush(self) -> None:
+        """All is flushed, while no request runs: nothing is found, and only transfers hold pages."""
+        in_flight = not self.world.mover.idle
+        done = offload_of(self.cache).flush(None)
+        self._check("flush")
+        held = sum(node.num_pages for node, _ in self.watch.snapshot.edges)
+        assert done.held_tokens == held * self.page_size, f"a flush says {done}, and {held} pages are held"
+        assert not self.cache.tree.roots, "a prompt finds what was flushed"
+        self.happened["flush in flight"] += in_flight
+
     def execute(self, step: Step, batch: Sequence[Followed]) -> None:
         """As without tiers; the time that it took is known to the cache."""
         super().execute(step, batch)
@@ -411,7 +422,8 @@ class TieredCache(FollowedCache, ReadAhead):
         assert counters.loaded_frames == records.loaded, "frames were loaded, and others counted"
         sealed = sum(self.world.settings.record_bytes[part] * count for part, count in records.saved.items())
         assert counters.links[Lane.SAVE].bytes == sealed, "bytes were saved, and others counted"
-        assert counters.saved_bytes == sealed or self.happened["clear"], "bytes were saved, and not counted"
+        is_flushed = self.happened["clear"] or self.happened["flush"]
+        assert counters.saved_bytes == sealed or is_flushed, "bytes were saved, and not counted"
         ended = {link: found.moves for link, found in counters.links.items()}
         assert ended == self.world.mover.num_ended, "moves have ended, and others were counted"
 
@@ -435,7 +447,8 @@ class TieredCache(FollowedCache, ReadAhead):
         here: set[int] = set()
         kept: set[int] = set()
         names = self.names
-        for node, _ in self.watch.snapshot.edges:
+        hidden = {node for root in self.cache.tree.hidden_roots for node in nodes_below(root)}
+        for node in (node for node, _ in self.watch.snapshot.edges if node not in hidden):
             ends = names.ends[self.watch.name_of(node)][-node.num_pages :]
             here.update(ends if self.cache.tree.is_here(node) else ())
             kept.update(ends[: self.cache.tree.num_copies(node)])

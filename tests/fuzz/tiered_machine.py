@@ -97,10 +97,7 @@ class TieredMachine(CacheMachine):
             self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, s.committed)))
         for _, prefetch in self._prefetches:
             self.cache.stop_prefetch(prefetch)
-        come_to_rest(self.cache)
-        self.cache.clear()
-        come_to_rest(self.cache)
-        self.cache.check_empty()
+        end_empty(self.cache)
 
     # -- operations
 
@@ -283,6 +280,17 @@ def make_cache(
     )
     shuffle_frames(cache, choices)
     return cache
+
+
+def end_empty(cache: TieredCache) -> None:
+    """With no request left, all is flushed or cleared, and then nothing is anywhere."""
+    if cache.world.flushes_in_flight:
+        cache.flush()
+    else:
+        come_to_rest(cache)
+        cache.clear()
+    come_to_rest(cache)
+    cache.check_empty()
 
 
 def come_to_rest(cache: TieredCache) -> None:

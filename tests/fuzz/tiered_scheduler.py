@@ -12,7 +12,7 @@ from tests.fuzz.scheduler_machine import SchedulerMachine
 from tests.fuzz.tier_faults import spoil
 from tests.fuzz.tier_world import TierAsk, TierWorld
 from tests.fuzz.tiered_cache import TieredCache
-from tests.fuzz.tiered_machine import come_to_rest, make_cache
+from tests.fuzz.tiered_machine import end_empty, make_cache
 
 _TURNS = 3_000
 """In which everything must have ended once nothing arrives any more."""
@@ -63,10 +63,7 @@ class TieredSchedulerMachine(SchedulerMachine):
             self.turn()
         else:
             raise AssertionError("requests never end")
-        come_to_rest(self.cache)
-        self.cache.clear()
-        come_to_rest(self.cache)
-        self.cache.check_empty()
+        end_empty(self.cache)
 
     def _check_progress(self, *, progress: bool) -> None:
         """Where nothing is launched, what is on its way is waited for."""
