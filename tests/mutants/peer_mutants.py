@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from quire.offload.prefetch import Prefetch
+from quire.offload.prefetch import Piece, Prefetch
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
@@ -89,10 +89,9 @@ def fallbacks_are_not_counted(patch: Patch) -> None:
 def pages_of_a_peer_count_as_stored(patch: Patch) -> None:
     real = Prefetch._bind
 
-    def bind(self: Prefetch, *given: Any) -> None:
-        ask, self.ask = self.ask, None
-        real(self, *given)
-        self.ask = ask
+    def bind(self: Prefetch, piece: Piece, *given: Any) -> None:
+        piece.is_stored = True
+        real(self, piece, *given)
 
     patch.setattr(Prefetch, "_bind", bind)
 

@@ -119,10 +119,11 @@ class RequestedPrefix:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Pages of a prompt before page `last` that are fetched: by group, their places on the path and the host frames.
-    `move` is None if no group reads any of them."""
+    """Pages of a prompt before page `last` that are fetched, or that a peer writes: by group, their places on the path
+    and the host frames. `move` is None if no group reads any of them."""
 
     last: int
+    is_stored: bool
     fetching: list[tuple[HostGroup, Places, Ids]] = field(default_factory=list)
     move: Transfer | None = None
 
@@ -140,9 +141,10 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """A fetch of one prompt's pages from the store, or from a peer, for all requests with this prompt. In pages of the
-    prompt: requests could begin after `prefix.start` pages at first, can begin after `limit` now, and will begin after
-    `wanted`. `hold` holds the path, and the host frames that they need in groups that are read in part.
+    """A fetch of one prompt's pages from the store, then of the rest from a peer, for all requests with this prompt. In
+    pages of the prompt: requests could begin after `prefix.start` pages at first, can begin after `limit` now, and will
+    begin after `wanted`. Pages before `stored` come from the store. `hold` holds the path, and the host frames that
+    they need in groups that are read in part.
 
     running      until the store has answered and all pieces have ended
     stopped      fetches no more pieces; those that arrive are cached
@@ -161,10 +163,12 @@ class Prefetch:
     at_once: int  # the most bytes in flight
     since: float
     stop_at: float  # the time at which computing would have been faster
-    ask: PrefillAsk | None = None  # what a peer computes; None: pages come from the store
+    may_ask: bool  # a peer, which was not tried yet
 
+    ask: PrefillAsk | None = None  # what a peer computes
     limit: int = field(init=False)
     wanted: int = field(init=False)
+    stored: int = field(init=False)
     num_waiting: int = 1  # requests
     shared: bool = False  # by several requests, now or earlier
     done: bool = False
@@ -185,13 +189,24 @@ class Prefetch:
     _num_retries: int = 0
 
     def __post_init__(self) -> None:
-        self.limit = self.wanted = self.last = self.prefix.start
+        self.limit = self.wanted = self.stored = self.last = self.prefix.start
 
     @property
     def moves(self) -> list[Transfer]:
         """Transfers in flight, and those that have ended and are not bound yet."""
         looking = [self.look] if self.look is not None else []
         return looking + [piece.move for piece in self.pieces if piece.move is not None]
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether more stored pages may arrive."""
+        is_next = self.last < self.stored and not self.stopped and not self.lost
+        return is_next or any(piece.is_stored for piece in self.pieces)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all pages have arrived, and only an answer to `look` may come."""
+        return self.look is not None and self.last >= self.wanted and not self.pieces
 
     def leads_on(self, tokens: Ids) -> bool:
         """Whether another prefetch may find more for a request that waited for this one."""
@@ -203,8 +218,8 @@ class Prefetch:
         """Fetch no more pieces. Pieces that still arrive are cached, and the answer to `look` still counts. For `cause`
         see `PrefillAsk.stop`."""
         self.stopped = True
-        for move in self.moves if self.ask is None else ():  # what has arrived from a peer is checked
-            if move is not self.look:
+        for move in self.moves:
+            if move.lane is Lane.FETCH:  # what has arrived from a peer is checked
                 move.stop()
         self._stop_peer(cause)
 
@@ -224,28 +239,31 @@ class Prefetch:
 
     def next_piece(self) -> Piece | None:
         """The next piece, with host frames. None: there is nothing to fetch, no room, or enough in flight."""
-        is_enough = sum(move.num_bytes for move in self.moves) >= self.at_once
+        is_stored = self.last < self.stored
+        is_enough = is_stored and sum(move.num_bytes for move in self.moves) >= self.at_once
         if self.last >= self.wanted or self.stopped or self.lost or is_enough:
             return None
-        last, places = self._cut()
+        last, places = self._cut(self.stored if is_stored else self.wanted)
         if last <= self.last or self.parts.pages.num_free_pages < last - self.hold.path.num_pages:
             return None
         hosts, num_bytes = self.tiers.hosts, self.tiers.settings.num_bytes(map(len, places))
         fetching = [(host, at, host.take(len(at))) for host, at in zip(hosts, places, strict=True) if len(at)]
         if not fetching:
-            return Piece(last)  # no request that begins after these pages reads them
+            return Piece(last, is_stored)  # no request that begins after these pages reads them
         units = [Units(host.index, NO_PAGES, frames, self.prefix.keys(at)) for host, at, frames in fetching]
-        lane = Lane.FETCH if self.ask is None else Lane.RECEIVE
-        return Piece(last, fetching, Transfer(lane, units, self.tiers.names.scope(self.namespace), num_bytes))
+        lane = Lane.FETCH if is_stored else Lane.RECEIVE
+        return Piece(
+            last, is_stored, fetching, Transfer(lane, units, self.tiers.names.scope(self.namespace), num_bytes)
+        )
 
-    def _cut(self) -> tuple[int, list[Places]]:
-        """The page after the next piece, and by group the places to fetch, as far as there is room."""
-        places = [at[at >= self.last] for at in self.prefix.lacking(self.wanted)]
-        num_bytes = np.zeros(self.wanted, dtype=np.int64)
+    def _cut(self, end: int) -> tuple[int, list[Places]]:
+        """The page after the next piece, at most `end`, and by group the places to fetch, as far as there is room."""
+        places = [at[at >= self.last] for at in self.prefix.lacking(end)]
+        num_bytes = np.zeros(end, dtype=np.int64)
         for at, size in zip(places, self.tiers.settings.record_bytes, strict=True):
             num_bytes[at] += size
         least = max(self.last + 1, int(np.argmax(np.append(num_bytes, 1) > 0)) + 1)
-        last = min(self.wanted, max(least, int(np.searchsorted(np.cumsum(num_bytes), PIECE_BYTES, side="right"))))
+        last = min(end, max(least, int(np.searchsorted(np.cumsum(num_bytes), PIECE_BYTES, side="right"))))
         places = [at[at < last] for at in places]
         for host, at in zip(self.tiers.hosts, places, strict=True):
             room = self.tiers.host_room(host, len(at))
@@ -262,11 +280,11 @@ class Prefetch:
         self._bind(piece, end, self._cache(end) if end > self.limit else end)
         if end < piece.last:
             self._lose(piece, end)
-        elif self.limit < self.wanted:
+            return
+        if self.limit < self.wanted:
             self.hold_frames(self.wanted)
-        elif self.ask is None and any(
-            not host.whole for host in self.tiers.hosts
-        ):  # a path that is fetched in part counts as fetched
+        is_fetched = piece.is_stored and self.limit == self.stored
+        if is_fetched and not all(host.whole for host in self.tiers.hosts):  # a path that is fetched in part counts
             self.tiers.on_host.mark(self.prefix.path[self.prefix.start : self.limit], State.FETCHED)
 
     def _cache(self, end: int) -> int:
@@ -298,7 +316,7 @@ class Prefetch:
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)
             part = GroupPages(host.index, pages, at, NO_PAGES, frames[arrived], ranks)
             bound = tiers.bind(part, self.hold.path, new=new)
-            if self.ask is not None:
+            if not piece.is_stored:
                 continue
             tiers.table.of(Tier.STORAGE, host.index).mark(bound, State.RESIDENT)
             tiers.on_host.mark(bound, State.FETCHED)
@@ -306,20 +324,25 @@ class Prefetch:
             tiers.counters.fetched_bytes += len(bound) * tiers.settings.record_bytes[host.index]
 
     def _lose(self, piece: Piece, end: int) -> None:
-        """Page `end` has not arrived. After bad host memory fetch it again, else the store may have lost it."""
+        """Page `end` has not arrived. After bad host memory fetch it again, else the store may have lost it. A peer
+        that has sent a damaged page is not asked for more."""
         assert piece.move is not None
         self.wanted, self.lost = self.limit, True
-        if any(REFUSED in defects or FAILED in defects for defects in piece.move.defects):
+        if self.ask is not None:
+            self.fetching_since = None  # until the peer's pages have arrived, which says nothing about the store
+        is_refused = any(REFUSED in defects or FAILED in defects for defects in piece.move.defects)
+        if is_refused and (self.ask is None or not piece.is_stored):  # else the peer computes what the store refuses
             self.stopped = True
         elif self._num_retries < _MOST_RETRIES and any(end in at[suspect] for _, at, _, suspect in piece.parts()):
             self._num_retries += 1
-        elif not self.stopped:
+        elif piece.is_stored and not self.stopped:
             for host, at, _ in piece.fetching:
                 if end in at:
                     self.prefix.lost(host.index, end)
         for move in self.moves:
             move.stop()
-        self._stop_peer("" if self.stopped else "damaged")
+        if self.stopped or not piece.is_stored:
+            self._stop_peer("" if self.stopped else "damaged")
 
 
 class ReadAhead:

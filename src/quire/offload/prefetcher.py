@@ -1,8 +1,9 @@
-"""Prefetcher: fetches stored pages to the host for waiting requests, or has a peer compute and write them.
+"""Prefetcher: fetches stored pages to the host for waiting requests, and has a peer compute and write the others.
 
     look      which pages of the prompt are only in the store, and how far they would help (`RequestedPrefix`)
     fetch     these in pieces, in the order of the prompt; a piece is bound when it and all before it are checked.
               Enough of them are under way at once that the lane is not idle until the next step
+    ask       a peer for the pages after the stored ones, if there is one. It computes them while the others are fetched
     stop      when computing would have been quicker, or the policy has enough; fetched pages stay cached
     hold      fetched pages, until all requests that waited for them have begun or ended, or memory is short
 
@@ -13,7 +14,6 @@ was bad and not the record, its frame is quarantined and the piece is fetched ag
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 
 import numpy as np
@@ -27,7 +27,7 @@ from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.tiers.prefill import PrefillAsk, PrefillPeers
+from quire.tiers.prefill import PrefillPeers
 from quire.tiers.store import Answer
 from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
@@ -108,56 +108,71 @@ class Prefetcher(ReadAhead):
         ahead = tiers.names.keys_ahead(namespace, above, tokens[known * self._size : limit * self._size].tobytes())
         keys, name = ahead.digests, ahead.digests[0] if ahead.digests else ahead.parent
         other = self._named.get(name)
-        if other is not None and not other.stopped and not (for_peer and other.ask is not None):
+        asks = other is not None and (other.may_ask or other.ask is not None)
+        if other is not None and not other.stopped and not (for_peer and asks):
             other.num_waiting += 1
             other.shared = True
             return other
-        ask: PrefillAsk | None = None
-        if self.peers is not None and not for_peer:
-            ask = self.peers.ask(tokens[: limit * self._size], namespace, (limit - start) * self._size)
-        if ask is None and not tiers.settings.stores:
-            return None
-        if is_trial := ask is None and self._is_off:  # a request tries the lane as if all missing pages were stored
+        num_missing, may_ask = (limit - start) * self._size, self.peers is not None and not for_peer
+        looks = tiers.settings.stores
+        if is_trial := looks and self._is_off:  # a request tries the lane as if all missing pages were stored
             counts = [limit - max(start, group.reach.needed(limit).start) for group in parts.groups]
-            num_bytes = tiers.settings.num_bytes(counts)
-            if not tiers.break_even.decide(Lane.FETCH, (limit - start) * self._size, num_bytes):
-                return None
+            looks = is_trial = tiers.break_even.decide(Lane.FETCH, num_missing, tiers.settings.num_bytes(counts))
+        if not looks and not may_ask:
+            return None
         hold = parts.holds.add(Reason.READ_AHEAD, lease=parts.tree.pin_path(found, known))
         prefix = RequestedPrefix(tiers, parts.groups, hold.path, start, keys)
         share = max(_LEAST_PATIENCE, self._found) if self._policy is PrefetchPolicy.BREAK_EVEN else 1.0
-        now, at_once = parts.seconds(), self._at_once if ask is None else sys.maxsize
-        seconds = share * self._patience((limit - start) * self._size, 0) if ask is None else ask.seconds
+        now = parts.seconds()
+        stop_at, at_once = now + share * self._patience(num_missing, 0), self._at_once
         prefetch = Prefetch(
-            tiers, parts, namespace, tokens, name, prefix, hold, is_trial, at_once, now, now + seconds, ask
+            tiers, parts, namespace, tokens, name, prefix, hold, is_trial, at_once, now, stop_at, may_ask
         )
         self._holding[prefetch] = None
-        if ask is not None:
-            self._named[name] = prefetch
-            prefix.answered(tuple((Answer.HIT,) * len(units) for units in prefix.units()))
+        self._named[name] = prefetch
+        if not (looks and self._look(prefetch, scope)) and not self._asks_now(prefetch):
+            self._named.pop(name, None)
+            self._release(prefetch)
+            return None
+        return prefetch
+
+    def _look(self, prefetch: Prefetch, scope: bytes) -> bool:
+        """Look up the pages in the store; returns False if the lane refuses."""
+        whole = [group.index for group in self._parts.groups if group.reach.whole]
+        look = Transfer(Lane.LOOK, prefetch.prefix.units(), scope, whole=whole)
+        if not self._tiers.mover.submit(look):
+            self._tiers.break_even.untried(Lane.FETCH)
+            prefetch.is_trial = False
+            return False
+        self._running[look] = prefetch
+        prefetch.look = look
+        return True
+
+    def _asks_now(self, prefetch: Prefetch) -> bool:
+        """Ask a peer without the store's answer; returns whether there is one to ask."""
+        if prefetch.may_ask:
             self._decide(prefetch)
             self._go_on(prefetch)
-            return prefetch
-        whole = [group.index for group in parts.groups if group.reach.whole]
-        look = Transfer(Lane.LOOK, prefix.units(), scope, whole=whole)
-        if not tiers.mover.submit(look):
-            self._release(prefetch)
-            tiers.break_even.untried(Lane.FETCH)
-            return None
-        self._running[look] = self._named[name] = prefetch
-        prefetch.look = look
-        return prefetch
+        return prefetch.ask is not None
 
     def is_awaited(self, prefetch: Prefetch) -> bool:
         if prefetch.done or prefetch.cancelled:
             return False
         # A request cannot begin before the current step ends, so waiting takes at least that long.
         least = self._parts.step_seconds() if self._policy is PrefetchPolicy.BREAK_EVEN else 0.0
-        is_late = self._parts.seconds() >= prefetch.stop_at - least or any(move.expired for move in prefetch.moves)
-        is_over = self._is_off and not prefetch.is_trial if prefetch.ask is None else prefetch.ask.is_over
-        if is_late or is_over:
-            prefetch.stop("deadline" if is_late else "")
-            return False
-        return True
+        ask, expired = prefetch.ask, {move.lane for move in prefetch.moves if move.expired}
+        is_late = self._parts.seconds() >= prefetch.stop_at - least or Lane.RECEIVE in expired
+        if ask is None:
+            is_late |= bool(expired)
+            is_over = self._is_off and not prefetch.is_trial
+        else:
+            is_over = prefetch.has_all or Lane.FETCH in expired or (ask.is_over and not prefetch.is_fetching)
+        if not is_late and not is_over:
+            return True
+        if ask is None and prefetch.look is not None and self._asks_now(prefetch):
+            return True
+        prefetch.stop("deadline" if is_late else "")
+        return False
 
     def stop_prefetch(self, prefetch: Prefetch) -> None:
         prefetch.num_waiting -= 1
@@ -216,25 +231,42 @@ class Prefetcher(ReadAhead):
         return fixed[self._policy] if self._policy in fixed else self._tiers.break_even.deadline(tokens, num_bytes)
 
     def _decide(self, prefetch: Prefetch) -> None:
-        """Decide how far to fetch: up to the last page after which every group could resume, if that is worth it."""
+        """Decide how far to fetch: up to the last page after which every group could resume, if that is worth it. A
+        peer computes the rest."""
         tiers, prefix = self._tiers, prefetch.prefix
-        near, wanted = resume_point(self._partial, prefix.path, tiers.hosts)[0], prefix.far()
-        prefetch.limit = prefetch.wanted = prefetch.last = min(prefetch.limit, near)
-        if wanted <= near or tiers.damaged.are(prefix.path).any():
+        near, far = resume_point(self._partial, prefix.path, tiers.hosts)[0], prefix.far()
+        prefetch.limit = prefetch.wanted = prefetch.stored = prefetch.last = min(prefetch.limit, near)
+        if tiers.damaged.are(prefix.path).any():
             return
-        tokens, num_bytes = (wanted - near) * self._size, tiers.settings.num_bytes(map(len, prefix.lacking(wanted)))
-        if not num_bytes or tiers.is_too_much(map(len, prefix.lacking(wanted, ()))):
-            return
+        if far > near and self._pays(prefetch, near, far):
+            near = prefetch.stored = prefetch.wanted = far
+        if self.peers is not None and prefetch.may_ask and not prefetch.stopped:
+            tokens, prefetch.may_ask = prefetch.tokens[: prefix.limit * self._size], False
+            prefetch.ask = self.peers.ask(tokens, prefetch.namespace, (prefix.limit - near) * self._size)
+            if prefetch.ask is not None:
+                prefetch.stop_at = self._parts.seconds() + prefetch.ask.seconds
+        has_peer = prefetch.ask is not None and not prefetch.ask.why
+        if has_peer and not tiers.is_too_much(map(len, prefix.lacking(prefix.limit, ()))):
+            prefetch.wanted = prefix.limit
+        if prefetch.wanted > prefetch.limit:
+            num_bytes = tiers.settings.num_bytes(map(len, prefix.lacking(prefetch.wanted)))
+            prefetch.num_bytes = max(prefetch.num_bytes, num_bytes)
+            prefetch.hold_frames(prefetch.wanted)
+
+    def _pays(self, prefetch: Prefetch, near: int, far: int) -> bool:
+        """Whether it is worth it to fetch what is stored of the pages from `near` to `far`."""
+        tiers, lacking = self._tiers, prefetch.prefix.lacking(far)
+        tokens, num_bytes = (far - near) * self._size, tiers.settings.num_bytes(map(len, lacking))
+        if not num_bytes or tiers.is_too_much(map(len, prefetch.prefix.lacking(far, ()))):
+            return False
         queued = tiers.mover.in_flight(Lane.FETCH)
-        is_sure = tiers.settings.always or prefetch.is_trial or prefetch.ask is not None
+        is_sure = tiers.settings.always or prefetch.is_trial
         if not is_sure and not tiers.break_even.decide(Lane.FETCH, tokens, num_bytes, queued):
             tiers.counters.declined_tokens += tokens
-            return
-        prefetch.wanted = wanted
+            return False
         if prefetch.ask is None:
             prefetch.stop_at = prefetch.since + self._patience(tokens, num_bytes)
-        prefetch.num_bytes = max(prefetch.num_bytes, num_bytes)
-        prefetch.hold_frames(wanted)
+        return True
 
     # -- what has ended
 
@@ -268,6 +300,9 @@ class Prefetcher(ReadAhead):
             prefetch.own_bytes += move.moved_bytes
             if prefetch.at_once < _MOST_BYTES and all(other.done for other in prefetch.moves):
                 self._widen(prefetch)
+            has_fetched = prefetch.last >= prefetch.stored
+            if prefetch.ask is not None and has_fetched and all(m.done for m in prefetch.moves if m.lane is move.lane):
+                self._measure(prefetch)  # without the time of the peer
         waiting, self._refused = self._refused, {}
         for each in (prefetch, *waiting):
             self._go_on(each)
@@ -275,7 +310,8 @@ class Prefetcher(ReadAhead):
     def _looked(self, prefetch: Prefetch, move: Transfer) -> None:
         """The store has answered."""
         prefetch.look = None
-        if prefetch.is_trial and prefetch.stopped:  # the answer is too late
+        is_late = prefetch.stopped or prefetch.ask is not None
+        if prefetch.is_trial and is_late:
             prefetch.is_trial = False
             self._tiers.break_even.failed(Lane.FETCH, move.seconds)
         if prefetch.cancelled:
@@ -286,13 +322,14 @@ class Prefetcher(ReadAhead):
         answers = [answer for found in move.answers for answer in found]
         if not move.is_whole or answers.count(Answer.RETRY) > answers.count(Answer.HIT):
             self._report(prefetch, move, asked=1)
-            return
-        self._tiers.break_even.moved(Lane.LOOK, 1, move.seconds)
-        if answers:
-            prefix = prefetch.prefix
-            prefix.answered(move.answers)
-            share = max(0, prefix.far() - prefix.start) / (prefix.limit - prefix.start)
-            self._found += _LEARNS * (share - self._found)
+        else:
+            self._tiers.break_even.moved(Lane.LOOK, 1, move.seconds)
+            if answers:
+                prefix = prefetch.prefix
+                prefix.answered(move.answers)
+                share = max(0, prefix.far() - prefix.start) / (prefix.limit - prefix.start)
+                self._found += _LEARNS * (share - self._found)
+        if prefetch.ask is None:
             self._decide(prefetch)
 
     def _report(self, prefetch: Prefetch, move: Transfer, asked: int) -> None:
@@ -329,7 +366,8 @@ class Prefetcher(ReadAhead):
     def _submit(self, prefetch: Prefetch, piece: Piece) -> bool:
         """Submit a piece; returns False if the lane refuses."""
         move = piece.move
-        if move is not None and prefetch.ask is not None:
+        if move is not None and move.lane is Lane.RECEIVE:
+            assert prefetch.ask is not None
             self._running[move] = prefetch
             prefetch.ask.want(move, [places for _, places, _ in piece.fetching])
         elif move is not None:
@@ -351,7 +389,7 @@ class Prefetcher(ReadAhead):
         if prefetch.ask is None:
             self._measure(prefetch)
         else:
-            prefetch.ask.release((prefetch.limit - prefetch.prefix.start) * self._size)
+            prefetch.ask.release(max(0, prefetch.limit - prefetch.stored) * self._size)
         if prefetch.is_trial:
             self._tiers.break_even.untried(Lane.FETCH)
         if self._named.get(prefetch.name) is prefetch:
@@ -375,7 +413,7 @@ class Prefetcher(ReadAhead):
         """Allow more bytes in flight, for later prefetches too, and measure again: the speed with fewer differs."""
         self._at_once = max(self._at_once, prefetch.at_once)
         prefetch.at_once = min(2 * prefetch.at_once, _MOST_BYTES)
-        if prefetch.last < prefetch.wanted and prefetch.fetching_since is not None:
+        if prefetch.last < min(prefetch.stored, prefetch.wanted) and prefetch.fetching_since is not None:
             prefetch.fetching_since, prefetch.fetched_before = self._parts.seconds(), self._fetched_bytes
             prefetch.seconds, prefetch.own_bytes, prefetch.in_rounds = 0.0, 0, False
 
@@ -387,3 +425,4 @@ class Prefetcher(ReadAhead):
             if not prefetch.in_rounds and prefetch.seconds * num_bytes < seconds * prefetch.own_bytes:
                 num_bytes, seconds = prefetch.own_bytes, prefetch.seconds
             self._tiers.break_even.moved(Lane.FETCH, num_bytes, seconds)
+            prefetch.fetching_since = None

@@ -71,7 +71,7 @@ class Prefetching:
         size, found = self._page_size, []
         for each in request.prefetched:
             if each.ask is not None:
-                start, end, stop = (at * size for at in (each.prefix.start, each.limit, each.prefix.limit))
+                start, end, stop = (at * size for at in (each.stored, each.limit, each.prefix.limit))
                 found.append(FromPeer(each.ask.peer, start, end, stop, each.ask.why))
         stop = max(0, request.num_tokens - 1) // size * size
         if not found and (why := self._ahead.peers.why_local(stop - num_cached)):

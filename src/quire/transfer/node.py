@@ -113,6 +113,7 @@ class TransferNode:
             seconds=self._seconds,
             least_tokens=self._least_tokens,
         )
+        self.decode.is_on = self.asks and self.role != "prefill"
         self.prefill = PrefillSide(
             self.connector,
             self._host,
@@ -241,7 +242,7 @@ class TransferNode:
             )
         self.role = role
         self._control.set_role(role)
-        self.decode.is_on = role != "prefill"
+        self.decode.is_on = self.asks and role != "prefill"
         self.prefill.serve(is_on=role != "decode")
 
     def statistics(self) -> dict[str, Any]:
