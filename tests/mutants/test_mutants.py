@@ -15,6 +15,7 @@ from tests.engine import drafted, test_draft_head, test_draft_trees, test_mtp, t
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target
 from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
+from tests.kernels.bounds_case import check_bounds
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
@@ -22,6 +23,7 @@ from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
 from tests.mutants import (
+    bounds_mutants,
     draft_mutants,
     hold_mutants,
     hybrid_mutants,
@@ -70,6 +72,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "idle": [check_idle_order],
     "reuse": REUSE,
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
+    "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
     "holds": [check_holds],
     "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
     "links": [lambda seed=seed: check_link(seed) for seed in range(12)],
@@ -208,6 +211,7 @@ def test_names_and_sentences_are_all_different() -> None:
         speculation_mutants.the_first_draft_is_not_verified,
         transfer_mutants.a_late_writer_meets_reused_pages,
         peer_mutants.tags_are_never_shut,
+        bounds_mutants.bounds_outlive_their_page,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from quire.errors import UnsupportedModel
+from quire.errors import InvalidInput, UnsupportedModel
 from quire.spec.layout import DType
 from quire.spec.model import AttentionCall, ModelSpec
 
@@ -142,3 +142,38 @@ def test_refuses_rather_than_guess(changes, said):
 def test_needs_neither_torch_nor_transformers():
     code = "import sys, quire.spec.model; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bounds_of_pages_are_stored_beside_plain_attention_alone():
+    gemma = {
+        **LLAMA,
+        "num_hidden_layers": 2,
+        "model_type": "gemma3_text",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    spec = ModelSpec.from_config(gemma)
+    bounded = spec.with_page_bounds()
+    assert [call.page_bounds for call in bounded.calls] == [False, True]
+    full, bounds, window = bounded.groups(16)
+    assert [group.name for group in (full, bounds, window)] == ["full", "indexer", "window"]
+    assert (full, window) == spec.groups(16)
+    assert [(field.name, field.layers, field.entries(16)) for field in bounds.layout.fields] == [
+        ("key_min", (1,), 1),
+        ("key_max", (1,), 1),
+    ]
+    assert bounds.layout.bytes_per_frame == full.layout.bytes_per_frame // 16
+    for split in bounded.groups(16, tp=2)[1].layout.fields:
+        assert split.shape == (4, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": 64, "model_type": "mistral"}, "no layer that reads everything"),
+        ({"attention_chunk_size": 64, "model_type": "llama4_text"}, "chunked layers"),
+    ],
+)
+def test_bounds_of_pages_are_refused_by_name(changes, reason):
+    with pytest.raises(InvalidInput, match=reason):
+        ModelSpec.from_config({**LLAMA, **changes}).with_page_bounds()

@@ -64,22 +64,25 @@ def paged_attention_lse(
 
 
 def attend_tile(
-    query: Tensor, reader: KVReader, index: Tensor, hidden: Tensor, *, scale: float
+    query: Tensor, reader: KVReader, index: Tensor, hidden: Tensor, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of groups of rows over tokens of their own, with one KV head: output and log-sum-exp.
+    """Attention of groups of rows over tokens of their own: output and log-sum-exp. Several rows have one KV head.
 
     The rows of group g, `query[g]` of `query` `[groups, rows, heads, dim]`, read the tokens in the g-th equal part of
     the slots `index`, int64, except those in `hidden` `[groups, rows, tokens]`. Returns float32 `[groups, rows, heads,
     value_dim]` and `[groups, rows, heads]`; a row that sees no token gives zeros and -inf.
     """
-    groups, rows, heads, dim = query.shape
-    empty = query.new_zeros(0, 1, dim)
-    step = _Step(query.flatten(0, 1), empty, empty, reader, scale, None)
-    key, value = (found.reshape(groups, 1, -1, found.shape[-1]) for found in reader.gather(index, query.dtype))
+    groups, rows, heads, _ = query.shape
+    new_key, new_value = reader.gather(index, query.dtype)
+    step = _Step(query.flatten(0, 1), new_key, new_value, reader, scale, softcap)
+    key, value = (_by_group(found, groups) for found in (new_key, new_value))
     blind = hidden.all(dim=-1)
     mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden & ~blind.unsqueeze(-1), float("-inf"))
-    if rows == 1:  # the heads are the rows of one product
-        out, lse = step.attend(query, key, value, mask=mask.unsqueeze(1))
+    if rows == 1:  # the heads of a KV head are the rows of one product
+        out, lse = step.attend(
+            query.view(groups, key.shape[1], -1, query.shape[-1]), key, value, mask=mask.unsqueeze(1)
+        )
+        out, lse = out.reshape(groups, 1, heads, -1), lse.reshape(groups, 1, heads)
     else:
         key, value = (found.expand(-1, heads, -1, -1) for found in (key, value))
         out, lse = step.attend(query.transpose(1, 2), key, value, mask=mask.unsqueeze(1))
@@ -90,8 +93,13 @@ def attend_tile(
     )
 
 
+def _by_group(tokens: Tensor, groups: int) -> Tensor:
+    """`tokens` `[groups * n, kv_heads, dim]` as `[groups, kv_heads, n, dim]`."""
+    return tokens.view(groups, -1, *tokens.shape[1:]).transpose(1, 2)
+
+
 def attend_selected(
-    query: Tensor, reader: KVReader, slots: Tensor, hidden: Tensor, *, scale: float
+    query: Tensor, reader: KVReader, slots: Tensor, hidden: Tensor, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attend_tile` if every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
 
@@ -102,7 +110,7 @@ def attend_selected(
     for start in range(0, len(slots), size):
         block = slice(start, start + size)
         index, unseen = slots[block].flatten(), hidden[block].unsqueeze(1)
-        out, lse = attend_tile(query[block].unsqueeze(1), reader, index, unseen, scale=scale)
+        out, lse = attend_tile(query[block].unsqueeze(1), reader, index, unseen, scale=scale, softcap=softcap)
         parts.append((out[:, 0], lse[:, 0]))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses)

@@ -115,7 +115,8 @@ class AttentionCall(Call):
     """Attention over keys and values per head.
 
     `window` w > 0: a query at position p reads keys `p - w < k <= p`; `chunked`: it reads those of its own chunk of w
-    tokens instead. `index_dim` > 0: an indexer selects blocks by one key of that width per token.
+    tokens instead. `index_dim` > 0: an indexer selects blocks by one key of that width per token. `page_bounds`: the
+    elementwise minimum and maximum of each page's keys are stored too, by which rows select pages.
     """
 
     kv_heads: int
@@ -124,6 +125,7 @@ class AttentionCall(Call):
     window: int = 0
     chunked: bool = False
     index_dim: int = 0
+    page_bounds: bool = False
 
     @property
     def reach(self) -> ReachSpec:
@@ -131,13 +133,21 @@ class AttentionCall(Call):
         return ReachSpec("chunk" if self.chunked else "window", self.window) if self.window else _FULL
 
     def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
-        """Fields "k" and "v", with scales if the format has them, and "index_k" in the model's dtype."""
+        """Fields "k" and "v", with scales if the format has them. In the model's dtype "index_k" of an indexer, and
+        "key_min" and "key_max" of pages."""
         group = WINDOW_GROUP if self.window else FULL_GROUP
         keys = formatted("k", (self.kv_heads, self.key_dim), kv_format, group=group, reach=self.reach)
         values = formatted("v", (self.kv_heads, self.value_dim), kv_format, group=group, reach=self.reach)
-        if not self.index_dim:
-            return keys + values
-        return (*keys, *values, Part(group=INDEXER_GROUP, name="index_k", shape=(self.index_dim,), dtype=model_dtype))
+        found = [*keys, *values]
+        if self.index_dim:
+            found.append(Part(group=INDEXER_GROUP, name="index_k", shape=(self.index_dim,), dtype=model_dtype))
+        if self.page_bounds:
+            shape = (self.kv_heads, self.key_dim)
+            found += [
+                Part(group=INDEXER_GROUP, name=name, shape=shape, dtype=model_dtype, per=PER_PAGE)
+                for name in ("key_min", "key_max")
+            ]
+        return tuple(found)
 
     def on_rank(self, tp: int) -> AttentionCall:
         """KV heads are split; every rank has the indexer's one key."""

@@ -89,6 +89,33 @@ class ModelSpec:
 
         return replace(self, layers=longer(self.layers), drafts=longer(self.drafts))
 
+    def with_page_bounds(self) -> ModelSpec:
+        """The same model if attention to all tokens reads selected pages: bounds of their keys are stored too.
+
+        Raises InvalidInput, naming the reason, for a model with anything but plain attention and windows.
+        """
+        plain = [call for call in self.calls if isinstance(call, AttentionCall) and not call.chunked]
+        reason = ""
+        if any(getattr(call, "index_dim", 0) for call in self.calls):
+            reason = "has an indexer, which selects tokens"
+        elif len(plain) < len(self.calls):
+            others = [call for call in self.calls if call not in plain]
+            chunked = isinstance(others[0], AttentionCall)
+            kind = "chunked" if chunked else type(others[0]).__name__.removesuffix("Call").lower()
+            reason = f"has {kind} layers"
+        elif all(call.window for call in plain):
+            reason = "has no layer that reads everything"
+        if reason:
+            raise InvalidInput(
+                f"page_bounds selects pages for plain attention, and {self.architecture} {reason}.",
+                fix="leave the selection out.",
+            )
+        layers = tuple(
+            tuple(replace(call, page_bounds=not call.window) for call in layer if isinstance(call, AttentionCall))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
     @property
     def calls(self) -> tuple[Call, ...]:
         """Every call that stores data, in order; its index is its ordinal."""
