@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, PeerRefused
 from quire.transfer.messages import Send, Serves
-from tests.engine.apart import decode_engine, prefill_engine, ready_peers, run_apart, transfer_of, wait_for
+from tests.engine.apart import (
+    COMMON,
+    address_of,
+    decode_engine,
+    prefill_engine,
+    ready_peers,
+    run_apart,
+    transfer_of,
+    wait_for,
+)
 from tests.engine.running import tiered_core
 from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
 
@@ -71,6 +82,28 @@ def test_a_role_changes_while_engines_run() -> None:
     finally:
         second.close()
         first.close()
+
+
+def test_engines_that_derive_other_keys_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("gemma3_text")
+    prefill = prefill_engine(case.model, num_tokens=LONGEST)
+    ours = prefill._shared(0)
+    with monkeypatch.context() as patch:
+        plan = replace(prefill.plan, groups=prefill.plan.groups[::-1])
+        patch.setattr(prefill, "plan", plan)
+        with pytest.raises(PeerRefused) as refused:
+            ours.compare(prefill._shared(0))
+        assert refused.value.field == "namespaces"
+    monkeypatch.setattr("quire.engine.transfer.namespace_seed", lambda namespace, identity: bytes(32))
+    settings = {**COMMON, "role": "decode", "prefill_peers": address_of(prefill)}
+    decode = tiered_core(case.model, num_tokens=LONGEST, **settings)
+    try:
+        wait_for(lambda: "namespaces" in "".join(transfer_of(decode)["problems"].values()), decode, prefill)
+        assert not ready_peers(decode)
+        assert transfer_of(prefill)["refused_connections"].keys() <= {"namespaces"}
+    finally:
+        decode.close()
+        prefill.close()
 
 
 def test_a_peer_that_computes_no_prompts_is_not_asked() -> None:

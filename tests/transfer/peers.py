@@ -17,7 +17,7 @@ from quire.transfer.handshake import Hello, Identity, Role
 
 T = TypeVar("T")
 SECRET = b"a secret of tests"
-IDENTITY = Identity("tiny@main", 0, 16, "bfloat16", 1, {"full": "f" * 64, "window": "e" * 64})
+IDENTITY = Identity("tiny@main", 0, 16, "bfloat16", 1, {"full": "f" * 64, "window": "e" * 64}, "d" * 64)
 LONG_S = 30.0
 
 

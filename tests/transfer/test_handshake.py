@@ -57,6 +57,7 @@ def test_two_engines_that_fit() -> None:
         ("tensor_parallel", 2),
         ("layouts", {"full": "f" * 64}),
         ("layouts", {"full": "f" * 64, "window": "d" * 64}),
+        ("namespaces", "c" * 64),
     ],
 )
 def test_each_field_of_the_identity_is_refused_by_its_name(field: str, theirs: Any) -> None:
@@ -77,6 +78,7 @@ def test_every_field_has_a_case_above() -> None:
         "kv_format",
         "tensor_parallel",
         "layouts",
+        "namespaces",
     }
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.memory.host_pool import HostPool
 from quire.plan.budget import MemoryPlan
+from quire.prefix.hashing import chain_pages, layout_identity, namespace_seed
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -35,6 +38,9 @@ def transfer_node(config: EngineConfig, identity: Identity, host: HostPool, wake
 
 def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_epoch: int) -> Identity:
     """What engines that exchange pages have in common. `model` is the hash of its weights."""
+    identity = layout_identity(model, [group.layout.fingerprint() for group in plan.groups])
+    one_page = np.zeros(plan.page_size, dtype=np.int32).tobytes()
+    (key,) = chain_pages(namespace_seed(Namespace(), identity), one_page, len(one_page))
     return Identity(
         model=model.hex(),
         weights_epoch=weights_epoch,
@@ -42,6 +48,7 @@ def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_ep
         kv_format=config.kv_dtype,
         tensor_parallel=config.tensor_parallel_size,
         layouts={group.name: group.layout.fingerprint() for group in plan.groups},
+        namespaces=key.hex(),
     )
 
 

@@ -51,7 +51,8 @@ class Foreign(Exception):
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What two engines must have in common for the pages of one to be valid in the other. `layouts` are the
-    fingerprints of all groups by name (`PageLayout.fingerprint`)."""
+    fingerprints of all groups by name (`PageLayout.fingerprint`). `namespaces` is the key of one page in the namespace
+    of requests without a name: both engines derive all keys in the same way."""
 
     model: Text
     weights_epoch: int
@@ -59,6 +60,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_format: Text
     tensor_parallel: int
     layouts: Annotated[dict[Text, Text], Meta(max_length=256)]
+    namespaces: Text
 
     def compare(self, theirs: Identity) -> None:
         """Raises PeerRefused, which names the first difference."""
@@ -74,6 +76,7 @@ _FIXES = {
     "kv_format": "start both engines with the same --kv-cache-dtype.",
     "tensor_parallel": "start both engines with the same tensor-parallel width.",
     "layouts": "start both engines with the same version of Quire and the same settings of the cache.",
+    "namespaces": "start both engines with the same version of Quire.",
 }
 
 
