@@ -16,6 +16,7 @@ from quire.plan.budget import parse_bytes
 from quire.plan.configurator import (
     CompressedPoolConfigurator,
     DefaultPoolConfigurator,
+    HiSparsePoolConfigurator,
     HybridSWAPoolConfigurator,
     MemoryPoolConfig,
     MemoryPoolConfigurator,
@@ -27,10 +28,12 @@ from quire.plan.configurator import (
 from quire.plan.mix import Mix, mix_of, uniform
 from quire.prefix.reach import reach_of
 from quire.spec.group import ReachSpec
+from quire.spec.hisparse import HotBuffers
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall, StateCall
 from quire.spec.layout import DType
 from quire.spec.model import Layer, ModelSpec
+from quire.spec.record_size import records_bytes
 from quire.spec.speculation import SpeculativeConfig
 
 GIB = 2**30
@@ -222,6 +225,56 @@ def test_without_a_ratio_the_mix_splits_the_budget() -> None:
     assert long.max_total_num_tokens > 1.9 * short.max_total_num_tokens
 
 
+# -- latents in host memory
+
+HOT = HotBuffers(group=0, buffer_size=4096, top_k=2048)
+INDEX, ROW = 132, 2 * 576  # bytes of a token of LATENT: its index key in 8 bits, and its latent in bfloat16
+
+
+def test_a_ratio_couples_tokens_in_host_memory_and_on_the_device() -> None:
+    """tokens = bytes / (index keys + latents / ratio); the buffers take what the latents' share pays for."""
+    solve = configurator(LATENT, hot=HOT, host_to_device_ratio=Fraction(8))
+    assert type(solve) is HiSparsePoolConfigurator
+    config = solve.calculate_pool_sizes(GIB, 16)
+    assert config.coeff == INDEX + Fraction(ROW, 8)
+    assert config.max_total_num_tokens == int((GIB - 16 * (INDEX + ROW)) / config.coeff) // 16 * 16
+    on_host, on_device, buffers = config.pools
+    assert (on_host.name, on_device.name, buffers.name) == ("full", "indexer", "full-hot")
+    assert on_host.frames == on_device.frames == config.max_total_num_tokens // 16
+    assert buffers.frames % 257 == 0 and 0 <= config.max_total_num_tokens // 128 - buffers.frames < 257
+    assert config.bytes == on_device.bytes + buffers.bytes <= GIB
+    assert on_host.on_host and on_host.bytes == records_bytes([on_host.group], [on_host.frames])
+
+
+def test_without_a_ratio_buffers_are_for_the_expected_requests() -> None:
+    def held(**options: Any) -> tuple[int, int]:
+        config = configurator(LATENT, hot=HOT, mix=uniform(65_536, "long"), **options).calculate_pool_sizes(GIB, 16)
+        return config.hot_frames // 257, config.max_total_num_tokens
+
+    requests, tokens = held()
+    assert requests == tokens // 65_536 == GIB // (65_536 * INDEX + 257 * 16 * ROW)
+    assert held(max_running_requests=3)[0] == held(max_requests=3)[0] == 3
+    assert held(max_running_requests=3)[1] == held(max_requests=3)[1] > tokens
+    with pytest.raises(PlanError, match="smallest pools") as caught:
+        held(max_running_requests=300)
+    assert "lower the device_buffer_size" in caught.value.fix
+
+
+def test_host_memory_bounds_the_tokens() -> None:
+    free = configurator(LATENT, hot=HOT).calculate_pool_sizes(GIB, 16)
+    enough = records_bytes([free.pools[0].group], [free.pools[0].frames])
+    assert configurator(LATENT, hot=HOT, host_bytes=enough).calculate_pool_sizes(GIB, 16) == free
+    less = configurator(LATENT, hot=HOT, host_bytes=enough - 1).calculate_pool_sizes(GIB, 16)
+    assert free.max_total_num_tokens - 64 < less.max_total_num_tokens < free.max_total_num_tokens
+    assert less.pools[0].bytes < enough and less.bytes <= free.bytes
+    for asked in ({"host_bytes": 4095}, {"host_bytes": enough - 1, "host_to_device_ratio": Fraction(16)}):
+        with pytest.raises(PlanError, match="of host memory") as caught:
+            configurator(LATENT, hot=HOT, **asked).calculate_pool_sizes(GIB, 16)
+        size = parse_bytes(caught.value.fix.split("--host-memory ")[1].split(" or")[0])
+        found = configurator(LATENT, hot=HOT, **asked | {"host_bytes": size}).calculate_pool_sizes(GIB, 16)
+        assert found.bytes > 0.95 * GIB
+
+
 # -- properties
 
 attention = st.builds(
@@ -254,6 +307,7 @@ state = st.builds(
     heads=st.integers(1, 64),
     matrix=st.tuples(st.integers(1, 128), st.integers(1, 128)),
 )
+hot_buffers = st.none() | st.builds(HotBuffers, group=st.just(0), buffer_size=st.integers(1, 5000), top_k=st.just(1))
 mixes = st.builds(mix_of, st.lists(st.integers(1, 200_000), min_size=1, max_size=5), st.just("random requests"))
 
 
@@ -263,8 +317,10 @@ def solvers(draw: Callable[..., Any], with_ratio: bool = True) -> tuple[MemoryPo
     attending = draw(st.lists(draw(st.sampled_from([attention, latent])), max_size=3))
     calls = attending + draw(st.lists(sliding, max_size=3)) + draw(st.lists(state, max_size=2))
     assume(calls)
+    sparse = any(isinstance(call, LatentCall) and call.index_dim for call in calls)
+    hot = draw(hot_buffers) if sparse and all(isinstance(call, LatentCall) for call in calls) else None
     page_size = draw(st.sampled_from([1, 4, 16, 64, 128]))
-    ranks = draw(st.sampled_from([1, 1, 2, 8]))
+    ranks = draw(st.sampled_from([1, 1, 2, 8])) if hot is None else 1
     steps = draw(st.integers(0, 4))
     speculation = SpeculativeConfig(method="eagle", num_steps=steps, num_draft_tokens=steps + 1) if steps else None
     ratio = draw(st.sampled_from([None, Fraction(1, 10), Fraction(4, 5)])) if with_ratio else None
@@ -276,6 +332,9 @@ def solvers(draw: Callable[..., Any], with_ratio: bool = True) -> tuple[MemoryPo
         speculation=speculation,
         swa_full_tokens_ratio=ratio,
         windows_only=windows_only(calls),
+        hot=hot,
+        host_to_device_ratio=draw(st.sampled_from([None, Fraction(3, 2), Fraction(8)])),
+        max_requests=draw(st.sampled_from([1, 7, 256])),
     )
     spec = spec_of(*((call,) for call in calls))
     formats = ["bfloat16", "fp8_e4m3", "nvfp4"] + ([] if any(isinstance(c, LatentCall) for c in calls) else ["mxfp8"])
@@ -361,10 +420,16 @@ def random_solver(rng: random.Random) -> tuple[MemoryPoolConfigurator, int, int]
         AttentionCall(kv_heads=rng.randint(1, 16), key_dim=64, value_dim=64, window=int(2 ** rng.uniform(0, 14)))
         for _ in range(rng.randint(0 if calls else 1, 2))
     ]
-    if rng.random() < 0.4:
+    if rng.random() < 0.1:
+        calls = [LATENT] * rng.randint(1, 3)
+    elif rng.random() < 0.4:
         calls.append(StateCall(kernel=4, channels=rng.randint(1, 4096), heads=rng.randint(1, 64), matrix=(64, 64)))
     page_size, ranks = rng.choice([1, 4, 16, 64, 256]), rng.choice([1, 1, 2, 8])
-    steps = rng.choice([0, 0, 3])
+    sparse = any(isinstance(call, LatentCall) and call.index_dim for call in calls)
+    hot = None
+    if sparse and all(isinstance(call, LatentCall) for call in calls):
+        hot, ranks = HotBuffers(group=0, buffer_size=rng.randint(1, 5000), top_k=1), 1
+    steps, ratio = rng.choice([0, 0, 3]), rng.choice([None, Fraction(3)])
     options = PoolOptions(
         mix=mix_of([int(2 ** rng.uniform(0, 18)) for _ in range(rng.randint(1, 4))], "random requests"),
         chunk=rng.choice([0, 2048]),
@@ -374,6 +439,10 @@ def random_solver(rng: random.Random) -> tuple[MemoryPoolConfigurator, int, int]
         swa_full_tokens_ratio=rng.choice([None, None, Fraction(1, 10), Fraction(4, 5)]),
         max_running_requests=rng.choice([None, None, rng.randint(1, 64)]),
         windows_only=windows_only(calls),
+        hot=hot,
+        host_bytes=None if ratio else rng.choice([None, 2**36]),  # a ratio never takes less than it says
+        host_to_device_ratio=ratio,
+        max_requests=rng.choice([2, 256]),
     )
     spec = spec_of(*((call,) for call in calls))
     kept = KV_FORMATS[rng.choice(["bfloat16", "fp8_e4m3", "nvfp4"])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -13,11 +13,11 @@ from rich.text import Text
 from quire.cli.plan_request import PlanRequest
 from quire.cli.report import Report, named_rows, panel, plain_table
 from quire.engine.setting import Settings, setting
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, PlanError
 
 if TYPE_CHECKING:
     from quire.cli.planned_model import PlannedModel
-    from quire.plan.plan import PlanSettings
+    from quire.plan.plan import Plan, PlanSettings
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -93,10 +93,10 @@ def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:
         return _roles(subject, settings, request, roles)
     if roles != PlanRoles():
         raise InvalidInput("roles are planned for a rate of requests.", fix="add --requests-per-second 10, say.")
-    return _one(subject, settings, why=output.why)
+    return _one(subject, settings, request, why=output.why)
 
 
-def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool) -> Report:
+def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *, why: bool) -> Report:
     from quire.cli.plan_table import plan_panel
     from quire.plan.advice import options_to_fit
     from quire.plan.report import explain, plan_as_dict
@@ -104,13 +104,34 @@ def _one(subject: PlannedModel, settings: PlanSettings, *, why: bool) -> Report:
     found = subject.plan_or_least(settings)
     to_fit = () if found.fits else options_to_fit(found, subject.plan)
     data = plan_as_dict(found, to_fit=to_fit, model=subject.name) | {"source": subject.found}
+    worth = found.fits
+    if data["hisparse"] is not None:
+        data["hisparse"]["gain"] = gain = _gain(subject, found, request)
+        worth &= not gain["loses"]
     if why:
         data["why"] = [{"name": what, "why": reason} for what, reason in explain(found)]
     parallel = settings.parallel
     where = f" on {settings.device.name}" if settings.device is not None else ""
     ranks = [f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "dcp") if getattr(parallel, name) > 1]
     title = ", ".join([f"{subject.name}{where}", *ranks]) + ":"
-    return Report(data, lambda: [plan_panel(data, title)], 0 if found.fits else EXIT_DOES_NOT_FIT)
+    return Report(data, lambda: [plan_panel(data, title)], 0 if worth else EXIT_DOES_NOT_FIT)
+
+
+def _gain(subject: PlannedModel, plan: Plan, request: PlanRequest) -> dict[str, Any]:
+    """A plan with latents in host memory beside one with all of them on the device."""
+    from quire.plan.hisparse import hisparse_gain, resident_settings, swap_costs
+
+    costs = swap_costs(
+        plan,
+        hit_rate=request.hit_rate,
+        link_rate=None if request.host_bandwidth is None else request.host_bandwidth * 1e9,
+        step_s=None if request.decode_ms is None else request.decode_ms / 1e3,
+    )
+    try:
+        resident = subject.plan(resident_settings(plan))
+    except PlanError:  # the device has no room for a page
+        resident = None
+    return asdict(hisparse_gain(plan, resident, costs))
 
 
 def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, roles: PlanRoles) -> Report:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, field_validator
 
-from quire.engine.config import Speculation
+from quire.engine.config import HiSparse, Speculation
 from quire.engine.setting import Bytes, Settings, Tokens, own_names, setting
 from quire.errors import InvalidInput
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.spec.speculation import SpeculativeConfig
 
 _BUDGET, _LOAD, _SPLIT, _RANKS, _DRAFT = "Budget", "Load", "Split between pools", "Parallelism", "Speculation"
+_HISPARSE = "Latents in host memory"
 _FROM_LOAD = "from the load"
 
 
@@ -102,6 +103,30 @@ class PlanRequest(Settings):
     pp_layers: str | None = setting(None, "Layers of each stage: 20,20,24.", group=_RANKS)
     dp: int = setting(1, "Attention groups among the tp ranks.", group=_RANKS)
     dcp: int = setting(1, "Ranks that share a page's tokens.", group=_RANKS)
+    hisparse: HiSparse | None = setting(
+        None,
+        "Latents of sparse attention in host memory, as for `quire serve`: a JSON object, or {} for planned sizes.",
+        group=_HISPARSE,
+        aliases=("--hisparse-config",),
+        metavar="JSON",
+        otherwise="all latents on the device",
+    )
+    host_memory: Bytes | None = setting(
+        None, "Host memory of a rank for them.", group=_HISPARSE, otherwise="as much as they need"
+    )
+    hit_rate: float | None = setting(
+        None, "Share of the selected tokens that a buffer has.", group=_HISPARSE, otherwise="0.85", ge=0, le=1
+    )
+    host_bandwidth: float | None = setting(
+        None, "GB/s from host memory to the device.", group=_HISPARSE, otherwise="80 % of the --gpu's bus", gt=0
+    )
+    decode_ms: float | None = setting(
+        None,
+        "Milliseconds of a decode step, beside those that each request adds.",
+        group=_HISPARSE,
+        otherwise="estimated from the --gpu",
+        gt=0,
+    )
     speculative_config: Speculation | None = setting(
         None,
         "How tokens are drafted, as for `quire serve`: a JSON object.",
@@ -175,6 +200,8 @@ class PlanRequest(Settings):
             max_total_tokens=self.max_total_tokens,
             max_requests=self.max_running_requests,
             window_pool=self.window_pool,
+            hisparse=self.hisparse,
+            host_memory=self.host_memory,
         )
 
     def _mix(self) -> Mix | None:

@@ -25,6 +25,8 @@ def plan_panel(found: Mapping[str, Any], title: str) -> Panel:
     if "why" in found:
         parts += ["", named_rows((line["name"], line["why"]) for line in found["why"])]
     verdict, style = ("fits", "green") if found["fits"] else ("does not fit", "red")
+    if found["fits"] and found["hisparse"] and found["hisparse"]["gain"]["loses"]:
+        verdict, style = "loses: leave hisparse out", "red"
     return panel(Group(*parts), f"{title} [{style}]{verdict}[/{style}]", style)
 
 
@@ -72,6 +74,29 @@ def ledger_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
+def _hisparse(found: Mapping[str, Any], context: int) -> Iterator[tuple[str, str]]:
+    yield (
+        "Hot buffers",
+        f"{counted(found['hot_rows'], 'request')} of {found['device_buffer_size']:,} tokens, of which a step reads "
+        f"{found['top_k']:,}; latents take {format_bytes(found['host_bytes'])} of host memory",
+    )
+    gain = found["gain"]
+    costs, swap = gain["costs"], format_bytes(gain["swapped_bytes"])
+    yield (
+        "All on device",
+        f"{gain['resident_tokens']:,} tokens, {counted(gain['resident_requests'], 'request')} of {context:,}; "
+        f"hisparse {gain['tokens']:,} tokens, {counted(gain['requests'], 'request')}",
+    )
+    rate = f"at {costs['link_rate'] / 1e9:.3g} GB/s" if costs["link_rate"] else "over a link of unknown speed"
+    yield "A swap", f"{swap} of a request and step {rate}, if {costs['hit_rate']:.0%} of what is read is in its buffer"
+    if gain["loses"]:
+        yield "Break-even", f"never: {gain['loses']}"
+    elif gain["break_even"] is None:
+        yield "Break-even", "not known: name the --gpu, or give --decode-ms and --host-bandwidth"
+    else:
+        yield "Break-even", f"faster from {counted(gain['break_even'], 'request')} at once on"
+
+
 def summary_table(found: Mapping[str, Any]) -> Table:
     """What the budget holds."""
     return named_rows(_summary(found))
@@ -101,6 +126,8 @@ def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "Drafts",
             f"{drafts['draft_tokens']:,} in a step; a request reserves {drafts['reserved_tokens']:,} tokens{layers}",
         )
+    if (hisparse := found["hisparse"]) is not None:
+        yield from _hisparse(hisparse, found["context"])
     reused = found["minimum_reusable_prefix"]
     yield "Smallest reuse", "none: prefix caching is off" if reused is None else f"prefixes from {reused:,} tokens on"
     shape = found["geometry"]

@@ -21,6 +21,7 @@ from quire.memory.record import HEADER_BYTES
 from quire.models.registry import refuse_unsupported
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
 from quire.plan.draft import captured_layers, check_head, head_spec, prediction_tensors, refuse_mtp, with_draft_model
+from quire.plan.hisparse import refuse_hisparse
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -127,6 +128,7 @@ def check_model(config: EngineConfig) -> Plan | None:
         check_tokenizer(folder)
     found = read_model_config(config.model, config.revision)[0]
     check_draft(config)
+    check_hisparse(config)
     with suppress(InvalidInput, UnsupportedModel):
         return _plan(config, found, config.kv_memory) if config.kv_memory is not None else None
     return None
@@ -157,6 +159,19 @@ def check_draft(config: EngineConfig) -> None:
     if "dynamic" in str(given.get("rope_parameters") or given.get("rope_scaling")):  # it grows with the length
         draft = replace(draft, context_length=max(draft.context_length, settings.context or 0))
     with_draft_model(target, settings, draft)
+
+
+def check_hisparse(config: EngineConfig) -> None:
+    """Refuse a model whose latents cannot be in host memory. Raises ModelLoadError if its configuration cannot be read,
+    and InvalidInput."""
+    if config.hisparse is None:
+        return
+    found = read_model_config(config.model, config.revision)[0]
+    try:
+        spec = ModelSpec.from_config(found)
+    except (InvalidInput, UnsupportedModel):  # transformers may know what the configuration leaves out
+        return
+    refuse_hisparse(spec, plan_settings(config))
 
 
 def _check_prediction_layer(config: EngineConfig) -> None:

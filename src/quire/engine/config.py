@@ -514,9 +514,24 @@ def engine_config(**settings: Any) -> EngineConfig:
 
 
 def plan_settings(config: EngineConfig) -> PlanSettings:
-    """The settings of an engine that planning needs, except its budget."""
+    """The settings of an engine that planning needs, except its budget.
+
+    Latents in host memory may take `--host-memory`, or half of what is available.
+    """
+    from quire.engine.host_memory import host_memory
+    from quire.plan.host import host_budget
     from quire.plan.plan import PlanSettings
 
+    hosted = None
+    if config.hisparse is not None:
+        memory, asked = host_memory(), config.host_memory if config.host_memory is not None else "auto"
+        hosted = host_budget(
+            asked,
+            available=memory.available,
+            limit=memory.limit,
+            total=memory.total,
+            device_bytes=memory.available,
+        )
     return PlanSettings(
         kv_dtype=config.kv_dtype,
         page_size=config.page_size,
@@ -529,6 +544,8 @@ def plan_settings(config: EngineConfig) -> PlanSettings:
         max_mamba_cache_size=config.max_mamba_cache_size,
         window_pool=config.window_pool,
         speculation=config.speculative_config,
+        hisparse=config.hisparse,
+        host_memory=hosted,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths
-from quire.engine.before_load import Storage, check_draft, open_tiers
+from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
 from quire.engine.device import free_bytes, resolve_device
 from quire.engine.draft_head import HeadDrafter
@@ -96,6 +96,7 @@ class EngineCore:
         self.device = resolve_device(config.device)
         if model is None:
             check_draft(config)
+            check_hisparse(config)
             model = load_model(
                 config.model,
                 dtype=config.dtype,

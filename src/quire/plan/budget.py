@@ -125,8 +125,9 @@ class MemoryPlan:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page in all groups."""
-        return sum(group.layout.bytes_per_frame for group in self.groups)
+        """Bytes of one page on the device, in all groups; latents in host memory are not among them."""
+        hosted = self.hot.group if self.hot is not None else None
+        return sum(group.layout.bytes_per_frame for index, group in enumerate(self.groups) if index != hosted)
 
     @property
     def pool_bytes(self) -> int:

@@ -19,8 +19,11 @@ from quire.plan.budget import format_bytes, round_up_bytes
 from quire.plan.mix import Mix
 from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.spec.group import GroupSpec, ReachSpec
+from quire.spec.hisparse import HotBuffers
+from quire.spec.layers import FULL_GROUP
 from quire.spec.layout import PER_PAGE
 from quire.spec.pages import floor_to_page, pages_for
+from quire.spec.record_size import most_records, region_bytes
 from quire.spec.speculation import SpeculativeConfig
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
@@ -29,6 +32,7 @@ GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
 _ABOVE_ZERO = ("swa_full_tokens_ratio", "mamba_full_memory_ratio", "max_mamba_cache_size", "max_running_requests")
 
 OF_DRAFTS = "-draft"  # after the name of a group: the pool of its states after drafted tokens
+OF_BUFFERS = "-hot"  # after the name of a group: the pool of its hot buffers, if its frames are in host memory
 PADDING = 1  # frame 0 of every pool, to which padded tokens write
 
 
@@ -42,11 +46,15 @@ class NoRoom(PlanError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """One pool of one rank. `frames` excludes the padding frame, which `bytes` includes. `why` explains the number."""
+    """One pool of one rank. `frames` excludes the padding frame, which `bytes` includes. `why` explains the number.
+
+    The frames of a pool in host memory are records.
+    """
 
     group: GroupSpec
     frames: int
     why: str
+    on_host: bool = False
 
     @property
     def name(self) -> str:
@@ -60,7 +68,9 @@ class PoolSize:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pool's tensors."""
+        """Bytes of the pool's tensors, or of its records."""
+        if self.on_host:
+            return region_bytes(self.bytes_per_frame, self.frames)
         return (self.frames + PADDING) * self.bytes_per_frame
 
 
@@ -79,8 +89,13 @@ class MemoryPoolConfig:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pools' tensors."""
-        return sum(pool.bytes for pool in self.pools)
+        """Bytes of all pools' tensors on the device."""
+        return sum(pool.bytes for pool in self.pools if not pool.on_host)
+
+    @property
+    def hot_frames(self) -> int:
+        """Frames of all hot buffers; 0 if latents are on the device."""
+        return sum(pool.frames for pool in self.pools if pool.name.endswith(OF_BUFFERS))
 
     @property
     def full_max_total_num_tokens(self) -> int | None:
@@ -108,7 +123,8 @@ class MemoryPoolConfig:
 class PoolRule:
     """How a pool follows the tokens.
 
-    It has `floor(tokens * per_token)` frames, from `minimum` to `maximum`, `fixed` more, and one for padding.
+    It has `floor(tokens * per_token)` frames, from `minimum` to `maximum`, `fixed` more, and one for padding. Frames
+    come `each` at once, which divides minimum and maximum. A pool in host memory takes no bytes of the device.
     """
 
     group: GroupSpec
@@ -116,16 +132,19 @@ class PoolRule:
     fixed: int = 0
     minimum: int = 0
     maximum: int | None = None
+    each: int = 1
+    on_host: bool = False
     why: str
 
     def frames(self, tokens: int) -> int:
         """Frames, without the padding frame, at `tokens` of `max_total_num_tokens`."""
-        return int(self._within(tokens * self.per_token.numerator // self.per_token.denominator)) + self.fixed
+        share = tokens * self.per_token.numerator // self.per_token.denominator
+        return int(self._within(share - share % self.each)) + self.fixed
 
     @property
     def bytes_per_frame(self) -> int:
-        """Bytes of one frame, all layers of this rank."""
-        return self.group.layout.bytes_per_frame
+        """Bytes of one frame on the device, all layers of this rank."""
+        return 0 if self.on_host else self.group.layout.bytes_per_frame
 
     def bytes(self, tokens: int) -> int:
         """Bytes of the pool at that many tokens."""
@@ -166,6 +185,8 @@ class PoolOptions:
     `max_mamba_cache_size` (states). `chunk` is the most prompt tokens of one step; `shares`: finished requests stay
     cached. `token_ranks` ranks hold a page's tokens in turn. `max_running_requests` None: as many as fit.
     `windows_only`: no layer of the whole model reads everything, so the tokens of a plan are those of its windows.
+    With `hot`, latents are in host memory, of which they may take `host_bytes` (None: not known). Tokens in host memory
+    are `host_to_device_ratio` times those of all hot buffers, of which there are at most `max_requests`.
     """
 
     mix: Mix
@@ -178,6 +199,10 @@ class PoolOptions:
     swa_full_tokens_ratio: Fraction | None = None
     mamba_full_memory_ratio: Fraction | None = None
     max_mamba_cache_size: int | None = None
+    hot: HotBuffers | None = None
+    host_bytes: int | None = None
+    host_to_device_ratio: Fraction | None = None
+    max_requests: int = 256
 
     def __post_init__(self) -> None:
         for name in _ABOVE_ZERO:
@@ -210,6 +235,8 @@ class MemoryPoolConfigurator:
 
     Both entry points raise PlanError if a pool would be below its minimum, and the errors of `groups_at`.
     """
+
+    _SMALLER = "lower the page size"
 
     def __init__(self, groups_at: GroupsAt, options: PoolOptions) -> None:
         self._groups_at = groups_at
@@ -270,7 +297,10 @@ class MemoryPoolConfigurator:
         config = MemoryPoolConfig(
             max_total_num_tokens=tokens,
             tokens_per_page=page_size * self.options.token_ranks,
-            pools=tuple(PoolSize(group=rule.group, frames=rule.frames(tokens), why=rule.why) for rule in rules),
+            pools=tuple(
+                PoolSize(group=rule.group, frames=rule.frames(tokens), why=rule.why, on_host=rule.on_host)
+                for rule in rules
+            ),
             coeff=coeff,
             bias=bias,
         )
@@ -282,9 +312,9 @@ class MemoryPoolConfigurator:
 
     def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> NoRoom:
         need = sum(rule.most_bytes(step) for rule in rules)
-        pools = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules)
+        pools = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules if not rule.on_host)
         chunked = any(_slides(rule.group) and rule.fixed for rule in rules)
-        smaller = "allow fewer prompt tokens per step (--max-num-batched-tokens)" if chunked else "lower the page size"
+        smaller = "allow fewer prompt tokens per step (--max-num-batched-tokens)" if chunked else self._SMALLER
         return NoRoom(
             f"{format_bytes(have)} of KV memory cannot hold one page of {step:,} tokens: the smallest pools take "
             f"{format_bytes(need)} ({pools}), each with a padding frame.",
@@ -432,12 +462,75 @@ class CompressedPoolConfigurator(HybridSWAPoolConfigurator):
     """
 
 
+class HiSparsePoolConfigurator(MemoryPoolConfigurator):
+    """Index keys and hot buffers on the device, latents in host memory.
+
+    With `host_to_device_ratio` r, host memory has r tokens for each token of a hot buffer, so
+
+        tokens = bytes / (bytes of a token's index keys + bytes of its latents / r)
+
+    and the hot buffers bound the running requests. Otherwise there are buffers for `max_running_requests`, if given, or
+    for as many requests of the mix as the tokens are, at least one and at most `max_requests`. Tokens are not more than
+    host memory has room for.
+    """
+
+    _SMALLER = "lower the device_buffer_size"
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        """As for all pools; with fewer tokens if host memory has no room. Raises PlanError if a ratio asks for more."""
+        config = super().calculate_pool_sizes(available_bytes, page_size)
+        options = self.options
+        if options.host_bytes is None:
+            return config
+        latents = next(pool for pool in config.pools if pool.on_host)
+        frames = most_records(latents.bytes_per_frame, options.host_bytes)
+        if frames >= latents.frames:
+            return config
+        if options.host_to_device_ratio is not None or frames < 1:
+            raise PlanError(
+                f"latents of {latents.frames * page_size:,} tokens take {format_bytes(latents.bytes)} of host memory, "
+                f"and {format_bytes(options.host_bytes)} may be used.",
+                fix=f"use --host-memory {round_up_bytes(latents.bytes).replace(' ', '')} or more, a lower "
+                "host_to_device_ratio, or less KV memory.",
+            )
+        return self.calculate_pool_sizes_from_max_tokens(frames * page_size, page_size, available_bytes=available_bytes)
+
+    def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
+        rules = [self._full_rule(group, page_size) for group in self._groups_at(page_size)]
+        latents = next(rule for rule in rules if rule.group.name == FULL_GROUP)
+        hosted = replace(latents, on_host=True, why=f"{latents.why}, in host memory")
+        return [hosted, *(rule for rule in rules if rule is not latents), self._buffer_rule(latents.group, page_size)]
+
+    def _buffer_rule(self, latents: GroupSpec, page_size: int) -> PoolRule:
+        options, hot = self.options, self.options.hot
+        assert hot is not None
+        ratio, asked, each = options.host_to_device_ratio, options.max_running_requests, hot.frames_per_row(page_size)
+        per_token, least, most = Fraction(0), asked or 1, asked or options.max_requests
+        if ratio is not None:
+            per_token, least, why = 1 / (ratio * page_size), 1, f"1 / {float(ratio):g} of the tokens in host memory"
+        elif asked is not None:
+            why = f"for {asked:,} requests, as asked for"
+        else:
+            per_token = each * options.mix.requests_per_token(page_size)
+            why = f"for {options.mix.source} in host memory, at most {most:,}"
+        return PoolRule(
+            group=replace(latents, name=latents.name + OF_BUFFERS),
+            per_token=per_token,
+            minimum=least * each,
+            maximum=most * each,
+            each=each,
+            why=f"buffers of {hot.buffer_size:,} tokens and the newest one, {why}",
+        )
+
+
 def create_memory_pool_configurator(
     groups_at: GroupsAt, options: PoolOptions, *, page_size: int
 ) -> MemoryPoolConfigurator:
     """The configurator that the groups need. Raises what `groups_at` raises for the page size."""
     groups = groups_at(page_size)
     kinds = {group.reach.kind for group in groups}
+    if options.hot is not None:
+        return HiSparsePoolConfigurator(groups_at, options)
     if "state" in kinds:
         return RecurrentPoolConfigurator(groups_at, options)
     if any(field.per > 1 for group in groups for field in group.layout.fields):

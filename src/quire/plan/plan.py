@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from quire.plan.budget import MemoryPlan, parse_bytes
-from quire.plan.configurator import OF_DRAFTS, PADDING, MemoryPoolConfig, MemoryPoolConfigurator, PoolSize
+from quire.plan.configurator import OF_BUFFERS, OF_DRAFTS, PADDING, MemoryPoolConfig, MemoryPoolConfigurator, PoolSize
 from quire.plan.devices import Device, Line
 from quire.plan.mix import Mix
 from quire.plan.parallel import Parallelism
+from quire.spec.hisparse import HiSparseConfig
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 from quire.spec.speculation import SpeculativeConfig
@@ -30,7 +31,8 @@ class PlanSettings:
     memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `draft_weight_bytes`
     are those of a draft model. `measured` are ledger
     lines that replace the estimates. `context` is the longest request, `concurrency` how many must run at once, `mix`
-    the expected load. `window_pool` off keeps windows whole.
+    the expected load. `window_pool` off keeps windows whole. With `hisparse`, latents are in host memory, of which a
+    rank has `host_memory` bytes for them (None: not known).
     """
 
     kv_memory: int | None = None
@@ -55,6 +57,8 @@ class PlanSettings:
     max_requests: int = 256
     graph_batch: int | None = None
     window_pool: bool = True
+    hisparse: HiSparseConfig | None = None
+    host_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_memory is not None:
@@ -93,7 +97,7 @@ class Plan:
     def memory(self) -> MemoryPlan:
         """The plan from which the cache and the pools of this rank are built."""
         max_requests = max(1, self.max_running_requests // self.settings.parallel.dp)
-        pools = _with_draft_frames(self.config.pools)
+        pools = _with_draft_frames([pool for pool in self.config.pools if not pool.name.endswith(OF_BUFFERS)])
         return MemoryPlan(
             page_size=self.page_size,
             groups=tuple(pool.group for pool, _ in pools),
@@ -104,6 +108,7 @@ class Plan:
             max_requests=max_requests,
             speculation=self.settings.speculation,
             vector_bytes=self.spec.hidden_size * self.spec.dtype.itemsize,
+            hot=self.configurator.options.hot,
         )
 
     def _passed_pages(self, max_requests: int) -> int:
@@ -132,6 +137,12 @@ class Plan:
         return min((one.state_slots for one in self.stages if one.state_slots is not None), default=None)
 
     @property
+    def hot_rows(self) -> int | None:
+        """Requests for which an attention group has hot buffers; None if latents are on the device."""
+        hot = self.configurator.options.hot
+        return None if hot is None else self.config.hot_frames // hot.frames_per_row(self.page_size)
+
+    @property
     def window_tokens(self) -> int | None:
         """Tokens of the smallest window pool of all stages; None without any."""
         found = [one.swa_max_total_num_tokens for one in self.stages]
@@ -145,11 +156,14 @@ class Plan:
 
     @property
     def max_running_requests(self) -> int:
-        """Requests that may run at once, over all attention groups: as given, by default 256, limited by the states."""
-        asked = self.settings.concurrency or self.settings.max_requests
-        if self.state_slots is None:
-            return asked
-        return min(asked, self.configurator.options.requests_in(self.state_slots) * self.settings.parallel.dp)
+        """Requests that may run at once, over all attention groups: as given, by default 256, limited by the states
+        and by the hot buffers."""
+        found, dp = [self.settings.concurrency or self.settings.max_requests], self.settings.parallel.dp
+        if self.state_slots is not None:
+            found.append(self.configurator.options.requests_in(self.state_slots) * dp)
+        if self.hot_rows is not None:
+            found.append(self.hot_rows * dp)
+        return min(found)
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -181,7 +195,9 @@ class Plan:
         pages = max(1, memory.pages_of(length))
         found = []
         for pool in (pool for one in self.stages for pool in one.pools):
-            if pool.group.reach.kind == "full":
+            if pool.name.endswith(OF_BUFFERS):
+                found.append(self.hot_rows or 0)
+            elif pool.group.reach.kind == "full":
                 found.append(pool.frames // pages)
             elif pool.group.reach.kind in ("window", "chunk"):
                 kept = self.configurator.options.window_tokens(pool.group.reach, self.page_size)

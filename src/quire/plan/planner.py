@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache, partial
 
 from quire.errors import InvalidInput, PlanError
@@ -18,12 +19,14 @@ from quire.plan.configurator import (
     create_memory_pool_configurator,
 )
 from quire.plan.devices import Line, working_memory
+from quire.plan.hisparse import hot_buffers
 from quire.plan.mix import Mix, uniform
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.report import ledger_of, notes_of
 from quire.plan.reserve import get_kept_features
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
+from quire.spec.hisparse import HotBuffers
 from quire.spec.kv_format import KVFormat, kv_format
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
@@ -85,7 +88,9 @@ def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | Non
     context = _context(spec, settings)
     spec, num_drafts = _with_drafts(spec, settings.speculation)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
-    server = _Server(spec, settings, weights, num_drafts, settings.page_size or spec.page_size(_DEFAULT_PAGE))
+    page_size = settings.page_size or spec.page_size(_DEFAULT_PAGE)
+    hot = hot_buffers(spec, settings, page_size=page_size, context=context)
+    server = _Server(spec, settings, weights, num_drafts, page_size, hot)
     solved = server.solve_stages(server.options(mix, concurrency))
     best = min(solved, key=lambda one: one.config.max_total_num_tokens)
     tokens = best.config.max_total_num_tokens
@@ -134,6 +139,7 @@ class _Server:
     weights: WeightEstimate | None
     num_drafts: int
     page_size: int
+    hot: HotBuffers | None
 
     def groups_at(self, stage: slice, num_drafts: int, page_size: int) -> tuple[GroupSpec, ...]:
         """The groups of one rank of a stage."""
@@ -148,6 +154,7 @@ class _Server:
         if not whole:
             raise InvalidInput(f"no layer of {self.spec.architecture} keeps anything.", fix="no cache is needed.")
         kinds = {group.reach.kind for group in whole}
+        ratio = settings.hisparse.host_to_device_ratio if settings.hisparse is not None else None
         return PoolOptions(
             mix=mix,
             chunk=settings.chunk,
@@ -159,6 +166,10 @@ class _Server:
             swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
             mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
             max_mamba_cache_size=settings.max_mamba_cache_size,
+            hot=self.hot,
+            host_bytes=settings.host_memory,
+            host_to_device_ratio=None if ratio is None else Fraction(str(ratio)),
+            max_requests=max(1, settings.max_requests // settings.parallel.dp),
         )
 
     def solve_stages(self, options: PoolOptions) -> list[_Solved]:

@@ -24,14 +24,17 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     pools, settings, memory = plan.config.pools, plan.settings, plan.memory
     found = list(lines)
     for pool in pools:
-        size, frames = pool.bytes_per_frame, pool.frames
+        size, frames, where = pool.bytes_per_frame, pool.frames, "host" if pool.on_host else "device"
         why = f"{frames:,} frames of {size:,} bytes: {pool.why}"
-        found.append(Line(name=f"pool {pool.name}", bytes=frames * size, why=why))
-    padding = sum(pool.bytes_per_frame for pool in pools)
+        taken = pool.bytes if pool.on_host else frames * size
+        found.append(Line(name=f"pool {pool.name}", bytes=taken, why=why, where=where))
+    padding = sum(pool.bytes_per_frame for pool in pools if not pool.on_host)
     found.append(Line(name="padding", bytes=padding, why="frame 0 of every pool, where padded tokens write"))
-    why = (
-        f"beyond the cap of {settings.max_total_tokens:,} tokens" if _capped(plan) else "less than one more page takes"
-    )
+    why = "less than one more page takes"
+    if _capped(plan):
+        why = f"beyond the cap of {settings.max_total_tokens:,} tokens"
+    elif memory.hot is not None:
+        why = "less than one more page or hot buffer takes, or beyond what host memory holds"
     found.append(Line(name="unused", bytes=plan.kv_bytes - plan.config.bytes, why=why))
     if settings.device is not None and settings.kv_memory is not None:
         rest = settings.device.memory - sum(line.bytes for line in found)
@@ -148,6 +151,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "parallel": {name: getattr(settings.parallel, name) for name in ("tp", "pp", "dp", "dcp")},
         "deciding_stage": plan.stage,
         "speculation": _speculation(plan),
+        "hisparse": _hisparse(plan),
         "device": None if settings.device is None else settings.device.name,
         "device_bytes": None if settings.device is None else settings.device.memory,
         "to_fit": [str(option) for option in to_fit],
@@ -177,9 +181,24 @@ def _speculation(plan: Plan) -> dict[str, Any] | None:
     }
 
 
+def _hisparse(plan: Plan) -> dict[str, Any] | None:
+    """The hot buffers, how many requests have one, and the host memory of a rank that latents take."""
+    memory = plan.memory
+    if memory.hot is None:
+        return None
+    return {
+        "device_buffer_size": memory.hot.buffer_size,
+        "top_k": memory.hot.top_k,
+        "hot_rows": plan.hot_rows,
+        "host_bytes": memory.host_bytes,
+    }
+
+
 def summary_line(plan: Plan) -> str:
     """The plan in one line, for logs."""
-    pools = " + ".join(f"{pool.name} {format_bytes(pool.bytes)}" for pool in plan.config.pools)
+    pools = " + ".join(f"{pool.name} {format_bytes(pool.bytes)}" for pool in plan.config.pools if not pool.on_host)
+    hosted = plan.memory.host_bytes
+    pools += f"; latents {format_bytes(hosted)} in host memory" if hosted else ""
     return (
         f"KV pools {format_bytes(plan.config.bytes)} ({pools}): {plan.config.max_total_num_tokens:,} tokens in pages "
         f"of {plan.page_size}, {_bytes_per_token(plan):,} bytes for each; largest request "

@@ -53,6 +53,7 @@ class ModelSpec:
     drafts: tuple[Layer, ...] = ()
     query_heads: int = 0  # 0: not known, or no attention
     hidden_size: int = 0  # 0: not known
+    index_topk: int = 0  # tokens that an indexer selects; 0: no layer has one
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, state_dtype: DType | None = None) -> ModelSpec:
@@ -76,6 +77,7 @@ class ModelSpec:
                 drafts=read_drafts(reader, layers),
                 query_heads=reader.size(*NUM_HEADS, default=0),
                 hidden_size=reader.size(*HIDDEN_SIZE, default=0),
+                index_topk=reader.size("index_topk", default=0),
             )
 
     def with_rollback(self) -> ModelSpec:

@@ -29,6 +29,11 @@ def region_bytes(bytes_per_frame: int, frames: int) -> int:
     return _rounded_up((frames + 1) * record_stride(bytes_per_frame), REGION_ALIGNMENT)
 
 
+def most_records(bytes_per_frame: int, num_bytes: int) -> int:
+    """The most frames of one group whose `region_bytes` are within `num_bytes`; below 1 if none fits."""
+    return num_bytes // REGION_ALIGNMENT * REGION_ALIGNMENT // record_stride(bytes_per_frame) - 1
+
+
 def records_bytes(groups: Iterable[GroupSpec], frames: Sequence[int]) -> int:
     """Bytes of the rows of all groups, `frames[i]` of the group at index i."""
     pairs = zip(groups, frames, strict=True)

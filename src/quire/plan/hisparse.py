@@ -1,0 +1,193 @@
+"""HiSparse in a plan: which models it is for, the hot buffers, and from which number of requests on it is faster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from quire.errors import InvalidInput
+from quire.plan.budget import counted
+from quire.plan.devices import DEVICES
+from quire.plan.plan import Plan, PlanSettings
+from quire.spec.hisparse import HotBuffers
+from quire.spec.layers import LatentCall
+from quire.spec.model import ModelSpec
+from quire.spec.pages import pages_for
+
+_LEAVE_OUT = "leave hisparse out."
+_BOOKKEEPING_S = 25e-6  # of one request and indexer: which slot has which token
+_MEMORY_SHARE = 0.8  # of a published bandwidth, reached by streaming reads
+_LAUNCH_S = 0.0005  # host and launch time of a step
+_HIT_RATE = 0.85
+
+
+def hot_buffers(spec: ModelSpec, settings: PlanSettings, *, page_size: int, context: int) -> HotBuffers | None:
+    """The hot buffers of a plan; None if latents stay on the device.
+
+    By default a buffer has twice the selected tokens, and no more pages than the context. Raises what `refuse_hisparse`
+    raises, and InvalidInput for a buffer that is too small.
+    """
+    if settings.hisparse is None:
+        return None
+    refuse_hisparse(spec, settings)
+    top_k, size, whole = (
+        spec.index_topk,
+        settings.hisparse.device_buffer_size,
+        pages_for(context, page_size) * page_size,
+    )
+    if size is None:
+        size = min(2 * top_k, whole)
+    elif size < min(top_k, whole):
+        raise InvalidInput(
+            f"a device_buffer_size of {size:,} tokens: a step reads {counted(min(top_k, whole), 'selected token')}.",
+            fix=f"give at least {min(top_k, whole)}.",
+        )
+    return HotBuffers(group=0, buffer_size=size, top_k=top_k)
+
+
+def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
+    """Raise InvalidInput for a model without sparse latents alone, for another number of selected tokens than the
+    model's, and for settings beside which hisparse does not work."""
+    assert settings.hisparse is not None
+    name, calls, top_k = spec.architecture, spec.calls, settings.hisparse.top_k
+    latents = [call for call in calls if isinstance(call, LatentCall)]
+    if not any(call.sparse for call in latents):
+        raise InvalidInput(f"hisparse: no layer of {name} selects latents with an indexer.", fix=_LEAVE_OUT)
+    if len(latents) < len(calls):
+        kinds = sorted({type(call).__name__.removesuffix("Call").lower() for call in calls} - {"latent"})
+        raise InvalidInput(f"hisparse: {name} has {kinds[0]} layers beside latent ones.", fix=_LEAVE_OUT)
+    if not all(call.sparse for call in latents):
+        raise InvalidInput(
+            f"hisparse: {name} has layers that read all latents beside sparse ones, and this version keeps all latents "
+            "in one place.",
+            fix=_LEAVE_OUT,
+        )
+    if top_k not in (None, spec.index_topk):
+        raise InvalidInput(
+            f"hisparse with a top_k of {top_k:,}: the indexer of {name} selects {spec.index_topk:,} tokens.",
+            fix=f"leave top_k out, or give {spec.index_topk}.",
+        )
+    if settings.speculation is not None and settings.speculation.num_layers:
+        raise InvalidInput(
+            f"hisparse: the draft layers of {settings.speculation.method} read latents on the device.",
+            fix="draft from n-grams, or leave hisparse out.",
+        )
+    for option in ("pp", "dcp"):
+        if getattr(settings.parallel, option) > 1:
+            raise InvalidInput(f"hisparse: not yet with --{option}.", fix=f"leave --{option} out; use --tp.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapCosts:
+    """What a comparison assumes.
+
+    `hit_rate` is the share of selected tokens that a buffer has, `link_rate` the bytes per second from host memory to
+    the device, `step_s` the seconds of a decode step beside those that each request adds, and `bookkeeping_s` those of
+    one request and indexer, besides copies. None: not known.
+    """
+
+    hit_rate: float = _HIT_RATE
+    link_rate: float | None = None
+    step_s: float | None = None
+    bookkeeping_s: float = _BOOKKEEPING_S
+
+
+def swap_costs(
+    plan: Plan, *, hit_rate: float | None = None, link_rate: float | None = None, step_s: float | None = None
+) -> SwapCosts:
+    """What is given, and for the rest four fifths of the published peaks of the plan's device, if it has a name.
+
+    A step reads all weights of a rank once.
+    """
+    device = plan.settings.device
+    peaks = DEVICES.get(device.name) if device is not None else None
+    weights = sum(line.bytes for line in plan.ledger if line.name == "weights")
+    if peaks is not None:
+        _, _, memory, bus = peaks
+        link_rate = link_rate or bus * 1e9 * _MEMORY_SHARE
+        step_s = step_s or (_LAUNCH_S + weights / (memory * 1e9 * _MEMORY_SHARE) if weights else None)
+    return SwapCosts(hit_rate=_HIT_RATE if hit_rate is None else hit_rate, link_rate=link_rate, step_s=step_s)
+
+
+def resident_settings(plan: Plan) -> PlanSettings:
+    """The settings of a plan with all latents on the device, in the same bytes."""
+    return replace(plan.settings, hisparse=None, host_memory=None, device=None, measured=None, kv_memory=plan.kv_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiSparseGain:
+    """A plan with hisparse beside one with all latents on the device in the same bytes.
+
+    Requests are of the full context. `swapped_bytes` and `swap_s` are those that a request adds to a step, on one rank.
+    `break_even` is the least number of running requests with more tokens per second than resident latents ever have;
+    None if there is none, or if the time of a step is not known. `loses` says why the plan is not worth it; empty
+    if it is.
+    """
+
+    costs: SwapCosts
+    tokens: int
+    requests: int
+    resident_tokens: int
+    resident_requests: int
+    swapped_bytes: int
+    swap_s: float | None
+    break_even: int | None
+    loses: str
+
+
+def hisparse_gain(plan: Plan, resident: Plan | None, costs: SwapCosts) -> HiSparseGain:
+    """Compare. `resident` is the plan of `resident_settings`, None if there is no such plan.
+
+    Each request of b adds the same time to a step in both plans, and a swap more with hisparse. With R resident
+    requests, a swap of s seconds and a step of w seconds without requests, hisparse gives more tokens per second if
+
+        b / (w + b * (t + s)) > R / (w + R * t), that is b * (w - R * s) > R * w
+    """
+    memory, requests = plan.memory, plan.requests_at(plan.context)
+    hot = memory.hot
+    assert hot is not None
+    fitting, held = (0, 0)
+    if resident is not None:
+        fitting, held = resident.requests_at(plan.context), resident.config.max_total_num_tokens
+    swaps = plan.context > hot.buffer_size
+    misses = (1 - costs.hit_rate) * hot.top_k if swaps else 0.0
+    swapped = int(misses * memory.groups[hot.group].layout.bytes_per_token)
+    owners = sum(isinstance(call, LatentCall) and call.index_dim > 0 for call in plan.spec.calls)
+    swap_s = None
+    if costs.link_rate is not None:
+        swap_s = swapped / costs.link_rate + (costs.bookkeeping_s * owners if swaps else 0.0)
+    dp = plan.settings.parallel.dp  # every attention group has a step and a link of its own
+    least = _break_even(fitting / dp, swap_s, costs.step_s) * dp
+    tokens, break_even, loses = plan.config.max_total_num_tokens, None, ""
+    if tokens < held:
+        loses = f"{tokens:,} tokens fit, and {held:,} with all latents on the device"
+    elif requests <= fitting:
+        loses = f"{counted(requests, 'request')} of the context fit, and {fitting:,} with all latents on the device"
+    elif least <= requests:
+        break_even = int(least)
+    elif least > requests:
+        loses = f"{counted(requests, 'request')} at once are slower than {fitting:,} with all latents on the device"
+    return HiSparseGain(
+        costs=costs,
+        tokens=tokens,
+        requests=requests,
+        resident_tokens=held,
+        resident_requests=fitting,
+        swapped_bytes=swapped,
+        swap_s=swap_s,
+        break_even=break_even,
+        loses=loses,
+    )
+
+
+def _break_even(resident: float, swap_s: float | None, step_s: float | None) -> float:
+    """The least number of requests that are faster than so many resident ones: infinite if none is, NaN if not known.
+
+    Without a resident request, one is enough.
+    """
+    if not resident:
+        return 1.0
+    if swap_s is None or step_s is None:
+        return math.nan
+    room = step_s - resident * swap_s
+    return resident * step_s // room + 1 if room > 0 else float("inf")

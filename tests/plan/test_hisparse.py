@@ -1,0 +1,214 @@
+"""HiSparse in a plan: buffers, refusals by name, the memory plan, and the break-even against resident latents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import InvalidInput, PlanError
+from quire.plan.devices import DEVICES, find_device
+from quire.plan.hisparse import SwapCosts, hisparse_gain, resident_settings, swap_costs
+from quire.plan.parallel import Parallelism
+from quire.plan.plan import Plan, PlanSettings
+from quire.plan.planner import make_plan
+from quire.spec.catalogue import CATALOGUE
+from quire.spec.config_reader import ConfigReader
+from quire.spec.hisparse import HiSparseConfig
+from quire.spec.model import ModelSpec
+from quire.spec.speculation import SpeculativeConfig
+from quire.spec.weights import read_weights
+from tests.tiny_latents import LATENTS
+
+GIB = 2**30
+DSA = ("deepseek-v3.2", "glm-5.1", "glm-5.2")
+
+
+def spec_named(name: str) -> ModelSpec:
+    return ModelSpec.from_config(CATALOGUE[name].config)
+
+
+def plan_of(name: str, hisparse: dict[str, Any] | None = None, **options: Any) -> Plan:
+    config = HiSparseConfig(**hisparse or {})
+    return make_plan(spec_named(name), PlanSettings(**{"kv_memory": 40 * GIB, "hisparse": config, **options}))
+
+
+@pytest.mark.parametrize("name", DSA)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("hisparse", [{}, {"host_to_device_ratio": 4}, {"device_buffer_size": 2048}])
+def test_what_is_built_is_what_is_planned(name: str, page_size: int, hisparse: dict[str, Any]) -> None:
+    plan = plan_of(name, hisparse, page_size=page_size, context=65_536)
+    memory = plan.memory
+    assert memory.pool_bytes == plan.config.bytes <= plan.kv_bytes
+    assert memory.host_bytes == plan.config.pools[0].bytes
+    assert memory.max_requests == plan.hot_rows == plan.max_running_requests
+    assert [group.name for group in memory.groups] == ["full", "indexer"]
+    assert memory.frames_of(0) == memory.frames_of(1) == memory.num_pages == memory.device_frames_of(1)
+    assert memory.device_frames_of(0) == plan.hot_rows * memory.hot_frames_per_row
+    assert memory.hot is not None and memory.hot.top_k == 2048
+    size = hisparse.get("device_buffer_size", 4096)
+    assert memory.hot_frames_per_row * page_size > size >= (memory.hot_frames_per_row - 1) * page_size
+    assert sum(line.bytes for line in plan.ledger if line.where == "device") == 40 * GIB
+    assert min(line.bytes for line in plan.ledger) >= 0
+    assert next(line.bytes for line in plan.ledger if line.name == "pool full") == memory.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("context", "page", "size"), [(100, 16, 112), (4000, 16, 4000), (4097, 64, 4096), (131_072, 16, 4096)]
+)
+def test_a_buffer_has_twice_the_selected_tokens_and_no_more_than_the_context(
+    context: int, page: int, size: int
+) -> None:
+    hot = plan_of("deepseek-v3.2", context=context, page_size=page).memory.hot
+    assert hot is not None and hot.buffer_size == size
+
+
+@pytest.mark.parametrize(
+    ("name", "hisparse", "options", "said"),
+    [
+        ("deepseek-v3", {}, {}, "no layer of DeepseekV3ForCausalLM selects latents"),
+        ("llama-3.1-8b", {}, {}, "no layer of LlamaForCausalLM selects latents"),
+        ("deepseek-v4-flash", {}, {}, "no layer of DeepseekV4ForCausalLM selects latents"),
+        ("deepseek-v3.2", {"top_k": 1024}, {}, "selects 2,048 tokens"),
+        ("deepseek-v3.2", {"device_buffer_size": 2047}, {}, "2,047 tokens: a step reads 2,048 selected tokens"),
+        ("deepseek-v3.2", {"device_buffer_size": 111}, {"context": 100}, "reads 112 selected tokens"),
+        ("deepseek-v3.2", {}, {"parallel": Parallelism(pp=2)}, "--pp"),
+        ("deepseek-v3.2", {}, {"parallel": Parallelism(tp=2, dcp=2)}, "--dcp"),
+        (
+            "deepseek-v3.2",
+            {},
+            {"speculation": SpeculativeConfig(method="mtp", num_steps=1, num_draft_tokens=2)},
+            "draft layers of mtp",
+        ),
+    ],
+)
+def test_what_does_not_work_is_refused_by_name(
+    name: str, hisparse: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidInput, match=said) as caught:
+        plan_of(name, hisparse, **options)
+    assert caught.value.exit_code == 2 and caught.value.fix
+
+
+def test_layers_of_other_kinds_are_refused_by_name() -> None:
+    spec = spec_named("deepseek-v3.2")
+    dense, plain = spec_named("deepseek-v3").layers[0], spec_named("llama-3.1-8b").layers[0]
+    for other, said in ((dense, "read all latents beside sparse ones"), (plain, "has attention layers beside")):
+        with pytest.raises(InvalidInput, match=said):
+            make_plan(
+                replace(spec, layers=(*spec.layers, other)), PlanSettings(kv_memory=GIB, hisparse=HiSparseConfig())
+            )
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"])
+def test_tiny_models_plan(name: str) -> None:
+    config = {"max_position_embeddings": 512, "vocab_size": 64, "num_hidden_layers": 3, "hidden_size": 64}
+    spec = ModelSpec.from_config(
+        {**config, "num_attention_heads": 4, "num_key_value_heads": 4, "dtype": "float32", **LATENTS[name]}
+    )
+    settings = PlanSettings(kv_memory=4 * 2**20, hisparse=HiSparseConfig(), max_requests=5)
+    memory = make_plan(spec, settings).memory
+    assert memory.hot is not None and (memory.hot.buffer_size, memory.hot.top_k) == (16, 8)
+    assert memory.max_requests == 5
+
+
+def test_the_ledger_and_the_requests_follow_host_memory() -> None:
+    free = plan_of("deepseek-v3.2", context=131_072)
+    bounded = plan_of("deepseek-v3.2", context=131_072, host_memory=100 * GIB)
+    assert bounded.memory.host_bytes <= 100 * GIB < free.memory.host_bytes
+    assert bounded.requests_at(131_072) == bounded.config.max_total_num_tokens // 131_072
+    with pytest.raises(PlanError, match="host memory"):
+        plan_of("deepseek-v3.2", {"host_to_device_ratio": 8}, host_memory=10 * GIB)
+
+
+def test_ranks_and_attention_groups() -> None:
+    one = plan_of("deepseek-v3.2", parallel=Parallelism(tp=8))
+    assert one.config == plan_of("deepseek-v3.2").config, "every rank has all latents"
+    groups = plan_of("deepseek-v3.2", parallel=Parallelism(tp=8, dp=8), max_requests=64)
+    assert groups.max_running_requests == 64 and groups.memory.max_requests == groups.hot_rows == 8
+
+
+# -- break-even
+
+
+def gain(plan: Plan, **costs: Any) -> Any:
+    return hisparse_gain(plan, make_plan(plan.spec, resident_settings(plan)), SwapCosts(**costs))
+
+
+def test_the_break_even_of_a_served_model() -> None:
+    """By hand: 5 requests of 131,072 tokens fit in 38.5 GiB; a swap of 307 latents of 70,272 bytes, at 51.2 GB/s, is
+    0.42 ms beside 61 times 25 us; a step reads 85.9 GB of weights in 22.4 ms."""
+    config = CATALOGUE["deepseek-v3.2"].config
+    spec, weights = ModelSpec.from_config(config), read_weights(ConfigReader(config))
+    settings = PlanSettings(
+        device=find_device("h200-141gb"),
+        parallel=Parallelism(tp=8),
+        context=131_072,
+        hisparse=HiSparseConfig(),
+    )
+    plan = make_plan(spec, settings, weights)
+    costs = swap_costs(plan)
+    found = hisparse_gain(plan, make_plan(spec, resident_settings(plan), weights), costs)
+    assert costs.link_rate == pytest.approx(0.8 * DEVICES["h200-141gb"][3] * 1e9)
+    assert costs.step_s == pytest.approx(0.0229, rel=0.01)
+    assert found.swapped_bytes == pytest.approx(0.15 * 2048 * 61 * 1152, abs=1)
+    assert found.swap_s == pytest.approx(0.00042 + 61 * 25e-6, rel=0.01)
+    assert (found.resident_requests, found.break_even, found.loses) == (5, 9, "")
+    assert found.requests >= 4 * found.resident_requests
+    assert swap_costs(plan, hit_rate=0.5, link_rate=1e9, step_s=1.0) == SwapCosts(
+        hit_rate=0.5, link_rate=1e9, step_s=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("hisparse", "options", "costs", "said"),
+    [
+        ({}, {"context": 4096}, {}, "tokens fit"),
+        ({"host_to_device_ratio": 1}, {"context": 131_072}, {}, "requests of the context fit"),
+        ({"host_to_device_ratio": 8}, {"context": 4096}, {}, "requests of the context fit"),
+        ({}, {"context": 131_072}, {"link_rate": 1e8, "step_s": 0.02}, "at once are slower than 4"),
+    ],
+)
+def test_a_configuration_that_loses_says_why(
+    hisparse: dict[str, Any], options: dict[str, Any], costs: dict[str, Any], said: str
+) -> None:
+    found = gain(plan_of("deepseek-v3.2", hisparse, **options), **costs)
+    assert said in found.loses and found.break_even is None
+
+
+def test_without_the_time_of_a_step_only_what_fits_is_compared() -> None:
+    found = gain(plan_of("deepseek-v3.2", context=131_072))
+    assert (found.break_even, found.loses) == (None, "") and found.requests > found.resident_requests
+
+
+def test_one_request_is_enough_where_none_fits_otherwise() -> None:
+    plan = plan_of("deepseek-v3.2", context=131_072, kv_memory=4 * GIB)
+    found = gain(plan)
+    assert found.resident_requests == 0 and found.break_even == 1
+    assert hisparse_gain(plan, None, SwapCosts()).break_even == 1
+
+
+@given(st.floats(0.0, 1.0), st.floats(1e8, 1e12), st.floats(1e-4, 1.0), st.floats(0.0, 1e-2))
+def test_the_break_even_is_where_tokens_per_second_cross(hit: float, link: float, step: float, each: float) -> None:
+    """Whatever a request adds to a step in both plans."""
+    plan = _PLAN
+    found = hisparse_gain(plan, _RESIDENT, SwapCosts(hit_rate=hit, link_rate=link, step_s=step))
+
+    def rate(requests: int, swap: float) -> float:
+        return requests / (step + requests * (each + swap))
+
+    resident = rate(found.resident_requests, 0.0)
+    faster = [count for count in range(1, found.requests + 1) if rate(count, found.swap_s) > resident * (1 + 1e-9)]
+    if found.break_even is None:
+        assert not faster and found.loses
+    else:
+        assert found.break_even <= found.requests and not found.loses
+        assert rate(found.break_even, found.swap_s) >= resident * (1 - 1e-9)
+        assert not faster or abs(faster[0] - found.break_even) <= 1
+
+
+_PLAN = plan_of("deepseek-v3.2", context=131_072)
+_RESIDENT = make_plan(_PLAN.spec, resident_settings(_PLAN))
