@@ -26,6 +26,7 @@ from tests.mutants import (
     bounds_mutants,
     draft_mutants,
     hold_mutants,
+    hot_slot_mutants,
     hybrid_mutants,
     peer_mutants,
     plan_mutants,
@@ -47,6 +48,7 @@ from tests.scheduler.test_hybrid_reuse import (
     test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part,
     test_windows_go_before_pages_and_come_back,
 )
+from tests.sparse.test_hot_slots import check_hot_slots
 from tests.speculative import test_ngram, test_verify
 from tests.tiers import test_lanes
 from tests.transfer import test_control, test_handshake, test_receiving
@@ -74,6 +76,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
     "holds": [check_holds],
+    "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
     "links": [lambda seed=seed: check_link(seed) for seed in range(12)],
     "looks": [
@@ -207,6 +210,7 @@ def test_names_and_sentences_are_all_different() -> None:
         plan_mutants.appended_tokens_are_not_shown,
         step_mutants.draws_are_one_too_early,
         hold_mutants.held_frames_are_idle,
+        hot_slot_mutants.tails_are_not_padding,
         draft_mutants.the_last_accepted_draft_is_not_computed,
         speculation_mutants.the_first_draft_is_not_verified,
         transfer_mutants.a_late_writer_meets_reused_pages,

@@ -1,4 +1,18 @@
-"""Which token each slot of the hot buffers has, and which slots were used least recently. Arithmetic alone."""
+"""Which token each slot of the hot buffers has, and which slots were used least recently.
+
+A hot buffer is `buffer_size` slots of one cache row. Layers that share an index share the bookkeeping, so there is one
+buffer here per index and row. Its tokens are always clean, because host memory has every token: a slot is overwritten
+without a write-back. The newest token of a row is in a slot of its own behind the buffer, and never in the buffer.
+
+The order of use is lazy. `order` has the slots of a buffer as they were last sorted, `stamp` the rank there or, of a
+slot used since then, the call. The slots to overwrite are the next ones in `order` that have kept their rank:
+
+    order   5  0  3  1  4  2      head: slots before it were overwritten
+                  ^ head          stamp[3] = 2, stamp[1] = 9 (used since), stamp[4] = 4, ...
+
+A buffer is sorted again when the next slots in `order` do not suffice. Slots of one call are in this order: those that
+were loaded, those that were hit, and of each the lower slot first.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.spec.ids import Ids
+
+_ABSENT = 0  # in the table of slots; a slot is its number + 1
+CLOCK_END = 2**16 - 2
+
+_Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +42,115 @@ class SwapIn:
 
 
 class HotSlots:
-    """The hot buffers of one engine: `num_indexes` per cache row, all empty at first."""
+    """The hot buffers of one engine: `num_indexes` per cache row, all empty at first. Arithmetic alone: no bytes move.
+
+    Memory in bytes, per index and row: 8 for each slot and 2 for each token of the longest context so far. The system
+    provides the latter only where tokens were swapped in.
+    """
 
     def __init__(self, num_indexes: int, num_rows: int, buffer_size: int) -> None:
+        assert 0 < buffer_size < 2**15 - 2, "a slot is an int16"
         self.buffer_size = buffer_size
-        self.hit_tokens = self.swapped_tokens = 0
-        self._held = np.full((num_indexes, num_rows, buffer_size), -1, dtype=np.int32)
-        self._used = np.zeros((num_indexes, num_rows, buffer_size), dtype=np.int64)
-        self._clock = 0
+        self.hit_tokens = 0
+        """Selected tokens that a buffer had. The newest tokens, which need none, do not count."""
+        self.swapped_tokens = 0
+        self._newest, self._none = buffer_size + 1, buffer_size + 2
+        self._ranks = np.arange(buffer_size)
+        shape = (num_indexes, num_rows)
+        self._slot_of = np.zeros((*shape, 1), dtype=np.int16)  # by position + 1
+        self._position = np.full((*shape, buffer_size + 3), -1, dtype=np.int32)  # by slot + 1; its ends have no meaning
+        self._stamp = np.full((*shape, buffer_size + 3), CLOCK_END, dtype=np.uint16)  # the same
+        self._stamp[..., 1 : self._newest] = self._ranks
+        self._order = np.full((*shape, buffer_size + 1), self._newest, dtype=np.int16)  # ends with one that never ranks
+        self._order[..., :buffer_size] = self._ranks + 1
+        self._head = np.zeros(shape, dtype=np.int64)
+        self._clock = [buffer_size] * num_indexes
 
     def swap_in(self, index: int, rows: Ids, positions: Ids, newest: npt.NDArray[np.int64]) -> SwapIn:
-        """Make room for what one token of each row selects: `positions` `[n, k]`, -1 for none, which differ, and are at
-        most `newest`, the position of the row's last token. Rows differ."""
-        slots = np.zeros(positions.shape, dtype=np.int32)
-        self._clock += 1
-        misses: list[tuple[int, int, int]] = []
-        for at, row in enumerate(rows.tolist()):
-            held, used, wanted = self._held[index, row], self._used[index, row], positions[at]
-            slots[at, wanted == newest[at]] = self.buffer_size
-            old = (wanted >= 0) & (wanted != newest[at])
-            found = held[:, None] == np.where(old, wanted, -2)
-            slot, column = np.nonzero(found)
-            slots[at, column], used[slot] = slot, self._clock
-            missing = np.flatnonzero(old & ~found.any(axis=0))
-            taken = np.argsort(used, kind="stable")[: len(missing)]
-            held[taken], used[taken], slots[at, missing] = wanted[missing], self._clock, taken
-            misses += [(row, int(wanted[place]), int(new)) for place, new in zip(missing, taken, strict=True)]
-            self.hit_tokens += len(column)
-        self.swapped_tokens += len(misses)
-        return SwapIn(slots, *np.array(misses, dtype=np.int32).reshape(-1, 3).T)
+        """Find the slots of the tokens that the last token of each row selects, and make room for those that lack.
+
+        `positions` is `[n, k]`, -1 for none, k at most the buffer. Those of a row differ, and are at most `newest`, the
+        position of its last token. Rows differ. The caller copies before anything reads the slots.
+        """
+        count, most = positions.shape
+        assert most <= self.buffer_size and len(set(rows.tolist())) == count, "wider than the buffer, or a row twice"
+        self._widen(int(newest.max(initial=0)) + 2)
+        loaded, hit = self._advance_clock(index)
+        slot_of, stamp, position_of = (each[index].reshape(-1) for each in (self._slot_of, self._stamp, self._position))
+        at_row = rows.astype(np.int64)
+        positions_at, slots_at = at_row * self._slot_of.shape[-1] + 1, at_row * self._stamp.shape[-1]
+
+        slot_of[positions_at - 1] = self._none
+        slot_of[positions_at + newest] = self._newest
+        found = slot_of.take(positions_at[:, None] + positions)
+        slot_of[positions_at + newest] = _ABSENT
+        stamp[slots_at[:, None] + found] = hit
+
+        missing = np.flatnonzero(found == _ABSENT)
+        which = missing // most
+        taken = self._least_recent(index, at_row, np.bincount(which, minlength=count), hit)
+        loads = positions.reshape(-1)[missing]
+        places = slots_at[which] + taken
+        slot_of[positions_at[which] + position_of[places]] = _ABSENT
+        slot_of[positions_at[which] + loads] = taken
+        position_of[places] = loads
+        stamp[places] = loaded
+        found.reshape(-1)[missing] = taken
+
+        self.swapped_tokens += len(missing)
+        self.hit_tokens += found.size - len(missing) - int(np.count_nonzero(found > self.buffer_size))
+        slots = found.astype(np.int32) - 1
+        slots[found == self._none] = 0
+        return SwapIn(slots, rows[which], loads, taken.astype(np.int32) - 1)
 
     def forget(self, rows: Ids) -> None:
-        """A request begins or has ended in these rows: their buffers are empty."""
-        self._held[:, rows] = -1
-        self._used[:, rows] = 0
+        """Empty all buffers of these rows: a request begins or has ended there."""
+        for slot_of, position_of in zip(self._slot_of, self._position, strict=True):
+            slot_of[rows[:, None], position_of[rows] + 1] = _ABSENT
+        self._position[:, rows] = -1
+        self._order[:, rows, : self.buffer_size] = self._ranks + 1
+        self._stamp[:, rows, 1 : self._newest] = self._ranks
+        self._head[:, rows] = 0
+
+    def _least_recent(self, index: int, rows: _Places, counts: _Places, hit: int) -> npt.NDArray[np.int16]:
+        """The slots + 1 to overwrite, `counts` of each row, one row after another."""
+        size, needed = self.buffer_size, counts[:, None]
+        order, stamp = self._order[index].reshape(-1), self._stamp[index].reshape(-1)
+        window = np.arange(min(size, 2 * int(counts.max(initial=0))))
+        while True:
+            at = np.minimum(self._head[index, rows][:, None] + window, size)
+            slots = order.take((rows * (size + 1))[:, None] + at)
+            ranked = stamp.take((rows * (size + 3))[:, None] + slots) < size
+            passed = np.cumsum(ranked, axis=1, dtype=np.int16)
+            lacking = (passed < needed).all(axis=1) & (counts > 0)
+            if not lacking.any():
+                break
+            self._sort(index, rows[lacking], hit)
+        self._head[index, rows] += (passed < needed).sum(axis=1) + (counts > 0)
+        taken: npt.NDArray[np.int16] = slots[ranked & (passed <= needed)]
+        return taken
+
+    def _sort(self, index: int, rows: _Places, hit: int) -> None:
+        """Sort the slots of these rows by their last use. Those hit in this call keep their stamp."""
+        stamps = self._stamp[index, rows, 1 : self._newest]
+        order = np.argsort(stamps, axis=1, kind="stable")
+        self._order[index, rows, : self.buffer_size] = order + 1
+        self._head[index, rows] = 0
+        ranks = np.empty_like(stamps)
+        np.put_along_axis(ranks, order, self._ranks[None], axis=1)
+        self._stamp[index, rows, 1 : self._newest] = np.where(stamps == hit, stamps, ranks)
+
+    def _advance_clock(self, index: int) -> tuple[int, int]:
+        """The stamps of this call: of loads, and of hits."""
+        if self._clock[index] + 2 >= CLOCK_END:
+            self._sort(index, np.arange(self._stamp.shape[1]), CLOCK_END)
+            self._clock[index] = self.buffer_size
+        self._clock[index] += 2
+        return self._clock[index] - 2, self._clock[index] - 1
+
+    def _widen(self, width: int) -> None:
+        """Make the table at least that wide."""
+        before = self._slot_of
+        if width > before.shape[-1]:
+            self._slot_of = np.zeros((*before.shape[:2], max(width, 2 * before.shape[-1])), dtype=np.int16)
+            self._slot_of[..., : before.shape[-1]] = before
