@@ -68,6 +68,7 @@ class Snapshot:
         self.is_tiered = bool(parts.checks)
         retired = holds.fences.waiting
         self.moving = [*holds.waiting, *(page for each in retired for page in each.pages.tolist())]
+        self.moving += [page for withheld in parts.withheld for page in withheld()]
         waiting = [part for each in retired for part in each.released]
         self.given = [(p.group, p.unpinned.tolist(), p.dropped.tolist(), p.frames.tolist()) for p in waiting]
         self.requests = [
@@ -85,7 +86,11 @@ class Snapshot:
 
     def _group(self, group: GroupCache) -> GroupSnapshot:
         frames, rows = group.frames, self.parts.rows
-        column, out = frames.table.frame.tolist(), frames.allocator.ids.is_out(_ALL).nonzero()[0].tolist()
+        column = frames.table.frame.tolist()
+        if group.index == self.parts.frames.hosted:
+            out = [page for page, frame in enumerate(column) if frame]
+        else:
+            out = frames.allocator.ids.is_out(_ALL).nonzero()[0].tolist()
         found = GroupSnapshot(group, column, out, group.num_free, group.num_evictable)
         if not group.table.reclaims:
             return found
@@ -154,6 +159,8 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
         yield f"{name}: {found.num_free} free + {len(used)} in use != {group.num_frames} frames"
     if found.num_evictable < 0 or group.num_cached < 0:
         yield f"{name} counts less than nothing: {found.num_evictable} evictable, {group.num_cached} cached"
+    if group.index == now.parts.frames.hosted and used != resident:
+        yield f"{name}: page {next(page for page in resident if column[page] != page)} has a frame that is not its id"
     if column[0]:
         yield f"{name}: the padding page is bound to frame {column[0]}"
     if resident != now.out:

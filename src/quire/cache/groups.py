@@ -204,7 +204,7 @@ class PagedGroup(GroupBase):
         """Cached pages without a frame get the frames of the request's duplicates."""
         if len(ours):
             missing = ~self.table.present(theirs)
-            self.table.move(ours[missing], theirs[missing])
+            self.frames.move(ours[missing], theirs[missing])
             self.revived_frames += int(np.count_nonzero(missing))
 
     def _advance(self, new: NewPages) -> tuple[Lengths, Ids, Rows]:

@@ -42,7 +42,8 @@ class Growth:
         self._growing: GrowingAllocator = next(both_sides, parts.pages)
         sides: object = self._growing
         self._others = tuple(group for group in parts.groups if group.frames is not sides)
-        others = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
+        frames = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
+        others = (each for each in frames if each is not parts.pages)
         self.allocators: tuple[GrowingAllocator, ...] = (self._growing, *others)
         self._states = tuple(group for group in parts.groups if group.reach.in_place)
         self._scarce = tuple(g for g in parts.groups if g.reach.in_place or g.num_frames < parts.pages.num_pages)
@@ -85,7 +86,7 @@ class Growth:
         for group in self._others:
             group.frames.drop(pages)
         self._frames.remove_pages(Tier.DEVICE, pages)
-        self._growing.free(pages * np.int32(self._size))
+        self._growing.free(self._offload.freed(pages) * np.int32(self._size))
 
     def _to(self, kvs: Batch, rows: Rows, after: Lengths) -> None:
         """Make room for `after[i]` tokens in each row."""
@@ -146,7 +147,8 @@ class Growth:
         """The error for a request that does not fit even if all evictable pages are evicted."""
         parts, tree = self._parts, self._parts.tree
         found = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(parts.groups, wanted, strict=True)]
-        found.append(("pages", num_new, parts.pages.num_free_pages, tree.num_evictable + tree.num_below))
+        evictable = tree.num_evictable + tree.num_below - self._offload.num_read_ids
+        found.append(("pages", num_new, parts.pages.num_free_pages, evictable))
         for name, n, have, more in found:
             if n > have + more:
                 held_by = parts.holds.summary(self._offload.retention.num_pinned)

@@ -22,10 +22,12 @@ from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
     PageFrames,
+    PageIdFrames,
     SlotFrames,
     page_frames,
     token_allocator,
 )
+from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.observe.explain import Cause, FromPeer, arrived_tokens
 from quire.plan.budget import MemoryPlan
@@ -91,7 +93,8 @@ class KVCache:
         num_pages = plan.num_pages + offload.num_pages(plan)
         names = [group.name for group in plan.groups]
         reclaims = [not reach_of(group.reach, plan.page_size).whole for group in plan.groups]
-        table = Residency(num_pages, names, reclaims, (Tier.DEVICE, *offload.below))
+        hosted = plan.hot.group if plan.hot is not None else None
+        table = Residency(num_pages, names, reclaims, (Tier.DEVICE, *offload.below), hosted)
         self.plan = plan
         self.page_size = plan.page_size
         self.explains = explains
@@ -106,7 +109,8 @@ class KVCache:
             placement=_PagePlacement(table) if offload.below else None,
             num_named=num_pages if offload.below else 0,
         )
-        self.pages = token_allocator(num_pages * plan.page_size, plan.page_size, name="pages")
+        allocator = token_allocator if hosted is None else HostTokenToKVPoolAllocator
+        self.pages = allocator(num_pages * plan.page_size, plan.page_size, name="pages")
         self.groups = _groups_of(plan, table, self.pages, self.tree, checkpoint_interval)
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
@@ -398,7 +402,6 @@ class KVCache:
         pages = self.parts.holds.free_of(pages)
         if len(pages):
             self._growth.free(pages)
-            self.offload.freed(pages)
 
 
 def _check_ids(tokens: Ids) -> None:
@@ -415,7 +418,9 @@ def _groups_of(
     for index, group in enumerate(plan.groups):
         num_frames, column = plan.frames_of(index), table.of(Tier.DEVICE, index)
         reach = reach_of(group.reach, plan.page_size)
-        if reach.in_place:
+        if index == table.hosted:
+            groups.append(PagedGroup(index, reach, PageIdFrames(column, pages), tree, plan.max_requests))
+        elif reach.in_place:
             groups.append(StateGroup(index, reach, SlotFrames(column, num_frames), tree, plan, interval))
         else:
             frames = page_frames(column, num_frames, pages, whole=reach.whole)

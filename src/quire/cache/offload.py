@@ -31,7 +31,8 @@ class CacheParts:
     `free` receives pages that have left the tree. `sweep` frees flushed pages that nothing holds any more.
     `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
-    runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.audit.Snapshot`.
+    runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.audit.Snapshot`. `withheld`
+    return ids that are neither free nor those of pages.
     """
 
     plan: MemoryPlan
@@ -49,6 +50,7 @@ class CacheParts:
     changed: Callable[[], None]
     step_seconds: Callable[[], float]
     checks: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
+    withheld: list[Callable[[], Sequence[int]]] = field(default_factory=list)
 
 
 class RetentionPort:
@@ -117,8 +119,14 @@ class Offload:
         self._parts.free(removed)
         return Evicted(removed, 0)
 
-    def freed(self, pages: Ids) -> None:
-        """These pages have left the cache, or never entered it."""
+    def freed(self, pages: Ids) -> Ids:
+        """These pages have left the cache, or never entered it. Returns those whose ids can be allocated again now."""
+        return pages
+
+    @property
+    def num_read_ids(self) -> int:
+        """At most so many ids cannot be allocated again at once when their pages are evicted."""
+        return 0
 
 
 class OffloadFactory:

@@ -103,8 +103,13 @@ def transfer_of(
     lane: Lane, parts: Sequence[GroupPages], scope: bytes, names: PageNames, settings: TierSettings
 ) -> Transfer:
     """A transfer of these pages on a lane, not submitted yet."""
-    units = [Units(part.group, part.device, part.host, names.keys_of(part.pages)) for part in parts]
-    return Transfer(lane, units, scope, sum(len(part.pages) * settings.record_bytes[part.group] for part in parts))
+    in_place = None if lane.is_remote else settings.hosted
+    units = [
+        Units(part.group, part.device, part.host, names.keys_of(part.pages), in_place=part.group == in_place)
+        for part in parts
+    ]
+    num_bytes = sum(len(part.pages) * settings.record_bytes[part.group] for part in parts if part.group != in_place)
+    return Transfer(lane, units, scope, num_bytes)
 
 
 @dataclass(slots=True)

@@ -55,7 +55,10 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
     used = sorted([column[page] for page in resident] + moving + [*host.quarantined, *host.still_read])
     out = host.allocator.ids.is_out(slice(None)).nonzero()[0].tolist()
     name = f"host group '{host.name}'"
-    if used != out:
+    if host.are_page_ids:  # `quire.cache.audit` checks their owners
+        if odd := [page for page in resident if column[page] != page]:
+            yield f"{name}: page {odd[0]} has a frame that is not its id"
+    elif used != out:
         owners = f"{len(resident)} are pages', {len(moving)} moves', {len(host.quarantined)} set aside"
         yield f"{name}: {len(out)} frames are out, {owners}"
     if host.num_free + len(out) != host.num_frames:
@@ -64,15 +67,15 @@ def _frames(snapshot: Snapshot, host: HostGroup, moving: list[int]) -> Iterator[
     if not set(resident) <= cached:
         yield f"{name}: page {min(set(resident) - cached)} is not cached and has a frame"
     if host.whole:
-        odd = np.flatnonzero((host.table.frame != 0) != (snapshot.parts.frames.anchor(Tier.HOST).frame != 0))
-        if len(odd):
-            yield f"{name}: page {odd[0]} has a copy in one group and none in another"
+        wrong = np.flatnonzero((host.table.frame != 0) != (snapshot.parts.frames.anchor(Tier.HOST).frame != 0))
+        if len(wrong):
+            yield f"{name}: page {wrong[0]} has a copy in one group and none in another"
         return
     readers = Counter(snapshot.parts.holds.readers(host.index, Tier.HOST).tolist())
     pins = host.table.pins.tolist()
-    wrong = [page for page, count in enumerate(pins) if count != readers[page]]
-    if wrong:
-        yield f"{name}: page {wrong[0]} has {pins[wrong[0]]} pins and {readers[wrong[0]]} moves that read it"
+    unequal = [page for page, count in enumerate(pins) if count != readers[page]]
+    if unequal:
+        yield f"{name}: page {unequal[0]} has {pins[unequal[0]]} pins and {readers[unequal[0]]} moves that read it"
     queued = host.table.ticket.nonzero()[0].tolist()
     idle = [page for page in resident if not readers[page]]
     if queued != idle:

@@ -35,14 +35,19 @@ class GroupPages:
 class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     """A page's host frame is freed with its page, or earlier if the group is read in part (not `whole`).
 
-    Frames with wrong bytes are `quarantined`, oldest first: memory that fails once may fail again. `still_read` has
-    frames without a page that a transfer still reads, and whether to quarantine each of them afterwards.
+    Frames with wrong bytes are `quarantined`, oldest first and at most `max_quarantined`: memory that fails once may
+    fail again. `still_read` has frames without a page that a transfer still reads, and whether to quarantine each of
+    them afterwards.
     """
 
-    def __init__(self, index: int, table: Column, num_frames: int, page_size: int) -> None:
-        super().__init__(table, HostTokenToKVPoolAllocator(num_frames * page_size, page_size, name=table.name))
+    are_page_ids = False
+
+    def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator) -> None:
+        super().__init__(table, allocator)
+        self.name = table.name
         self.index = index
         self.whole = not table.reclaims
+        self.max_quarantined = max(1, self.num_frames // QUARANTINE_SHARE)
         self.quarantined: deque[int] = deque()
         self.still_read: dict[int, bool] = {}
         self.dropped_frames = 0
@@ -60,6 +65,14 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         size = self.allocator.page_size
         return self.allocator.alloc_page(num_frames)[::size] // np.int32(size)
 
+    def take_for(self, pages: Ids) -> Ids:
+        """As `take`, a frame for each of these cached pages."""
+        return self.take(len(pages))
+
+    def untake_for(self, frames: Ids) -> None:
+        """Free frames of `take_for` that are not bound."""
+        self.untake(frames)
+
     def untake(self, frames: Ids) -> None:
         """Free allocated frames without a page."""
         self.allocator.free_pages(frames)
@@ -68,7 +81,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         """As `untake`, for frames that no transfer reads; quarantines bad ones."""
         self.untake(in_order(frames[~bad]))
         self.quarantined.extend(frames[bad].tolist())
-        while len(self.quarantined) > max(1, self.num_frames // QUARANTINE_SHARE):
+        while len(self.quarantined) > self.max_quarantined:
             self.untake(np.array([self.quarantined.popleft()], dtype=np.int32))
 
     def good(self, pages: Ids) -> Bools:
@@ -123,6 +136,55 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         free = [frame for frame in frames.tolist() if frame in self.still_read and frame not in self._reads]
         bad = np.array([self.still_read.pop(frame) for frame in free], dtype=np.bool_)
         self.untake_checked(np.array(free, dtype=np.int32), bad)
+
+
+class PageIdGroup(HostGroup):
+    """Host frames that are the ids of their pages (`PageIdFrames`). The table says which pages have a sealed record. A
+    page id can be allocated again when its page is freed and no transfer reads the record; `damage` quarantines it."""
+
+    are_page_ids = True
+
+    def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator, num_spare: int) -> None:
+        super().__init__(index, table, allocator)
+        self.max_quarantined = max(1, min(self.max_quarantined, num_spare))
+        self._bad: set[int] = set()  # pages to quarantine when they are freed
+
+    @property
+    def num_read(self) -> int:
+        """Pages whose records a transfer reads."""
+        return len(self._reads)
+
+    @property
+    def withheld(self) -> list[int]:
+        """Ids of freed pages that cannot be allocated again now."""
+        return [*self.quarantined, *self.still_read]
+
+    def take_for(self, pages: Ids) -> Ids:
+        return pages
+
+    def untake_for(self, frames: Ids) -> None:
+        """Nothing: the frames belong to cached pages."""
+
+    def damage(self, pages: Ids) -> None:
+        super().damage(pages)
+        self._bad.update(pages.tolist())
+
+    def drop(self, pages: Ids) -> None:
+        """The records of these pages are not sealed any more."""
+        self.table.unbind(pages)
+
+    def free_ids(self, pages: Ids) -> Ids:
+        """Of these freed pages, those whose ids can be allocated again now."""
+        if not self._reads and not self._bad:
+            return pages
+        read, bad = (
+            np.array([page in each for page in pages.tolist()], dtype=np.bool_) for each in (self._reads, self._bad)
+        )
+        self._bad.difference_update(pages[bad].tolist())
+        self.still_read.update(zip(pages[read].tolist(), bad[read].tolist(), strict=True))
+        bad &= ~read
+        self.untake_checked(pages[bad], bad[bad])
+        return pages[~read & ~bad]
 
 
 def needed_frames(groups: Iterable[GroupCache], pages: Ids) -> list[HeldFrames]:

@@ -110,6 +110,7 @@ class Tiered(Offloading):
         self._page_size = parts.plan.page_size
         self._write = settings.write
         parts.checks.append(lambda snapshot: tier_faults(self.tiers, self.prefetcher, snapshot))
+        parts.withheld.append(self._withheld)
 
     # -- the pages that a request begins on
 
@@ -135,7 +136,7 @@ class Tiered(Offloading):
         loads = list(map(len, tiers.missing(pages[:far])))
         if tiers.is_too_much(loads):
             return Choice(near, "", declined_pages=far - near)
-        num_bytes = settings.num_bytes(loads)
+        num_bytes = settings.copied_bytes(loads)
         weighed = None if settings.always or not num_bytes else ((far - near) * self._page_size, num_bytes)
         if weighed is not None and not self._pays(*weighed):
             return Choice(near, "", declined_pages=far - near, weighed=weighed)
@@ -211,12 +212,20 @@ class Tiered(Offloading):
                 break
         return evicted
 
+    def _withheld(self) -> list[int]:
+        ids = self.tiers.page_ids
+        return [*ids.withheld, *self.prefetcher.host_frames(ids.index).tolist()] if ids is not None else []
+
     def _cancel(self, namespace: Namespace | None) -> None:
         self.tiers.cancel(namespace)
         self.prefetcher.cancel(namespace)
 
-    def freed(self, pages: Ids) -> None:
-        self.tiers.removed(pages)
+    def freed(self, pages: Ids) -> Ids:
+        return self.tiers.removed(pages)
+
+    @property
+    def num_read_ids(self) -> int:
+        return self.tiers.page_ids.num_read if self.tiers.page_ids is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +242,8 @@ class Offloads(OffloadFactory):
     def num_pages(self, plan: MemoryPlan) -> int:
         if self.tiers is None:
             return 0
+        if plan.hot is not None:
+            return self.tiers.host_frames[plan.hot.group] - plan.num_pages
         frames = zip(self.tiers.host_frames, plan.groups, strict=True)
         whole = [count for count, group in frames if reach_of(group.reach, plan.page_size).whole]
         return max(whole or self.tiers.host_frames)

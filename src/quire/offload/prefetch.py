@@ -133,6 +133,16 @@ class Piece:
         for at, (host, places, frames) in enumerate(self.fetching):
             yield host, places, frames, np.array([(at, row) in suspect for row in range(len(frames))], dtype=np.bool_)
 
+    def page_ids(self, first: int, end: int) -> Ids | None:
+        """Host frames that are the ids of pages `first..end - 1`; None if no group has such frames."""
+        found = [(at, frames) for host, at, frames in self.fetching if host.are_page_ids]
+        return found[0][1][(found[0][0] >= first) & (found[0][0] < end)] if found else None
+
+    def cached_meanwhile(self, path: Ids) -> Places:
+        """Places whose page on the path is not the one that a frame of the piece is the id of."""
+        found = [(at[at < len(path)], frames) for host, at, frames in self.fetching if host.are_page_ids]
+        return found[0][0][path[found[0][0]] != found[0][1][: len(found[0][0])]] if found else np.empty(0, np.int64)
+
     def discard(self) -> None:
         """Free its frames."""
         for host, _, frames, suspect in self.parts():
@@ -277,7 +287,7 @@ class Prefetch:
         end = piece.last
         for (_, at, _), found in zip(piece.fetching, defects, strict=True):
             end = min([end, *at[[bool(defect) for defect in found]].tolist()])
-        self._bind(piece, end, self._cache(end) if end > self.limit else end)
+        self._bind(piece, end, self._cache(piece, end) if end > self.limit else end)
         if end < piece.last:
             self._lose(piece, end)
             return
@@ -287,19 +297,20 @@ class Prefetch:
         if is_fetched and not all(host.whole for host in self.tiers.hosts):  # a path that is fetched in part counts
             self.tiers.on_host.mark(self.prefix.path[self.prefix.start : self.limit], State.FETCHED)
 
-    def _cache(self, end: int) -> int:
+    def _cache(self, piece: Piece, end: int) -> int:
         """Cache the first `end` pages of the prompt; returns the first page that is new to the tree."""
         first = new = self.hold.path.num_pages
         pages, tree = self.parts.pages, self.parts.tree
         if end > first:
+            taken = piece.page_ids(first, end)
             try:
-                taken = pages.alloc_pages(end - first)
+                taken = pages.alloc_pages(end - first) if taken is None else taken
             except OutOfPages:
                 self.stopped = True
                 return first
             size = self.parts.plan.page_size
             inserted = tree.graft(self.hold.path, self.tokens[first * size : end * size], taken)
-            if len(inserted.duplicates):
+            if len(inserted.duplicates) and self.tiers.page_ids is None:
                 pages.free_pages(np.sort(inserted.duplicates))
             new = first + len(inserted.duplicates)
             self.tiers.have_copies(self.hold.path, first, inserted.pages, new)
@@ -309,8 +320,9 @@ class Prefetch:
     def _bind(self, piece: Piece, end: int, new: int) -> None:
         """Bind the fetched frames of pages before `end`. Pages from `new` on are new to the tree."""
         tiers, cached = self.tiers, self.prefix.path
+        others = piece.cached_meanwhile(cached)
         for host, at, frames, suspect in piece.parts():
-            arrived = at < min(end, len(cached))
+            arrived = (at < min(end, len(cached))) & ~np.isin(at, others)
             host.untake_checked(frames[~arrived], suspect[~arrived])
             pages, at = cached[at[arrived]], at[arrived]
             ranks = np.full(len(pages), Rank.USED, dtype=np.int8)

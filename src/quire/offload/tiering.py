@@ -20,10 +20,11 @@ import numpy as np
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.states import GroupCache
+from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
 from quire.offload.deletion import StoreDeletion
-from quire.offload.host_groups import GroupPages, HostGroup
+from quire.offload.host_groups import GroupPages, HostGroup, PageIdGroup
 from quire.offload.tier_settings import TierCounters, TierSettings, WritePolicy
 from quire.prefix.node import Lease, Node, pages_to
 from quire.spec.events import Namespace
@@ -57,10 +58,8 @@ class Tiering:
         self.names = parts.tree.names
         self.damaged = parts.damaged
         self.counters = TierCounters()
-        self.hosts = tuple(
-            HostGroup(group.index, parts.frames.of(Tier.HOST, group.index), num_frames, parts.plan.page_size)
-            for group, num_frames in zip(parts.groups, settings.host_frames, strict=True)
-        )
+        self.hosts = tuple(_host_group(parts, index, count) for index, count in enumerate(settings.host_frames))
+        self.page_ids = next((host for host in self.hosts if isinstance(host, PageIdGroup)), None)
         self.deletion = StoreDeletion(settings.mover, self.names, parts.seconds)
         self.archiver = Archiver(settings, parts, self.hosts, self.counters, self.deletion)
         self.moving: dict[Transfer, Moving] = {}
@@ -136,7 +135,10 @@ class Tiering:
         if not any(map(len, wanted)):
             return None
         lease = self._tree.pin(node)
-        fits = [at[: self.host_room(host, len(at))] for host, at in zip(self.hosts, wanted, strict=True)]
+        fits = [
+            at if host.are_page_ids else at[: self.host_room(host, len(at))]
+            for host, at in zip(self.hosts, wanted, strict=True)
+        ]
         both = [(at, len(fit)) for at, fit, host in zip(wanted, fits, self.hosts, strict=True) if host.whole]
         cuts = [at[num_fit] for at, num_fit in both if num_fit < len(at)]
         end = min(cuts, default=len(pages))  # all groups that are read whole save the same pages
@@ -144,7 +146,7 @@ class Tiering:
         for group, host, fit in zip(self._groups, self.hosts, fits, strict=True):
             taken = fit[fit < end] if host.whole else fit
             if len(taken):
-                saved, frames = pages[taken], host.take(len(taken))
+                saved, frames = pages[taken], host.take_for(pages[taken])
                 ranks = group.table.rank[saved] if group.table.reclaims else None
                 parts.append(GroupPages(group.index, saved, taken, group.table.frame[saved], frames, ranks))
         self.counters.unsaved_frames += sum(map(len, wanted)) - sum(len(part.pages) for part in parts)
@@ -228,8 +230,8 @@ class Tiering:
             group.frames.drop(pages)
         self.table.remove_pages(Tier.DEVICE, pages)
 
-    def removed(self, pages: Ids) -> None:
-        """These pages have left the cache, or were never in it."""
+    def removed(self, pages: Ids) -> Ids:
+        """These pages have left the cache, or were never in it. Returns those whose ids can be allocated again."""
         for host in self.hosts:
             host.drop(pages)
         self.table.remove_pages(Tier.HOST, pages)
@@ -237,6 +239,7 @@ class Tiering:
         self._unsaved.removed(len(pages))
         self.archiver.removed(pages)
         self.on_host.unmark(pages, State.FETCHED)
+        return pages if self.page_ids is None else self.page_ids.free_ids(pages)
 
     # -- reading for peers
 
@@ -319,7 +322,8 @@ class Tiering:
 
     def wait(self) -> bool:
         """Wait a little for a transfer that prevents eviction, or delete damaged paths; False if there are none."""
-        return bool(self._delete_damaged() or self._ended or (self.moving and self.mover.wait(_WAIT_S)))
+        is_moving = self.moving or (self.page_ids is not None and self.page_ids.num_read)
+        return bool(self._delete_damaged() or self._ended or (is_moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
         """Process ended transfers; `fetched` processes those of the prefetcher. Returns their number, plus that of
@@ -356,7 +360,7 @@ class Tiering:
         else:
             self.counters.failed_moves += not move.is_whole
             for part in moving.parts:
-                self.hosts[part.group].untake(part.host)
+                self.hosts[part.group].untake_for(part.host)
         self._holds.release(moving.hold)
 
     def bind(self, part: GroupPages, lease: Lease, new: int | None = None) -> Ids:
@@ -376,7 +380,7 @@ class Tiering:
         if not host.whole:
             assert part.ranks is not None
             host.bind(part.pages[good], part.host[good], np.maximum(part.ranks, Rank.MARKED)[good])
-        host.untake(part.host[~good])
+        host.untake_for(part.host[~good])
         self.archiver.saved(part.pages[good])
         return part.pages[good]
 
@@ -435,7 +439,7 @@ class Tiering:
             self.counters.refused_moves += 1
             for part in parts:
                 if saves:
-                    self.hosts[part.group].untake(part.host)
+                    self.hosts[part.group].untake_for(part.host)
                 else:
                     self._groups[part.group].frames.drop(part.pages)
             self._tree.release(lease)
@@ -457,6 +461,14 @@ class Tiering:
         return moving
 
 
+def _host_group(parts: CacheParts, index: int, num_frames: int) -> HostGroup:
+    table, size = parts.frames.of(Tier.HOST, index), parts.plan.page_size
+    if index != parts.frames.hosted:
+        return HostGroup(index, table, HostTokenToKVPoolAllocator(num_frames * size, size, name=table.name))
+    assert isinstance(parts.pages, HostTokenToKVPoolAllocator) and num_frames == parts.pages.num_pages
+    return PageIdGroup(index, table, parts.pages, num_frames - parts.plan.num_pages)
+
+
 def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Consecutive places as (first, after the last)."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
@@ -469,7 +481,7 @@ def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size
     if settings.always or settings.stores:
         return list(places)
     even, most = settings.break_even, max(map(len, places))
-    num_bytes = settings.num_bytes(map(len, places))
+    num_bytes = settings.copied_bytes(map(len, places))
     if not num_bytes or not even.decide(Lane.SAVE, most * page_size, num_bytes):
         most = 0
     elif not even.knows(Lane.SAVE):

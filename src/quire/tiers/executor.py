@@ -62,9 +62,10 @@ class TransferExecutor:
         for units in transfer.units:
             each = self._copies.bytes_of(units.group)
             for piece in _runs(len(units), each, self._piece_bytes):
-                self._copies.to_host(units.group, units.device[piece], units.host[piece])
+                if not units.in_place:
+                    self._copies.to_host(units.group, units.device[piece], units.host[piece])
+                    transfer.moved_bytes += each * (piece.stop - piece.start)
                 self._copies.seal(units.group, units.host[piece], units.pages[piece])
-                transfer.moved_bytes += each * (piece.stop - piece.start)
                 yield
 
     def _load(self, transfer: Transfer) -> Iterator[None]:
@@ -80,13 +81,14 @@ class TransferExecutor:
         yield
         for layer in copies.layers():
             for units, end in zip(whole, ends, strict=True):
-                if end:
+                if end and not units.in_place:
                     copies.to_device(units.group, units.device[:end], units.host[:end], layer)
             if is_good:
                 transfer.announce_layer(layer)
             yield
         if is_good:
-            transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in whole)
+            copied = [units for units in whole if not units.in_place]
+            transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in copied)
 
     # -- between host and store
 

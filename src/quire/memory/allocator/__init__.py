@@ -7,6 +7,7 @@ from quire.memory.allocator.base import slots_in_pages as slots_in_pages
 from quire.memory.allocator.base import token_allocator as token_allocator
 from quire.memory.allocator.frames import GroupFrames as GroupFrames
 from quire.memory.allocator.frames import PageFrames as PageFrames
+from quire.memory.allocator.frames import PageIdFrames as PageIdFrames
 from quire.memory.allocator.frames import SlotFrames as SlotFrames
 from quire.memory.allocator.mamba import MambaSlotAllocator as MambaSlotAllocator
 from quire.memory.allocator.swa import GrowingAllocator as GrowingAllocator

@@ -45,6 +45,38 @@ class PageFrames(GroupFrames[BaseTokenToKVPoolAllocator]):
         """As `drop`, but the pages stay."""
         self.drop(pages)
 
+    def move(self, old_pages: Ids, new_pages: Ids) -> None:
+        """Move the frames of `old_pages` to `new_pages`, which have none, in order."""
+        self.table.move(old_pages, new_pages)
+
+
+class PageIdFrames(PageFrames):
+    """Frames in host memory that are the ids of their pages: frame i is there for as long as `pages` has allocated page
+    i. The table says which pages are read here."""
+
+    def __init__(self, table: Column, pages: BaseTokenToKVPoolAllocator) -> None:
+        super().__init__(table, pages)
+        self.name = table.name
+        self._num_bound = 0
+
+    @property
+    def num_free(self) -> int:
+        """Frames of pages that are not in the table."""
+        return self.num_frames - self._num_bound
+
+    def take(self, pages: Ids) -> Ids:
+        self.table.bind(pages, pages)
+        self._num_bound += len(pages)
+        return pages
+
+    def drop(self, pages: Ids) -> None:
+        self._num_bound -= len(self.table.unbind(pages))
+
+    def move(self, old_pages: Ids, new_pages: Ids) -> None:
+        """As `PageFrames.move`, but the frames of `new_pages` are their own: they have the same content."""
+        self.drop(old_pages)
+        self.take(new_pages)
+
 
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
     """Frames that requests allocate, and that the table gets when a request stores one with a page."""
