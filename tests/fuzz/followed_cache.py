@@ -344,7 +344,8 @@ class FollowedCache:
 
     def _untouched(self, batch: list[Followed], firsts: list[int]) -> Callable[[Snapshot], None] | None:
         """What to check after an allocation: no page and no frame of it is one that a step could touch still."""
-        moving = set(self.watch.snapshot.moving)
+        withheld = {page for each in self.cache.parts.withheld for page in each()}  # until a transfer ends
+        moving = set(self.watch.snapshot.moving) - withheld
         touched = [set().union(*[self.device.touches(step, g) for step in self.steps]) for g in self._groups]
         if not moving and not any(touched):
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +35,6 @@ class HostRecords:
     frames by group, `loaded` those of all.
     """
 
-    device: Device
-    """The cache whose frames are copied; set after construction."""
-
     def __init__(self, plan: MemoryPlan, keys: PageKeys, frames: Sequence[int]) -> None:
         self._keys = keys
         self._carried = [reach_of(group.reach, plan.page_size).in_place for group in plan.groups]
@@ -58,6 +56,18 @@ class HostRecords:
         self.found: Counter[str] = Counter()
         self.saved: Counter[int] = Counter()
         self.loaded = 0
+        self._hosted = plan.hot.group if plan.hot is not None else None
+
+    @property
+    def device(self) -> Device:
+        """That of the cache whose frames are copied. Set it after construction."""
+        return self._device
+
+    @device.setter
+    def device(self, device: Device) -> None:
+        self._device = device
+        if self._hosted is not None:
+            device.pages[self._hosted] = _InPlace(self, self._hosted, device.pages[self._hosted])
 
     # -- as movers use it
 
@@ -75,15 +85,21 @@ class HostRecords:
 
     def to_host(self, group: int, device: Ids, host: Ids) -> None:
         """What the frames hold now."""
+        assert group != self._hosted, "records that are read in place were copied"
         for frame, row in zip(device.tolist(), host.tolist(), strict=True):
-            names = np.array(self._held(group, frame), dtype=np.int64)
-            payload = np.concatenate((names, (names ^ _TURNED)[::-1]))
-            self._rows[group][row, HEADER_BYTES:] = payload.view(np.uint8)
-            self.damaged.pop((group, row), None)
+            self.write(group, row, self._held(group, frame))
         self.saved[group] += len(host)
+
+    def write(self, group: int, row: int, names: Page) -> None:
+        """The payload of a record."""
+        written = np.array(names, dtype=np.int64)
+        payload = np.concatenate((written, (written ^ _TURNED)[::-1]))
+        self._rows[group][row, HEADER_BYTES:] = payload.view(np.uint8)
+        self.damaged.pop((group, row), None)
 
     def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
         """With the first layer only, a frame holds nothing that looks like names."""
+        assert group != self._hosted, "records that are read in place were copied"
         for frame, row in zip(device.tolist(), host.tolist(), strict=True):
             names, turned = self.content(group, row)
             if layer == LAYERS[0]:
@@ -116,6 +132,8 @@ class HostRecords:
                 self.wrong.append(f"a record of group {group} passed its check, and is wrong ({fault or 'no fault'})")
             else:
                 self.damaged.pop((group, row), None)
+                if group == self._hosted:
+                    list.__setitem__(self.device.pages[group], row, self.content(group, row)[0])
         return found
 
     # -- looking
@@ -149,3 +167,15 @@ class HostRecords:
             self.device.carried[group][frame] = names[0]
         else:
             self.device.pages[group][frame] = names
+
+
+class _InPlace(list[Page]):
+    """Frames of a device that are records on the host: what is written to one is in the other at once."""
+
+    def __init__(self, records: HostRecords, group: int, pages: list[Page]) -> None:
+        super().__init__(pages)
+        self._records, self._group = records, group
+
+    def __setitem__(self, frame: Any, names: Any) -> None:
+        super().__setitem__(frame, names)
+        self._records.write(self._group, frame, names)

@@ -13,6 +13,7 @@ from quire.plan.budget import MemoryPlan
 from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.prefix.reach import reach_of
 from quire.spec.group import ReachSpec
+from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids
 from quire.spec.speculation import SpeculativeConfig
 from quire.testing.choices import Choices
@@ -20,6 +21,7 @@ from quire.testing.plans import small_plan
 
 COMBINATIONS = (
     ("full",),
+    ("full", "full"),
     ("full", "full"),
     ("full", "window"),
     ("full", "state"),
@@ -41,7 +43,7 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
         least = reach_of(spec, page_size).held(num_pages)
         scarce = min(num_pages, least + choices.below(FEW)) if spec.kind != "full" else num_pages
         frames.append(max(scarce, 1))
-    return small_plan(
+    plan = small_plan(
         num_pages,
         page_size,
         context=context,
@@ -50,6 +52,10 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
         reaches=tuple(reaches),
         frames=tuple(frames),
     )
+    whole = [index for index, spec in enumerate(reaches) if spec.kind == "full"]
+    if len(whole) < 2 or choices.chance(40):
+        return plan
+    return replace(plan, hot=HotBuffers(group=choices.one_of(whole), buffer_size=page_size, top_k=1))
 
 
 def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> MemoryPlan:

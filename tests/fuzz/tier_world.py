@@ -46,6 +46,8 @@ class TierWorld:
         self.keys = PageKeys(self.names, [group.layout.fingerprint() for group in plan.groups])
         least = 1 if choices.chance(30) else _MOST_HOST_FRAMES // 2
         frames = tuple(choices.between(least, _MOST_HOST_FRAMES) for _ in plan.groups)
+        hosted = plan.hot.group if plan.hot is not None else None
+        frames = tuple(n + plan.num_pages if group == hosted else n for group, n in enumerate(frames))
         self.records = HostRecords(plan, self.keys, frames)
         stores = choices.chance(75) if ask.storage is None else ask.storage
         seed = choices.below(1 << 30)
@@ -75,6 +77,7 @@ class TierWorld:
         self.settings = TierSettings(
             host_frames=frames,
             record_bytes=tuple(self.records.bytes_of(group) for group in range(len(frames))),
+            hosted=hosted,
             mover=self.mover,
             break_even=self.break_even,
             write=choices.one_of((*WritePolicy, WritePolicy.THROUGH)),

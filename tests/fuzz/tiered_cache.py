@@ -13,7 +13,7 @@ What is evicted, saved and fetched when is the policies' business. What must be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
@@ -48,6 +48,12 @@ class TieredPlain(PlainCache):
     def __init__(self, names: Names, num_pages: int, page_size: int, *, shares: bool = True) -> None:
         super().__init__(names, num_pages, page_size, shares=shares)
         self.ever: set[int] = set()
+        self.withheld: Callable[[], int] = lambda: 0
+        """Ids of no page that are not free: those of pieces on their way, and of records that are read or bad."""
+
+    def free(self) -> int:
+        """Pages without an owner."""
+        return super().free() - self.withheld()
 
     def settle_evictions(self, found: Set[int]) -> None:
         """The tree holds these now."""
@@ -110,6 +116,8 @@ class TieredCache(FollowedCache, ReadAhead):
         super().__init__(cache, events, faults, world.names)
         self.loads, self.prefetches = self.ahead.loads, self.ahead.prefetches
         world.records.device = self.device
+        if isinstance(self.model, TieredPlain):
+            self.model.withheld = self._withheld
         self._stored = 0
         self._unstored: set[int] = set()  # last names of pages that a clear has left, unused since
         self._host_books: list[bytes] = [b""] * len(cache.groups)
@@ -387,6 +395,9 @@ class TieredCache(FollowedCache, ReadAhead):
         """All checks, after something that was not done to the cache."""
         self._check(operation)
 
+    def _withheld(self) -> int:
+        return sum(len(withheld()) for withheld in self.cache.parts.withheld)
+
     # -- checks
 
     def check_idle(self) -> None:
@@ -398,7 +409,7 @@ class TieredCache(FollowedCache, ReadAhead):
         assert prefetcher is not None and not prefetcher.in_flight, "a prefetch never ends"
         held = cache.tree.num_protected or [node for node, _ in self.watch.snapshot.edges if node.level]
         assert not held, "a prefix is held without a request"
-        found = cache.pages.num_free_pages + cache.tree.num_evictable + cache.tree.num_below
+        found = cache.pages.num_free_pages + cache.tree.num_evictable + cache.tree.num_below + self._withheld()
         assert found == cache.pages.num_pages, f"{found} of {cache.pages.num_pages} pages can be had when nothing runs"
         self.check_counters()
         self._check_all_is_stored()

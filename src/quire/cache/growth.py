@@ -39,7 +39,7 @@ class Growth:
         self._context = parts.plan.context
         self._size = parts.plan.page_size
         both_sides = (group.frames for group in parts.groups if isinstance(group.frames, GrowingAllocator))
-        self._growing: GrowingAllocator = next(both_sides, parts.pages)
+        self._growing: GrowingAllocator = next(both_sides, parts.pages) if parts.plan.hot is None else parts.pages
         sides: object = self._growing
         self._others = tuple(group for group in parts.groups if group.frames is not sides)
         frames = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))

@@ -355,7 +355,8 @@ class Tiering:
             self.break_even.moved(Lane.SAVE, move.moved_bytes, move.seconds)
             self.counters.saved_bytes += move.moved_bytes
             for part in moving.parts:
-                self.counters.saved_frames += len(self.bind(part, moving.hold.path))
+                bound = self.bind(part, moving.hold.path)
+                self.counters.saved_frames += len(bound) if part.group != self.settings.hosted else 0
             self.archiver.archive(moving.hold.path.node)
         else:
             self.counters.failed_moves += not move.is_whole
@@ -389,7 +390,8 @@ class Tiering:
         if move.is_whole:
             self.break_even.moved(Lane.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
-            self.counters.loaded_frames += sum(len(part.pages) for part in moving.parts)
+            copied = [part for part in moving.parts if part.group != self.settings.hosted]
+            self.counters.loaded_frames += sum(len(part.pages) for part in copied)
             self._holds.release(moving.hold)
             return
         self.counters.failed_moves += 1
@@ -399,7 +401,7 @@ class Tiering:
             self.counters.corrupt("host", defects)
             self.hosts[part.group].damage(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones, which are on the device
-            self.counters.loaded_frames += here
+            self.counters.loaded_frames += here if part.group != self.settings.hosted else 0
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))

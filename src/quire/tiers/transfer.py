@@ -99,12 +99,14 @@ checks records that a peer has written to host memory, after the last byte has l
 @dataclass(frozen=True, slots=True)
 class Units:
     """The pages of one group that move, ancestors first. `device` and `host` are frames, int32 `[pages]`, empty if the
-    lane has no such endpoint. `pages` are keys of 32 bytes, all different."""
+    lane has no such endpoint. `pages` are keys of 32 bytes, all different. If `in_place`, the device reads the host's
+    records: a save seals them, a load checks them, and nothing is copied."""
 
     group: int
     device: Ids
     host: Ids
     pages: tuple[bytes, ...]
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         for frames in (self.device, self.host):
