@@ -10,6 +10,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from quire.offload.tiering import Tiering
+from quire.spec.ids import Tier
 from quire.testing.choices import Choices
 from quire.testing.stores import Fault, FaultyStore, WrappedStore
 from quire.tiers.store import Answer, Store, StoreKey
@@ -42,6 +43,9 @@ def spoil(records: HostRecords, tiers: Tiering, faults: Collection[str], choices
     names = [name for name in ON_HOST if name in faults]
     group = choices.below(len(tiers.hosts))
     rows = [row for row in tiers.hosts[group].table.frame.tolist() if row and not _is_read(tiers, group, row)]
+    if tiers.hosts[group].are_page_ids:  # what steps read now is checked when it has left the device
+        here = tiers.table.of(Tier.DEVICE, group).frame
+        rows = [row for row in rows if not here[row]]
     if not names or not rows:
         return ("damage nothing",)
     fault, row = choices.one_of(names), choices.one_of(rows)

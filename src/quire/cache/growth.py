@@ -142,12 +142,14 @@ class Growth:
         for group, n in short:
             if n > group.num_free:
                 group.evict(n - group.num_free)
+        if num_new > self._parts.pages.num_free_pages:  # a transfer reads what was evicted
+            self._until(ask, num_new, cause, waits=waits)
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         """The error for a request that does not fit even if all evictable pages are evicted."""
         parts, tree = self._parts, self._parts.tree
         found = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(parts.groups, wanted, strict=True)]
-        evictable = tree.num_evictable + tree.num_below - self._offload.num_read_ids
+        evictable = max(0, tree.num_evictable + tree.num_below - self._offload.num_read_ids)
         found.append(("pages", num_new, parts.pages.num_free_pages, evictable))
         for name, n, have, more in found:
             if n > have + more:

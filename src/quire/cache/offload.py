@@ -31,8 +31,8 @@ class CacheParts:
     `free` receives pages that have left the tree. `sweep` frees flushed pages that nothing holds any more.
     `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
-    runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.audit.Snapshot`. `withheld`
-    return ids that are neither free nor those of pages.
+    runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.audit.Snapshot`, and
+    `withheld` return ids that are neither free nor those of pages.
     """
 
     plan: MemoryPlan

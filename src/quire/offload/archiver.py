@@ -70,7 +70,7 @@ class PendingPaths:
         """Of the oldest paths: the key for `remove`, the node at which the path ends now, and its ends. The caller may
         add and remove paths meanwhile."""
         for node, ends in list(islice(self._ends.items(), count)):
-            end = self._cached_end(node)
+            end = self.cached_end(node)
             if end is None:
                 self.remove(node)
             else:
@@ -89,7 +89,7 @@ class PendingPaths:
             for _, node, ends in left:
                 self.add(node, ends)
 
-    def _cached_end(self, node: Node) -> Node | None:
+    def cached_end(self, node: Node) -> Node | None:
         """The node or its last cached ancestor; None if no prompt finds it any more."""
         while not node.run and node.parent is not None:
             node = node.parent
@@ -289,13 +289,15 @@ class Archiver:
         last = int(np.searchsorted(np.cumsum(num_bytes), most_bytes)) + 1
         return [pages[:last][lacks[:last]] for lacks in lacking], bool(num_bytes[last:].any())
 
-    def ended(self, move: Transfer) -> None:
-        """Process an ended archive. Pages that were not stored are pending again."""
+    def ended(self, move: Transfer) -> list[tuple[Node, Ids]]:
+        """Process an ended archive. Pages that were not stored are pending again. Returns paths with pages whose only
+        copies are damaged; a load finds, and deletes, other damage."""
         counters, batch = self._counters, self.moves.pop(move)
         self._is_full = False
         self._settings.break_even.moved(Lane.ARCHIVE, move.moved_bytes, move.seconds)
         counters.failed_moves += bool(move.error)
         num_stored = num_refused = 0
+        lost = NO_PAGES
         for part, units, defects in zip(batch.parts, move.units, move.defects, strict=True):
             host = self._hosts[part.group]
             good = np.array([defect == GOOD for defect in defects], dtype=np.bool_)
@@ -308,8 +310,9 @@ class Archiver:
             counters.archived_bytes += int(np.count_nonzero(good)) * self._settings.record_bytes[part.group]
             counters.corrupt("host", defects)
             same = host.table.frame[part.pages] == part.host
-            host.damage(part.pages[wrong & same])  # the load that finds the damage deletes the path
+            host.damage(part.pages[wrong & same])
             host.end_reading(part.host)
+            lost = part.pages[wrong & same] if host.are_page_ids else lost
         counters.archived_frames += num_stored
         counters.unstored_frames += num_refused
         self._num_since += num_stored
@@ -322,6 +325,8 @@ class Archiver:
                 self.pending.add(node)
             self._due_at = self._seconds() + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+        ends = [self.pending.cached_end(node) for node in batch.nodes] if len(lost) else []
+        return [(node, lost) for node in ends if node is not None]
 
     def _take_lost(self, move: Transfer, batch: _Batch) -> int:
         """Unmark touched records that the store has lost, and return their number."""

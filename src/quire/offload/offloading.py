@@ -180,6 +180,7 @@ class Tiered(Offloading):
 
     def committed(self, kv: RequestKV, pages: Ids, start: int, new: int) -> None:
         if new > start:
+            self.tiers.check_records(kv.lease.node, pages)
             kv.loads += self.tiers.loads_of(pages[start:new])
             self.tiers.damaged.mend(pages[start:new])
         if self._write is not WritePolicy.SELECTIVE:

@@ -82,9 +82,9 @@ class StoreHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """`host_frames` and `record_bytes` are by group; the device reads the records of group `hosted` in place. The engine closes `mover`, which has a store if `stores`; `health`
-    records its answers. `always` loads and fetches even when computing is faster. `peers` compute prompts for this
-    engine."""
+    """`host_frames` and `record_bytes` are by group; the device reads records of group `hosted` in place. The engine
+    closes `mover`, which has a store if `stores`; `health` records its answers. `always` loads and fetches even when
+    computing is faster. `peers` compute prompts for this engine."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]

@@ -17,9 +17,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from quire.cache.groups import NO_PAGES
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.states import GroupCache
+from quire.memory.allocator import PageIdFrames
 from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
@@ -298,6 +300,28 @@ class Tiering:
             self.table.add_pages(pages[num_here:])
         return move
 
+    def check_records(self, node: Node, pages: Ids) -> None:
+        """Check the records of pages of a leased path that came to the device without a load, as a load does."""
+        if self.page_ids is None:
+            return
+        frames = self._groups[self.page_ids.index].frames
+        assert isinstance(frames, PageIdFrames)
+        unchecked, frames.unchecked = np.concatenate([NO_PAGES, *frames.unchecked]), []
+        if not len(unchecked):
+            return
+        at = np.flatnonzero(np.isin(pages, unchecked))
+        part = GroupPages(self.page_ids.index, pages[at], at, pages[at], pages[at])
+        if self._submit(Lane.LOAD, self._tree.pin(node), [part]) is None:
+            self._groups[part.group].restore(part.pages)
+            self._damaged_at(node, part.pages)
+
+    def _damaged_at(self, node: Node, pages: Ids) -> None:
+        """Records of these pages of a path are damaged, and there are no other copies."""
+        found = np.flatnonzero(np.isin(pages_to(node), pages))
+        if len(found):
+            self.damaged.mark(pages)
+            self._delete_later(node, int(found[0]))
+
     def have_copies(self, lease: Lease, first: int, pages: Ids, new: int) -> None:
         """Pages of a path from page `first` on are on lower tiers now; those from page `new` on are new to it."""
         if self.table.anchor_group is None:
@@ -340,7 +364,8 @@ class Tiering:
             elif move.lane is Lane.LOAD:
                 self._loaded(move)
             elif move.lane is Lane.ARCHIVE:
-                self.archiver.ended(move)
+                for node, pages in self.archiver.ended(move):
+                    self._damaged_at(node, pages)
             else:
                 fetched(move)
         self.deletion.go_on()

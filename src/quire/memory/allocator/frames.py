@@ -57,6 +57,7 @@ class PageIdFrames(PageFrames):
     def __init__(self, table: Column, pages: BaseTokenToKVPoolAllocator) -> None:
         super().__init__(table, pages)
         self.name = table.name
+        self.unchecked: list[Ids] = []  # pages that `move` has brought here with their own records
         self._num_bound = 0
 
     @property
@@ -73,9 +74,10 @@ class PageIdFrames(PageFrames):
         self._num_bound -= len(self.table.unbind(pages))
 
     def move(self, old_pages: Ids, new_pages: Ids) -> None:
-        """As `PageFrames.move`, but the frames of `new_pages` are their own: they have the same content."""
+        """As `PageFrames.move`, but the frames of `new_pages` are their own: they have the same content, if it is not
+        damaged."""
         self.drop(old_pages)
-        self.take(new_pages)
+        self.unchecked.append(self.take(new_pages))
 
 
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
