@@ -22,7 +22,6 @@ from quire.testing.plans import small_plan
 COMBINATIONS = (
     ("full",),
     ("full", "full"),
-    ("full", "full"),
     ("full", "window"),
     ("full", "state"),
     ("full", "window", "state"),
@@ -53,7 +52,7 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
         frames=tuple(frames),
     )
     whole = [index for index, spec in enumerate(reaches) if spec.kind == "full"]
-    if len(whole) < 2 or choices.chance(40):
+    if len(whole) < 2 or choices.chance(25):
         return plan
     return replace(plan, hot=HotBuffers(group=choices.one_of(whole), buffer_size=page_size, top_k=1))
 

@@ -41,17 +41,22 @@ _LIES = {fault: name for name, faults in IN_STORE.items() for fault in faults}
 def spoil(records: HostRecords, tiers: Tiering, faults: Collection[str], choices: Choices) -> tuple[object, ...]:
     """Damage a record of a cached page, if there is one and one of `faults` is about records; says what was done."""
     names = [name for name in ON_HOST if name in faults]
-    group = choices.below(len(tiers.hosts))
-    rows = [row for row in tiers.hosts[group].table.frame.tolist() if row and not _is_read(tiers, group, row)]
-    if tiers.hosts[group].are_page_ids:  # what steps read now is checked when it has left the device
-        here = tiers.table.of(Tier.DEVICE, group).frame
-        rows = [row for row in rows if not here[row]]
+    first, count = choices.below(len(tiers.hosts)), len(tiers.hosts)
+    found = [(group % count, _rows(tiers, group % count)) for group in range(first, first + count)]
+    group, rows = next(((group, rows) for group, rows in found if rows), (0, []))
     if not names or not rows:
         return ("damage nothing",)
     fault, row = choices.one_of(names), choices.one_of(rows)
     if not _damage(records, fault, group, row, choices.one_of(rows), choices):
         return ("damage nothing",)
     return fault, "on host frame", row, "of group", group
+
+
+def _rows(tiers: Tiering, group: int) -> list[int]:
+    """Records whose damage a check can notice. What steps read in place is checked when it has left the device."""
+    rows = [row for row in tiers.hosts[group].table.frame.tolist() if row and not _is_read(tiers, group, row)]
+    here = tiers.table.of(Tier.DEVICE, group).frame
+    return [row for row in rows if not here[row]] if tiers.hosts[group].are_page_ids else rows
 
 
 def _is_read(tiers: Tiering, group: int, row: int) -> bool:

@@ -150,7 +150,7 @@ def a_failed_load_frees_its_frames_twice(patch: Patch) -> None:
         real(tiers, move)
         if not move.is_whole:
             for part in parts:
-                tiers.hosts[part.group].untake(part.host)
+                tiers.hosts[part.group].untake_for(part.host)
 
     patch.setattr(Tiering, "_loaded", loaded)
 
