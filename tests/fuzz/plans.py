@@ -52,9 +52,9 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
         frames=tuple(frames),
     )
     whole = [index for index, spec in enumerate(reaches) if spec.kind == "full"]
-    if len(whole) < 2 or choices.chance(25):
+    if len(whole) < 2 or context % 4 == 0:
         return plan
-    return replace(plan, hot=HotBuffers(group=choices.one_of(whole), buffer_size=page_size, top_k=1))
+    return replace(plan, hot=HotBuffers(group=whole[context % 2], buffer_size=page_size, top_k=1))
 
 
 def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> MemoryPlan:
