@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from quire.errors import UnsupportedModel
-from quire.kernels.attention import paged_attention
+from quire.kernels.attention import attend_selected, merge_attention, paged_attention
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields
-from quire.models.forward import Forward, RecordingForward, current_forward
+from quire.kernels.page_bounds import PageBounds
+from quire.models.forward import Forward, RecordingForward, RunningForward, current_forward
+from quire.models.indexers import split_decoding
 from quire.spec.layers import AttentionCall
 
 IMPLEMENTATION = "quire"
@@ -82,7 +84,45 @@ def _attention(
 
 
 def _plain_attention(forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
-    return keep(forward, key, value, options).attend(query, options)
+    kept = keep(forward, key, value, options)
+    bounds = forward.page_bounds(forward.ordinal - 1) if isinstance(forward, RunningForward) else None
+    if bounds is None:
+        return kept.attend(query, options)
+    assert isinstance(forward, RunningForward)
+    return _attend_pages(forward, query, key, value, kept, bounds, options)
+
+
+def _attend_pages(
+    forward: RunningForward,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept: KeptKeys,
+    bounds: tuple[PageBounds, PagedBatch],
+    options: CallOptions,
+) -> Tensor:
+    """Attention of the last call, whose keys are in host memory: rows that decode read tokens of selected pages, in hot
+    buffers, which is lossy, and others read everything."""
+    assert forward.hisparse is not None and kept.fields is not None and kept.batch is not None
+    ordinal, hisparse, (page_bounds, bounds_batch) = forward.ordinal - 1, forward.hisparse, bounds
+    page_bounds.write(bounds_batch, kept.key)
+    out = query.new_zeros(*query.shape[:2], value.shape[2])
+    decoding, others = split_decoding(kept.batch, query.device)
+    if decoding is not None:
+        (at, part), own = decoding, split_decoding(bounds_batch, query.device)[0]
+        assert own is not None
+        hot = KVFields(*(forward.hot_rows(name, ordinal) for name in ("k", "v")))
+        hot.write(hisparse.newest(part), key[at], value[at])
+        positions = page_bounds.select(query[at], own[1], hisparse.top_k // part.page_size)
+        swapped = hisparse.swap_in(ordinal, part, positions.int().cpu().numpy())
+        found = attend_selected(
+            query[at], hot, swapped.slots, swapped.hidden, scale=options.scale, softcap=options.softcap
+        )
+        out[at] = merge_attention([found], options.sinks).to(query.dtype)
+    if others is not None:
+        at, part = others
+        out[at] = KeptKeys(kept.key[at], kept.value[at], kept.fields, part).attend(query[at], options)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

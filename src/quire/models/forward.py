@@ -19,12 +19,13 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import HostedField, LatentFields, PagedField
+from quire.kernels.page_bounds import PageBounds
 from quire.kernels.state import StateBatch
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.ids import Ids
-from quire.spec.layers import Call
+from quire.spec.layers import KEY_BOUNDS, Call
 from quire.spec.layout import scales_of
 
 HIDDEN = "hidden"
@@ -80,10 +81,17 @@ class RunningForward:
         latents, batch = self.rows(f"{prefix}latent", ordinal)
         return LatentFields(latents, self.rows(f"{prefix}rope", ordinal)[0]), batch
 
-    def hot_latents(self, ordinal: int) -> LatentFields:
-        """The fields of a call's latents and rotary keys in hot buffers."""
+    def hot_rows(self, name: str, ordinal: int) -> PagedField:
+        """The rows of a field in hot buffers."""
         assert self.hisparse is not None
-        return LatentFields(*(paged_field(self.hisparse.pool, name, ordinal) for name in ("latent", "rope")))
+        return paged_field(self.hisparse.pool, name, ordinal)
+
+    def page_bounds(self, ordinal: int) -> tuple[PageBounds, PagedBatch] | None:
+        """The bounds of the keys of a call's pages, and the batch of their group; None if the call reads all pages."""
+        if self.hisparse is None or not any(pool.has(KEY_BOUNDS[0], ordinal) for pool, _ in self._groups):
+            return None
+        (low, batch), (high, _) = (self.per_page(name, ordinal) for name in KEY_BOUNDS)
+        return PageBounds(low, high), batch
 
     def per_page(self, name: str, ordinal: int) -> tuple[Tensor, PagedBatch]:
         """The pool's layer of a field with one entry per page, `[frames, *shape]`, and the batch of its group."""

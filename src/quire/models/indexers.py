@@ -1,4 +1,4 @@
-"""The common part of attention with an indexer: the indexer's keys in the pools, and which rows select at all.
+"""The common part of attention that selects: an indexer's keys in the pools, and which rows select at all.
 
 The model's own code selects, on tiles of a step. A sequence whose context is no longer than the number of selected
 tokens reads all of it.
@@ -91,6 +91,24 @@ def _split(batch: PagedBatch, most: int, device: torch.device) -> RowSplit:
         rows, part = batch.part(short, ("whole", most))
         whole = torch.from_numpy(rows).to(device), part
     return whole, SelectingRows(batch, long, 1, device) if len(long) else None
+
+
+DecodingSplit = tuple[tuple[Tensor, PagedBatch] | None, tuple[Tensor, PagedBatch] | None]
+"""The rows of sequences with one new token, and those of the others, each with a batch of their own."""
+
+
+def split_decoding(batch: PagedBatch, device: torch.device) -> DecodingSplit:
+    """Which rows of a step read hot buffers, and which read pages."""
+
+    def split(batch: PagedBatch) -> DecodingSplit:
+        counts = np.diff(batch.query_starts)
+        parts = []
+        for name, sequences in (("decoding", np.flatnonzero(counts == 1)), ("hosted", np.flatnonzero(counts > 1))):
+            rows, part = batch.part(sequences, name)
+            parts.append((torch.from_numpy(rows).to(device), part) if len(sequences) else None)
+        return parts[0], parts[1]
+
+    return batch.derived("decoding", split)
 
 
 def by_length(batch: PagedBatch, most: int, ratio: int = 1) -> tuple[Slots, Slots]:

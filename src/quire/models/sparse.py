@@ -14,7 +14,7 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import LatentFields
 from quire.models.attention import OWN_ATTENTION, CallOptions
 from quire.models.forward import Forward, RunningForward, current_forward, in_forward
-from quire.models.indexers import index_keys, split_rows
+from quire.models.indexers import index_keys, split_decoding, split_rows
 from quire.models.latent import LatentAttention
 
 
@@ -57,10 +57,10 @@ class _SparseAttention:
         assert isinstance(forward, RunningForward)
         if forward.hisparse is None:
             return self._read(query, rows, selected, fields, batch, options)
-        decoding, others = _split_decoding(batch, query.device)
+        decoding, others = split_decoding(batch, query.device)
         if decoding is not None:
             at, part = decoding
-            hot = forward.hot_latents(forward.ordinal - 1)
+            hot = LatentFields(*(forward.hot_rows(name, forward.ordinal - 1) for name in ("latent", "rope")))
             hot.write(forward.hisparse.newest(part), key[at, 0], value[at, 0])
             swapped = forward.hisparse.swap_in(forward.ordinal - 1, part, self._positions(selected[at], part))
             out[at] = self._attend(query[at], hot, swapped.slots, swapped.hidden, options)
@@ -108,23 +108,6 @@ class _SparseAttention:
         if selects.any():
             found[selects] = selected.cpu().numpy()[selects, :width]
         return found
-
-
-Split = tuple[tuple[Tensor, PagedBatch] | None, tuple[Tensor, PagedBatch] | None]
-
-
-def _split_decoding(batch: PagedBatch, device: torch.device) -> Split:
-    """The rows of sequences with one new token, and those of the others, each with a batch of their own."""
-
-    def split(batch: PagedBatch) -> Split:
-        counts = np.diff(batch.query_starts)
-        parts = []
-        for name, sequences in (("decoding", np.flatnonzero(counts == 1)), ("hosted", np.flatnonzero(counts > 1))):
-            rows, part = batch.part(sequences, name)
-            parts.append((torch.from_numpy(rows).to(device), part) if len(sequences) else None)
-        return parts[0], parts[1]
-
-    return batch.derived("decoding", split)
 
 
 class _Indexer:

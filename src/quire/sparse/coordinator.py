@@ -22,8 +22,7 @@ from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
 from quire.sparse.hot_slots import HotSlots
-
-_INDEX_KEYS = "index_k"
+from quire.spec.layers import INDEX_KEYS, KEY_BOUNDS
 
 Positions = npt.NDArray[np.int32]
 
@@ -52,10 +51,12 @@ class HiSparseCoordinator:
         self.hosted = hosted
         self.pool = Pool(hosted.layout, plan.device_frames_of(plan.hot.group), device=device, touched=False)
         self.buffer_size = plan.hot.buffer_size
+        self.top_k = plan.hot.top_k
         self._row_slots = plan.hot_frames_per_row * plan.page_size
         self._first_slot = plan.page_size  # frame 0 is padding
         fields = [field for group in plan.groups for field in group.layout.fields]
-        self._owners = sorted(layer for field in fields if field.name == _INDEX_KEYS for layer in field.layers)
+        owning = [field for field in fields if field.name in (INDEX_KEYS, KEY_BOUNDS[0])]
+        self._owners = sorted(layer for field in owning for layer in field.layers)
         self._hot = HotSlots(len(self._owners), plan.max_requests, self.buffer_size)
         self._serials = np.zeros(plan.max_requests, dtype=np.int64)
         self._backed_up = self._swapped_bytes = 0
@@ -73,7 +74,7 @@ class HiSparseCoordinator:
         return batch.derived("newest hot slots", lambda _: self._to_device(self._bases(batch) + self.buffer_size))
 
     def swap_in(self, ordinal: int, batch: PagedBatch, positions: Positions) -> SwapIn:
-        """Make the tokens at `positions` `[sequences, n]` (-1 for none, at the end) of call `ordinal` readable in the
+        """Make the tokens at `positions` `[sequences, n]` (-1 for none) of call `ordinal` readable in the
         hot pool, for sequences of `batch` with one new token each. The newest is written by the caller, also to host
         memory, before. Layers that share an index pass the positions of its owner."""
         index = bisect_right(self._owners, ordinal) - 1

@@ -19,6 +19,10 @@ WINDOW_GROUP = "window"
 INDEXER_GROUP = "indexer"
 STATE_GROUP = "state"
 
+INDEX_KEYS = "index_k"
+KEY_BOUNDS = ("key_min", "key_max")
+"""Fields of the group of indexers: the keys of an indexer, or the bounds of the keys of a page."""
+
 _FULL = ReachSpec()
 _STATE = ReachSpec("state")
 _LATENT_BLOCK = 128  # numbers of a latent, or of an indexer's key, that share one float32 scale
@@ -140,12 +144,12 @@ class AttentionCall(Call):
         values = formatted("v", (self.kv_heads, self.value_dim), kv_format, group=group, reach=self.reach)
         found = [*keys, *values]
         if self.index_dim:
-            found.append(Part(group=INDEXER_GROUP, name="index_k", shape=(self.index_dim,), dtype=model_dtype))
+            found.append(Part(group=INDEXER_GROUP, name=INDEX_KEYS, shape=(self.index_dim,), dtype=model_dtype))
         if self.page_bounds:
             shape = (self.kv_heads, self.key_dim)
             found += [
                 Part(group=INDEXER_GROUP, name=name, shape=shape, dtype=model_dtype, per=PER_PAGE)
-                for name in ("key_min", "key_max")
+                for name in KEY_BOUNDS
             ]
         return tuple(found)
 
@@ -294,5 +298,5 @@ def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 
     if not width:
         return ()
     if kv_format.storage is model_dtype is DType.FLOAT32:
-        return (Part(group=INDEXER_GROUP, name="index_k", shape=(width,), dtype=model_dtype, per=per),)
-    return _scaled_row("index_k", width, _LATENT_BLOCK, DType.FLOAT32, group=INDEXER_GROUP, per=per)
+        return (Part(group=INDEXER_GROUP, name=INDEX_KEYS, shape=(width,), dtype=model_dtype, per=per),)
+    return _scaled_row(INDEX_KEYS, width, _LATENT_BLOCK, DType.FLOAT32, group=INDEXER_GROUP, per=per)
