@@ -33,7 +33,7 @@ def raw_data(cache: KVCache) -> RawData:
         (n, n.parent or not n.evicted, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,)) for n in nodes
     ]
     tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if parts.checks else None
-    sums = (tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below)
+    sums = (tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, len(tree.hidden_roots))
     live = [(kv, kv.lease.num_pages) for kv in rows.live.values()]
     lengths = (rows.num_allocated.tobytes(), rows.num_committed.tobytes())
     retired = holds.fences.waiting

@@ -36,7 +36,7 @@ class TierAsk:
 
 class TierWorld:
     """Of one life. `limited` says that the store forgets, so that what it lacks proves nothing. `flushes_in_flight`:
-    at its end, the cache is flushed while transfers are in flight, and not cleared when they have ended."""
+    the cache is flushed while transfers are in flight, and not cleared."""
 
     def __init__(self, plan: MemoryPlan, ask: TierAsk, choices: Choices) -> None:
         faults = () if choices.chance(ask.spared) else ask.faults

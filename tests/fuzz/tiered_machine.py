@@ -91,15 +91,21 @@ class TieredMachine(CacheMachine):
     def end(self) -> None:
         """Everything ends: steps, requests, what moves; then all memory can be had."""
         self.did = ("end",)
-        while self.cache.steps:
-            self._finish_step()
-        for s in list(self.model.live):
-            self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, s.committed)))
+        self._finish_all()
         for _, prefetch in self._prefetches:
             self.cache.stop_prefetch(prefetch)
         end_empty(self.cache)
 
     # -- operations
+
+    def clear(self, choices: Choices) -> Did:
+        """All is flushed when no request runs, in lives that flush; transfers and waiting requests stay."""
+        if not self.world.flushes_in_flight:
+            return super().clear(choices)
+        self.did = ("flush",)
+        self._finish_all()
+        self.cache.flush()
+        return self.did
 
     def tick(self, choices: Choices) -> Did:
         """Time passes, and the cache hears of what has arrived. Who waited for what will not come begins again."""
@@ -245,6 +251,12 @@ class TieredMachine(CacheMachine):
         """Time passes for a while."""
         for _ in range(choices.below(12)):
             self._pass_time()
+
+    def _finish_all(self) -> None:
+        while self.cache.steps:
+            self._finish_step()
+        for s in list(self.model.live):
+            self.cache.finish(s.kv, self.names.tokens(self.names.prefix(s.name, s.committed)))
 
     def _finish_step(self) -> None:
         """The oldest step is executed and settles."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.cache import KVCache
 from quire.cache.audit import GroupSnapshot, RequestSnapshot, Snapshot, audit
-from quire.prefix.node import Node
+from quire.prefix.node import Node, nodes_below
 from tests.fuzz.device import Device
 from tests.fuzz.names import Names, Page
 from tests.fuzz.plain_cache import PlainCache, Sequence
@@ -17,7 +17,8 @@ from tests.fuzz.raw import raw_data
 
 class Watch:
     """The checks of one cache. `snapshot` is what the last one saw, `ends` the last names of the pages it saw cached,
-    each with its page id. Raises AssertionError or AuditFailure."""
+    each with its page id; `num_hidden` others were flushed, and a transfer holds them. Raises AssertionError or
+    AuditFailure."""
 
     def __init__(self, cache: KVCache, names: Names, device: Device, model: PlainCache) -> None:
         self._cache = cache
@@ -26,6 +27,7 @@ class Watch:
         self._model = model
         self._edges: dict[Node, tuple[bytes, int, int]] = {}  # key, name of the parent, own name
         self.ends: dict[int, int] = {}
+        self.num_hidden = 0
         self._promised: list[Page | None] = []  # by page id: what the tree promises
         self._known: list[Page | None] = []  # by page id: what the tree promises, and what requests own
         self._expected: list[tuple[int, int, int]] = [(-1, -1, -1)]  # what the model said of requests
@@ -75,6 +77,8 @@ class Watch:
         """Name every edge, and say what its pages promise."""
         names, edges, known = self._names, self._edges, {}
         ends: dict[int, int] = {}
+        hidden = {node for root in self._cache.tree.hidden_roots for node in nodes_below(root)}
+        self.num_hidden = 0
         wanted: list[Page | None] = [None] * (self._cache.pages.num_pages + 1)
         for root in snapshot.roots:
             known[root] = names.root(root.namespace)
@@ -91,7 +95,9 @@ class Watch:
             count = len(pages)
             for page, content, end in zip(pages, names.pages[name][-count:], names.ends[name][-count:], strict=True):
                 wanted[page] = content
-                ends[end] = page
+                if node not in hidden:
+                    ends[end] = page
+            self.num_hidden += count if node in hidden else 0
         self.ends, self._promised = ends, wanted
         if len(edges) > 4 * len(known) + 16:
             self._edges = {node: edge for node, edge in edges.items() if node in known}
@@ -113,8 +119,9 @@ class Watch:
             raise AssertionError(
                 f"leases hold {self._shown(set(leased))}, and should hold {self._shown(set(expected))}"
             )
-        if snapshot.num_free != self._model.free():
-            raise AssertionError(f"{snapshot.num_free} pages are free, and {self._model.free()} should be")
+        free = self._model.free() - self.num_hidden
+        if snapshot.num_free != free:
+            raise AssertionError(f"{snapshot.num_free} pages are free, and {free} should be")
 
     # -- requests
 
