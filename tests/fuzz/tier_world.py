@@ -61,7 +61,7 @@ class TierWorld:
             self.records.lied = self.store.lied
         slow = "slow-store" in self.faults
         drawn = Choices.seeded(seed)
-        self.flushes_in_flight = seed % 4 > 1
+        self.flushes_in_flight = seed % 4 == 3
         self.mover = WatchedMover(
             self.records,
             self.store,

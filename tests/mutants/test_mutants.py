@@ -156,7 +156,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
 
 FIRST_SEEDS = {
     "pages-are-cached-behind-damaged-ones": 54,
-    "what-a-full-link-refused-is-not-stored": 54,
+    "what-a-full-link-refused-is-not-stored": 324,
     "fetches-are-not-checked": 33,
     "a-chunk-is-taken-for-resident": 33,
     "the-end-of-a-record-is-not-covered": 22,
