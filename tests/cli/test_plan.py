@@ -324,3 +324,46 @@ def test_roles_are_planned_for_a_rate(run: Run) -> None:
 def test_roles_say_what_is_missing(run: Run, arguments: tuple[object, ...], said: str) -> None:
     done = run("plan", "llama-3.1-8b", "--kv-memory", "8GiB", *arguments)
     assert done.exit_code == 2 and said in done.stderr
+
+
+# -- latents in host memory
+
+
+def test_latents_in_host_memory_are_compared_with_resident_ones(run: Run) -> None:
+    served = ("deepseek-v3.2", "--gpu", "h200-141gb", "--tp", 8, "--context", "128k", "--hisparse")
+    found = data(run, *served, "{}")
+    gain = found["hisparse"]["gain"]
+    assert 0 < gain["resident_requests"] < gain["break_even"] <= gain["requests"] == found["requests_at_context"]
+    assert found["hisparse"]["host_bytes"] == next(
+        each["bytes"] for each in found["ledger"] if each["name"] == "pool full"
+    )
+    assert {pool["name"]: pool["where"] for pool in found["pools"]} == {
+        "full": "host",
+        "indexer": "device",
+        "full-hot": "device",
+    }
+    slow = data(run, *served, "{}", "--host-bandwidth", 1, "--hit-rate", 0.5, exit_code=2)
+    assert "slower than" in slow["hisparse"]["gain"]["loses"] and slow["fits"]
+    fast = data(run, *served, '{"device_buffer_size": 2048}', "--decode-ms", 1000, "--host-memory", "300GiB")
+    assert fast["hisparse"]["device_buffer_size"] == 2048 and fast["hisparse"]["host_bytes"] <= 300 * GIB
+    assert fast["hisparse"]["gain"]["break_even"] == fast["hisparse"]["gain"]["resident_requests"] + 1
+
+
+def test_a_losing_configuration_is_in_the_table(run: Run) -> None:
+    done = run("plan", "deepseek-v3.2", "--kv-memory", "40GiB", "--context", "4k", "--hisparse", "{}", env=WIDE)
+    assert done.exit_code == 2 and "loses: leave hisparse out" in done.stdout and "never:" in done.stdout
+    done = run("plan", "deepseek-v3.2", "--kv-memory", "40GiB", "--context", "64k", "--hisparse", "{}", env=WIDE)
+    assert done.exit_code == 0 and "not known: name the --gpu" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("llama-3.1-8b", "--hisparse", "{}"), "no layer of LlamaForCausalLM"),
+        (("deepseek-v3.2", "--hisparse", '{"device_buffer_size": 64}'), "2,048 selected tokens"),
+        (("deepseek-v3.2", "--hisparse", '{"buffer": 64}'), "'buffer' is not a setting of hisparse"),
+    ],
+)
+def test_models_and_buffers_that_hisparse_is_not_for(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    exit_code, found = error(run, *arguments, "--kv-memory", "40GiB")
+    assert exit_code == 2 and said in found["message"]

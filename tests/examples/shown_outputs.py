@@ -31,6 +31,7 @@ PLANS = {
     "plan-advice": "plan qwen3-32b --gpu h100-80gb --context 32k --concurrency 16",
     "plan-sweep": f"plan gemma-3-27b --kv-memory 40GiB --sweep context --plot {PICTURE}",
     "plan-compare": "plan --compare deepseek-v3.2 deepseek-v3.2,kv-dtype=fp8 --kv-memory 60GiB --tp 8",
+    "plan-hisparse": "plan deepseek-v3.2 --gpu h200-141gb --tp 8 --context 128k --hisparse {}",
 }
 """Outputs that do not depend on the machine: a test compares these."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.errors import InvalidInput, PlanError
 from quire.plan.devices import DEVICES, find_device
-from quire.plan.hisparse import SwapCosts, hisparse_gain, resident_settings, swap_costs
+from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
@@ -135,7 +136,7 @@ def test_ranks_and_attention_groups() -> None:
 
 
 def gain(plan: Plan, **costs: Any) -> Any:
-    return hisparse_gain(plan, make_plan(plan.spec, resident_settings(plan)), SwapCosts(**costs))
+    return hisparse_gain(plan, partial(make_plan, plan.spec), HiSparseCosts(**costs))
 
 
 def test_the_break_even_of_a_served_model() -> None:
@@ -150,15 +151,15 @@ def test_the_break_even_of_a_served_model() -> None:
         hisparse=HiSparseConfig(),
     )
     plan = make_plan(spec, settings, weights)
-    costs = swap_costs(plan)
-    found = hisparse_gain(plan, make_plan(spec, resident_settings(plan), weights), costs)
+    costs = hisparse_costs(plan)
+    found = hisparse_gain(plan, partial(make_plan, spec), costs)
     assert costs.link_rate == pytest.approx(0.8 * DEVICES["h200-141gb"][3] * 1e9)
     assert costs.step_s == pytest.approx(0.0229, rel=0.01)
     assert found.swapped_bytes == pytest.approx(0.15 * 2048 * 61 * 1152, abs=1)
     assert found.swap_s == pytest.approx(0.00042 + 61 * 25e-6, rel=0.01)
     assert (found.resident_requests, found.break_even, found.loses) == (5, 9, "")
     assert found.requests >= 4 * found.resident_requests
-    assert swap_costs(plan, hit_rate=0.5, link_rate=1e9, step_s=1.0) == SwapCosts(
+    assert hisparse_costs(plan, hit_rate=0.5, link_rate=1e9, step_s=1.0) == HiSparseCosts(
         hit_rate=0.5, link_rate=1e9, step_s=1.0
     )
 
@@ -187,15 +188,20 @@ def test_without_the_time_of_a_step_only_what_fits_is_compared() -> None:
 def test_one_request_is_enough_where_none_fits_otherwise() -> None:
     plan = plan_of("deepseek-v3.2", context=131_072, kv_memory=4 * GIB)
     found = gain(plan)
-    assert found.resident_requests == 0 and found.break_even == 1
-    assert hisparse_gain(plan, None, SwapCosts()).break_even == 1
+    assert found.resident_requests == 0 < found.resident_tokens and found.break_even == 1
+
+    def nothing_fits(settings: PlanSettings) -> Plan:
+        raise PlanError("no page fits.")
+
+    found = hisparse_gain(plan, nothing_fits, HiSparseCosts())
+    assert (found.resident_requests, found.resident_tokens, found.break_even) == (0, 0, 1)
 
 
 @given(st.floats(0.0, 1.0), st.floats(1e8, 1e12), st.floats(1e-4, 1.0), st.floats(0.0, 1e-2))
 def test_the_break_even_is_where_tokens_per_second_cross(hit: float, link: float, step: float, each: float) -> None:
     """Whatever a request adds to a step in both plans."""
     plan = _PLAN
-    found = hisparse_gain(plan, _RESIDENT, SwapCosts(hit_rate=hit, link_rate=link, step_s=step))
+    found = hisparse_gain(plan, lambda settings: _RESIDENT, HiSparseCosts(hit_rate=hit, link_rate=link, step_s=step))
 
     def rate(requests: int, swap: float) -> float:
         return requests / (step + requests * (each + swap))
@@ -211,4 +217,4 @@ def test_the_break_even_is_where_tokens_per_second_cross(hit: float, link: float
 
 
 _PLAN = plan_of("deepseek-v3.2", context=131_072)
-_RESIDENT = make_plan(_PLAN.spec, resident_settings(_PLAN))
+_RESIDENT = make_plan(_PLAN.spec, replace(_PLAN.settings, hisparse=None))

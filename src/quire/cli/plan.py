@@ -13,7 +13,7 @@ from rich.text import Text
 from quire.cli.plan_request import PlanRequest
 from quire.cli.report import Report, named_rows, panel, plain_table
 from quire.engine.setting import Settings, setting
-from quire.errors import InvalidInput, PlanError
+from quire.errors import InvalidInput
 
 if TYPE_CHECKING:
     from quire.cli.planned_model import PlannedModel
@@ -119,19 +119,15 @@ def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *,
 
 def _gain(subject: PlannedModel, plan: Plan, request: PlanRequest) -> dict[str, Any]:
     """A plan with latents in host memory beside one with all of them on the device."""
-    from quire.plan.hisparse import hisparse_gain, resident_settings, swap_costs
+    from quire.plan.hisparse import hisparse_costs, hisparse_gain
 
-    costs = swap_costs(
+    costs = hisparse_costs(
         plan,
         hit_rate=request.hit_rate,
         link_rate=None if request.host_bandwidth is None else request.host_bandwidth * 1e9,
         step_s=None if request.decode_ms is None else request.decode_ms / 1e3,
     )
-    try:
-        resident = subject.plan(resident_settings(plan))
-    except PlanError:  # the device has no room for a page
-        resident = None
-    return asdict(hisparse_gain(plan, resident, costs))
+    return asdict(hisparse_gain(plan, subject.plan, costs))
 
 
 def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, roles: PlanRoles) -> Report:

@@ -20,7 +20,7 @@ from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_setting
 from quire.engine.device import free_bytes, resolve_device
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
-from quire.engine.hisparse import HostedLatents
+from quire.engine.hisparse import HostedLatents, warn_of_loss
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
 from quire.engine.runner import Launched, ModelRunner, build_pools
 from quire.engine.sampler import Sampler
@@ -114,6 +114,8 @@ class EngineCore:
         self.plan = self.capacity.memory
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
+        if self.plan.hot is not None:
+            warn_of_loss(self.capacity)
         self.latents = HostedLatents(self.plan, self.device, progress) if self.plan.hot is not None else None
         self.pools = build_pools(self.plan, self.device, self.latents)
         self.tiers = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+
 import torch
 
 from quire.engine.host_memory import alone_on_this_host, host_memory
@@ -9,8 +12,13 @@ from quire.errors import HostMemoryError
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.hosted_pool import HostedPool
 from quire.plan.budget import MemoryPlan, format_bytes
+from quire.plan.hisparse import HiSparseCosts, hisparse_gain
 from quire.plan.host import largest_host_bytes
+from quire.plan.plan import Plan
+from quire.plan.planner import make_plan
 from quire.sparse.coordinator import HiSparseCoordinator
+
+logger = logging.getLogger(__name__)
 
 
 class HostedLatents:
@@ -43,6 +51,13 @@ class HostedLatents:
     def close(self) -> None:
         """Return the host memory to the system. A second call does nothing."""
         self.host.close()
+
+
+def warn_of_loss(plan: Plan) -> None:
+    """Log why latents in host memory do not pay in this plan, as far as that is known without measured speeds."""
+    gain = hisparse_gain(plan, partial(make_plan, plan.spec), HiSparseCosts())
+    if gain.loses:
+        logger.warning("latents in host memory (--hisparse) do not pay here: %s", gain.loses)
 
 
 def _check_room(plan: MemoryPlan, device: torch.device) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import counted
 from quire.plan.devices import DEVICES
 from quire.plan.plan import Plan, PlanSettings
@@ -78,7 +79,7 @@ def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwapCosts:
+class HiSparseCosts:
     """What a comparison assumes.
 
     `hit_rate` is the share of selected tokens that a buffer has, `link_rate` the bytes per second from host memory to
@@ -92,9 +93,9 @@ class SwapCosts:
     bookkeeping_s: float = _BOOKKEEPING_S
 
 
-def swap_costs(
+def hisparse_costs(
     plan: Plan, *, hit_rate: float | None = None, link_rate: float | None = None, step_s: float | None = None
-) -> SwapCosts:
+) -> HiSparseCosts:
     """What is given, and for the rest four fifths of the published peaks of the plan's device, if it has a name.
 
     A step reads all weights of a rank once.
@@ -106,12 +107,7 @@ def swap_costs(
         _, _, memory, bus = peaks
         link_rate = link_rate or bus * 1e9 * _MEMORY_SHARE
         step_s = step_s or (_LAUNCH_S + weights / (memory * 1e9 * _MEMORY_SHARE) if weights else None)
-    return SwapCosts(hit_rate=_HIT_RATE if hit_rate is None else hit_rate, link_rate=link_rate, step_s=step_s)
-
-
-def resident_settings(plan: Plan) -> PlanSettings:
-    """The settings of a plan with all latents on the device, in the same bytes."""
-    return replace(plan.settings, hisparse=None, host_memory=None, device=None, measured=None, kv_memory=plan.kv_bytes)
+    return HiSparseCosts(hit_rate=_HIT_RATE if hit_rate is None else hit_rate, link_rate=link_rate, step_s=step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +120,7 @@ class HiSparseGain:
     if it is.
     """
 
-    costs: SwapCosts
+    costs: HiSparseCosts
     tokens: int
     requests: int
     resident_tokens: int
@@ -135,8 +131,8 @@ class HiSparseGain:
     loses: str
 
 
-def hisparse_gain(plan: Plan, resident: Plan | None, costs: SwapCosts) -> HiSparseGain:
-    """Compare. `resident` is the plan of `resident_settings`, None if there is no such plan.
+def hisparse_gain(plan: Plan, replan: Callable[[PlanSettings], Plan], costs: HiSparseCosts) -> HiSparseGain:
+    """Compare with all latents on the device in the same bytes. `replan` plans the same model with other settings.
 
     Each request of b adds the same time to a step in both plans, and a swap more with hisparse. With R resident
     requests, a swap of s seconds and a step of w seconds without requests, hisparse gives more tokens per second if
@@ -146,9 +142,12 @@ def hisparse_gain(plan: Plan, resident: Plan | None, costs: SwapCosts) -> HiSpar
     memory, requests = plan.memory, plan.requests_at(plan.context)
     hot = memory.hot
     assert hot is not None
-    fitting, held = (0, 0)
-    if resident is not None:
+    settings = replace(plan.settings, hisparse=None, host_memory=None, device=None, measured=None)
+    try:
+        resident = replan(replace(settings, kv_memory=plan.kv_bytes))
         fitting, held = resident.requests_at(plan.context), resident.config.max_total_num_tokens
+    except PlanError:  # not a page fits
+        fitting = held = 0
     swaps = plan.context > hot.buffer_size
     misses = (1 - costs.hit_rate) * hot.top_k if swaps else 0.0
     swapped = int(misses * memory.groups[hot.group].layout.bytes_per_token)

@@ -207,9 +207,11 @@ def summary_line(plan: Plan) -> str:
 
 
 def _pool_as_dict(pool: PoolSize, page_size: int) -> dict[str, Any]:
-    """One pool: `bytes = frames * bytes_per_frame`, frame 0, the padding, among the frames."""
+    """One pool: `bytes = frames * bytes_per_frame`, frame 0, the padding, among the frames. Of a pool in host memory,
+    bytes are those of its records."""
     return {
         "name": pool.name,
+        "where": "host" if pool.on_host else "device",
         "reach": {"kind": pool.group.reach.kind, "tokens": pool.group.reach.tokens},
         "frames": pool.frames + PADDING,
         "bytes_per_frame": pool.bytes_per_frame,
