@@ -82,6 +82,23 @@ def test_a_failed_write_costs_time_and_no_token(failures: float) -> None:
     assert (other.digest == broken.digest) == (failures == 1.0), "the seed decides which writes fail"
 
 
+def test_a_failed_write_is_repeated_once() -> None:
+    """As an engine does. Whole pages of each prompt are one write of 10 ms."""
+    plan = small_plan(96, 4, max_requests=8)
+    tiers = SimulatedTiers(host_tokens=1600, record_bytes=(1000,), host_bandwidth=1e15)
+    settings = ReplaySettings(check="all", chunk=64, tiers=tiers)
+
+    def first_token(seed: int) -> tuple[float, bool]:
+        link = SimulatedLink(bandwidth=8e5, latency=0.0, least_tokens=8, failures=0.5, seed=seed)
+        result = Roles(plan, COST, settings, link, num_prefill=1, num_decode=1).run(requests([(33, 1)]))
+        return round(result.ttft_s[0], 3), bool(result.fallbacks)
+
+    found = [first_token(seed) for seed in range(40)]
+    once, twice = sorted({seconds for seconds, is_local in found if not is_local})
+    assert 0.008 <= twice - once <= 0.012
+    assert 2 <= sum(is_local for _, is_local in found) <= 18, "a quarter fails twice"
+
+
 def test_a_slow_link_ends_at_the_deadline() -> None:
     result = run(1, 1, bandwidth=1e3, seconds=0.05)
     assert result.fallbacks["deadline"] > 0 and result.requests == len(TRACE)

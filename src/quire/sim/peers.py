@@ -1,5 +1,6 @@
 """Prefill engines of a replay as its decode engines see them, and the link between: pages arrive after the time that
-their bytes take. A write that fails, or does not arrive in time, leaves the rest of the prompt to the decode engine."""
+their bytes take. A write that fails twice, or does not arrive in time, leaves the rest of the prompt to the decode
+engine."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from quire.transfer.decode import choose_peer
 
 _ONE_TOKEN: Ids = np.zeros(1, dtype=np.int32)
 _NO_PLACES: Ids = np.empty(0, dtype=np.int32)
+_TRIES = 2  # a write that fails is repeated once, as `PrefillSide` does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,11 +195,14 @@ class PrefillServer:
         now = max(self._replay.clock.now, ask.peers.now + self._link.latency)
         part.frames = self.tiers.read(ask.namespace, ask.tokens, part.places)
         if part.frames is not None:
-            begins = max(now, self._free_at, ask.peers.free_at)
-            self._free_at = ask.peers.free_at = begins + part.transfer.num_bytes / self._link.bandwidth
-            part.lands = self._free_at + self._link.latency
-            if self._chances.random() < self._link.failures:
-                part.error = "link"
+            ends = max(now, self._free_at, ask.peers.free_at)
+            for _ in range(_TRIES):
+                ends += part.transfer.num_bytes / self._link.bandwidth
+                part.error = "link" if self._chances.random() < self._link.failures else ""
+                if not part.error:
+                    break
+            self._free_at = ask.peers.free_at = ends
+            part.lands = ends + self._link.latency
         elif ask.is_done and not self.tiers.is_saving(ask.namespace, ask.tokens, part.places):
             if not ask.is_saved:
                 ask.is_saved = True
