@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.transfer.control import Address, Control, Event
+from quire.transfer.address import Address
+from quire.transfer.control import Control, Event
 from quire.transfer.handshake import Hello, Identity, Role
 
 T = TypeVar("T")

@@ -326,3 +326,26 @@ def test_runs_cover_the_same_bytes(seed: int) -> None:
     batched = list(batches(runs, 7, 6 << 20))
     assert np.array_equal(np.concatenate(batched), runs)
     assert all(len(batch) <= 7 and (len(batch) == 1 or batch[:, 2].sum() <= 6 << 20) for batch in batched)
+
+
+def test_tcp_listens_on_ipv6_and_looks_up_no_name() -> None:
+    """A name server that is slow would hold up the engine that connects."""
+    memory = np.zeros(64, dtype=np.uint8)
+    first, second = (TcpConnector(memory.copy(), name=name, secret=b"s", host="::1") for name in ("a@1", "b@1"))
+    local = TcpConnector(memory.copy(), name="c@1", secret=b"s", host="localhost")
+    try:
+        spans = np.array([[0, 64]], dtype=np.int64)
+        first.connect("b@1", second.address())
+        write = first.write("b@1", 1, spans, second.open(1, spans))
+        until = time.monotonic() + 30
+        while write.poll() is Progress.PENDING:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert write.poll() is Progress.LANDED, write.error
+        first.connect("c@1", local.address())
+        kind, name, _, port = msgspec.msgpack.decode(local.address())
+        with pytest.raises(ConnectorError, match="is not one of a connector 'tcp'"):
+            first.connect("c@1", msgspec.msgpack.encode([kind, name, "localhost", port]))
+    finally:
+        for each in (first, second, local):
+            each.close()

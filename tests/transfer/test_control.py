@@ -7,14 +7,17 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
+from typing import Any
 
 import pytest
 
 from quire.errors import AddressInUse, InvalidInput
 from quire.transfer import control as module
-from quire.transfer.control import Address, Arrived, Closed, Connected, Silent, Speaks, Unreachable
-from quire.transfer.handshake import Handshake
+from quire.transfer.address import Address, format_address, parse_address
+from quire.transfer.control import Arrived, Closed, Connected, Control, Silent, Speaks, Unreachable
+from quire.transfer.handshake import VERSION, Handshake
 from quire.transfer.messages import MOST_FRAME_BYTES, Ask, Granted, Refused, Release, Want
 from tests.transfer.peers import IDENTITY, LONG_S, SECRET, Watched, control, hello, process, until
 
@@ -170,7 +173,7 @@ STRANGERS = {
     "http": (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", "foreign"),
     "garbage": (bytes(range(256)) * 64, "foreign"),
     "version": (b"quire-transfer\xff\xff" + bytes(32), "version"),
-    "secret": (b"quire-transfer\1\0" + bytes(32) + bytes(32), "secret"),
+    "secret": (b"quire-transfer" + VERSION.to_bytes(2, "little") + bytes(32) + bytes(32), "secret"),
 }
 
 
@@ -310,7 +313,7 @@ def test_another_engine_at_the_address_of_an_unreachable_one_proves_its_end() ->
 
 
 def test_what_cannot_start() -> None:
-    with control(PREFILL) as prefill, pytest.raises(AddressInUse, match="--transfer-port"):
+    with control(PREFILL) as prefill, pytest.raises(AddressInUse, match="--transfer-listen"):
         module.Control(PREFILL, SECRET, listen=address_of(prefill))
     with pytest.raises(InvalidInput, match="shared secret"):
         module.Control(PREFILL, b"")
@@ -335,3 +338,63 @@ def test_another_secret_is_named_on_both_sides(caplog: pytest.LogCaptureFixture)
     told = [record.message for record in caplog.records]
     assert sum("same --transfer-secret" in each for each in told) == 1
     assert sum("refused (secret)" in each for each in told) == 1
+
+
+def test_a_name_that_does_not_resolve_delays_no_other_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, real = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *given: Any, **more: Any) -> Any:
+        if host == "slow.invalid":
+            found.wait(LONG_S)
+            raise socket.gaierror("no such host")
+        return real(host, *given, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    slow_address = ("slow.invalid", 8998)
+    with control(PREFILL) as prefill:
+        try:
+            peers = [slow_address, address_of(prefill)]
+            with control(DECODE, listen=None, peers=peers) as decode:
+                decode.wait(Connected, 5.0)
+                prefill.wait(Connected)
+                time.sleep(1.5 * module.SILENT_S)
+                decode.none(Silent, Closed, Unreachable)
+                began = time.monotonic()
+                found.set()
+                until(lambda: decode.control.problems() == {slow_address: "no such host"})
+            assert time.monotonic() - began < 5.0
+        finally:
+            found.set()
+
+
+def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with control(PREFILL) as prefill:
+        real, (host, port) = socket.getaddrinfo, address_of(prefill)
+        addresses = [*real("::1", port, type=socket.SOCK_STREAM), *real(host, port, type=socket.SOCK_STREAM)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: addresses)
+        with control(DECODE, listen=None, peers=[("two.invalid", port)]) as decode:
+            assert decode.wait(Connected, 5.0).address == f"two.invalid:{port}"
+
+
+def test_ipv6() -> None:
+    with control(PREFILL, listen=("::1", 0)) as prefill:
+        host, port = address_of(prefill)
+        assert host == "::1"
+        with control(DECODE, listen=None, peers=[parse_address(f"[::1]:{port}")]) as decode:
+            assert decode.wait(Connected).address == f"[::1]:{port}"
+            assert prefill.wait(Connected).address == "::1"
+    with pytest.raises(AddressInUse, match=r"\[::1\]:\d+ cannot be used"), control(PREFILL, listen=("::1", 0)) as first:
+        Control(PREFILL, SECRET, listen=address_of(first))
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:8998", "[::1]:8998", "[fe80::1]:1", "prefill-0.cluster.local:65535"])
+def test_an_address_is_read_as_it_is_written(text: str) -> None:
+    assert format_address(parse_address(f" {text} ")) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["::1:8998", "[::1]", "host", "host:", ":1", "[]:1", "host:65536", "host:-1", "host:1_0"]
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        parse_address(text)

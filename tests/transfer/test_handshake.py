@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.errors import PeerRefused
-from quire.transfer.handshake import MOST_HELLO_BYTES, Foreign, Handshake, Hello, frame
+from quire.transfer.handshake import MOST_HELLO_BYTES, VERSION, Foreign, Handshake, Hello, frame
 from tests.transfer.peers import IDENTITY, SECRET, hello
 
 PREFILL, DECODE = hello("prefill-0", "prefill"), hello("decode-0", "decode")
@@ -209,7 +209,9 @@ def test_bytes_may_arrive_one_by_one_and_garbage_is_never_accepted() -> None:
     draws = random.Random(7)
     for _ in range(300):
         side = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")
-        side.inbox += b"quire-transfer\1\0"[: draws.randrange(17)] + draws.randbytes(draws.randrange(200))
+        side.inbox += (b"quire-transfer" + VERSION.to_bytes(2, "little"))[: draws.randrange(17)] + draws.randbytes(
+            draws.randrange(200)
+        )
         try:
             assert not side.advance()
         except Foreign:

@@ -16,6 +16,7 @@ from quire.spec.hisparse import HiSparseConfig
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
 from quire.spec.speculation import SpeculativeConfig
+from quire.transfer.address import parse_address
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
@@ -371,9 +372,11 @@ class EngineConfig(Settings):
     @classmethod
     def _addresses(cls, value: str | None) -> str | None:
         for address in value.split(",") if value is not None else ():
-            host, _, port = address.strip().rpartition(":")
-            if not host or not port.isdigit() or not int(port) < 65536:
-                raise InvalidInput(f"'{address}' is no address.", fix="use HOST:PORT, as in 127.0.0.1:8998.")
+            try:
+                parse_address(address)
+            except ValueError as error:
+                fix = "use HOST:PORT, as in 127.0.0.1:8998 or [::1]:8998."
+                raise InvalidInput(f"'{address}' is no address.", fix=fix) from error
         return value
 
     @field_validator("role", mode="before")

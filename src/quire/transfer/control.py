@@ -24,17 +24,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 
 from quire.errors import AddressInUse, InvalidInput, PeerRefused
+from quire.transfer.address import Address, format_address
 from quire.transfer.handshake import Foreign, Handshake, Hello, Identity, Role, frame, take_frame
 from quire.transfer.messages import MOST_FRAME_BYTES, Message, Request, decode_answer, decode_request, encode
 
 logger = logging.getLogger(__name__)
 
-Address = tuple[str, int]
+_Resolved = tuple[socket.AddressFamily, socket.SocketKind, Any]
+"""Of a name: family, kind, and what `socket.connect` takes."""
 
 BEAT_S: Final = 0.5
 SILENT_S: Final = 2.0
@@ -110,6 +112,8 @@ class _Target:
     """An address that this engine connects to."""
 
     address: Address
+    resolved: list[_Resolved] = field(default_factory=list)  # not tried yet
+    is_resolving: bool = False
     next_try: float = 0.0
     backoff_s: float = _LEAST_BACKOFF_S
     problem: str = ""  # why there is no connection; "" while there is one
@@ -149,7 +153,7 @@ class Control:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         if not secret:
-            raise InvalidInput("engines exchange pages only with a shared secret.", fix="set --transfer-secret-file.")
+            raise InvalidInput("engines exchange pages only with a shared secret.", fix="set --transfer-secret.")
         self.refused: Counter[str] = Counter()  # connections, by reason; for a PeerRefused its field
         self._hello = hello
         self._secret = secret
@@ -267,23 +271,42 @@ class Control:
             elif link.outbox or link.handshake.outbox:
                 self._serve(link, selectors.EVENT_WRITE)
         for target in self._targets:
-            if now >= target.next_try and not any(link.target is target for link in self._links):
+            if target.is_resolving or any(link.target is target for link in self._links):
+                continue
+            if target.resolved:
+                self._connect(target)
+            elif now >= target.next_try:
                 self._dial(target, now)
 
     def _dial(self, target: _Target, now: float) -> None:
         target.next_try = now + target.backoff_s
         target.backoff_s = min(2 * target.backoff_s, _MOST_BACKOFF_S)
+        target.is_resolving = True
+        threading.Thread(target=self._resolve, args=(target,), name="quire-resolve", daemon=True).start()
+
+    def _connect(self, target: _Target) -> None:
+        family, kind, address = target.resolved.pop(0)
         try:
-            family, kind, *_, address = socket.getaddrinfo(*target.address, type=socket.SOCK_STREAM)[0]
             made = socket.socket(family, kind)
             made.setblocking(False)
             made.connect_ex(address)
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
+        except OSError as error:
             target.problem = str(error)
             return
         link = self._add(made, target)
         link.handshake.advance()
         self._watch(link)
+
+    def _resolve(self, target: _Target) -> None:
+        """On a thread of its own: a name server may take minutes."""
+        try:
+            found = socket.getaddrinfo(*target.address, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
+            target.problem = str(error)
+        else:
+            target.resolved = [(family, kind, address) for family, kind, _, _, address in found]
+        target.is_resolving = False
+        self._interrupt()
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -381,9 +404,10 @@ class Control:
             if target.unproven and target.unproven != link.peer:  # another process listens at its address: it has ended
                 self._put(Closed(target.unproven, True))
             target.backoff_s, target.problem, target.unproven = _LEAST_BACKOFF_S, "", ""
+            target.resolved.clear()
         with self._lock:
             self._peers[link.peer, link.dialed] = link
-        address = "{}:{}".format(*target.address) if target is not None else str(link.socket.getpeername()[0])
+        address = format_address(target.address) if target is not None else str(link.socket.getpeername()[0])
         self._put(Connected(link.peer, link.dialed, theirs, address))
 
     def _refuse(self, link: _Link, reason: str, problem: str = "") -> None:
@@ -391,7 +415,7 @@ class Control:
         self.refused[reason] += 1
         problem = problem or f"the connection is refused: {reason}."
         if link.target is not None and link.target.problem != problem:
-            logger.warning("%s:%d: %s", *link.target.address, problem)
+            logger.warning("%s: %s", format_address(link.target.address), problem)
         elif link.target is None and self.refused[reason] == 1:
             logger.warning("A connection was refused (%s); 'refused_connections' counts others like it.", reason)
         with contextlib.suppress(OSError):
@@ -412,7 +436,7 @@ class Control:
             if not link.peer and isinstance(event, Closed):
                 problem = "it closed the connection in the handshake: does it have the same --transfer-secret?"
                 if link.target.problem != problem:
-                    logger.warning("%s:%d: %s", *link.target.address, problem)
+                    logger.warning("%s: %s", format_address(link.target.address), problem)
             link.target.problem = problem
         if link.peer and not link.dialed:
             self._undrained[link.peer] = link
@@ -425,11 +449,12 @@ class Control:
 
 
 def _listen(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        listener = socket.create_server(address)
+        listener = socket.create_server(address, family=family)
     except OSError as error:
-        fix = "choose another port with --transfer-port."
-        raise AddressInUse(f"{address[0]}:{address[1]} cannot be used for peers: {error}.", fix=fix) from error
+        fix = "choose another port with --transfer-listen."
+        raise AddressInUse(f"{format_address(address)} cannot be used for peers: {error}.", fix=fix) from error
     listener.setblocking(False)
     return listener
 

@@ -15,20 +15,15 @@ from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
+from quire.transfer.address import Address, format_address, parse_address
 from quire.transfer.connectors.registry import connector_kind, open_connector
-from quire.transfer.control import Address, Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
+from quire.transfer.control import Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.handshake import Hello, Identity, Role
 from quire.transfer.messages import Request, Send, Serves
 from quire.transfer.prefill import Begins, PrefillSide
 
 logger = logging.getLogger(__name__)
-
-
-def parse_address(address: str) -> Address:
-    """`HOST:PORT` as a host and a port."""
-    host, _, port = address.strip().rpartition(":")
-    return host, int(port)
 
 
 def _is_dialed(event: Event) -> bool:
@@ -251,12 +246,12 @@ class TransferNode:
         return {
             "role": self.role,
             "connector": self._hello.connector,
-            "address": "{}:{}".format(*self.address) if self.address is not None else "",
+            "address": format_address(self.address) if self.address is not None else "",
             "prefill_peers": [
                 {**of, "state": self.decode.state(peer)} for (peer, dialed), of in self._others.items() if dialed
             ],
             "decode_peers": [of for (_, dialed), of in self._others.items() if not dialed],
-            "problems": {"{}:{}".format(*address): why for address, why in self._control.problems().items()},
+            "problems": {format_address(address): why for address, why in self._control.problems().items()},
             "refused_connections": dict(self._control.refused),
             "held_bytes": self.decode.held_bytes,
             **self.decode.counts.totals(),

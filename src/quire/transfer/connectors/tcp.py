@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 
 from quire.errors import ConnectorError, InvalidInput
+from quire.transfer.address import format_address
 from quire.transfer.connector import Connector, Write
 from quire.transfer.spans import Memory, Runs, Spans, batches, check_spans, join, pack_target, runs_to
 
@@ -121,10 +122,11 @@ class TcpConnector(Connector):
         self._closed = False
         self._selector = selectors.DefaultSelector()
         try:
-            self._listener = socket.create_server((host, 0), backlog=128)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
             raise ConnectorError(f"connector 'tcp' cannot listen on {host}: {error}.") from error
-        self._address = msgspec.msgpack.encode(_Place("tcp", name, host, self._listener.getsockname()[1]))
+        self._address = msgspec.msgpack.encode(_Place("tcp", name, *self._listener.getsockname()[:2]))
         self._bell, self._rung = socket.socketpair()
         for sock in (self._listener, self._bell, self._rung):
             sock.setblocking(False)
@@ -142,7 +144,10 @@ class TcpConnector(Connector):
         """As in the port. The first write connects the socket."""
         try:
             place = msgspec.msgpack.decode(address, type=_Place)
-            family, _, _, _, where = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+            found = socket.getaddrinfo(
+                place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )  # a name might take minutes
+            family, _, _, _, where = found[0]
         except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:  # ValueError: a host that is no name
             raise ConnectorError(f"the address of '{peer}' is not one of a connector 'tcp': {error}.") from error
         if (place.kind, place.name) != ("tcp", peer):
@@ -286,7 +291,7 @@ class TcpConnector(Connector):
         yield _WRITE
         error = link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            raise ConnectorError(f"{os.strerror(error)} at {where[0]}:{where[1]}")
+            raise ConnectorError(f"{os.strerror(error)} at {format_address(where[:2])}")
         mine = secrets.token_bytes(_NONCE)
         yield from _put(link.sock, _MAGIC + mine)
         theirs = yield from _get(link.sock, _NONCE)
@@ -296,7 +301,7 @@ class TcpConnector(Connector):
         except (ConnectorError, OSError):  # closed: it has refused the proof
             proof = b""
         if not hmac.compare_digest(proof, self._proof(b"receiver", link.peer, mine, theirs)):
-            raise ConnectorError(f"what listens at {where[0]}:{where[1]} has another secret, or is another peer")
+            raise ConnectorError(f"what listens at {format_address(where[:2])} has another secret, or is another peer")
         while True:
             while not link.writes:
                 yield _READ
