@@ -28,6 +28,7 @@ from quire.errors import (
     UnsupportedModel,
 )
 from quire.plan.budget import parse_bytes
+from quire.spec.hisparse import HiSparseConfig
 from quire.testing.contracts.records import make_key, make_record, write
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
@@ -251,3 +252,12 @@ def test_refused_combinations_of_drafts_have_one_exit_code(settings: dict[str, A
     with pytest.raises(RefusedCombination) as caught:
         engine_config(**settings)
     assert caught.value.exit_code == UnsupportedModel.exit_code == 3 and caught.value.fix
+
+
+@pytest.mark.parametrize("kv_memory", [None, "1MiB"])
+def test_a_model_whose_latents_cannot_be_in_host_memory(model: Path, kv_memory: str | None) -> None:
+    """Before its weights are read, by an engine and by a command, also without a size of KV memory."""
+    config = engine_config(model=str(model), kv_memory=kv_memory).model_copy(update={"hisparse": HiSparseConfig()})
+    for refuse in (EngineCore, check_model):
+        with pytest.raises(InvalidInput, match=r"no layer of .* selects latents"):
+            refuse(config)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.hisparse import warn_of_loss
 from quire.errors import InvalidInput, PlanError
 from quire.plan.devices import DEVICES, find_device
 from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
@@ -178,6 +179,12 @@ def test_a_configuration_that_loses_says_why(
 ) -> None:
     found = gain(plan_of("deepseek-v3.2", hisparse, **options), **costs)
     assert said in found.loses and found.break_even is None
+
+
+@pytest.mark.parametrize(("context", "warns"), [(4096, True), (131_072, False)])
+def test_the_engine_runs_it_with_a_warning(context: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_loss(plan_of("deepseek-v3.2", context=context))
+    assert ("do not pay here" in caplog.text) == warns
 
 
 def test_without_the_time_of_a_step_only_what_fits_is_compared() -> None:
