@@ -57,7 +57,7 @@ class HiSparseCoordinator:
         fields = [field for group in plan.groups for field in group.layout.fields]
         owning = [field for field in fields if field.name in (INDEX_KEYS, KEY_BOUNDS[0])]
         self._owners = sorted(layer for field in owning for layer in field.layers)
-        self._hot = HotSlots(len(self._owners), plan.max_requests, self.buffer_size)
+        self.hot = HotSlots(len(self._owners), plan.max_requests, self.buffer_size)
         self._serials = np.zeros(plan.max_requests, dtype=np.int64)
         self._backed_up = self._swapped_bytes = 0
 
@@ -66,7 +66,7 @@ class HiSparseCoordinator:
         request is another than before is forgotten."""
         changed = rows[self._serials[rows] != serials]
         if len(changed):
-            self._hot.forget(changed)
+            self.hot.forget(changed)
             self._serials[rows] = serials
 
     def newest(self, batch: PagedBatch) -> Tensor:
@@ -86,8 +86,8 @@ class HiSparseCoordinator:
         """Tokens per index: selected ones that were in a hot buffer, and copied from the host. `swapped_bytes` counts
         all layers. `backed_up_tokens` are new ones of decoding requests, written to the host as they are computed."""
         return {
-            "hit_tokens": self._hot.hit_tokens,
-            "swapped_tokens": self._hot.swapped_tokens,
+            "hit_tokens": self.hot.hit_tokens,
+            "swapped_tokens": self.hot.swapped_tokens,
             "swapped_bytes": self._swapped_bytes,
             "backed_up_tokens": self._backed_up,
         }
@@ -101,7 +101,7 @@ class HiSparseCoordinator:
         assert batch.ids is not None, "cache rows identify hot buffers"
         rows = batch.ids.astype(np.int32)
         newest = batch.context_lens.astype(np.int64) - 1
-        found = self._hot.swap_in(index, rows, positions, newest)
+        found = self.hot.swap_in(index, rows, positions, newest)
         self._backed_up += len(rows) if index == 0 else 0
         bases = self._bases(batch)
         place = np.empty(int(rows.max()) + 1, dtype=np.int64)

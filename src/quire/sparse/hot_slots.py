@@ -56,7 +56,7 @@ class HotSlots:
         self.swapped_tokens = 0
         self._newest, self._none = buffer_size + 1, buffer_size + 2
         self._ranks = np.arange(buffer_size)
-        shape = (num_indexes, num_rows)
+        self.shape = shape = (num_indexes, num_rows)
         self._slot_of = np.zeros((*shape, 1), dtype=np.int16)  # by position + 1
         self._position = np.full((*shape, buffer_size + 3), -1, dtype=np.int32)  # by slot + 1; its ends have no meaning
         self._stamp = np.full((*shape, buffer_size + 3), CLOCK_END, dtype=np.uint16)  # the same

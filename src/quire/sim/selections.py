@@ -1,0 +1,194 @@
+"""Selections: which tokens an indexer selects in each step, recorded or synthetic, and how often a hot buffer has them.
+
+A file of selections is an npz with the arrays of `Selections`, described in docs/reference/selections.md.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import InvalidInput
+from quire.sparse.hot_slots import HotSlots, SwapIn
+from quire.spec.ids import Bools, Ids
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selections:
+    """What newest tokens select, one row each, in the order of the steps. A request selects once per step and index.
+
+    `positions` is `[rows, top_k]`, -1 behind the last one; the other arrays are `[rows]`. All are int32.
+    """
+
+    step: Ids
+    index: Ids
+    request: Ids
+    newest: Ids
+    positions: Ids
+
+    @property
+    def num_requests(self) -> int:
+        """Requests are numbered from zero."""
+        return int(self.request.max(initial=-1)) + 1
+
+    @property
+    def num_indexes(self) -> int:
+        """Indexers of the model, from zero."""
+        return int(self.index.max(initial=-1)) + 1
+
+    def calls(self) -> Iterator[Selections]:
+        """The rows of each step and index, which are one call of `HotSlots.swap_in`."""
+        edges = np.flatnonzero((np.diff(self.step) != 0) | (np.diff(self.index) != 0)) + 1
+        for part in np.split(np.arange(len(self.step)), edges):
+            if len(part):
+                yield self.rows(part)
+
+    def rows(self, which: npt.NDArray[np.intp] | Bools) -> Selections:
+        """Some of the rows."""
+        return Selections(*(getattr(self, field.name)[which] for field in fields(self)))
+
+    def save(self, path: Path) -> None:
+        """Write a compressed npz."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        with path.open("wb") as file:
+            np.savez_compressed(file, format=np.int32(_FORMAT), **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Selections:
+        """Read what `save` has written. Raises InvalidInput for another file."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if int(arrays["format"]) != _FORMAT:
+                    raise InvalidInput(f"{path} has selections of another version.", fix="record them again.")
+                return cls(*(arrays[field.name] for field in fields(cls)))
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise InvalidInput(f"{path} has no selections: {error}.", fix="see `quire record-selections`.") from error
+
+
+class SelectionRecorder(HotSlots):
+    """Hot slots that record what is selected. They take the place of those of an engine before its first request.
+
+    Rows whose context is no longer than the selection select all of it.
+    """
+
+    def __init__(self, replaced: HotSlots) -> None:
+        super().__init__(*replaced.shape, replaced.buffer_size)
+        self._request = np.zeros(self.shape[1], dtype=np.int32)
+        self._begun, self._steps = 0, 0
+        self._calls: list[Selections] = []
+
+    def swap_in(self, index: int, rows: Ids, positions: Ids, newest: npt.NDArray[np.int64]) -> SwapIn:
+        """As `HotSlots.swap_in`. The layers of a step come in order."""
+        self._steps += index == 0
+        step, of_index = (np.full(len(rows), value, dtype=np.int32) for value in (self._steps - 1, index))
+        request = self._request[rows]
+        self._calls.append(Selections(step, of_index, request, newest.astype(np.int32), positions.copy()))
+        return super().swap_in(index, rows, positions, newest)
+
+    def forget(self, rows: Ids) -> None:
+        """As `HotSlots.forget`. Each row has another request from now on."""
+        self._request[rows] = np.arange(self._begun, self._begun + len(rows))
+        self._begun += len(rows)
+        super().forget(rows)
+
+    def selections(self) -> Selections:
+        """All that were recorded so far."""
+        top_k = max((call.positions.shape[1] for call in self._calls), default=0)
+        padded = [
+            np.pad(call.positions, ((0, 0), (0, top_k - call.positions.shape[1])), constant_values=-1)
+            for call in self._calls
+        ]
+        nothing = np.zeros(0, dtype=np.int32)
+        step, index, request, newest = (
+            np.concatenate([nothing, *(getattr(call, field.name) for call in self._calls)])
+            for field in fields(Selections)[:-1]
+        )
+        return Selections(step, index, request, newest, np.concatenate([nothing.reshape(0, top_k), *padded]))
+
+
+def drifting_selections(
+    drift: float, *, context: int, top_k: int, steps: int, num_requests: int = 1, seed: int = 0
+) -> Selections:
+    """Synthetic selections of one index: each request selects the tokens of the highest scores.
+
+    A token's score is a normal number that changes with every step, and the scores of two steps have the correlation
+    `drift`. The context grows by a token per step from `context` tokens on.
+    """
+    if not 0 <= drift <= 1:
+        raise InvalidInput(f"a drift of {drift:g}.", fix="give a correlation: 0 to 1.")
+    rng = np.random.default_rng(seed)
+    scores = rng.standard_normal((num_requests, context + steps), dtype=np.float32)
+    positions = np.empty((steps, num_requests, top_k), dtype=np.int32)
+    for step, found in enumerate(positions):
+        length = context + step
+        found[:] = np.argpartition(scores[:, :length], length - top_k, axis=1)[:, length - top_k :]
+        noise = rng.standard_normal((num_requests, length), dtype=np.float32)
+        scores[:, :length] = drift * scores[:, :length] + np.sqrt(1 - drift**2) * noise
+    request, step_of = np.tile(np.arange(num_requests), steps), np.repeat(np.arange(steps), num_requests)
+    columns = step_of, np.zeros_like(step_of), request, context + step_of - 1, positions.reshape(-1, top_k)
+    return Selections(*(column.astype(np.int32, copy=False) for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class HotHits:
+    """Selected tokens that hot buffers had, and that were copied; those of the newest tokens are neither."""
+
+    hit_tokens: int
+    swapped_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """The share of hits."""
+        return self.hit_tokens / max(1, self.hit_tokens + self.swapped_tokens)
+
+
+def lru_hits(selections: Selections, buffer_size: int) -> HotHits:
+    """The hits of `HotSlots`, each request in a row of its own."""
+    hot = HotSlots(selections.num_indexes, selections.num_requests, buffer_size)
+    for call in selections.calls():
+        hot.swap_in(int(call.index[0]), call.request, call.positions, call.newest.astype(np.int64))
+    return HotHits(hot.hit_tokens, hot.swapped_tokens)
+
+
+def optimal_hits(selections: Selections, buffer_size: int) -> HotHits:
+    """Belady's optimum: the hits of buffers that keep the tokens that are selected again soonest.
+
+    As in a hot buffer, all tokens of a step are in the buffer together. Time: steps times context.
+    """
+    hits = swapped = 0
+    for index in range(selections.num_indexes):
+        for request in range(selections.num_requests):
+            own = selections.rows((selections.index == index) & (selections.request == request))
+            found = _optimal_of_one(own, buffer_size)
+            hits, swapped = hits + found.hit_tokens, swapped + found.swapped_tokens
+    return HotHits(hits, swapped)
+
+
+def _optimal_of_one(selections: Selections, buffer_size: int) -> HotHits:
+    """Of one request and index."""
+    steps, width = len(selections.step), int(selections.newest.max(initial=-1)) + 1
+    old = (selections.positions >= 0) & (selections.positions != selections.newest[:, None])
+    wanted = [row[kept] for row, kept in zip(selections.positions, old, strict=True)]
+    soonest, following = np.full(width, steps), []
+    for step in reversed(range(steps)):
+        following.append(soonest[wanted[step]])
+        soonest[wanted[step]] = step
+    held, next_use = np.zeros(width, dtype=np.bool_), np.full(width, steps)
+    hits = 0
+    for step, again in enumerate(reversed(following)):
+        hits += int(np.count_nonzero(held[wanted[step]]))
+        held[wanted[step]], next_use[wanted[step]] = True, again
+        evicts = int(np.count_nonzero(held)) - buffer_size
+        if evicts > 0:
+            at_risk = held.copy()
+            at_risk[wanted[step]] = False
+            candidates = np.flatnonzero(at_risk)
+            held[candidates[np.argpartition(-next_use[candidates], evicts - 1)[:evicts]]] = False
+    return HotHits(hits, sum(map(len, wanted)) - hits)
