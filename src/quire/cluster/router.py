@@ -27,7 +27,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.cluster.upstream import Upstream, beginning, preferred
-from quire.errors import NoServer
+from quire.errors import InvalidInput, NoServer
 from quire.serve import errors
 from quire.serve.errors import error_body, error_response
 from quire.serve.gate import REQUEST_ID, add_gate
@@ -41,7 +41,7 @@ _ANSWER_TIMEOUT_S = 60.0  # of questions to all servers
 
 _FOR_ONE = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/v1/cache/retain", "/v1/cache/role", "/version"),
+    *("/v1/cache/retain", "/version"),
 )
 """Routes of servers whose requests go to one of them, as their metrics name them."""
 
@@ -97,6 +97,7 @@ class Router:
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
         for name in ("release", "flush", "epoch"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/cache/role", self._refuse_role, methods=["POST"], response_model=None)
         app.mount("", self._relay)
         add_gate(app, self._responses, api_key=api_key, cors_origins=cors_origins)
 
@@ -169,6 +170,13 @@ class Router:
         reasons = [f"{upstream.name} {upstream.reason}" for upstream in self._answering if not upstream.is_healthy]
         why = "; ".join(reasons) or "those that were asked failed"
         return NoServer(f"no server can answer now: {why}.", fix="send the request again.")
+
+    async def _refuse_role(self) -> Response:
+        """The router has chosen which engines answer by their roles."""
+        raise InvalidInput(
+            "the router does not change roles: its requests go to engines by the role that they were started with.",
+            fix="start `quire up` with other numbers of --prefill and --decode.",
+        )
 
     # -- requests for all of them
 

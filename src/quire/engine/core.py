@@ -485,7 +485,7 @@ class EngineCore:
     def set_role(self, role: str) -> str:
         """Have another role among engines from now on (`TransferNode.set_role`); returns it. Raises InvalidInput."""
         if self.transfer is None:
-            raise InvalidInput("this engine has no role.", fix="start it with --role both.")
+            raise InvalidInput("this engine has no role.", fix="start it with --role both and QUIRE_TRANSFER_SECRET.")
         self.transfer.set_role(parse_role(role))
         return role
 
