@@ -7,7 +7,8 @@ In each state:
 - no write in flight has a target that may be reused, and its pages are held;
 - a part is SENT only if all its bytes have landed;
 - no ask ends at the sender's deadline while the receiver still waits;
-- if no more fault happens, time ends every ask and part, and releases every hold;
+- if no more fault happens, time ends every ask and part, and releases every hold, except the parts of a peer that ended
+  after the connection to it had broken;
 - if the other side does nothing more, time ends every ask of the receiver, and every hold of the sender.
 """
 
@@ -70,6 +71,7 @@ class World:
         self.is_up = True
         self.knows: frozenset[str] = frozenset()  # sides that noticed the loss of the connection
         self.is_drained = False
+        self.is_broken = False  # for the receiver, which has noticed a break and no connection since
 
     def copy(self) -> World:
         made = World.__new__(World)
@@ -136,7 +138,7 @@ class World:
 
     def _between(self) -> tuple[object, ...]:
         wire = tuple(frozenset(messages.items()) for messages in self.to.values())
-        place = self.dead, self.stopped, self.is_up, self.knows, self.is_drained
+        place = self.dead, self.stopped, self.is_up, self.knows, self.is_drained, self.is_broken
         return wire, self.landed, self.closed_tags, place, tuple(self.left.values())
 
     def runs(self, side: str) -> bool:
@@ -217,10 +219,11 @@ class World:
         elif self.dead == PREFILL or self.is_drained:
             self._received(self.receiver.closed(PREFILL))
         else:
+            self.is_broken = True
             self._received(self.receiver.unreachable(PREFILL))
 
     def do_connect(self) -> None:
-        self.is_up, self.is_drained, self.knows = True, False, frozenset()
+        self.is_up, self.is_drained, self.is_broken, self.knows = True, False, False, frozenset()
         self._received(self.receiver.connected(PREFILL))
 
     def do_ask(self) -> None:
@@ -386,7 +389,10 @@ class World:
         return ("time",)
 
     def is_over(self) -> bool:
-        """Whether both sides have ended all; a dead one has."""
+        """Whether both sides have ended all; a dead one has. Frames of a peer that ended after the connection broke are
+        held: nothing proves that it writes no more."""
+        if self.dead == PREFILL and self.is_broken and not self.shuts:
+            return all(ask in self.over for ask in self.receiver.asks)
         if self.dead != DECODE and (self.receiver.asks or not all(part.may_reuse for part in self.parts.values())):
             return False
         asks = any(client.asks for client in self.sender.clients.values())
