@@ -3,6 +3,8 @@ a reference that selects the same pages in one pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,35 +14,37 @@ import numpy as np
 import pytest
 import torch
 
+from quire.engine import core
+from quire.engine.config import plan_settings
 from quire.engine.core import EngineCore
+from quire.errors import UnsupportedModel
+from quire.models import attention
 from quire.models.hf import LoadedModel, load_model
-from quire.plan.budget import MemoryPlan
-from quire.plan.plan import Plan
 from quire.scheduler.sampling_params import SamplingParams
-from quire.spec.hisparse import HotBuffers
+from quire.spec.hisparse import PAGE_BOUNDS, HiSparseConfig
 from tests.engine.page_reference import page_logits
 from tests.engine.running import core_for, run
+from tests.tiny_hybrids import build_hybrid
 from tests.tiny_models import VOCAB_SIZE, save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 CONTEXTS = (3, 30, 47, 64, 90, 130)
 
 
-def selecting_core(model: LoadedModel, top_k: int, buffer_size: int, **settings: Any) -> EngineCore:
-    planned = Plan.memory.fget
-    assert planned is not None
-
-    def memory(plan: Plan) -> MemoryPlan:
-        found: MemoryPlan = planned(plan)
-        group = next(at for at, g in enumerate(found.groups) if g.name == "full")
-        return replace(found, hot=HotBuffers(group=group, buffer_size=buffer_size, top_k=top_k))
-
-    before, model.spec = model.spec, model.spec.with_page_bounds()
-    with patch.object(Plan, "memory", property(memory)):
-        try:
-            return core_for(model, **{"max_running_requests": 8, **settings})
-        finally:
-            model.spec = before
+def selecting_core(
+    model: LoadedModel, top_k: int, buffer_size: int, *, tokens: int | None = None, **settings: Any
+) -> EngineCore:
+    """An engine that reads pages of `top_k` tokens, with `tokens` tokens in pages and as many in buffers."""
+    asked = HiSparseConfig(
+        selection=PAGE_BOUNDS,
+        top_k=top_k,
+        device_buffer_size=buffer_size,
+        host_to_device_ratio=None if tokens is None else 1,
+    )
+    more = {"hisparse": asked, "max_total_tokens": tokens}
+    with patch.object(core, "plan_settings", lambda config: replace(plan_settings(config), **more)):
+        return core_for(model, **{"max_running_requests": 8, **settings})
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -65,22 +69,22 @@ def check_selection(model: LoadedModel, page_size: int, share: float = 1) -> Non
     """All prompts in one step; then, cached or not, each alone in chunks of 50 tokens."""
     top_k, prompts = max(32, page_size), prompts_of(*CONTEXTS)
     for name, budget in (("batch", 512), ("chunks", 50)):
-        core = selecting_core(model, top_k, top_k + 5, page_size=page_size, max_num_batched_tokens=budget)
+        engine = selecting_core(model, top_k, top_k + 5, page_size=page_size, max_num_batched_tokens=budget)
         for warm in (False, True):
             if budget == 512:
-                found = run(core, prompts, GREEDY, f"{name} {warm}")
+                found = run(engine, prompts, GREEDY, f"{name} {warm}")
             else:
-                found = [run(core, [prompt], GREEDY, f"{name} {warm} {len(prompt)}")[0] for prompt in prompts]
+                found = [run(engine, [prompt], GREEDY, f"{name} {warm} {len(prompt)}")[0] for prompt in prompts]
             likely = 0
             for prompt, tokens in zip(prompts, found, strict=True):
                 cached = (len(prompt) - 1) // page_size * page_size if warm else 0
                 decoded = len(prompt) - (len(prompt) - cached == 1)
                 likely += count_likely(model, prompt, tokens, decoded=decoded, page_size=page_size, top_k=top_k)
             assert likely >= share * sum(map(len, found))
-        counts = core.statistics()
+        counts = engine.statistics()
         assert counts["hit_tokens"] > 0
         assert min(counts["hisparse"][name] for name in ("hit_tokens", "swapped_tokens")) > 0
-        core.close()
+        engine.close()
 
 
 def test_tokens_are_those_of_the_same_selection(model: LoadedModel) -> None:
@@ -95,8 +99,64 @@ def test_other_pages_and_numbers(page_size: int, dtype: str, share: float, tmp_p
     check_selection(load_model(save_tiny("llama_gqa", tmp_path), dtype=dtype), page_size, share)
 
 
+@contextmanager
+def bounds_checked(*, exact: bool) -> Iterator[list[int]]:
+    """Compare the bounds of all pages of a step with the keys in host memory, after every call. Yields the number of
+    pages that were compared. Rejected drafts leave bounds that are not `exact`."""
+    real, compared = attention._attend_pages, [0]
+
+    def attend(*given: Any) -> torch.Tensor:
+        out = real(*given)
+        kept, (bounds, batch) = given[4], given[5]
+        size = batch.page_size
+        for row, context in enumerate(batch.context_lens.tolist()):
+            for page in range(-(-context // size)):
+                slots = torch.arange(min(size, context - page * size)) + int(kept.batch.frames[row, page]) * size
+                keys = kept.fields.gather(slots, kept.key.dtype)[0]
+                low, high = (stored[int(batch.frames[row, page])] for stored in (bounds._low, bounds._high))
+                if exact:
+                    assert torch.equal(low, keys.amin(0)) and torch.equal(high, keys.amax(0))
+                assert (low <= keys).all() and (high >= keys).all()
+                compared[0] += 1
+        return out
+
+    with patch.object(attention, "_attend_pages", attend):
+        yield compared
+
+
+def test_bounds_follow_pages_through_preemption_and_reuse(model: LoadedModel) -> None:
+    engine = selecting_core(model, 32, 37, tokens=256)
+    with bounds_checked(exact=True) as compared:
+        for name in ("first", "again"):
+            run(engine, prompts_of(20, 35, 41, 47, 50, 60), LONG, name)
+    found = engine.statistics()
+    assert found["preemptions"] > 0 and found["hit_tokens"] > 0 and compared[0] > 1000
+    engine.close()
+
+
+def test_rejected_drafts_only_loosen_bounds(model: LoadedModel) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    engine = selecting_core(model, 32, 37, speculative_config=drafts)
+    prompts = [[5, 6, 7, 8] * 12, [9, 4, 9, 4] * 20]
+    with bounds_checked(exact=False):
+        run(engine, prompts, GREEDY)
+    assert engine.statistics()["speculation"]["draft_tokens"] > 0
+    engine.close()
+
+
+def test_models_whose_layers_share_keys_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="attention of its own"):
+        selecting_core(LoadedModel(build_hybrid("gemma3n_text"), name="shared"), 32, 37)
+
+
+def test_a_start_says_that_outputs_differ(model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    engine = selecting_core(model, 32, 37)
+    assert "is lossy" in caplog.text and engine.statistics()["hisparse"]["lossy"] is True
+    engine.close()
+
+
 def test_a_top_k_of_the_context_gives_the_tokens_of_full_attention(model: LoadedModel) -> None:
     prompts = prompts_of(*CONTEXTS)
-    core = selecting_core(model, 160, 160, max_num_batched_tokens=50)
-    assert run(core, prompts, GREEDY) == run(core_for(model, max_num_batched_tokens=50), prompts, GREEDY)
-    core.close()
+    engine = selecting_core(model, 160, 160, max_num_batched_tokens=50)
+    assert run(engine, prompts, GREEDY) == run(core_for(model, max_num_batched_tokens=50), prompts, GREEDY)
+    engine.close()

@@ -19,13 +19,14 @@ from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
-from quire.spec.hisparse import HiSparseConfig
+from quire.spec.hisparse import PAGE_BOUNDS, HiSparseConfig
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import read_weights
 from tests.tiny_latents import LATENTS
 
 GIB = 2**30
+PAGES = {"selection": PAGE_BOUNDS, "top_k": 512}
 DSA = ("deepseek-v3.2", "glm-5.1", "glm-5.2")
 
 
@@ -77,6 +78,18 @@ def test_a_buffer_has_twice_the_selected_tokens_and_no_more_than_the_context(
         ("deepseek-v3.2", {"top_k": 1024}, {}, "selects 2,048 tokens"),
         ("deepseek-v3.2", {"device_buffer_size": 2047}, {}, "2,047 tokens: a step reads 2,048 selected tokens"),
         ("deepseek-v3.2", {"device_buffer_size": 111}, {"context": 100}, "reads 112 selected tokens"),
+        ("llama-3.1-8b", {**PAGES, "top_k": 15}, {}, "less than a page of 16"),
+        ("llama-3.1-8b", {**PAGES, "device_buffer_size": 511}, {}, "511 tokens: a step reads 512 selected tokens"),
+        ("llama-3.1-8b", PAGES, {"parallel": Parallelism(pp=2)}, "--pp"),
+        ("deepseek-v3.2", PAGES, {}, "has an indexer"),
+        ("deepseek-v3", PAGES, {}, "has latent layers"),
+        ("gemma-3-27b", PAGES, {"window_pool": False}, "windows of Gemma3"),
+        (
+            "llama-3.1-8b",
+            PAGES,
+            {"speculation": SpeculativeConfig(method="eagle", num_steps=2, topk=2, num_draft_tokens=4)},
+            "branch",
+        ),
         ("deepseek-v3.2", {}, {"parallel": Parallelism(pp=2)}, "--pp"),
         ("deepseek-v3.2", {}, {"parallel": Parallelism(tp=2, dcp=2)}, "--dcp"),
         (
@@ -93,6 +106,31 @@ def test_what_does_not_work_is_refused_by_name(
     with pytest.raises(InvalidInput, match=said) as caught:
         plan_of(name, hisparse, **options)
     assert caught.value.exit_code == 2 and caught.value.fix
+
+
+@pytest.mark.parametrize(("name", "groups"), [("llama-3.1-8b", 2), ("gemma-3-27b", 3)])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_pages_selected_by_bounds_are_planned_and_called_lossy(name: str, groups: int, page_size: int) -> None:
+    plan = plan_of(name, {**PAGES, "top_k": 600}, page_size=page_size, context=65_536)
+    memory, resident = plan.memory, plan_of_resident(name, page_size)
+    assert memory.pool_bytes == plan.config.bytes <= plan.kv_bytes
+    assert [group.name for group in memory.groups] == ["full", "indexer", "window"][:groups]
+    full, bounds, *windows = memory.groups
+    assert (full, *windows) == resident.memory.groups
+    assert bounds.layout.bytes_per_frame * page_size == full.layout.bytes_per_frame
+    assert memory.hot is not None and memory.hot.lossy
+    assert memory.hot.top_k == 600 - 600 % page_size
+    assert memory.hot.buffer_size == 2 * memory.hot.top_k
+    assert "lossy" in " ".join(plan.notes) and "lossy" not in " ".join(resident.notes)
+    assert memory.frames_of(0) == memory.frames_of(1) == memory.num_pages
+    if page_size > 1 and not windows:
+        assert memory.num_pages > resident.memory.num_pages
+    gain = hisparse_gain(plan, resident, swap_costs(plan))
+    assert (gain.tokens > gain.resident_tokens) == (memory.num_pages > resident.memory.num_pages)
+
+
+def plan_of_resident(name: str, page_size: int) -> Plan:
+    return make_plan(spec_named(name), PlanSettings(kv_memory=40 * GIB, page_size=page_size, context=65_536))
 
 
 def test_layers_of_other_kinds_are_refused_by_name() -> None:

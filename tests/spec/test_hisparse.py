@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidInput
-from quire.spec.hisparse import HiSparseConfig, HotBuffers
+from quire.spec.hisparse import PAGE_BOUNDS, HiSparseConfig, HotBuffers
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,10 @@ from quire.spec.hisparse import HiSparseConfig, HotBuffers
         (
             {"top_k": None, "host_to_device_ratio": 8, "swap_in_block_size": 960},
             HiSparseConfig(host_to_device_ratio=8),
+        ),
+        (
+            {"selection": "page_bounds", "top-k": 512},
+            HiSparseConfig(selection=PAGE_BOUNDS, top_k=512),
         ),
         ({"host_to_device_ratio": 1.5}, HiSparseConfig(host_to_device_ratio=1.5)),
     ],
@@ -42,6 +46,9 @@ def test_the_names_of_the_field_are_read(given: dict[str, Any], expected: HiSpar
         ('{"host_to_device_ratio": NaN}', "at least 1"),
         ({"host_to_device_ratio": float("inf")}, "at least 1"),
         ({"top_k": 1, "top-k": 2}, "given twice"),
+        ({"selection": 1, "top_k": 512}, "not text"),
+        ({"selection": "quest", "top_k": 512}, "'quest', which is not known"),
+        ({"selection": "page_bounds"}, "lossy, and has no top_k"),
     ],
 )
 def test_other_values_are_refused_by_name(given: str | dict[str, Any], said: str) -> None:

@@ -78,7 +78,7 @@ def _hisparse(found: Mapping[str, Any], context: int) -> Iterator[tuple[str, str
     yield (
         "Hot buffers",
         f"{counted(found['hot_rows'], 'request')} of {found['device_buffer_size']:,} tokens, of which a step reads "
-        f"{found['top_k']:,}; latents take {format_bytes(found['host_bytes'])} of host memory",
+        f"{found['top_k']:,}; {found['contents']} take {format_bytes(found['host_bytes'])} of host memory",
     )
     gain = found["gain"]
     costs, swap = gain["costs"], format_bytes(gain["swapped_bytes"])

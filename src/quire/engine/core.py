@@ -112,10 +112,12 @@ class EngineCore:
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = self._plan()
         self.plan = self.capacity.memory
+        if self.plan.hot is not None and self.plan.hot.lossy:
+            model.refuse_own_attention()
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         if self.plan.hot is not None:
-            warn_of_loss(self.capacity)
+            warn_of_loss(self.capacity, model.spec)
         self.latents = HostedLatents(self.plan, self.device, progress) if self.plan.hot is not None else None
         self.pools = build_pools(self.plan, self.device, self.latents)
         self.tiers = (
@@ -199,12 +201,15 @@ class EngineCore:
         return Sampler(self.eos_token_ids, self.config.seed, **settings)
 
     def _identity(self, weights_epoch: int) -> bytes:
-        """32 bytes for the models whose keys and values are in a page."""
+        """32 bytes for the models whose keys and values are in a page, and for what attention leaves out."""
         models = [self.model] if self.draft is None else [self.model, self.draft]
+        hot = self.plan.hot
         found = [
             model.identity(weights_epoch, exact=self.config.storage is not None or self.config.role is not None)
             for model in models
         ]
+        if hot is not None and hot.lossy:  # what decoding rows compute depends on what they read
+            found.append(str(hot.top_k).encode())
         return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 
     def _populate(self) -> None:

@@ -17,17 +17,24 @@ from quire.plan.host import largest_host_bytes
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.sparse.coordinator import HiSparseCoordinator
+from quire.spec.model import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 
 class HostedLatents:
-    """The records of all latents, the pool over them, and the hot buffers on `device`. Owns the host memory until
-    `close`. Raises HostMemoryError if the host has no room, and PlanError if the device has none."""
+    """The records of all latents, or of keys and values, the pool over them, and the hot buffers on `device`. Owns the
+    host memory until `close`. Raises HostMemoryError if the host has no room, and PlanError if the device has none."""
 
     def __init__(self, plan: MemoryPlan, device: torch.device, progress: Progress | None = None) -> None:
         assert plan.hot is not None
-        self.group = plan.hot.group
+        self.group, self._lossy = plan.hot.group, plan.hot.lossy
+        if self._lossy:
+            logger.warning(
+                "--hisparse with page_bounds is lossy: a token of an output reads at most %d tokens before it, and "
+                "outputs differ from those of full attention",
+                plan.hot.top_k,
+            )
         frames = [plan.frames_of(at) if at == self.group else 0 for at in range(len(plan.groups))]
         with alone_on_this_host():
             _check_room(plan, device)
@@ -40,9 +47,11 @@ class HostedLatents:
             raise
 
     def statistics(self) -> dict[str, int]:
-        """Counters of `HiSparseCoordinator.statistics`, and the bytes of host memory and of hot buffers."""
+        """Counters of `HiSparseCoordinator.statistics`, and the bytes of host memory and of hot buffers. If `lossy`,
+        outputs differ from those of full attention."""
         return {
             **self.coordinator.statistics(),
+            "lossy": self._lossy,
             "device_buffer_size": self.coordinator.buffer_size,
             "host_bytes": self.host.num_bytes,
             "hot_bytes": self.coordinator.pool.num_bytes,
@@ -53,20 +62,24 @@ class HostedLatents:
         self.host.close()
 
 
-def warn_of_loss(plan: Plan) -> None:
-    """Log why latents in host memory do not pay in this plan, as far as that is known without measured speeds."""
-    gain = hisparse_gain(plan, partial(make_plan, plan.spec), HiSparseCosts())
+def warn_of_loss(plan: Plan, spec: ModelSpec) -> None:
+    """Log why the plan's latents, or keys and values, in host memory do not pay, as far as that is known without
+    measured speeds. `spec` is the model's."""
+    hot = plan.memory.hot
+    assert hot is not None
+    gain = hisparse_gain(plan, partial(make_plan, spec), HiSparseCosts())
     if gain.loses:
-        logger.warning("latents in host memory (--hisparse) do not pay here: %s", gain.loses)
+        logger.warning("%s in host memory (--hisparse) do not pay here: %s", hot.contents, gain.loses)
 
 
 def _check_room(plan: MemoryPlan, device: torch.device) -> None:
+    assert plan.hot is not None
     memory = host_memory()
     on_host = plan.pool_bytes if device.type == "cpu" else 0
     most = max(0, largest_host_bytes(memory.available) - on_host)
     if plan.host_bytes > most:
         raise HostMemoryError(
-            f"latents in host memory take {format_bytes(plan.host_bytes)}, and the host has room for "
+            f"{plan.hot.contents} in host memory take {format_bytes(plan.host_bytes)}, and the host has room for "
             f"{format_bytes(most)}.",
             fix="lower host_to_device_ratio of --hisparse, or --kv-memory.",
         )

@@ -25,7 +25,7 @@ from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLo
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
-from quire.models.attention import IMPLEMENTATION, install_kv_sharing
+from quire.models.attention import IMPLEMENTATION, OWN_ATTENTION, install_kv_sharing
 from quire.models.block_sparse import install_block_indexers
 from quire.models.check import check_forward
 from quire.models.chunked import install_chunks
@@ -198,6 +198,16 @@ class LoadedModel:
                 fix="use another method, such as ngram.",
             )
         self._captured.update(new)
+
+    def refuse_own_attention(self) -> None:
+        """Raise UnsupportedModel if a module does more than store its keys and values and read all of them or a window:
+        it would not read selected pages."""
+        found = next((module for module in self.module.modules() if hasattr(module, OWN_ATTENTION)), None)
+        if found is not None:
+            raise UnsupportedModel(
+                f"{type(found).__name__} of '{self.name}' has attention of its own, which reads no selected pages.",
+                fix="leave the selection of hisparse out.",
+            )
 
     @torch.inference_mode()
     def plain_logits(self, input_ids: Tensor) -> Tensor:

@@ -462,8 +462,8 @@ class CompressedPoolConfigurator(HybridSWAPoolConfigurator):
     """
 
 
-class HiSparsePoolConfigurator(MemoryPoolConfigurator):
-    """Index keys and hot buffers on the device, latents in host memory.
+class HiSparsePoolConfigurator(HybridSWAPoolConfigurator):
+    """Index keys or bounds of pages, hot buffers and windows on the device, latents or keys and values in host memory.
 
     With `host_to_device_ratio` r, host memory has r tokens for each token of a hot buffer, so
 
@@ -480,6 +480,7 @@ class HiSparsePoolConfigurator(MemoryPoolConfigurator):
         """As for all pools; with fewer tokens if host memory has no room. Raises PlanError if a ratio asks for more."""
         config = super().calculate_pool_sizes(available_bytes, page_size)
         options = self.options
+        assert options.hot is not None
         if options.host_bytes is None:
             return config
         latents = next(pool for pool in config.pools if pool.on_host)
@@ -488,15 +489,15 @@ class HiSparsePoolConfigurator(MemoryPoolConfigurator):
             return config
         if options.host_to_device_ratio is not None or frames < 1:
             raise PlanError(
-                f"latents of {latents.frames * page_size:,} tokens take {format_bytes(latents.bytes)} of host memory, "
-                f"and {format_bytes(options.host_bytes)} may be used.",
+                f"{options.hot.contents} of {latents.frames * page_size:,} tokens take {format_bytes(latents.bytes)} "
+                f"of host memory, and {format_bytes(options.host_bytes)} may be used.",
                 fix=f"use --host-memory {round_up_bytes(latents.bytes).replace(' ', '')} or more, a lower "
                 "host_to_device_ratio, or less KV memory.",
             )
         return self.calculate_pool_sizes_from_max_tokens(frames * page_size, page_size, available_bytes=available_bytes)
 
     def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
-        rules = [self._full_rule(group, page_size) for group in self._groups_at(page_size)]
+        rules = super()._rules(page_size, budget, tokens)
         latents = next(rule for rule in rules if rule.group.name == FULL_GROUP)
         hosted = replace(latents, on_host=True, why=f"{latents.why}, in host memory")
         return [hosted, *(rule for rule in rules if rule is not latents), self._buffer_rule(latents.group, page_size)]

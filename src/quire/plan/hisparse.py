@@ -10,10 +10,10 @@ from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import counted
 from quire.plan.devices import DEVICES
 from quire.plan.plan import Plan, PlanSettings
-from quire.spec.hisparse import HotBuffers
-from quire.spec.layers import LatentCall
+from quire.spec.hisparse import PAGE_BOUNDS, HotBuffers
+from quire.spec.layers import AttentionCall, Call, LatentCall
 from quire.spec.model import ModelSpec
-from quire.spec.pages import pages_for
+from quire.spec.pages import floor_to_page, pages_for
 
 _LEAVE_OUT = "leave hisparse out."
 _BOOKKEEPING_S = 25e-6  # of one request and indexer: which slot has which token
@@ -23,19 +23,24 @@ _HIT_RATE = 0.85
 
 
 def hot_buffers(spec: ModelSpec, settings: PlanSettings, *, page_size: int, context: int) -> HotBuffers | None:
-    """The hot buffers of a plan; None if latents stay on the device.
+    """The hot buffers of a plan; None if latents stay on the device. `spec` is that of `selecting`.
 
     By default a buffer has twice the selected tokens, and no more pages than the context. Raises what `refuse_hisparse`
-    raises, and InvalidInput for a buffer that is too small.
+    raises, and InvalidInput for a buffer, or a selection of pages, that is too small.
     """
-    if settings.hisparse is None:
+    config = settings.hisparse
+    if config is None:
         return None
     refuse_hisparse(spec, settings)
-    top_k, size, whole = (
-        spec.index_topk,
-        settings.hisparse.device_buffer_size,
-        pages_for(context, page_size) * page_size,
-    )
+    top_k, size, whole = spec.index_topk, config.device_buffer_size, pages_for(context, page_size) * page_size
+    if config.selection is not None:
+        assert config.top_k is not None
+        top_k = floor_to_page(config.top_k, page_size)
+        if not top_k:
+            raise InvalidInput(
+                f"hisparse with a top_k of {config.top_k:,} tokens: that is less than a page of {page_size:,}.",
+                fix=f"give at least {page_size}, or use smaller pages (--page-size).",
+            )
     if size is None:
         size = min(2 * top_k, whole)
     elif size < min(top_k, whole):
@@ -43,17 +48,52 @@ def hot_buffers(spec: ModelSpec, settings: PlanSettings, *, page_size: int, cont
             f"a device_buffer_size of {size:,} tokens: a step reads {counted(min(top_k, whole), 'selected token')}.",
             fix=f"give at least {min(top_k, whole)}.",
         )
-    return HotBuffers(group=0, buffer_size=size, top_k=top_k)
+    return HotBuffers(group=0, buffer_size=size, top_k=top_k, lossy=config.selection is not None)
+
+
+def selecting(spec: ModelSpec, settings: PlanSettings) -> ModelSpec:
+    """The model as the settings let it select. Raises InvalidInput if bounds of pages are not for it."""
+    bounded = settings.hisparse is not None and settings.hisparse.selection is not None
+    return spec.with_page_bounds() if bounded else spec
 
 
 def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
     """Raise InvalidInput for a model without sparse latents alone, for another number of selected tokens than the
     model's, and for settings beside which hisparse does not work."""
     assert settings.hisparse is not None
-    name, calls, top_k = spec.architecture, spec.calls, settings.hisparse.top_k
+    if settings.hisparse.selection is not None:
+        bounded = selecting(spec, settings)
+        if not settings.window_pool and any(isinstance(call, AttentionCall) and call.window for call in bounded.calls):
+            raise InvalidInput(
+                f"hisparse: without window pools, windows of {spec.architecture} would be in host memory.",
+                fix="leave --no-window-pool out.",
+            )
+    else:
+        _refuse_indexer(spec, settings.hisparse.top_k)
+    speculation = settings.speculation
+    if speculation is not None and speculation.topk > 1:
+        raise InvalidInput(
+            "hisparse: drafts of one request that branch cannot be verified.",
+            fix="propose one draft per position (topk 1).",
+        )
+    if speculation is not None and speculation.num_layers:
+        raise InvalidInput(
+            f"hisparse: the draft layers of {speculation.method} read all tokens on the device.",
+            fix="draft from n-grams, or leave hisparse out.",
+        )
+    for option in ("pp", "dcp"):
+        if getattr(settings.parallel, option) > 1:
+            raise InvalidInput(f"hisparse: not yet with --{option}.", fix=f"leave --{option} out; use --tp.")
+
+
+def _refuse_indexer(spec: ModelSpec, top_k: int | None) -> None:
+    name, calls = spec.architecture, spec.calls
     latents = [call for call in calls if isinstance(call, LatentCall)]
     if not any(call.sparse for call in latents):
-        raise InvalidInput(f"hisparse: no layer of {name} selects latents with an indexer.", fix=_LEAVE_OUT)
+        raise InvalidInput(
+            f"hisparse: no layer of {name} selects latents with an indexer.",
+            fix=f'leave hisparse out; "selection": "{PAGE_BOUNDS}" selects pages of plain attention, which is lossy.',
+        )
     if len(latents) < len(calls):
         kinds = sorted({type(call).__name__.removesuffix("Call").lower() for call in calls} - {"latent"})
         raise InvalidInput(f"hisparse: {name} has {kinds[0]} layers beside latent ones.", fix=_LEAVE_OUT)
@@ -68,14 +108,6 @@ def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
             f"hisparse with a top_k of {top_k:,}: the indexer of {name} selects {spec.index_topk:,} tokens.",
             fix=f"leave top_k out, or give {spec.index_topk}.",
         )
-    if settings.speculation is not None and settings.speculation.num_layers:
-        raise InvalidInput(
-            f"hisparse: the draft layers of {settings.speculation.method} read latents on the device.",
-            fix="draft from n-grams, or leave hisparse out.",
-        )
-    for option in ("pp", "dcp"):
-        if getattr(settings.parallel, option) > 1:
-            raise InvalidInput(f"hisparse: not yet with --{option}.", fix=f"leave --{option} out; use --tp.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +183,7 @@ def hisparse_gain(plan: Plan, replan: Callable[[PlanSettings], Plan], costs: HiS
     swaps = plan.context > hot.buffer_size
     misses = (1 - costs.hit_rate) * hot.top_k if swaps else 0.0
     swapped = int(misses * memory.groups[hot.group].layout.bytes_per_token)
-    owners = sum(isinstance(call, LatentCall) and call.index_dim > 0 for call in plan.spec.calls)
+    owners = sum(_owns_index(call) for call in plan.spec.calls)
     swap_s = None
     if costs.link_rate is not None:
         swap_s = swapped / costs.link_rate + (costs.bookkeeping_s * owners if swaps else 0.0)
@@ -159,13 +191,17 @@ def hisparse_gain(plan: Plan, replan: Callable[[PlanSettings], Plan], costs: HiS
     least = _break_even(fitting / dp, swap_s, costs.step_s) * dp
     tokens, break_even, loses = plan.config.max_total_num_tokens, None, ""
     if tokens < held:
-        loses = f"{tokens:,} tokens fit, and {held:,} with all latents on the device"
+        loses = f"{tokens:,} tokens fit, and {held:,} with all {hot.contents} on the device"
     elif requests <= fitting:
-        loses = f"{counted(requests, 'request')} of the context fit, and {fitting:,} with all latents on the device"
+        loses = (
+            f"{counted(requests, 'request')} of the context fit, and {fitting:,} with all {hot.contents} on the device"
+        )
     elif least <= requests:
         break_even = int(least)
     elif least > requests:
-        loses = f"{counted(requests, 'request')} at once are slower than {fitting:,} with all latents on the device"
+        loses = (
+            f"{counted(requests, 'request')} at once are slower than {fitting:,} with all {hot.contents} on the device"
+        )
     return HiSparseGain(
         costs=costs,
         tokens=tokens,
@@ -177,6 +213,12 @@ def hisparse_gain(plan: Plan, replan: Callable[[PlanSettings], Plan], costs: HiS
         break_even=break_even,
         loses=loses,
     )
+
+
+def _owns_index(call: Call) -> bool:
+    if isinstance(call, AttentionCall):
+        return call.page_bounds
+    return isinstance(call, LatentCall) and call.index_dim > 0
 
 
 def _break_even(resident: float, swap_s: float | None, step_s: float | None) -> float:

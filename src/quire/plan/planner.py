@@ -19,7 +19,7 @@ from quire.plan.configurator import (
     create_memory_pool_configurator,
 )
 from quire.plan.devices import Line, working_memory
-from quire.plan.hisparse import hot_buffers
+from quire.plan.hisparse import hot_buffers, selecting
 from quire.plan.mix import Mix, uniform
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.report import ledger_of, notes_of
@@ -86,7 +86,7 @@ def _with_graphs_for_those_that_fit(spec: ModelSpec, settings: PlanSettings, wei
 def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None) -> Plan:
     settings.parallel.check(spec)
     context = _context(spec, settings)
-    spec, num_drafts = _with_drafts(spec, settings.speculation)
+    spec, num_drafts = _with_drafts(selecting(spec, settings), settings.speculation)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
     page_size = settings.page_size or spec.page_size(_DEFAULT_PAGE)
     hot = hot_buffers(spec, settings, page_size=page_size, context=context)

@@ -92,6 +92,11 @@ def notes_of(plan: Plan, weights: WeightEstimate | None) -> tuple[str, ...]:
         room = pool.frames * step - pool.group.reach.tokens - step
         if settings.swa_full_tokens_ratio is not None and pool.group.reach.kind != "full" and 0 < room < options.chunk:
             notes.append(f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {options.chunk:,}.")
+    if options.hot is not None and options.hot.lossy:
+        notes.append(
+            f"lossy: a token of an output reads at most {options.hot.top_k:,} tokens before it, in pages selected by "
+            "bounds of their keys; outputs differ from those of full attention."
+        )
     if step > plan.context:
         notes.append(f"a page of {step:,} tokens is longer than the context: nothing can be reused.")
     return tuple(notes)
@@ -189,6 +194,8 @@ def _hisparse(plan: Plan) -> dict[str, Any] | None:
     return {
         "device_buffer_size": memory.hot.buffer_size,
         "top_k": memory.hot.top_k,
+        "lossy": memory.hot.lossy,
+        "contents": memory.hot.contents,
         "hot_rows": plan.hot_rows,
         "host_bytes": memory.host_bytes,
     }
@@ -197,8 +204,8 @@ def _hisparse(plan: Plan) -> dict[str, Any] | None:
 def summary_line(plan: Plan) -> str:
     """The plan in one line, for logs."""
     pools = " + ".join(f"{pool.name} {format_bytes(pool.bytes)}" for pool in plan.config.pools if not pool.on_host)
-    hosted = plan.memory.host_bytes
-    pools += f"; latents {format_bytes(hosted)} in host memory" if hosted else ""
+    hot = plan.memory.hot
+    pools += f"; {hot.contents} {format_bytes(plan.memory.host_bytes)} in host memory" if hot is not None else ""
     return (
         f"KV pools {format_bytes(plan.config.bytes)} ({pools}): {plan.config.max_total_num_tokens:,} tokens in pages "
         f"of {plan.page_size}, {_bytes_per_token(plan):,} bytes for each; largest request "

@@ -1,4 +1,8 @@
-"""HiSparseConfig: latents in host memory, as asked for, by SGLang's names; and HotBuffers, as the plan decides."""
+"""HiSparseConfig: latents in host memory, as asked for, by SGLang's names; and HotBuffers, as the plan decides.
+
+The latents are those of models with an indexer. With `PAGE_BOUNDS`, an option of Quire, keys and values of plain
+attention are in their place: rows that decode read the pages that bounds of their keys select, which is lossy.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,12 @@ from quire.errors import InvalidInput
 from quire.spec.pages import pages_for
 
 _EXAMPLE = 'write it as {"device_buffer_size": 4096}, or {} for planned sizes.'
+PAGE_BOUNDS = "page_bounds"
 _WITHOUT_EFFECT = ("swap_in_block_size",)  # threads of another engine's copy kernel
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "host_to_device_ratio": ((int, float), "a number"),
+    "selection": ((str,), "text"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +29,26 @@ class HiSparseConfig:
 
     `device_buffer_size` is the tokens of one hot buffer. `host_to_device_ratio` is the tokens in host memory per token
     of all hot buffers. `top_k`, if given, must be the number of tokens that the model's indexer selects. None: the
-    planner chooses. Raises InvalidInput for a number out of range.
+    planner chooses. With `selection` `PAGE_BOUNDS`, for models without an indexer, a row that decodes reads whole pages
+    of at most `top_k` tokens. Raises InvalidInput for a number out of range and an unknown selection.
     """
 
     device_buffer_size: int | None = None
     host_to_device_ratio: float | None = None
     top_k: int | None = None
+    selection: str | None = None
 
     def __post_init__(self) -> None:
+        if self.selection not in (None, PAGE_BOUNDS):
+            raise InvalidInput(
+                f"hisparse with the selection '{self.selection}', which is not known.",
+                fix=f"use '{PAGE_BOUNDS}', or leave it out for the model's own indexer.",
+            )
+        if self.selection is not None and self.top_k is None:
+            raise InvalidInput(
+                f"hisparse selects by {self.selection}, which is lossy, and has no top_k: the tokens that a row reads.",
+                fix='give one, such as "top_k": 2048.',
+            )
         for name in ("device_buffer_size", "top_k"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**31:
@@ -63,7 +84,7 @@ class HiSparseConfig:
             name = str(key).replace("-", "_")
             if name not in (*known, *_WITHOUT_EFFECT):
                 raise InvalidInput(f"'{key}' is not a setting of hisparse.", fix=f"use one of {', '.join(known)}.")
-            kinds, kind = ((int, float), "a number") if name == "host_to_device_ratio" else ((int,), "a whole number")
+            kinds, kind = _KINDS.get(name, ((int,), "a whole number"))
             if value is not None and type(value) not in kinds:
                 raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
             if value is not None and name in known:
@@ -78,12 +99,19 @@ class HotBuffers:
     """The hot buffers that a plan has decided on.
 
     `group` is the index of the group of latents, whose frames are in host memory. Each running request has a buffer of
-    `buffer_size` tokens and a slot for its newest token. The model's indexer selects `top_k` tokens.
+    `buffer_size` tokens and a slot for its newest token. The model's indexer selects `top_k` tokens; if `lossy`, bounds
+    of pages select as many, and the group is that of keys and values.
     """
 
     group: int
     buffer_size: int
     top_k: int
+    lossy: bool = False
+
+    @property
+    def contents(self) -> str:
+        """What is in host memory, in messages."""
+        return "keys and values" if self.lossy else "latents"
 
     def frames_per_row(self, page_size: int) -> int:
         """Device frames of one request's buffer."""
