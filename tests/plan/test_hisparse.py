@@ -125,7 +125,8 @@ def test_pages_selected_by_bounds_are_planned_and_called_lossy(name: str, groups
     assert memory.frames_of(0) == memory.frames_of(1) == memory.num_pages
     if page_size > 1 and not windows:
         assert memory.num_pages > resident.memory.num_pages
-    gain = hisparse_gain(plan, resident, swap_costs(plan))
+    gain = hisparse_gain(plan, partial(make_plan, spec_named(name)), hisparse_costs(plan))
+    assert gain.resident_tokens == resident.config.max_total_num_tokens
     assert (gain.tokens > gain.resident_tokens) == (memory.num_pages > resident.memory.num_pages)
 
 
@@ -221,7 +222,7 @@ def test_a_configuration_that_loses_says_why(
 
 @pytest.mark.parametrize(("context", "warns"), [(4096, True), (131_072, False)])
 def test_the_engine_runs_it_with_a_warning(context: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_loss(plan_of("deepseek-v3.2", context=context))
+    warn_of_loss(plan_of("deepseek-v3.2", context=context), spec_named("deepseek-v3.2"))
     assert ("do not pay here" in caplog.text) == warns
 
 
