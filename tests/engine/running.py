@@ -145,6 +145,7 @@ def _tight(
         swa_full_tokens_ratio=ratio,
         max_mamba_cache_size=config.max_mamba_cache_size,
         speculation=config.speculative_config,
+        hisparse=config.hisparse,
     )
     spec = model.spec
     if draft is not None:

@@ -11,7 +11,15 @@ from quire.errors import QuireError
 from quire.plan import planner
 from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
-from tests.engine import drafted, test_draft_head, test_draft_trees, test_mtp, test_transfer, test_transfer_faults
+from tests.engine import (
+    drafted,
+    test_draft_head,
+    test_draft_trees,
+    test_hisparse,
+    test_mtp,
+    test_transfer,
+    test_transfer_faults,
+)
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target
 from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
@@ -25,6 +33,7 @@ from tests.memory.test_idle_frames import check_idle_order
 from tests.mutants import (
     bounds_mutants,
     draft_mutants,
+    hisparse_mutants,
     hold_mutants,
     hot_slot_mutants,
     hybrid_mutants,
@@ -150,6 +159,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "salts": [test_transfer_faults.test_a_salt_too_long_for_messages_is_computed_here],
     "wrong wants": [test_transfer_faults.test_a_want_of_pages_that_the_prompt_lacks_is_refused],
     "chains": [test_transfer.test_a_prompt_that_a_peer_asks_for_is_computed_here],
+    "hot buffers": [lambda kind=kind: test_hisparse.check_buffers(kind, 4) for kind in ("glm_moe_dsa", "deepseek_v32")],
     "served": [test_transfer_faults.test_peers_are_served_between_steps],
 }
 
@@ -216,6 +226,7 @@ def test_names_and_sentences_are_all_different() -> None:
         transfer_mutants.a_late_writer_meets_reused_pages,
         peer_mutants.tags_are_never_shut,
         bounds_mutants.bounds_outlive_their_page,
+        hisparse_mutants.padding_is_read,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -384,16 +384,6 @@ class EngineConfig(Settings):
     def _role(cls, value: Any) -> Any:
         return {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "null": None}.get(value, value)
 
-    @field_validator("hisparse")
-    @classmethod
-    def _hisparse(cls, value: HiSparseConfig | None) -> HiSparseConfig | None:
-        if value is not None:
-            raise RefusedCombination(
-                "--hisparse: this version plans latents in host memory, and does not run them yet.",
-                fix="leave it out; `quire plan MODEL --hisparse '{}'` plans it.",
-            )
-        return value
-
     @field_validator("chat_template")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
@@ -465,6 +455,15 @@ class EngineConfig(Settings):
             )
         if not self.enable_prefix_caching:
             raise InvalidInput("transferred pages are cached prefixes, and prefix caching is off.", fix="leave it on.")
+        return self
+
+    @model_validator(mode="after")
+    def _latents_have_one_place(self) -> EngineConfig:
+        if self.hisparse is not None and self.has_tiers:
+            raise RefusedCombination(
+                "--hisparse keeps latents in host memory without tiers in this version.",
+                fix="leave --host-memory, --storage and --role out, or --hisparse.",
+            )
         return self
 
     @model_validator(mode="after")

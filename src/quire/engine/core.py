@@ -118,7 +118,7 @@ class EngineCore:
         self.events = EventLog() if config.enable_kv_events else None
         if self.plan.hot is not None:
             warn_of_loss(self.capacity, model.spec)
-        self.latents = HostedLatents(self.plan, self.device, progress) if self.plan.hot is not None else None
+        self.latents = HostedLatents(self.plan, model, progress) if self.plan.hot is not None else None
         self.pools = build_pools(self.plan, self.device, self.latents)
         self.tiers = (
             EngineTiers(config, self.plan, self.pools, storage, progress=progress) if config.has_tiers else None

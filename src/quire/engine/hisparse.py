@@ -11,6 +11,8 @@ from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.errors import HostMemoryError
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.hosted_pool import HostedPool
+from quire.models.check import check_forward
+from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.plan.hisparse import HiSparseCosts, hisparse_gain
 from quire.plan.host import largest_host_bytes
@@ -23,11 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 class HostedLatents:
-    """The records of all latents, or of keys and values, the pool over them, and the hot buffers on `device`. Owns the
-    host memory until `close`. Raises HostMemoryError if the host has no room, and PlanError if the device has none."""
+    """The records of all latents, or of keys and values, the pool over them, and hot buffers on the device of `model`.
+    Owns the host memory until `close`. Raises ModelCheckFailed if `model` computes something else there,
+    HostMemoryError if the host has no room, and PlanError if the device has none."""
 
-    def __init__(self, plan: MemoryPlan, device: torch.device, progress: Progress | None = None) -> None:
+    def __init__(self, plan: MemoryPlan, model: LoadedModel, progress: Progress | None = None) -> None:
         assert plan.hot is not None
+        device = model.device
         self.group, self._lossy = plan.hot.group, plan.hot.lossy
         if self._lossy:
             logger.warning(
@@ -35,6 +39,8 @@ class HostedLatents:
                 "outputs differ from those of full attention",
                 plan.hot.top_k,
             )
+        else:
+            check_forward(model, plan.hot)
         frames = [plan.frames_of(at) if at == self.group else 0 for at in range(len(plan.groups))]
         with alone_on_this_host():
             _check_room(plan, device)

@@ -9,6 +9,7 @@ step      sequence 0      sequence 1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +19,14 @@ from torch import Tensor
 from quire.errors import ModelCheckFailed
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
+from quire.memory.host_pool import HostPool
+from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.models.forward import RunningForward
+from quire.plan.budget import MemoryPlan
+from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.group import GroupSpec
+from quire.spec.hisparse import HotBuffers
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 
@@ -48,23 +54,39 @@ class CheckedModel(Protocol):
     def plain_logits(self, input_ids: Tensor) -> Tensor: ...
 
 
-def check_forward(model: CheckedModel) -> None:
+def check_forward(model: CheckedModel, hot: HotBuffers | None = None) -> None:
     """Raise ModelCheckFailed unless the paged steps give the plain logits. The pool starts as NaN: no wrong read
-    escapes."""
+    escapes. With `hot`, its group is in host memory, and the step of one row reads a hot buffer."""
     lengths = [steps[-1] for steps in zip(*_STEPS, strict=True)]
     generator = np.random.default_rng(0)
     tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
     plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
     groups = model.spec.groups(model.spec.page_size(_PAGE_SIZE))
     pools = [Pool(group.layout, int(_FRAMES.max()), device=model.device) for group in groups]
-    for _, tensor in (field for pool in pools for field in pool.tensors):
+    hisparse = None
+    if hot is not None:
+        hisparse = _hot_buffers(groups, hot, model.device)
+        pools[hot.group] = hisparse.hosted
+    for _, tensor in (field for pool in [*pools, *([hisparse.pool] if hisparse else [])] for field in pool.tensors):
         tensor.fill_(float("nan"))
     errors: list[float] = []
     for step in _STEPS:
-        logits = _run_step(model, groups, pools, step, tokens)
+        logits = _run_step(model, groups, pools, step, tokens, hisparse)
         wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
         errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
     _judge(model, np.array(errors))
+
+
+def _hot_buffers(groups: Sequence[GroupSpec], hot: HotBuffers, device: torch.device) -> HiSparseCoordinator:
+    """Small buffers, and host memory that lives as long as its views."""
+    frames, page_size = int(_FRAMES.max()), groups[hot.group].layout.page_size
+    small = replace(hot, buffer_size=max(stop for step in _STEPS for _, stop in step))
+    plan = MemoryPlan(
+        page_size=page_size, groups=tuple(groups), num_pages=frames, context=page_size, max_requests=2, hot=small
+    )
+    host = HostPool(groups, [frames] * len(groups))
+    hosted = HostedPool(groups[hot.group].layout, host, hot.group, reader=device)
+    return HiSparseCoordinator(plan, hosted, device)
 
 
 def _run_step(
@@ -73,6 +95,7 @@ def _run_step(
     pools: Sequence[Pool],
     step: tuple[tuple[int, int], ...],
     tokens: list[np.ndarray],
+    hisparse: HiSparseCoordinator | None,
 ) -> Tensor:
     """Logits of every row of one step."""
     positions = np.concatenate([np.arange(start, stop) for start, stop in step])
@@ -86,8 +109,12 @@ def _run_step(
         else PagedBatch.of((_FRAMES[present] + i) % _FRAMES.size, starts, stops, group.layout.page_size)
         for i, group in enumerate(groups)
     ]
+    for batch in batches:
+        if isinstance(batch, PagedBatch):
+            batch.ids = np.array(present)
     tensors = (input_ids, positions, np.arange(len(positions)))
-    return model.run(RunningForward(pools, batches), *(torch.from_numpy(array).to(model.device) for array in tensors))
+    running = RunningForward(pools, batches, hisparse=hisparse)
+    return model.run(running, *(torch.from_numpy(array).to(model.device) for array in tensors))
 
 
 def _states(step: tuple[tuple[int, int], ...], present: list[int]) -> StateBatch:

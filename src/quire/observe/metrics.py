@@ -73,6 +73,19 @@ SPECULATION_GAUGES = {
     "is_off": "1 while no draft is made, because it costs more than it brings.",
 }
 
+HISPARSE_COUNTERS = {
+    "hit_tokens": "Selected tokens that a hot buffer had, counted once for each indexer.",
+    "swapped_tokens": "Selected tokens that were copied to a hot buffer from host memory, once for each indexer.",
+    "swapped_bytes": "Bytes that were copied from host memory to hot buffers, in all layers.",
+    "backed_up_tokens": "Tokens of decoding requests that were written to host memory as they were computed.",
+}
+
+HISPARSE_GAUGES = {
+    "device_buffer_size": "Tokens of the hot buffer of a request.",
+    "host_bytes": "Bytes of latents in host memory.",
+    "hot_bytes": "Bytes of all hot buffers on the device.",
+}
+
 TIER_COUNTERS = {
     "declined_tokens": "Prompt tokens that were cached on the host or in storage and computed again, which was faster.",
     "failed_moves": "Moves between tiers that failed, or brought less than half.",
@@ -156,6 +169,11 @@ class EngineCollector(Collector):
         )
         if found := statistics.get("speculation"):
             yield from _speculation(found)
+        if found := statistics.get("hisparse"):
+            for key, text in HISPARSE_COUNTERS.items():
+                yield _counter(f"hisparse_{key}", text, found[key])
+            for key, text in HISPARSE_GAUGES.items():
+                yield _gauge(f"hisparse_{key}", text, found[key])
         if tiers:
             yield from _tiers(tiers, statistics["hit_tokens"])
             yield from _store(tiers)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import bytes_of, entries_of
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
@@ -34,7 +35,7 @@ class SwapIn:
 
     slots: Tensor
     hidden: Tensor
-    sources: tuple[Tensor, Tensor]
+    sources: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
     targets: Tensor
 
 
@@ -109,10 +110,13 @@ class HiSparseCoordinator:
         sequences = place[found.row]
         page, entry = np.divmod(found.position.astype(np.int64), batch.page_size)
         frames = batch.frames[sequences, page].astype(np.int64)
+        hidden = positions < 0
+        # Where no token is read, the newest is: other slots may have what a request before left, also NaN.
+        slots = bases[:, None] + np.where(hidden, self.buffer_size, found.slots)
         return SwapIn(
-            slots=self._to_device(bases[:, None] + found.slots),
-            hidden=self._to_device(positions < 0),
-            sources=(torch.from_numpy(frames), torch.from_numpy(entry)),
+            slots=self._to_device(slots),
+            hidden=self._to_device(hidden),
+            sources=(frames, entry),
             targets=self._to_device(bases[sequences] + found.slot),
         )
 
@@ -121,15 +125,17 @@ class HiSparseCoordinator:
         if not len(swapped.targets):
             return
         for field in self.pool.layout.fields:
-            if self.pool.has(field.name, ordinal):
-                source, target = (_bytes_of(p.layer(field.name, ordinal)) for p in (self.hosted, self.pool))
-                rows = source[swapped.sources]
-                self._swapped_bytes += rows.nbytes
-                target.flatten(0, 1).index_copy_(0, swapped.targets, rows.to(target.device))
+            if not self.pool.has(field.name, ordinal):
+                continue
+            rows = entries_of(self.hosted.layer(field.name, ordinal))[swapped.sources]
+            self._swapped_bytes += rows.nbytes
+            target = self.pool.layer(field.name, ordinal)
+            if target.device.type == "cpu":
+                entries = entries_of(target)
+                entries.reshape(-1, *entries.shape[2:])[swapped.targets.numpy()] = rows
+            else:
+                flat = target.flatten(0, 1).view(torch.uint8)
+                flat.index_copy_(0, swapped.targets, bytes_of(rows).to(target.device))
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.pool.device)
-
-
-def _bytes_of(rows: Tensor) -> Tensor:
-    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
