@@ -16,7 +16,7 @@ from quire.errors import UnsupportedModel
 from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
 
-COMMANDS = ("serve", "up", "generate", "plan", "replay", "explain", "demo", "doctor")
+COMMANDS = ("serve", "up", "generate", "record-selections", "plan", "replay", "explain", "demo", "doctor")
 NO_TORCH = """
 import sys
 from quire.cli import main

@@ -13,6 +13,7 @@ from quire.cli.doctor import DoctorSettings, doctor
 from quire.cli.explain import explain
 from quire.cli.generate import generate
 from quire.cli.plan import plan
+from quire.cli.record_selections import record_selections
 from quire.cli.replay import replay
 from quire.cli.report import reported
 from quire.cli.serve import serve
@@ -32,6 +33,7 @@ store = typer.Typer(name="store", help="Look into a store of pages, check it, sh
 command(app, positional="model")(serve)
 command(app, positional="model")(up)
 command(app)(generate)
+command(app)(record_selections)
 command(app, positional="model")(plan)
 for body in (replay, explain, demo, doctor):
     command(app)(body)

@@ -55,7 +55,7 @@ class HotSlots:
         """Selected tokens that a buffer had. The newest tokens, which need none, do not count."""
         self.swapped_tokens = 0
         self._newest, self._none = buffer_size + 1, buffer_size + 2
-        self._ranks = np.arange(buffer_size)
+        self._ranks = np.arange(buffer_size, dtype=np.uint16)
         self.shape = shape = (num_indexes, num_rows)
         self._slot_of = np.zeros((*shape, 1), dtype=np.int16)  # by position + 1
         self._position = np.full((*shape, buffer_size + 3), -1, dtype=np.int32)  # by slot + 1; its ends have no meaning
@@ -116,7 +116,7 @@ class HotSlots:
         """The slots + 1 to overwrite, `counts` of each row, one row after another."""
         size, needed = self.buffer_size, counts[:, None]
         order, stamp = self._order[index].reshape(-1), self._stamp[index].reshape(-1)
-        window = np.arange(min(size, 2 * int(counts.max(initial=0))))
+        window = np.arange(min(size, 2 * int(counts.max(initial=0)) + 1))
         while True:
             at = np.minimum(self._head[index, rows][:, None] + window, size)
             slots = order.take((rows * (size + 1))[:, None] + at)
@@ -126,8 +126,8 @@ class HotSlots:
             if not lacking.any():
                 break
             self._sort(index, rows[lacking], hit)
-        self._head[index, rows] += (passed < needed).sum(axis=1) + (counts > 0)
-        taken: npt.NDArray[np.int16] = slots[ranked & (passed <= needed)]
+        self._head[index, rows] += (passed < needed).argmin(axis=1) + (counts > 0)
+        taken: npt.NDArray[np.int16] = slots.reshape(-1)[np.flatnonzero(ranked & (passed <= needed))]
         return taken
 
     def _sort(self, index: int, rows: _Places, hit: int) -> None:
@@ -137,7 +137,7 @@ class HotSlots:
         self._order[index, rows, : self.buffer_size] = order + 1
         self._head[index, rows] = 0
         ranks = np.empty_like(stamps)
-        np.put_along_axis(ranks, order, self._ranks[None], axis=1)
+        ranks.reshape(-1)[order + np.arange(len(rows))[:, None] * self.buffer_size] = self._ranks
         self._stamp[index, rows, 1 : self._newest] = np.where(stamps == hit, stamps, ranks)
 
     def _advance_clock(self, index: int) -> tuple[int, int]:

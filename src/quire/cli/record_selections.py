@@ -1,0 +1,68 @@
+"""`quire record-selections`: what the indexer of a model selects while it generates, as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from quire.cli.report import Report
+from quire.engine.config import EngineConfig
+from quire.engine.setting import Settings, setting
+from quire.errors import InvalidInput
+
+
+class Recording(Settings):
+    """The requests whose selections are recorded."""
+
+    text: Path = setting(..., "A text file, from which prompts are cut at even distances.", argument=True)
+    out: Path = setting(..., "The npz file to write.", group="Output")
+    requests: int = setting(4, "Prompts, all of which run at once.", ge=1)
+    prompt_tokens: int = setting(512, "Tokens of each prompt.", ge=1)
+    max_tokens: int = setting(128, "Tokens generated after each.", ge=1)
+
+
+def record_selections(recording: Recording, engine: EngineConfig) -> Report:
+    """Generate, and write which tokens the indexer of a model selects in each step.
+
+    For models with sparse latent attention. `quire replay --hisparse` reads the file. Prints how many of the selected
+    tokens hot buffers of some sizes would have had, and how many the best possible buffers would.
+
+    [dim]Example:[/dim] quire record-selections README.md --model FOLDER --out selections.npz
+    """
+    with Console(stderr=True).status(f"Loading {engine.model_name} ..."):
+        from quire.engine.llm import LLM
+        from quire.scheduler.sampling_params import SamplingParams
+        from quire.sim.selections import SelectionRecorder, lru_hits, optimal_hits
+
+        llm = LLM(show_plan=False, **{**engine.model_dump(), "hisparse": engine.hisparse or {}})
+    with llm:
+        assert llm.tokenizer is not None and llm.engine.latents is not None
+        tokens = llm.tokenizer.encode(recording.text.read_text())
+        spare = len(tokens) - recording.prompt_tokens
+        if spare < 0:
+            raise InvalidInput(
+                f"{recording.text} has {len(tokens):,} tokens, and a prompt has {recording.prompt_tokens:,}.",
+                fix="give a longer text, or fewer --prompt-tokens.",
+            )
+        starts = [at * spare // recording.requests for at in range(recording.requests)]
+        coordinator = llm.engine.latents.coordinator
+        coordinator.hot = recorder = SelectionRecorder(coordinator.hot)
+        llm.generate(
+            [{"prompt_token_ids": tokens[start : start + recording.prompt_tokens]} for start in starts],
+            SamplingParams(temperature=0, max_tokens=recording.max_tokens, ignore_eos=True),
+        )
+    found = recorder.selections()
+    found.save(recording.out)
+    top_k = found.positions.shape[1]
+    rates = [
+        {"buffer": size, "lru": lru_hits(found, size).rate, "optimum": optimal_hits(found, size).rate}
+        for size in (top_k, 2 * top_k, 4 * top_k)
+    ]
+    summary = f"{len(found.step):,} selections of {found.num_requests} requests by {found.num_indexes} indexers"
+
+    def shown() -> list[str]:
+        lines = [f"buffer of {r['buffer']:,}: {r['lru']:.3f} of {r['optimum']:.3f} possible" for r in rates]
+        return [f"{summary}, at most {top_k:,} tokens each: {recording.out}", *lines]
+
+    return Report({"file": str(recording.out), "rows": len(found.step), "top_k": top_k, "hit_rates": rates}, shown)
