@@ -47,7 +47,7 @@ def refuse() -> dict[str, Any]:
     core = engine(kv_memory="16MiB", host_memory=re.findall(r"--host-memory (\w+)", said)[0])
     tokens = complete(core, list(range(1, 100)))
     assert core.tiers is not None
-    num_bytes = core.tiers.num_bytes
+    num_bytes = core.tiers.host.num_bytes
     core.close()
     return {"said": said, "tokens": tokens, "num_bytes": num_bytes}
 

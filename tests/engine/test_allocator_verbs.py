@@ -24,6 +24,7 @@ from quire.memory.allocator import (
 )
 from quire.memory.allocator.host import HiSparseHostPoolMixin
 from quire.spec.group import ReachSpec
+from quire.spec.hisparse import HotBuffers
 from tests.offload.cached_bytes import FULL, tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.scheduler.hybrid_server import HybridServer
@@ -44,8 +45,6 @@ WAITING = {
     "SWATokenToKVPoolAllocator.backup_state": "no caller: drafts take no page back (decision 036)",
     "SWATokenToKVPoolAllocator.restore_state": "no caller: drafts take no page back (decision 036)",
     "SWATokenToKVPoolAllocator.alloc_extend_swa_tail": "prefill/decode transfer",
-    "HiSparseHostPoolMixin.alloc_paged_token_slots": "HiSparse",
-    "HiSparseHostPoolMixin.allocated_host_indices": "HiSparse",
 }
 
 
@@ -53,9 +52,11 @@ class VerbRaisedError(Exception):
     """What a verb raises that was made to."""
 
 
-def serve(page_size: int, *reaches: ReachSpec, pages: int = 24, frames: tuple[int, ...] = ()) -> None:
+def serve(
+    page_size: int, *reaches: ReachSpec, pages: int = 24, frames: tuple[int, ...] = (), hot: HotBuffers | None = None
+) -> None:
     """Prompts that share a prefix, more than fit, twice: hits, eviction, preemption and ends of several in one step."""
-    server = HybridServer(*reaches, num_pages=pages, page_size=page_size, frames=frames, chunk=16, interval=8)
+    server = HybridServer(*reaches, num_pages=pages, page_size=page_size, frames=frames, chunk=16, interval=8, hot=hot)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 50, 8).tolist()
     for _ in range(2):
@@ -80,6 +81,7 @@ RUNS: tuple[Callable[[], None], ...] = (
     lambda: serve(1, FULL, WINDOW, pages=90, frames=(90, 50)),
     lambda: serve(1, FULL, pages=90),
     lambda: serve(4, FULL, WINDOW, ReachSpec("window", 4), frames=(24, 14, 14)),
+    lambda: serve(4, FULL, FULL, hot=HotBuffers(group=0, buffer_size=4, top_k=1)),
     offload,
 )
 

@@ -56,7 +56,7 @@ class HostRecords:
         self.found: Counter[str] = Counter()
         self.saved: Counter[int] = Counter()
         self.loaded = 0
-        self._hosted = plan.hot.group if plan.hot is not None else None
+        self.hosted = plan.hot.group if plan.hot is not None else None
 
     @property
     def device(self) -> Device:
@@ -66,8 +66,8 @@ class HostRecords:
     @device.setter
     def device(self, device: Device) -> None:
         self._device = device
-        if self._hosted is not None:
-            device.pages[self._hosted] = _InPlace(self, self._hosted, device.pages[self._hosted])
+        if self.hosted is not None:
+            device.pages[self.hosted] = _InPlace(self, self.hosted, device.pages[self.hosted])
 
     # -- as movers use it
 
@@ -85,7 +85,7 @@ class HostRecords:
 
     def to_host(self, group: int, device: Ids, host: Ids) -> None:
         """What the frames hold now."""
-        assert group != self._hosted, "records that are read in place were copied"
+        assert group != self.hosted, "records that are read in place were copied"
         for frame, row in zip(device.tolist(), host.tolist(), strict=True):
             self.write(group, row, self._held(group, frame))
         self.saved[group] += len(host)
@@ -99,7 +99,7 @@ class HostRecords:
 
     def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
         """With the first layer only, a frame holds nothing that looks like names."""
-        assert group != self._hosted, "records that are read in place were copied"
+        assert group != self.hosted, "records that are read in place were copied"
         for frame, row in zip(device.tolist(), host.tolist(), strict=True):
             names, turned = self.content(group, row)
             if layer == LAYERS[0]:
@@ -132,7 +132,7 @@ class HostRecords:
                 self.wrong.append(f"a record of group {group} passed its check, and is wrong ({fault or 'no fault'})")
             else:
                 self.damaged.pop((group, row), None)
-                if group == self._hosted:
+                if group == self.hosted:
                     list.__setitem__(self.device.pages[group], row, self.content(group, row)[0])
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from quire.cache.groups import DamagedPages
 from quire.cache.hold import Hold, Holds, Reason
 from quire.cache.request_kv import RequestKV
 from quire.memory import record
-from quire.memory.residency import State
+from quire.memory.allocator import PageIdFrames
+from quire.memory.residency import Residency, State
 from quire.offload import archiver as archiving
 from quire.offload import offloading
 from quire.offload.archiver import Archiver
-from quire.offload.host_groups import HostGroup
+from quire.offload.host_groups import HostGroup, PageIdGroup
 from quire.offload.prefetch import Prefetch, RequestedPrefix
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.tier_settings import LinkCounters, TierCounters, WritePolicy
@@ -25,11 +27,12 @@ from quire.prefix.node import pages_to
 from quire.prefix.page_names import PageNames
 from quire.prefix.placement import NodeTiers
 from quire.spec.events import Namespace, PagesRemoved
-from quire.spec.ids import Tier
+from quire.spec.ids import Ids, Tier
 from quire.tiers import executor
 from quire.tiers.executor import TransferExecutor
 from quire.tiers.store import Answer
 from quire.tiers.transfer import GOOD, Lane, Transfer
+from tests.fuzz.host_records import HostRecords
 from tests.mutants import field
 from tests.mutants.registry import Patch, mutant
 
@@ -332,3 +335,54 @@ def removed_on_the_first_of_two_copies(patch: Patch) -> None:
         real(names, event, node, start, stop, Tier.DEVICE if event is PagesRemoved else tier)
 
     patch.setattr(PageNames, "tell", tell)
+
+
+# -- records that the device reads in place
+
+
+@mutant("tiers", field.FREED_EARLY)
+def a_page_id_is_allocated_while_its_record_is_read(patch: Patch) -> None:
+    """Latents in host memory are overwritten by another page while the store still reads them."""
+    patch.setattr(PageIdGroup, "free_ids", lambda group, pages: pages)
+
+
+@mutant("tiers", field.STALE)
+def records_in_place_are_not_sealed(patch: Patch) -> None:
+    """A save of latents that are in host memory already does nothing, so that no check can tell whose they are."""
+    real = HostRecords.seal
+
+    def seal(records: HostRecords, group: int, host: Ids, keys: Sequence[bytes]) -> None:
+        if group != records.hosted:
+            real(records, group, host, keys)
+
+    patch.setattr(HostRecords, "seal", seal)
+
+
+@mutant("tiers", field.DAMAGED)
+def records_in_place_are_not_checked(patch: Patch) -> None:
+    """A load skips what it need not copy, and damaged latents are read."""
+    real = Tiering.missing
+
+    def missing(tiers: Tiering, pages: Ids) -> list[Ids]:
+        found = real(tiers, pages)
+        if tiers.page_ids is not None and len(found[tiers.page_ids.index]):
+            tiers._groups[tiers.page_ids.index].restore(found[tiers.page_ids.index])
+            found[tiers.page_ids.index] = pages[:0]
+        return found
+
+    patch.setattr(Tiering, "missing", missing)
+
+
+@mutant("tiers", field.STALE)
+def latents_are_the_anchor(patch: Patch) -> None:
+    """A page whose latents are in host memory counts as being on the device, where its index keys are not."""
+    real = Residency.__init__
+
+    def init(table: Residency, *what: Any) -> None:
+        real(table, *what)
+        if table.hosted is not None:
+            table.anchor_group = table.hosted
+            table._anchors = {tier: table.of(tier, table.hosted) for tier in table._anchors}
+
+    patch.setattr(Residency, "__init__", init)
+    patch.setattr(PageIdFrames, "drop", lambda frames, pages: None)

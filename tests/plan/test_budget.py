@@ -181,3 +181,11 @@ def test_a_refusal_says_need_have_and_what_would_work() -> None:
 def test_a_request_without_a_prompt_or_an_output_is_refused(prompt: int, max_tokens: int) -> None:
     with pytest.raises(InvalidInput):
         small_plan(10, 16).check_request(prompt, max_tokens)
+
+
+def test_what_never_fits_names_host_memory_if_latents_are_there() -> None:
+    layout = small_plan(4, 16, groups=("full", "indexer"))
+    hot = replace(layout, hot=HotBuffers(group=0, buffer_size=16, top_k=8), context=4096)
+    with pytest.raises(RequestTooLarge, match=r"of latents in host memory\), so it can never hold") as refused:
+        hot.check_request(1000, 100)
+    assert "--kv-memory 1MiB and --host-memory 1MiB" in refused.value.fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -14,6 +15,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.group import ReachSpec
+from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids
 from quire.testing import FakeModel, small_plan
 
@@ -33,6 +35,7 @@ class HybridServer:
         max_requests: int = 4,
         chunk: int = 64,
         interval: int = 512,
+        hot: HotBuffers | None = None,
     ) -> None:
         plan = small_plan(
             num_pages,
@@ -42,7 +45,7 @@ class HybridServer:
             reaches=reaches,
             frames=tuple(frames),
         )
-        self.cache = KVCache(plan, checkpoint_interval=interval)
+        self.cache = KVCache(replace(plan, hot=hot), checkpoint_interval=interval)
         self.scheduler = Scheduler(self.cache, scheduling_policy("fcfs"), max_running=max_requests, max_tokens=chunk)
         self.model = FakeModel(self.cache, VOCABULARY)
         self._names = count()

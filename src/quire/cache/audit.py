@@ -16,10 +16,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quire.cache.offload import CacheParts
 from quire.cache.request_kv import RequestKV
+from quire.cache.running import RunningTables
 from quire.cache.states import GroupCache
 from quire.errors import AuditFailure
+from quire.memory.allocator import slots_of
 from quire.prefix.node import TOKEN_BYTES, Node
 from quire.spec.ids import Tier
 
@@ -75,6 +79,7 @@ class Snapshot:
             RequestSnapshot(kv, rows.allocated(kv), rows.committed(kv), rows.page_ids(kv).tolist(), kv.lease.num_pages)
             for kv in rows.live.values()
         ]
+        self.host_slots = {} if parts.plan.hot is None else {row: _host_pages(rows, row) for row in rows.live}
         self.private = [page for row in self.requests for page in row.pages[row.shared :]]
         self.roots = tree.all_roots()
         self.ends = [lease.node for lease in holds.leases()]
@@ -106,6 +111,15 @@ class Snapshot:
         found.pins, found.num_pinned = group.table.pins.tolist(), group.table.num_pinned
         found.idle = group.table.ticket.nonzero()[0].tolist()
         return found
+
+
+def _host_pages(rows: RunningTables, row: int) -> list[int]:
+    """The pages of a row by the host slots of its tokens; -1 for slots that are not those of one page."""
+    size = rows.page_size
+    slots = rows.req_to_host_pool[row, : rows.req_to_host_pool_allocated_len[row]].reshape(-1, size)
+    pages = slots[:, 0] // size
+    found: list[int] = np.where((slots == slots_of(pages, size).reshape(-1, size)).all(axis=1), pages, -1).tolist()
+    return found
 
 
 def audit(parts: CacheParts) -> Snapshot:
@@ -211,6 +225,8 @@ def _requests(now: Snapshot) -> Iterator[str]:
         if not 0 <= protected <= row.committed <= row.allocated:
             lengths = f"protected {protected}, committed {row.committed}, allocated {row.allocated}"
             yield f"{name}: {lengths} are out of order"
+        if now.parts.plan.hot is not None and now.host_slots[row.kv.row] != row.pages:
+            yield f"{name}: its pages and the host slots of its tokens differ"
         end = row.shared
         node: Node | None = row.kv.lease.node
         while node is not None and node.parent is not None and end >= 0:

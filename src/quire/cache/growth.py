@@ -22,6 +22,7 @@ from quire.cache.states import GroupCache
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import GrowingAllocator, PageFrames
+from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier
 
@@ -45,6 +46,7 @@ class Growth:
         frames = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
         others = (each for each in frames if each is not parts.pages)
         self.allocators: tuple[GrowingAllocator, ...] = (self._growing, *others)
+        self._host = parts.pages if isinstance(parts.pages, HostTokenToKVPoolAllocator) else None
         self._states = tuple(group for group in parts.groups if group.reach.in_place)
         self._scarce = tuple(g for g in parts.groups if g.reach.in_place or g.num_frames < parts.pages.num_pages)
 
@@ -71,7 +73,9 @@ class Growth:
         if num_new or self._states:
             self._make_room(rows, num_new, batch)
             before, grown = lengths[crossing], rows[crossing]
-            if num_new and size == 1:
+            if num_new and self._host is not None:
+                pages = self._alloc_on_host(self._host, grown, before, before + 1)
+            elif num_new and size == 1:
                 pages = self._growing.alloc(num_new)
             elif num_new:
                 pages = self._growing.alloc_decode(before + 1, self._rows.last_slots(grown, before)) // np.int32(size)
@@ -79,6 +83,13 @@ class Growth:
             if num_new:
                 self._rows.write(grown * self._rows.width + before // size, pages)
         self._rows.num_allocated[rows] = lengths + 1
+
+    def pages_of(self, row: int, first: int, last: int) -> Ids:
+        """Pages `first..last - 1` of a row, a copy."""
+        if self._host is None:
+            return self._rows.pages[row, first:last].copy()
+        slots = self._host.allocated_host_indices(self._rows.req_to_host_pool, row, last * self._size)
+        return slots[first * self._size :: self._size] // np.int32(self._size)
 
     def free(self, pages: Ids) -> None:
         """Free pages that nothing holds, and their frames in every group."""
@@ -96,7 +107,9 @@ class Growth:
         num_new = int(new.sum())
         self._make_room(rows, num_new, kvs)
         pages = NO_PAGES
-        if num_new and size == 1:
+        if num_new and self._host is not None:
+            pages = self._alloc_on_host(self._host, rows, before, after)
+        elif num_new and size == 1:
             pages = self._growing.alloc(num_new)
         elif num_new:
             slots = self._growing.alloc_extend(before, after, self._rows.last_slots(rows, before))
@@ -109,6 +122,26 @@ class Growth:
             places: Rows = np.repeat(first, new) + np.arange(num_new)
             self._rows.write(places, pages)
         self._rows.num_allocated[rows] = after
+
+    def _alloc_on_host(self, host: HostTokenToKVPoolAllocator, rows: Rows, before: Lengths, after: Lengths) -> Ids:
+        """Allocate host slots for tokens `before[i]..after[i]` of these rows, and return the new pages, row by row."""
+        table, lengths, size = self._rows.req_to_host_pool, self._rows.req_to_host_pool_allocated_len, self._size
+        pages = [NO_PAGES]
+        try:
+            for row, start, end in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
+                slots = host.alloc_paged_token_slots(table, lengths, row, start, end - start)
+                pages.append(slots[-start % size :: size] // np.int32(size))
+        except OutOfPages:
+            self._untake_pages(rows, np.concatenate(pages))
+            raise
+        return np.concatenate(pages)
+
+    def _untake_pages(self, rows: Rows, pages: Ids) -> None:
+        """Free pages that were allocated for these rows, whose lengths have not changed."""
+        self._growing.free(pages * np.int32(self._size))
+        if self._host is not None:
+            have = -(-self._rows.num_allocated[rows] // self._size)
+            self._rows.req_to_host_pool_allocated_len[rows] = have * self._size
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Batch) -> None:
         """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
@@ -168,7 +201,7 @@ class Growth:
         except OutOfPages:
             for group in taken:
                 group.untake(pages)
-            self._growing.free(pages * np.int32(self._size))
+            self._untake_pages(rows, pages)
             raise
         for group in groups:
             group.grow(rows, pages)

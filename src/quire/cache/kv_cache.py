@@ -312,7 +312,7 @@ class KVCache:
             if kv.shares:
                 self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
         first, last = kv.lease.num_pages, pages_for(int(self.rows.num_allocated[row]), self.page_size)
-        private = self.rows.pages[row, first:last].copy()
+        private = self._growth.pages_of(row, first, last)
         pages = self.rows.pages[row, :last].copy() if self._partial else NO_PAGES
         released = [part for group in self._partial for part in group.finish(row, pages, first)]
         if first and tokens is not None and kv.shares:

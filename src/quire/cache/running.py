@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from quire.cache.request_kv import RequestKV
 from quire.errors import InvalidInput, LeaseError
-from quire.memory.allocator import PageFrames, slots_in_pages
+from quire.memory.allocator import PageFrames, slots_in_pages, slots_of
 from quire.memory.residency import PageTableChanges, Residency
 from quire.plan.budget import MemoryPlan
 from quire.spec.ids import Ids, Tier
@@ -41,7 +41,8 @@ Counts = Sequence[int] | Lengths
 class RunningTables:
     """The pages of running requests: int32 `[rows, width]`, and a `flat` view. Per row the tokens
     `num_allocated` and `num_committed`, and the serial number of its request, 0 for none. `live` has the running
-    requests, by row.
+    requests, by row. If latents are in host memory, `req_to_host_pool` has the host slot of each token, int32 `[rows,
+    width * page_size]`, and `req_to_host_pool_allocated_len` how many of a row are allocated, in whole pages.
 
     `following` are the indices of groups whose pages have frames. For those that are read in part, `firsts` has the
     first page that each row still reads. With `follows`, changed entries are recorded until `page_table_changes`.
@@ -66,6 +67,10 @@ class RunningTables:
         self.flat: Ids = self.pages.reshape(-1)
         self.num_allocated: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.num_committed: Lengths = np.zeros(num_rows, dtype=np.int64)
+        self._hosts = plan.hot is not None
+        host_slots = self.width * self.page_size if self._hosts else 0
+        self.req_to_host_pool: Ids = np.zeros((num_rows, host_slots), dtype=np.int32)
+        self.req_to_host_pool_allocated_len: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.free = list(range(num_rows - 1, -1, -1))
         self._following = following
@@ -76,6 +81,11 @@ class RunningTables:
     def write_run(self, row: int, start: int, pages: Ids) -> None:
         """Write the pages of a row, from page `start` on."""
         self.pages[row, start : start + len(pages)] = pages
+        if self._hosts:
+            first, end = start * self.page_size, (start + len(pages)) * self.page_size
+            self.req_to_host_pool[row, first:end] = slots_of(pages, self.page_size)
+            lengths = self.req_to_host_pool_allocated_len
+            lengths[row] = max(int(lengths[row]), end)
         if self._written is not None and len(pages):
             first = row * self.width + start
             self._written.append(range(first, first + len(pages)))
@@ -189,6 +199,7 @@ class RunningTables:
         row, kv.row = kv.row, -1
         self.pages[row, : pages_for(int(self.num_allocated[row]), self.page_size)] = 0
         self.num_allocated[row] = self.num_committed[row] = self.serials[row] = 0
+        self.req_to_host_pool_allocated_len[row] = 0
         self.free.append(row)
         del self.live[row]
 

@@ -458,15 +458,6 @@ class EngineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _latents_have_one_place(self) -> EngineConfig:
-        if self.hisparse is not None and self.has_tiers:
-            raise RefusedCombination(
-                "--hisparse keeps latents in host memory without tiers in this version.",
-                fix="leave --host-memory, --storage and --role out, or --hisparse.",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _drafts_follow_tokens(self) -> EngineConfig:
         if self.overlap and self.speculative_config is not None:
             raise RefusedCombination(
@@ -518,7 +509,8 @@ def engine_config(**settings: Any) -> EngineConfig:
 def plan_settings(config: EngineConfig) -> PlanSettings:
     """The settings of an engine that planning needs, except its budget.
 
-    Latents in host memory may take `--host-memory`, or half of what is available.
+    Latents in host memory may take `--host-memory`, or half of what is available; with tiers half of that, because
+    pages that have left the device have latents too.
     """
     from quire.engine.host_memory import host_memory
     from quire.plan.host import host_budget
@@ -533,7 +525,7 @@ def plan_settings(config: EngineConfig) -> PlanSettings:
             limit=memory.limit,
             total=memory.total,
             device_bytes=memory.available,
-        )
+        ) // (2 if config.has_tiers else 1)
     return PlanSettings(
         kv_dtype=config.kv_dtype,
         page_size=config.page_size,

@@ -20,11 +20,10 @@ from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_setting
 from quire.engine.device import free_bytes, resolve_device
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
-from quire.engine.hisparse import HostedLatents, warn_of_loss
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
-from quire.engine.runner import Launched, ModelRunner, build_pools
+from quire.engine.runner import Launched, ModelRunner
 from quire.engine.sampler import Sampler
-from quire.engine.tiers import EngineTiers
+from quire.engine.tiers import EngineTiers, build_memory
 from quire.engine.transfer import identity_of, is_for_peer, prompt_for_peer, transfer_node
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.memory.host_pool import Progress
@@ -112,17 +111,10 @@ class EngineCore:
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = self._plan()
         self.plan = self.capacity.memory
-        if self.plan.hot is not None and self.plan.hot.lossy:
-            model.refuse_own_attention()
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
-        if self.plan.hot is not None:
-            warn_of_loss(self.capacity, model.spec)
-        self.latents = HostedLatents(self.plan, model, progress) if self.plan.hot is not None else None
-        self.pools = build_pools(self.plan, self.device, self.latents)
-        self.tiers = (
-            EngineTiers(config, self.plan, self.pools, storage, progress=progress) if config.has_tiers else None
-        )
+        self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
+        self.tiers = EngineTiers(config, self.plan, self.pools, storage, host) if host is not None else None
         self.wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
             if self.tiers is not None:

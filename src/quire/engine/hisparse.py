@@ -26,10 +26,13 @@ logger = logging.getLogger(__name__)
 
 class HostedLatents:
     """The records of all latents, or of keys and values, the pool over them, and hot buffers on the device of `model`.
-    Owns the host memory until `close`. Raises ModelCheckFailed if `model` computes something else there,
-    HostMemoryError if the host has no room, and PlanError if the device has none."""
+    Records are in `host`, if tiers have one, or else in memory that this object owns until `close`. Raises
+    ModelCheckFailed if `model` computes something else there, HostMemoryError if the host has no room, and PlanError if
+    the device has none."""
 
-    def __init__(self, plan: MemoryPlan, model: LoadedModel, progress: Progress | None = None) -> None:
+    def __init__(
+        self, plan: MemoryPlan, model: LoadedModel, progress: Progress | None = None, *, host: HostPool | None = None
+    ) -> None:
         assert plan.hot is not None
         device = model.device
         self.group, self._lossy = plan.hot.group, plan.hot.lossy
@@ -41,10 +44,13 @@ class HostedLatents:
             )
         else:
             check_forward(model, plan.hot)
-        frames = [plan.frames_of(at) if at == self.group else 0 for at in range(len(plan.groups))]
-        with alone_on_this_host():
-            _check_room(plan, device)
-            self.host = HostPool(plan.groups, frames, pinned=device.type == "cuda", progress=progress)
+        self._owns = host is None
+        if host is None:
+            frames = [plan.frames_of(at) if at == self.group else 0 for at in range(len(plan.groups))]
+            with alone_on_this_host():
+                _check_room(plan, device)
+                host = HostPool(plan.groups, frames, pinned=device.type == "cuda", progress=progress)
+        self.host = host
         try:
             self.pool = HostedPool(plan.groups[self.group].layout, self.host, self.group, reader=device)
             self.coordinator = HiSparseCoordinator(plan, self.pool, device)
@@ -64,8 +70,9 @@ class HostedLatents:
         }
 
     def close(self) -> None:
-        """Return the host memory to the system. A second call does nothing."""
-        self.host.close()
+        """Return its host memory to the system. A second call does nothing."""
+        if self._owns:
+            self.host.close()
 
 
 def warn_of_loss(plan: Plan, spec: ModelSpec) -> None:

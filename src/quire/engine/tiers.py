@@ -8,16 +8,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
+from quire.engine.hisparse import HostedLatents, warn_of_loss
 from quire.engine.host_memory import alone_on_this_host, host_memory
+from quire.engine.runner import build_pools
 from quire.engine.tier_report import store_counts, tiers_as_dict
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
+from quire.models.hf import LoadedModel
 from quire.offload.tier_settings import PrefetchPolicy, StoreHealth, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
+from quire.plan.plan import Plan
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
 from quire.tiers.transfer import LANES, Lane
@@ -27,12 +33,41 @@ logger = logging.getLogger(__name__)
 _DELETE_S = 2.0  # for deletions while the engine closes; tombstones in the store name what is left
 
 
-class EngineTiers:
-    """Owns the host pool, the mover's threads and the store, until `close`.
+def build_memory(
+    config: EngineConfig, plan: Plan, model: LoadedModel, progress: Progress | None = None
+) -> tuple[tuple[Pool, ...], HostedLatents | None, HostPool | None]:
+    """The pools of an engine; what is in host memory beside hot buffers, if the plan has any; and the host memory of
+    tiers, if there are some, which has that too. `progress` is called with the touched bytes of host memory and the
+    total. Raises what `build_pools` and `HostedLatents` raise, and HostMemoryError if the host has no room."""
+    memory, device = plan.memory, model.device
+    if memory.hot is None:
+        pools = build_pools(memory, device)
+        return pools, None, _tier_memory(config, memory, device, progress) if config.has_tiers else None
+    if memory.hot.lossy:
+        model.refuse_own_attention()
+    warn_of_loss(plan, model.spec)
+    host = _tier_memory(config, memory, device, progress) if config.has_tiers else None
+    latents = HostedLatents(memory, model, progress, host=host)
+    return build_pools(memory, device, latents), latents, host
 
-    `progress` is called with the touched bytes of host memory and the total. Raises HostMemoryError if the host has no
-    room; the caller still owns the store then.
-    """
+
+def _tier_memory(config: EngineConfig, plan: MemoryPlan, device: torch.device, progress: Progress | None) -> HostPool:
+    asked, pinned = config.host_memory if config.host_memory is not None else "auto", device.type == "cuda"
+    with alone_on_this_host():
+        memory = host_memory()
+        untouched = 0 if pinned else plan.pool_bytes  # pools on a CPU, which allocate their memory later
+        num_bytes = host_budget(
+            asked,
+            available=max(0, memory.available - untouched),
+            limit=memory.limit,
+            total=memory.total,
+            device_bytes=plan.pool_bytes + plan.host_bytes,
+        )
+        return HostPool(plan.groups, host_frames(plan, num_bytes), pinned=pinned, progress=progress)
+
+
+class EngineTiers:
+    """Owns `host`, the mover's threads and the store, until `close`. If it raises, the caller still owns the store."""
 
     def __init__(
         self,
@@ -40,27 +75,14 @@ class EngineTiers:
         plan: MemoryPlan,
         pools: Sequence[Pool],
         storage: Storage,
+        host: HostPool,
         *,
         seconds: Callable[[], float] = time.monotonic,
-        progress: Progress | None = None,
     ) -> None:
-        asked = config.host_memory if config.host_memory is not None else "auto"
-        self.store = storage.store
+        self.store, self.host, frames = storage.store, host, host.frames
         with ExitStack() as undo:
-            with alone_on_this_host():
-                memory, pinned = host_memory(), pools[0].device.type == "cuda"
-                untouched = 0 if pinned else plan.pool_bytes  # pools on a CPU, which allocate their memory later
-                self.num_bytes = host_budget(
-                    asked,
-                    available=max(0, memory.available - untouched),
-                    limit=memory.limit,
-                    total=memory.total,
-                    device_bytes=plan.pool_bytes,
-                )
-                frames = host_frames(plan, self.num_bytes)
-                check_storage_size(config, plan.groups, storage.num_bytes)
-                self.host = HostPool(plan.groups, frames, pinned=pinned, progress=progress)
             undo.callback(self.host.close)
+            check_storage_size(config, plan.groups, storage.num_bytes)
             record_bytes = tuple(self.host.format(group).num_bytes for group in range(len(frames)))
             sized = config.model_copy(update={"storage_size": storage.num_bytes})
             self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self.host.num_bytes)
@@ -70,6 +92,7 @@ class EngineTiers:
         self.settings = TierSettings(
             host_frames=frames,
             record_bytes=record_bytes,
+            hosted=plan.hot.group if plan.hot is not None else None,
             mover=self.mover,
             break_even=self.break_even,
             write=WritePolicy(config.write_policy),

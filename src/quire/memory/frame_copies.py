@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.memory.host_pool import HostPool
+from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES, Rows
 from quire.spec.ids import Ids
@@ -40,6 +41,8 @@ class FrameCopies:
         self._host = host
         self._copies = [
             (HostedFrames if pool.device.type == "cpu" else StagedFrames)(pool, host.rows(group))
+            if not isinstance(pool, HostedPool)
+            else None  # its frames are the records
             for group, pool in enumerate(pools)
         ]
         for group, pool in enumerate(pools):
@@ -56,11 +59,13 @@ class FrameCopies:
 
     def to_host(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
         self._check(group, device_frames, host_frames)
-        self._copies[group].to_host(device_frames, host_frames)
+        if (copies := self._copies[group]) is not None:
+            copies.to_host(device_frames, host_frames)
 
     def to_device(self, group: int, device_frames: Ids, host_frames: Ids, layer: int | None = None) -> None:
         self._check(group, device_frames, host_frames)
-        self._copies[group].to_device(device_frames, host_frames, layer)
+        if (copies := self._copies[group]) is not None:
+            copies.to_device(device_frames, host_frames, layer)
 
     def seal(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> None:
         self._host.format(group).seal(self._host.rows(group), host_frames, keys)

@@ -211,13 +211,19 @@ class MemoryPlan:
             )
         if self.pages_of(total) > self.num_pages:
             need = self.pool_bytes + (self.pages_of(total) - self.num_pages) * self.bytes_per_page
+            beside, more = "", ""
+            if self.hot is not None:
+                latents = self.groups[self.hot.group].layout.bytes_per_frame
+                held = 2 * region_bytes(latents, self.pages_of(total))  # tiers take the other half
+                beside = f" and {format_bytes(self.host_bytes)} of latents in host memory"
+                more = f" and --host-memory {-(-held // 2**20)}MiB"
             raise RequestTooLarge(
                 f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} need "
                 f"{counted(self.pages_of(total), 'page')} of {counted(self.tokens_per_page, 'token')}; "
-                f"this server has {self.num_pages:,} in all ({format_bytes(self.pool_bytes)} of KV memory), so "
+                f"this server has {self.num_pages:,} in all ({format_bytes(self.pool_bytes)} of KV memory{beside}), so "
                 f"it can never hold more than {counted(self.largest_request, 'token')} in one request.",
                 fix=f"{self._smaller(prompt, max_tokens)}, or start the server with at least "
-                f"--kv-memory {-(-need // 2**20)}MiB.",
+                f"--kv-memory {-(-need // 2**20)}MiB{more}.",
             )
 
     def _smaller(self, prompt: int, max_tokens: int) -> str:

@@ -22,20 +22,26 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
 
     The host has the same mix as the device, so that pages that leave the device fit: for each frame of the largest
     group, the others have their share, rounded down, and at least one. The bytes include headers, strides and the
-    padding row. One frame more of the largest group would not fit. Raises PlanError with the smallest size that works.
+    padding row. One frame more of the largest group would not fit. Latents in host memory have a frame for each page of
+    the plan, and for each frame of the largest other group. Raises PlanError with the smallest size that works.
     """
+    hosted = plan.hot.group if plan.hot is not None else None
 
     def frames(count: int) -> tuple[int, ...]:
-        return tuple(max(1, count * each // largest) for each in on_device)
+        return tuple(
+            plan.num_pages + count if index == hosted else max(1, count * each // largest)
+            for index, each in enumerate(on_device)
+        )
 
     def size(count: int) -> int:
         return records_bytes(plan.groups, frames(count))
 
     on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
-    largest = max(on_device)
+    largest = max(each for index, each in enumerate(on_device) if index != hosted)
+    beside = "" if hosted is None else f" beside latents of {format_bytes(plan.host_bytes)}"
     if size(1) > num_bytes:
         raise PlanError(
-            f"{format_bytes(num_bytes)} of host memory hold no page: one frame of each group takes "
+            f"{format_bytes(num_bytes)} of host memory hold no page{beside}: one frame of each group takes "
             f"{format_bytes(size(1))}.",
             fix=f"use --host-memory {round_up_bytes(size(1)).replace(' ', '')} or more for each rank.",
         )

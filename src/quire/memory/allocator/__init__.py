@@ -4,6 +4,7 @@ from quire.memory.allocator.base import BaseTokenToKVPoolAllocator as BaseTokenT
 from quire.memory.allocator.base import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from quire.memory.allocator.base import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from quire.memory.allocator.base import slots_in_pages as slots_in_pages
+from quire.memory.allocator.base import slots_of as slots_of
 from quire.memory.allocator.base import token_allocator as token_allocator
 from quire.memory.allocator.frames import GroupFrames as GroupFrames
 from quire.memory.allocator.frames import PageFrames as PageFrames
