@@ -12,7 +12,7 @@ import pytest
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
-from quire.errors import ModelCheckFailed, RefusedCombination
+from quire.errors import ModelCheckFailed
 from quire.models.check import check_forward
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
@@ -76,12 +76,6 @@ def test_a_model_is_checked_on_hot_buffers_before_it_serves(
     monkeypatch.setattr(HiSparseCoordinator, "_copy", lambda *given: None)
     with pytest.raises(ModelCheckFailed, match="memory that was never written"):
         check_forward(model, hot)
-
-
-@pytest.mark.parametrize("setting", ["host_memory", "storage"])
-def test_tiers_are_refused_by_name(setting: str) -> None:
-    with pytest.raises(RefusedCombination, match="--hisparse keeps latents in host memory"):
-        engine_config(hisparse={}, **{setting: "1GiB"})
 
 
 @pytest.mark.parametrize("kind", KINDS)

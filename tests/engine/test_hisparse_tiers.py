@@ -21,7 +21,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids, Tier
 from tests.engine import apart
-from tests.engine.running import run
+from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, Case, at_rest, case_of, closed, end_all, settle, small
 from tests.tiny_latents import SPARSE
 from tests.tiny_models import VOCAB_SIZE
@@ -146,3 +146,12 @@ def test_a_prompt_of_100_tokens_takes_two_pages_of_64_and_28_more_tokens_none(
         )
         assert taken == expected
     closed(core)
+
+
+def test_settings_alone_give_latents_in_host_memory_and_tiers(case: Case, tmp_path: Path) -> None:
+    settings = {"page_size": 4, "hisparse": {"device_buffer_size": 16}, "storage": str(tmp_path), "load": "always"}
+    core = core_for(case.model, **settings, storage_size=64 << 20, host_memory=128 << 20)
+    assert run(core, PROMPTS, GREEDY) == case.expected
+    assert core.tiers is not None and core.latents is not None and core.latents.host is core.tiers.host
+    assert core.plan.host_bytes <= (128 << 20) // 2
+    assert closed(core)["archived_frames"] > 0
