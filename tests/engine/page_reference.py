@@ -17,15 +17,19 @@ _settings: dict[str, int] = {}
 
 
 def _selected(query: Tensor, keys: Tensor, page_size: int, top_k: int) -> set[int]:
-    """Positions that a row with `query` `[heads, dim]` reads of `keys` `[kv_heads, n, dim]`, its own being the last."""
+    """Positions that a row with a scaled `query` `[heads, dim]` reads of `keys` `[kv_heads, n, dim]`, of which its own
+    is the last."""
     count = -(-keys.shape[1] // page_size)
     most = top_k // page_size
-    limits = []
+    shares = torch.zeros(count - 1)
+    limits = torch.zeros(count - 1, len(query))
     for page in range(count - 1):
         own = keys[:, page * page_size : (page + 1) * page_size]
         low, high = (bound.repeat_interleave(len(query) // len(keys), dim=0) for bound in (own.amin(1), own.amax(1)))
-        limits.append(torch.maximum(query * low, query * high).sum(-1).max().item())
-    chosen = sorted(range(count - 1), key=lambda page: -limits[page])[: most - 1]
+        limits[page] = torch.maximum(query * low, query * high).sum(-1)
+    for head in range(len(query)):
+        shares += limits[:, head].exp() / limits[:, head].exp().sum()
+    chosen = sorted(range(count - 1), key=lambda page: -shares[page])[: most - 1]
     pages = [*chosen, count - 1]
     return {page * page_size + i for page in pages for i in range(page_size)} & set(range(keys.shape[1]))
 
@@ -50,7 +54,7 @@ def _attention(
     else:
         for row in range(_settings["decoded"], length):
             keys = key[0, :, : row + 1].float()
-            found = _selected(query[0, :, row].float(), keys, _settings["page_size"], _settings["top_k"])
+            found = _selected(query[0, :, row].float() * scaling, keys, _settings["page_size"], _settings["top_k"])
             seen[row] = torch.tensor([at in found for at in range(length)])
     keys, values = (rows[0].float().repeat_interleave(group, dim=0) for rows in (key, value))
     scores = query[0].float() @ keys.transpose(1, 2) * scaling

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -9,18 +11,18 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.page_bounds import PageBounds
 from quire.spec.pages import pages_for
 
-FRAMES, DIM = 24, 6
+FRAMES, DIM, SCALE = 24, 6, 0.4
 
 
-def limit_of(query: torch.Tensor, keys: torch.Tensor) -> float:
-    """The limit of a page with `keys` `[n, kv_heads, dim]` for `query` `[heads, dim]`, by the definition."""
+def limits_of(query: torch.Tensor, keys: torch.Tensor) -> list[float]:
+    """Per head, the limit of a page with `keys` `[n, kv_heads, dim]` for `query` `[heads, dim]`, by the definition."""
     group = len(query) // keys.shape[1]
     low, high = keys.double().amin(0), keys.double().amax(0)
     found = []
     for head, row in enumerate(query.double()):
         kv = head // group
         found.append(torch.maximum(row * low[kv], row * high[kv]).sum().item())
-    return max(found)
+    return found
 
 
 def check_bounds(seed: int) -> None:
@@ -84,7 +86,7 @@ def _check_selection(
     batch = PagedBatch.of(_table(running, present), contexts - 1, contexts, size)
     kv_heads = running[present[0]][1].shape[1]
     query = torch.randn(len(present), kv_heads * group, DIM)
-    found = bounds.select(query, batch, most)
+    found = bounds.select(query, batch, most, SCALE)
     for row, index in enumerate(present):
         keys = running[index][1]
         positions = [p for p in found[row].tolist() if p >= 0]
@@ -94,7 +96,11 @@ def _check_selection(
         count = pages_for(len(keys), size)
         assert len(pages) == min(most, count)
         assert count - 1 in pages, "the newest page"
-        limits = [limit_of(query[row], keys[p * size : (p + 1) * size]) for p in range(count - 1)]
-        others = [limits[p] for p in range(count - 1) if p not in pages]
-        chosen = [limits[p] for p in pages if p < count - 1]
-        assert not (others and chosen) or min(chosen) >= max(others) - 1e-4, "the pages with the highest limits"
+        limits = [limits_of(query[row], keys[p * size : (p + 1) * size]) for p in range(count - 1)]
+        totals = [sum(math.exp(SCALE * each[head]) for each in limits) for head in range(len(query[row]))]
+        shares = [
+            sum(math.exp(SCALE * limit) / total for limit, total in zip(each, totals, strict=True)) for each in limits
+        ]
+        others = [shares[p] for p in range(count - 1) if p not in pages]
+        chosen = [shares[p] for p in pages if p < count - 1]
+        assert not (others and chosen) or min(chosen) >= max(others) - 1e-5, "the pages with the highest shares"

@@ -37,19 +37,19 @@ def every_step_begins_its_pages(patch: Patch) -> None:
 
 @mutant("bounds", "pages are chosen by the lowest products, so that those that attention needs are not read")
 def the_minimum_is_taken_for_the_maximum(patch: Patch) -> None:
-    real = PageBounds._limits
-    patch.setattr(PageBounds, "_limits", lambda own, *given: real(PageBounds(own._high, own._low), *given))
+    real = PageBounds._shares
+    patch.setattr(PageBounds, "_shares", lambda own, *given: real(PageBounds(own._high, own._low), *given))
 
 
 @mutant("bounds", "a row does not see its own token and those before it")
 def the_newest_page_competes(patch: Patch) -> None:
-    def readable(limits: Tensor, newest: Tensor) -> Tensor:
-        numbers = torch.arange(limits.shape[1], device=limits.device)
-        return limits.masked_fill(numbers > newest, float("-inf"))
+    def readable(shares: Tensor, newest: Tensor) -> Tensor:
+        numbers = torch.arange(shares.shape[1], device=shares.device)
+        return shares.masked_fill(numbers > newest, float("-inf"))
 
     patch.setattr(page_bounds, "_readable", readable)
 
 
 @mutant("bounds", "a short request reads fewer pages, in place of which it selected pages that it does not have")
 def pages_beyond_the_context_compete(patch: Patch) -> None:
-    patch.setattr(page_bounds, "_readable", lambda limits, newest: limits.scatter(1, newest, float("inf")))
+    patch.setattr(page_bounds, "_readable", lambda shares, newest: shares.scatter(1, newest, float("inf")))

@@ -1,7 +1,7 @@
 """Selection of pages by the bounds of their keys: the elementwise minimum and maximum of the keys of a page.
 
 The bounds give a limit that no product of a query and a key of the page exceeds. Rows read the pages with the highest
-limits, so their attention is approximate: lossy, unlike all else here.
+limits, in relation to other pages of the same head, so their attention is approximate: lossy, unlike all else here.
 """
 
 from __future__ import annotations
@@ -40,46 +40,47 @@ class PageBounds:
             both = combined(found, bounds[pages.frames])
             bounds.index_copy_(0, pages.frames, torch.where(pages.begun, both, found))
 
-    def select(self, query: Tensor, batch: PagedBatch, most: int) -> Tensor:
-        """The positions that each row reads, int64 `[R, n]`, -1 for none: those of the `most` pages with the highest
-        limits over all heads, in the order of positions. The page of the newest token is always among them.
+    def select(self, query: Tensor, batch: PagedBatch, most: int, scale: float) -> Tensor:
+        """The positions that each row reads, int64 `[R, n]`, -1 for none: those of the page of the newest token and of
+        the `most` - 1 other pages with the highest shares, in the order of positions.
 
-        `query` is `[R, heads, dim]`, and `batch` has one row for each of its R sequences.
+        `query` is `[R, heads, dim]`, and `batch` has one row for each of its R sequences. A page's share is the softmax
+        of its limits, times `scale`, among the other pages of a head, summed over heads.
         """
         size, device = batch.page_size, query.device
         contexts = batch.derived("contexts", lambda batch: to_device(batch.context_lens.astype(np.int64), device))
         width = pages_for(int(batch.context_lens.max()), size)
         if width > most:
-            pages = self._best_pages(query, batch, contexts, most)
+            pages = self._best_pages(query * scale, batch, (contexts - 1).unsqueeze(1) // size, most)
         else:
             pages = torch.arange(width, device=device).expand(len(query), -1)
         positions = (pages.unsqueeze(-1) * size + torch.arange(size, device=device)).flatten(1)
         return positions.masked_fill(positions >= contexts.unsqueeze(1), -1)
 
-    def _best_pages(self, query: Tensor, batch: PagedBatch, contexts: Tensor, most: int) -> Tensor:
-        """Page numbers `[R, most]` in ascending order; a row with fewer pages has numbers beyond its context."""
+    def _best_pages(self, query: Tensor, batch: PagedBatch, newest: Tensor, most: int) -> Tensor:
+        """Page numbers `[R, most]` in ascending order; a row with fewer pages has numbers beyond its `newest` page."""
         frames = batch.derived("frames of bounds", lambda batch: _frames(batch, query.device))
         size = max(1, MAX_BATCHED // frames.shape[1])
         blocks = [slice(start, start + size) for start in range(0, len(query), size)]
-        limits = torch.cat([self._limits(query[rows], frames[rows]) for rows in blocks])
-        newest = ((contexts - 1) // batch.page_size).unsqueeze(1)
-        pages: Tensor = _readable(limits, newest).topk(most, dim=1).indices
+        shares = torch.cat([self._shares(query[rows], frames[rows], newest[rows]) for rows in blocks])
+        pages: Tensor = _readable(shares, newest).topk(most, dim=1).indices
         return pages.sort(dim=1).values
 
-    def _limits(self, query: Tensor, frames: Tensor) -> Tensor:
-        """The highest limit over all heads, float32 `[R, n]`, of `query` `[R, heads, dim]` and the pages in
-        `frames` `[R, n]`."""
+    def _shares(self, query: Tensor, frames: Tensor, newest: Tensor) -> Tensor:
+        """Float32 `[R, n]` of the pages in `frames` `[R, n]` before the `newest`, for scaled queries
+        `[R, heads, dim]`."""
         kv_heads, dim = self._low.shape[1:]
         grouped = query.view(len(query), kv_heads, -1, dim).float()
         high, low = (bounds[frames].float().permute(0, 2, 3, 1) for bounds in (self._high, self._low))
         limits = torch.matmul(grouped.clamp_min(0), high) + torch.matmul(grouped.clamp_max(0), low)
-        return limits.amax((1, 2))
+        others = torch.arange(frames.shape[1], device=frames.device) < newest
+        return limits.masked_fill(~others[:, None, None], float("-inf")).softmax(-1).sum((1, 2))
 
 
-def _readable(limits: Tensor, newest: Tensor) -> Tensor:
-    """`limits` `[R, n]` with none beyond the `newest` page `[R, 1]` of a row, which comes before all others."""
-    numbers = torch.arange(limits.shape[1], device=limits.device)
-    return limits.masked_fill(numbers > newest, float("-inf")).scatter(1, newest, float("inf"))
+def _readable(shares: Tensor, newest: Tensor) -> Tensor:
+    """`shares` `[R, n]` with none beyond the `newest` page `[R, 1]` of a row, which comes before all others."""
+    numbers = torch.arange(shares.shape[1], device=shares.device)
+    return shares.masked_fill(numbers > newest, float("-inf")).scatter(1, newest, float("inf"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -113,7 +113,7 @@ def _attend_pages(
         assert own is not None
         hot = KVFields(*(forward.hot_rows(name, ordinal) for name in ("k", "v")))
         hot.write(hisparse.newest(part), key[at], value[at])
-        positions = page_bounds.select(query[at], own[1], hisparse.top_k // part.page_size)
+        positions = page_bounds.select(query[at], own[1], hisparse.top_k // part.page_size, options.scale)
         swapped = hisparse.swap_in(ordinal, part, positions.int().cpu().numpy())
         found = attend_selected(
             query[at], hot, swapped.slots, swapped.hidden, scale=options.scale, softcap=options.softcap
