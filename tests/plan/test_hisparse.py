@@ -17,9 +17,10 @@ from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan, PlanSettings
 from quire.plan.planner import make_plan
+from quire.sparse.hot_slots import HotSlots
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
-from quire.spec.hisparse import PAGE_BOUNDS, HiSparseConfig
+from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HiSparseConfig
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import read_weights
@@ -67,6 +68,12 @@ def test_a_buffer_has_twice_the_selected_tokens_and_no_more_than_the_context(
 ) -> None:
     hot = plan_of("deepseek-v3.2", context=context, page_size=page).memory.hot
     assert hot is not None and hot.buffer_size == size
+
+
+def test_slots_of_a_buffer_have_numbers_of_16_bits() -> None:
+    hot = plan_of("llama-3.1-8b", {**PAGES, "top_k": 30_000}, context=131_072).memory.hot
+    assert hot is not None and hot.buffer_size == MOST_BUFFER_TOKENS
+    assert HotSlots(1, 1, MOST_BUFFER_TOKENS).buffer_size == MOST_BUFFER_TOKENS
 
 
 @pytest.mark.parametrize(

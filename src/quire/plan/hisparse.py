@@ -10,7 +10,7 @@ from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import counted
 from quire.plan.devices import DEVICES
 from quire.plan.plan import Plan, PlanSettings
-from quire.spec.hisparse import PAGE_BOUNDS, HotBuffers
+from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HotBuffers
 from quire.spec.layers import AttentionCall, Call, LatentCall
 from quire.spec.model import ModelSpec
 from quire.spec.pages import floor_to_page, pages_for
@@ -41,12 +41,13 @@ def hot_buffers(spec: ModelSpec, settings: PlanSettings, *, page_size: int, cont
                 f"hisparse with a top_k of {config.top_k:,} tokens: that is less than a page of {page_size:,}.",
                 fix=f"give at least {page_size}, or use smaller pages (--page-size).",
             )
+    least = min(top_k, whole)
     if size is None:
-        size = min(2 * top_k, whole)
-    elif size < min(top_k, whole):
+        size = min(2 * top_k, whole, MOST_BUFFER_TOKENS)
+    if size < least:
         raise InvalidInput(
-            f"a device_buffer_size of {size:,} tokens: a step reads {counted(min(top_k, whole), 'selected token')}.",
-            fix=f"give at least {min(top_k, whole)}.",
+            f"a device_buffer_size of {size:,} tokens: a step reads {counted(least, 'selected token')}.",
+            fix=f"give at least {least}." if least <= MOST_BUFFER_TOKENS else _LEAVE_OUT,
         )
     return HotBuffers(group=0, buffer_size=size, top_k=top_k, lossy=config.selection is not None)
 

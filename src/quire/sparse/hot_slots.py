@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire.spec.hisparse import MOST_BUFFER_TOKENS
 from quire.spec.ids import Ids
 
 _ABSENT = 0  # in the table of slots; a slot is its number + 1
@@ -49,7 +50,7 @@ class HotSlots:
     """
 
     def __init__(self, num_indexes: int, num_rows: int, buffer_size: int) -> None:
-        assert 0 < buffer_size < 2**15 - 2, "a slot is an int16"
+        assert 0 < buffer_size <= MOST_BUFFER_TOKENS, "a slot is an int16"
         self.buffer_size = buffer_size
         self.hit_tokens = 0
         """Selected tokens that a buffer had. The newest tokens, which need none, do not count."""

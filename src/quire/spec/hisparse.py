@@ -16,6 +16,9 @@ from quire.spec.pages import pages_for
 
 _EXAMPLE = 'write it as {"device_buffer_size": 4096}, or {} for planned sizes.'
 PAGE_BOUNDS = "page_bounds"
+MOST_BUFFER_TOKENS = 2**15 - 3
+"""Tokens of the largest hot buffer: the numbers of its slots are 16 bits wide."""
+_MOST_RATIO = 10**9
 _WITHOUT_EFFECT = ("swap_in_block_size",)  # threads of another engine's copy kernel
 _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "host_to_device_ratio": ((int, float), "a number"),
@@ -51,13 +54,18 @@ class HiSparseConfig:
             )
         for name in ("device_buffer_size", "top_k"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value < 2**31:
+            if value is not None and value < 1:
                 raise InvalidInput(f"hisparse with {name} {value}: it must be at least 1.", fix=f"raise {name}.")
+            if value is not None and value > MOST_BUFFER_TOKENS:
+                raise InvalidInput(
+                    f"hisparse with a {name} above {MOST_BUFFER_TOKENS:,}: a hot buffer has at most so many tokens.",
+                    fix=f"lower {name}.",
+                )
         ratio = self.host_to_device_ratio
-        if ratio is not None and not 1 <= ratio < float("inf"):
+        if ratio is not None and not 1 <= ratio <= _MOST_RATIO:
             raise InvalidInput(
-                f"a host_to_device_ratio of {ratio:g}: host memory has every token, so it is at least 1.",
-                fix="raise it, or leave it out.",
+                "a host_to_device_ratio that is no number from 1 to 1e9: host memory has every token.",
+                fix="give one from 1 on, such as 8, or leave it out.",
             )
 
     @classmethod
