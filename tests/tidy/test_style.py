@@ -19,7 +19,7 @@ MOST_FILE_LINES = 600
 MOST_FUNCTION_LINES = 100
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper"}
 KINDS = re.compile(
-    r"swa|mamba|sliding|\bmla\b|\bgqa\b|recurrent|indexer|\breach\.(kind|tokens)\b|[\"']window[\"']", re.IGNORECASE
+    r"swa(?!p)|mamba|sliding|\bmla\b|\bgqa\b|recurrent|indexer|\breach\.(kind|tokens)\b|[\"']window[\"']", re.IGNORECASE
 )
 KNOWS_NO_KIND = ("prefix/", "cache/", "scheduler/", "engine/", "serve/", "observe/", "testing/")
 KNOWS_NO_KIND += ("memory/residency.py", "memory/pool.py")
