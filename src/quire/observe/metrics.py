@@ -75,7 +75,7 @@ SPECULATION_GAUGES = {
 
 HISPARSE_COUNTERS = {
     "hit_tokens": "Selected tokens that a hot buffer had, counted once for layers that read the same ones.",
-    "swapped_tokens": "Selected tokens that were copied to a hot buffer from host memory, once for layers that read the same ones.",
+    "swapped_tokens": "Selected tokens that were copied to a hot buffer from host memory, counted in the same way.",
     "swapped_bytes": "Bytes that were copied from host memory to hot buffers, in all layers.",
     "backed_up_tokens": "Tokens of decoding requests that were written to host memory as they were computed.",
 }
