@@ -44,7 +44,9 @@ WAITING = {
     "BaseTokenToKVPoolAllocator.restore_state": "no caller: drafts take no page back (decision 036)",
     "SWATokenToKVPoolAllocator.backup_state": "no caller: drafts take no page back (decision 036)",
     "SWATokenToKVPoolAllocator.restore_state": "no caller: drafts take no page back (decision 036)",
-    "SWATokenToKVPoolAllocator.alloc_extend_swa_tail": "prefill/decode transfer",
+    "SWATokenToKVPoolAllocator.alloc_extend_swa_tail": (
+        "no caller: pages of a peer arrive in host frames, and begin as a host hit (decision 040)"
+    ),
 }
 
 
