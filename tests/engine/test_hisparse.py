@@ -63,6 +63,10 @@ def test_tokens_are_those_of_latents_on_the_device(model: LoadedModel, page_size
     found = core.statistics()
     assert found["hit_tokens"] == resident.statistics()["hit_tokens"] > 0
     hisparse = found["hisparse"]
+    assert hisparse["host_bytes"] == core.plan.host_bytes
+    hot = core.latents.coordinator.hot if core.latents is not None else None
+    tables = [table for table in vars(hot).values() if getattr(table, "shape", ())[:2] == hot.shape] if hot else []
+    assert sum(table.nbytes for table in tables) == core.plan.slot_table_bytes
     assert min(hisparse[name] for name in ("hit_tokens", "swapped_tokens", "swapped_bytes", "backed_up_tokens")) > 0
     core.close()
 

@@ -44,15 +44,16 @@ class HostedLatents:
             )
         else:
             check_forward(model, plan.hot)
-        self._owns = host is None
+        self._owns, layout, group = host is None, plan.groups[self.group].layout, self.group
         if host is None:
-            frames = [plan.frames_of(at) if at == self.group else 0 for at in range(len(plan.groups))]
             with alone_on_this_host():
                 _check_room(plan, device)
-                host = HostPool(plan.groups, frames, pinned=device.type == "cuda", progress=progress)
+                frames, group = plan.frames_of(self.group), 0
+                pinned = device.type == "cuda"
+                host = HostPool([plan.groups[self.group]], [frames], pinned=pinned, progress=progress)
         self.host = host
         try:
-            self.pool = HostedPool(plan.groups[self.group].layout, self.host, self.group, reader=device)
+            self.pool = HostedPool(layout, self.host, group, reader=device)
             self.coordinator = HiSparseCoordinator(plan, self.pool, device)
         except BaseException:
             self.host.close()

@@ -16,6 +16,7 @@ from quire.plan.reserve import (
 )
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HotBuffers
+from quire.spec.layers import INDEX_KEYS, KEY_BOUNDS
 from quire.spec.pages import pages_for
 from quire.spec.record_size import region_bytes
 from quire.spec.speculation import SpeculativeConfig
@@ -163,6 +164,19 @@ class MemoryPlan:
     def row_bytes(self) -> int:
         """Bytes of the host table of all requests' pages."""
         return self.max_requests * self.pages_per_row * _BYTES_PER_PAGE_ID
+
+    @property
+    def index_owners(self) -> tuple[int, ...]:
+        """Ordinals of the calls with index keys, or bounds of pages, of their own."""
+        fields = [field for group in self.groups for field in group.layout.fields]
+        owning = [field for field in fields if field.name in (INDEX_KEYS, KEY_BOUNDS[0])]
+        return tuple(sorted(layer for field in owning for layer in field.layers))
+
+    @property
+    def slot_table_bytes(self) -> int:
+        """Bytes of the host tables of all hot buffers' slots; 0 without hot buffers."""
+        each = self.hot.slot_table_bytes(self.context) if self.hot is not None else 0
+        return self.max_requests * len(self.index_owners) * each
 
     @property
     def kept_features(self) -> int:

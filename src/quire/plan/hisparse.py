@@ -71,15 +71,15 @@ def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
             )
     else:
         _refuse_indexer(spec, settings.hisparse.top_k)
-    speculation = settings.speculation
-    if speculation is not None and speculation.topk > 1:
+    drafts = settings.speculation
+    if drafts is not None and drafts.topk > 1:
         raise InvalidInput(
             "hisparse: drafts of one request that branch cannot be verified.",
             fix="propose one draft per position (topk 1).",
         )
-    if speculation is not None and speculation.num_layers:
+    if drafts is not None and drafts.num_layers:
         raise InvalidInput(
-            f"hisparse: the draft layers of {speculation.method} read all tokens on the device.",
+            f"hisparse: the draft layers of {drafts.method} read all tokens on the device.",
             fix="draft from n-grams, or leave hisparse out.",
         )
     for option in ("pp", "dcp"):

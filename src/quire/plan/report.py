@@ -41,6 +41,9 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
         found.append(Line(name="not asked for", bytes=rest, why="what --kv-memory leaves of the device"))
     why = f"{memory.max_requests:,} requests of up to {memory.pages_per_row:,} page ids of 4 bytes"
     found.append(Line(name="request tables", bytes=memory.row_bytes, why=why, where="host"))
+    if memory.hot is not None:
+        why = f"which slot has which token, of {memory.max_requests:,} requests and {len(memory.index_owners)} indexes"
+        found.append(Line(name="slot tables", bytes=memory.slot_table_bytes, why=why, where="host"))
     return tuple(found)
 
 

@@ -23,7 +23,6 @@ from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
 from quire.sparse.hot_slots import HotSlots
-from quire.spec.layers import INDEX_KEYS, KEY_BOUNDS
 
 Positions = npt.NDArray[np.int32]
 
@@ -55,10 +54,8 @@ class HiSparseCoordinator:
         self.top_k = plan.hot.top_k
         self._row_slots = plan.hot_frames_per_row * plan.page_size
         self._first_slot = plan.page_size  # frame 0 is padding
-        fields = [field for group in plan.groups for field in group.layout.fields]
-        owning = [field for field in fields if field.name in (INDEX_KEYS, KEY_BOUNDS[0])]
-        self._owners = sorted(layer for field in owning for layer in field.layers)
-        self.hot = HotSlots(len(self._owners), plan.max_requests, self.buffer_size)
+        self._owners = plan.index_owners
+        self.hot = HotSlots(len(self._owners), plan.max_requests, self.buffer_size, context=plan.context)
         self._serials = np.zeros(plan.max_requests, dtype=np.int64)
         self._backed_up = self._swapped_bytes = 0
 

@@ -45,11 +45,11 @@ class SwapIn:
 class HotSlots:
     """The hot buffers of one engine: `num_indexes` per cache row, all empty at first. Arithmetic alone: no bytes move.
 
-    Memory in bytes, per index and row: 8 for each slot and 2 for each token of the longest context so far. The system
-    provides the latter only where tokens were swapped in.
+    Memory: `HotBuffers.slot_table_bytes` per index and row. The system provides that of a token only where tokens were
+    swapped in. The tables grow beyond `context` tokens, in one call that takes seconds if they are large.
     """
 
-    def __init__(self, num_indexes: int, num_rows: int, buffer_size: int) -> None:
+    def __init__(self, num_indexes: int, num_rows: int, buffer_size: int, *, context: int = 0) -> None:
         assert 0 < buffer_size <= MOST_BUFFER_TOKENS, "a slot is an int16"
         self.buffer_size = buffer_size
         self.hit_tokens = 0
@@ -58,7 +58,7 @@ class HotSlots:
         self._newest, self._none = buffer_size + 1, buffer_size + 2
         self._ranks = np.arange(buffer_size, dtype=np.uint16)
         self.shape = shape = (num_indexes, num_rows)
-        self._slot_of = np.zeros((*shape, 1), dtype=np.int16)  # by position + 1
+        self._slot_of = np.zeros((*shape, context + 1), dtype=np.int16)  # by position + 1
         self._position = np.full((*shape, buffer_size + 3), -1, dtype=np.int32)  # by slot + 1; its ends have no meaning
         self._stamp = np.full((*shape, buffer_size + 3), CLOCK_END, dtype=np.uint16)  # the same
         self._stamp[..., 1 : self._newest] = self._ranks

@@ -124,3 +124,8 @@ class HotBuffers:
     def frames_per_row(self, page_size: int) -> int:
         """Device frames of one request's buffer."""
         return pages_for(self.buffer_size + 1, page_size)
+
+    def slot_table_bytes(self, context: int) -> int:
+        """Bytes on the host of the tables that say which slot of one request and index has which of `context` tokens:
+        a position, a stamp and a place in the order for each slot, and a slot for each token."""
+        return (4 + 2) * (self.buffer_size + 3) + 2 * (self.buffer_size + 1) + 8 + 2 * (context + 1)
