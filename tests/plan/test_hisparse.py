@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.engine.hisparse import warn_of_loss
 from quire.errors import InvalidInput, PlanError
+from quire.plan.budget import parse_bytes
 from quire.plan.devices import DEVICES, find_device
 from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
 from quire.plan.parallel import Parallelism
@@ -168,8 +170,12 @@ def test_the_ledger_and_the_requests_follow_host_memory() -> None:
     bounded = plan_of("deepseek-v3.2", context=131_072, host_memory=100 * GIB)
     assert bounded.memory.host_bytes <= 100 * GIB < free.memory.host_bytes
     assert bounded.requests_at(131_072) == bounded.config.max_total_num_tokens // 131_072
-    with pytest.raises(PlanError, match="host memory"):
+    with pytest.raises(PlanError, match="host memory") as refused:
         plan_of("deepseek-v3.2", {"host_to_device_ratio": 8}, host_memory=10 * GIB)
+    advised = re.search("--host-memory ([0-9]+[A-Za-z]+)", refused.value.fix)
+    assert advised is not None
+    # An engine with that setting has tiers, which keep half of it.
+    plan_of("deepseek-v3.2", {"host_to_device_ratio": 8}, host_memory=parse_bytes(advised[1]) // 2)
 
 
 def test_ranks_and_attention_groups() -> None:
