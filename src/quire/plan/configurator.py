@@ -491,8 +491,8 @@ class HiSparsePoolConfigurator(HybridSWAPoolConfigurator):
             raise PlanError(
                 f"{options.hot.contents} of {latents.frames * page_size:,} tokens take {format_bytes(latents.bytes)} "
                 f"of host memory, and {format_bytes(options.host_bytes)} may be used.",
-                fix=f"use --host-memory {round_up_bytes(2 * latents.bytes).replace(' ', '')} or more, of which an engine "
-                f"gives {options.hot.contents} half; or a lower host_to_device_ratio, or less KV memory.",
+                fix=f"use --host-memory {round_up_bytes(2 * latents.bytes).replace(' ', '')} or more (an engine gives "
+                f"{options.hot.contents} half of it), a lower host_to_device_ratio, or less KV memory.",
             )
         return self.calculate_pool_sizes_from_max_tokens(frames * page_size, page_size, available_bytes=available_bytes)
 
