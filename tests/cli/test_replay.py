@@ -13,6 +13,7 @@ import pytest
 from quire.cache.running import RunningTables
 from quire.prefix.evict import POLICIES
 from quire.sim.replay import Replay
+from quire.sim.selections import drifting_selections
 from quire.sim.workloads import WORKLOADS
 from tests.cli.conftest import Run
 
@@ -66,6 +67,58 @@ def test_speculation_is_replayed(run: Run) -> None:
     for wrong, why in (("4", "records no acceptance"), ("x", "no number of drafts"), ("4,2", "an acceptance of 2")):
         refused = run("replay", *SHORT, "--speculate", wrong)
         assert refused.exit_code == 2 and why in " ".join(refused.stderr.split()), refused.stderr
+
+
+HOT = ("chat", "--limit", 6, "-m", "deepseek-v3.2", "--policy", "lru", "--pool-tokens", "64k", "--hisparse", "{}")
+
+
+def test_latents_in_host_memory_are_replayed(run: Run, tmp_path: Path) -> None:
+    """Beside latents on the device. Drawn selections follow the drift and the seed, recorded ones the file."""
+    resident, hot = runs(run, *HOT, "--check", "reads")
+    assert resident["hisparse"] is None
+    found = hot["hisparse"]
+    assert (found["source"], found["device_buffer_size"], found["top_k"]) == ("drift 0.95", 4096, 2048)
+    assert 0 < found["hit_rate"] <= found["optimal_hit_rate"] < 1
+    assert found["resident_most_running"] == resident["most_running"]
+    assert found["loses"] and found["swapped_bytes_per_step"] > 0
+    still = runs(run, *HOT, "--selection-drift", 1)[1]["hisparse"]
+    assert still["source"] == "drift 1" and still["hit_rate"] > found["hit_rate"]
+    slow = runs(run, *HOT, "--host-bandwidth", 1)[1]["hisparse"]
+    assert slow["swap_s_per_step"] > 2 * found["swap_s_per_step"]
+    path = tmp_path / "selections.npz"
+    drifting_selections(0.5, context=12288, top_k=2048, steps=8).save(path)
+    recorded = runs(run, *HOT, "--selections", path)[1]["hisparse"]
+    assert recorded["source"] == "selections.npz" and recorded["hit_rate"] < found["hit_rate"]
+    shown = " ".join(run("replay", *HOT).stdout.split())
+    for part in ("hot buffers", "+ hot", "buffers of 4,096 tokens", "hisparse loses", "selections: drift 0.95"):
+        assert part in shown, part
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("--selection-drift", "0.9"), "add --hisparse"),
+        (("--selections", "some.npz"), "add --hisparse"),
+        (("--hisparse", "{}"), "the plain model selects no tokens"),
+        (("--hisparse", "{}", "-m", "llama-3.1-8b"), "no layer of LlamaForCausalLM selects latents"),
+        ((*HOT[3:], "--selections", "missing.npz"), "missing.npz has no selections"),
+        ((*HOT[3:], "--selections", "narrow.npz"), "selections of 8 tokens, and the model selects 2,048"),
+        ((*HOT[3:], "--selections", "narrow.npz", "--selection-drift", 0.9), "either recorded or drawn"),
+        ((*HOT[3:], "--selection-drift", 2), "less than or equal to 1"),
+        ((*HOT[3:], "--speculate", "4,0.7"), "not yet with --speculate"),
+        ((*HOT[3:], "--host-tokens", "64k"), "not yet with tiers"),
+        ((*HOT[3:], "--prefill", 1), "not yet with roles"),
+        ((*HOT[3:-1], '{"selection": "page_bounds", "top_k": 64}'), "page_bounds are not simulated"),
+        ((*HOT[3:-1], '{"device_buffer_size": 2}'), "a device_buffer_size of 2"),
+    ],
+)
+def test_hot_buffers_that_cannot_be_replayed_are_refused(
+    run: Run, given: tuple[object, ...], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    drifting_selections(0.9, context=40, top_k=8, steps=3).save(tmp_path / "narrow.npz")
+    refused = run("replay", "chat", "--limit", 2, *given)
+    assert refused.exit_code == 2 and why in " ".join(refused.stderr.split()), refused.stderr
 
 
 def test_the_same_words_give_the_same_digest(run: Run) -> None:

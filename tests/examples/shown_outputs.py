@@ -89,6 +89,15 @@ def replay() -> str:
     return text[text.index("workload chat") :].replace(REPLAYED, "replay.svg")
 
 
+def replay_hisparse() -> str:
+    """A load that hot buffers are for."""
+    text = output_of(
+        *("replay", "over-commit:pool=370000,prompt=32768,output=1024", "-m", "deepseek-v3.2", "--gpu", "h200-141gb"),
+        *("--tp", "8", "--policy", "density", "--pool-tokens", "112k", "--hisparse", "{}"),
+    )
+    return text[text.index("workload over-commit") :]
+
+
 def serve() -> str:
     """What the server says when it is ready."""
     server = subprocess.Popen((*QUIRE, "serve"), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
@@ -127,6 +136,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "tiers": example_of_tiers,
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
     "replay": replay,
+    "replay-hisparse": replay_hisparse,
     "explain": lambda: output_of("explain", "sessions", EXPLAINED, "--pool-tokens", "1/8"),
     "fuzz": lambda: output_of("--seconds", "10", "--seed", "1", program=FUZZ),
     "fuzz-found": fuzz_found,

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.report import Report, named_rows
-from quire.engine.config import LoadWord, PrefetchWord, WriteWord
+from quire.engine.config import HiSparse, LoadWord, PrefetchWord, WriteWord
 from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.sim.trace_request import Trace
 
 _COST, _ENGINE, _TIERS, _ROLES = "Cost of steps", "Engine", "Below the device", "Roles"
+_HISPARSE = "Latents in host memory"
 
 
 class ReplayedCache(Settings):
@@ -87,6 +88,29 @@ class ReplayedTiers(Settings):
     )
 
 
+class ReplayedHiSparse(Settings):
+    """Latents in host memory and hot buffers on the device, beside all latents on the device in the same bytes."""
+
+    hisparse: HiSparse | None = setting(
+        None,
+        "Replay each pool without and with latents in host memory: a JSON object, or {} for planned sizes.",
+        group=_HISPARSE,
+        metavar="JSON",
+        otherwise="all latents on the device",
+    )
+    selections: Path | None = setting(
+        None, "What requests select: a file of `quire record-selections`.", group=_HISPARSE, otherwise="drawn"
+    )
+    selection_drift: float | None = setting(
+        None,
+        "Correlation of two steps in drawn selections: at 1, a request selects the same tokens in all steps.",
+        group=_HISPARSE,
+        otherwise="0.95",
+        ge=0,
+        le=1,
+    )
+
+
 class ReplayedRoles(Settings):
     """Engines that compute prompts for others, beside as many engines that do everything."""
 
@@ -108,7 +132,12 @@ class ReplayOutput(Settings):
 
 
 def replay(
-    output: ReplayOutput, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers, roles: ReplayedRoles
+    output: ReplayOutput,
+    cache: ReplayedCache,
+    engine: ReplayedEngine,
+    tiers: ReplayedTiers,
+    hisparse: ReplayedHiSparse,
+    roles: ReplayedRoles,
 ) -> Report:
     """Replay a trace through the cache and the scheduler of the engine, on a simulated device.
 
@@ -130,7 +159,7 @@ def replay(
     from quire.sim.trace import open_trace
 
     plot = output.plot
-    grid = grid_of(cache, engine, tiers)
+    grid = grid_of(cache, engine, tiers, hisparse)
     if plot is not None:
         check_chart(plot)
     trace = open_trace(output.trace, limit=cache.limit, seed=cache.seed)
@@ -156,6 +185,8 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles,
     from quire.sim.comparison import replay_roles
     from quire.sim.peers import SimulatedLink
 
+    if grid.hisparse is not None:
+        raise InvalidInput("--hisparse: not yet with roles.", fix="leave --prefill and --decode out.")
     if plot is not None:
         raise InvalidInput("--plot draws pools, and roles have none to compare.", fix="leave it out.")
     if roles.prefill is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.cli.planned_model import PlannedModel, planned_model
-from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedTiers
+from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedHiSparse, ReplayedTiers
 from quire.errors import InvalidInput
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan
@@ -13,8 +13,10 @@ from quire.plan.source import read_model_config
 from quire.prefix.evict import eviction_policy
 from quire.sim.clock import CostModel, fit_cost_model, measure_engine
 from quire.sim.comparison import Grid, SimulatedModel
+from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.pools import PLAIN, read_pool_sizes
 from quire.sim.replay import ReplaySettings
+from quire.sim.selections import Selections
 from quire.sim.tiers import SimulatedTiers
 from quire.spec.config_reader import ConfigReader
 from quire.spec.record_size import HEADER_BYTES
@@ -28,10 +30,16 @@ _COSTS_LIKE = "llama-3.1-8b"
 
 
 def grid_of(
-    cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers | None = None, *, explain: bool = False
+    cache: ReplayedCache,
+    engine: ReplayedEngine,
+    tiers: ReplayedTiers | None = None,
+    hisparse: ReplayedHiSparse | None = None,
+    *,
+    explain: bool = False,
 ) -> Grid:
     """What to compare. Raises InvalidInput for bad values, and the errors of reading a model."""
     speculation, acceptance = _drafts(engine.speculate)
+    hot = _hisparse(hisparse or ReplayedHiSparse(), cache, engine, tiers or ReplayedTiers())
     return Grid(
         models=[_model(name, engine) for name in cache.model or (PLAIN,)],
         policies=_policies(cache.policy),
@@ -40,7 +48,8 @@ def grid_of(
         page_sizes=_page_sizes(cache.page_size),
         max_running=engine.max_running_requests,
         speculation=speculation,
-        tiers=_tiers(tiers) if tiers is not None else None,
+        tiers=_tiers(tiers) if tiers is not None and hot is None else None,
+        hisparse=hot,
         settings=ReplaySettings(
             order=engine.order,
             chunk=engine.max_num_batched_tokens,
@@ -98,6 +107,40 @@ def _tiers(asked: ReplayedTiers) -> SimulatedTiers | None:
         write=WritePolicy(asked.write_policy),
         prefetch=PrefetchPolicy(asked.prefetch_policy),
         always=asked.load == "always",
+    )
+
+
+def _hisparse(
+    asked: ReplayedHiSparse, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers
+) -> SimulatedHiSparse | None:
+    """The hot buffers, or None. Raises InvalidInput if they contradict other settings."""
+    if asked.hisparse is None:
+        if asked != ReplayedHiSparse():
+            raise InvalidInput("selections are for hot buffers, and there are none.", fix="add --hisparse '{}'.")
+        return None
+    if asked.selections is not None and asked.selection_drift is not None:
+        raise InvalidInput("selections are either recorded or drawn.", fix="leave --selection-drift out.")
+    if not cache.model:
+        raise InvalidInput("--hisparse: the plain model selects no tokens.", fix="add --model deepseek-v3.2, say.")
+    if asked.hisparse.selection is not None:
+        raise InvalidInput(
+            f"--hisparse: selections of {asked.hisparse.selection} are not simulated.",
+            fix="use a model with an indexer.",
+        )
+    if engine.speculate is not None:
+        raise InvalidInput("--hisparse: not yet with --speculate.", fix="leave one of them out.")
+    if tiers.model_fields_set - {"host_bandwidth"}:
+        raise InvalidInput(
+            "--hisparse: not yet with tiers.", fix="of the options for tiers, give --host-bandwidth alone."
+        )
+    return SimulatedHiSparse(
+        config=asked.hisparse,
+        selections=Selections.load(asked.selections) if asked.selections is not None else None,
+        source=asked.selections.name if asked.selections is not None else "",
+        link_rate=(tiers.host_bandwidth or 0.0) * 1e9,
+        ranks=engine.tp,
+        seed=cache.seed,
+        **({} if asked.selection_drift is None else {"drift": asked.selection_drift}),
     )
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.report import plain_table, told_of_drafts
-from quire.plan.budget import counted
+from quire.plan.budget import counted, format_bytes
 from quire.sim.comparison import ReportProgress
 from quire.sim.result import ReplayResult
 from quire.sim.roles import RolesResult
@@ -33,6 +33,12 @@ _LEGEND = (
     "manager: CPU time of scheduler and cache. digest: equal where all hits and evictions are."
 )
 _PERCENTILES = (50, 95, 99)
+_HOT_COLUMNS = ("policy", "pool, tokens", "at most", "mean", "hit", "optimum", "MB", "ms")
+_HOT_LEGEND = (
+    "+ hot: latents in host memory, in the same device bytes; ->: without and with. at most, mean: requests that run "
+    "in a step. hit: share of the selected tokens that were in hot buffers; optimum: Belady's. MB, ms: swapped in by a "
+    "step that decodes, on one rank, and its time with bookkeeping."
+)
 _TIER_COLUMNS = ("policy", "device", "host", "storage", "declined", "saved", "loaded", "fetched")
 
 
@@ -52,6 +58,10 @@ def shown_runs(trace: Trace, runs: Sequence[ReplayResult]) -> Iterator[Renderabl
             for table in _tier_tables(same):
                 yield table
                 yield ""
+    for same in pools:
+        if hot := [run for run in same if run.hisparse]:
+            yield plain_table(_HOT_COLUMNS, map(_hot_row, hot), title=f"{_pool_of(hot[0], ':')}: hot buffers")
+            yield Text(f"\n{_HOT_LEGEND}\n", style="dim")
     yield from _remarks(pools)
 
 
@@ -103,7 +113,7 @@ def _pool_of(run: ReplayResult, after_model: str = ",") -> str:
 def _row(result: ReplayResult) -> tuple[str, ...]:
     first, late = result.first_token_seconds((50, 99))
     return (
-        result.policy if result.tiers is None else "  + tiers",
+        "  + tiers" if result.tiers else "  + hot" if result.hisparse else result.policy,
         f"{result.hit_rate:.2%}",
         "" if result.gap_closed is None else f"{result.gap_closed:.1%}",
         _short(result.evicted_tokens),
@@ -146,6 +156,21 @@ def _tier_use(result: ReplayResult) -> tuple[str, ...]:
     return (result.policy, *(f"{share / tokens:.2%}" for share in shares), *(f"{size / 1e9:.2f}" for size in moved))
 
 
+def _hot_row(result: ReplayResult) -> tuple[str, ...]:
+    use = result.hisparse
+    assert use is not None
+    return (
+        result.policy,
+        f"{_short(use.resident_tokens)} -> {_short(use.tokens)}",
+        f"{use.resident_most_running:,} -> {result.most_running:,}",
+        f"{use.resident_mean_running:,.1f} -> {result.mean_running:,.1f}",
+        f"{use.hit_rate:.1%}",
+        "" if use.optimal_hit_rate is None else f"{use.optimal_hit_rate:.1%}",
+        f"{use.swapped_bytes_per_step / 1e6:,.1f}",
+        f"{1e3 * use.swap_s_per_step:,.1f}",
+    )
+
+
 def _first_token_times(result: ReplayResult) -> list[float]:
     return [*result.first_token_seconds(_PERCENTILES), result.mean_first_token_seconds]
 
@@ -172,6 +197,14 @@ def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
     for run in runs:
         if (found := run.speculation) is not None:
             yield Text(f"{_pool_of(run)}, {run.policy}: {told_of_drafts(found)}.")
+    for run in runs:
+        if (use := run.hisparse) is not None:
+            yield Text(
+                f"{_pool_of(run)}: buffers of {use.device_buffer_size:,} tokens, of which a step reads {use.top_k:,}; "
+                f"latents take {format_bytes(use.host_bytes)} of host memory; selections: {use.source}."
+            )
+            if use.loses:
+                yield Text(f"{_pool_of(run)}, {run.policy}: hisparse loses: {use.loses}.", style="yellow")
     for run in runs:
         for change in run.tiers.changes if run.tiers is not None else ():
             what = f"turned itself off: {change.why}" if change.why else "is on again"

@@ -223,10 +223,13 @@ class VirtualClock:
         self._cost = cost
         self._free_at = 0.0
 
-    def launch(self, starts: Lengths, ends: Lengths, *, drafts: Lengths | None = None, arrives: float = 0.0) -> float:
+    def launch(
+        self, starts: Lengths, ends: Lengths, *, drafts: Lengths | None = None, arrives: float = 0.0, swap: float = 0.0
+    ) -> float:
         """A step is launched now (`CostModel.seconds`); returns the time at which it will have settled. Its layers wait
-        for those of a load that ends at `arrives`; after that only the work of the last layer remains."""
-        seconds = self._cost.seconds(starts, ends, drafts)
+        for those of a load that ends at `arrives`; after that only the work of the last layer remains. In all layers
+        together it waits `swap` seconds for what is read from host memory."""
+        seconds = self._cost.seconds(starts, ends, drafts) + swap
         self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
         if arrives:
             self._free_at = max(self._free_at, arrives + seconds * _LAST_LAYER)

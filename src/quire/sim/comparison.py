@@ -12,6 +12,7 @@ from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.sim.clock import CostModel
+from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.hit_bounds import HitBounds
 from quire.sim.peers import SimulatedLink
 from quire.sim.pools import PLAIN, model_pools, plain_pools
@@ -45,7 +46,8 @@ class SimulatedModel:
 class Grid:
     """What to compare. A pool is a number of tokens or a part of the trace's working set. With `grows`, a part that
     holds no request of the trace becomes the smallest pool that holds all of them. With `tiers`, every replay is done
-    without them and then with them. With `speculation`, requests draft as `ReplaySettings.acceptance` says."""
+    without them and then with them, and with `hisparse` with all latents on the device and then with hot buffers in the
+    same bytes. With `speculation`, requests draft as `ReplaySettings.acceptance` says."""
 
     models: Sequence[SimulatedModel]
     policies: Sequence[str]
@@ -56,6 +58,7 @@ class Grid:
     grows: bool = False
     speculation: SpeculativeConfig | None = None
     tiers: SimulatedTiers | None = None
+    hisparse: SimulatedHiSparse | None = None
 
 
 def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayResult]:
@@ -153,8 +156,9 @@ def _pool_tokens(
 def _replays(
     trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, progress: ReportProgress
 ) -> Iterator[ReplayResult]:
-    """By policy, without tiers and with them."""
+    """By policy, without tiers and with them, or with all latents on the device and then in host memory."""
     plan = _plan(trace, grid, model, page_size, tokens)
+    hot = _plan(trace, grid, model, page_size, tokens, hot=True) if grid.hisparse is not None else None
     cost = model.cost(plan)
     variants: list[SimulatedTiers | None] = [None]
     if grid.tiers is not None:
@@ -167,22 +171,63 @@ def _replays(
             settings = replace(grid.settings, policy=policy, tiers=tiers)
             result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
             # Plans of windows only have more pages than `tokens`.
-            yield replace(result, pool_tokens=tokens, trace=trace.name, model=model.name)
+            result = replace(result, pool_tokens=tokens, trace=trace.name, model=model.name)
+            yield result
+        if hot is not None:
+            what = f"{model.name}, {policy}, pages of {page_size}, hot buffers"
+            progress(what, 0)
+            settings = replace(grid.settings, policy=policy, hisparse=grid.hisparse)
+            found = Replay(hot, cost, settings, progress=partial(progress, what)).run(trace)
+            found = replace(found, pool_tokens=tokens, trace=trace.name, model=model.name)
+            yield _beside_resident(found, result, plan.num_tokens)
 
 
-def _plan(trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int) -> MemoryPlan:
+def _beside_resident(found: ReplayResult, resident: ReplayResult, resident_tokens: int) -> ReplayResult:
+    """A replay with hot buffers, with the numbers of one without, and why it loses."""
+    use = found.hisparse
+    assert use is not None
+    loses = ""
+    if use.tokens < resident_tokens:
+        loses = f"{use.tokens:,} tokens fit, and {resident_tokens:,} with all latents on the device"
+    elif found.output_rate < resident.output_rate:
+        loses = (
+            f"{found.output_rate:,.1f} output tokens a second, and {resident.output_rate:,.1f} with all latents on the "
+            "device"
+        )
+    use = replace(
+        use,
+        resident_tokens=resident_tokens,
+        resident_most_running=resident.most_running,
+        resident_mean_running=resident.mean_running,
+        loses=loses,
+    )
+    return replace(found, hisparse=use)
+
+
+def _plan(
+    trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, *, hot: bool = False
+) -> MemoryPlan:
     lengths = [prompt + max(1, output) for prompt, output in trace.lengths]
     running, chunk, drafts = grid.max_running, grid.settings.chunk, grid.speculation
     if model.spec is None:
         return plain_pools(tokens, page_size, context=max(lengths), max_running=running, speculation=drafts)
     return model_pools(
-        model.spec, tokens, page_size, lengths=lengths, max_running=running, chunk=chunk, speculation=drafts
+        model.spec,
+        tokens,
+        page_size,
+        lengths=lengths,
+        max_running=running,
+        chunk=chunk,
+        speculation=drafts,
+        hisparse=grid.hisparse.config if hot and grid.hisparse is not None else None,
     )
 
 
 def _with_gaps(results: Sequence[ReplayResult]) -> Iterator[ReplayResult]:
     """The results with the part of the gap that each closes, if there is a replay of LRU to compare with."""
-    baseline = {each.place: each.hit_rate for each in results if each.policy == _BASELINE and each.tiers is None}
+    baseline = {
+        each.place: each.hit_rate for each in results if each.policy == _BASELINE and not (each.tiers or each.hisparse)
+    }
     for result in results:
         least = baseline.get(result.place)
         if least is not None and (gap := result.optimal_hit_rate - least) > 0:

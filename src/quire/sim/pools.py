@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import MemoryPlan, parse_tokens
 from quire.plan.mix import mix_of
 from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
 from quire.spec.group import GroupSpec
+from quire.spec.hisparse import HiSparseConfig
 from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
@@ -53,9 +54,12 @@ def model_pools(
     max_running: int,
     chunk: int,
     speculation: SpeculativeConfig | None = None,
+    hisparse: HiSparseConfig | None = None,
 ) -> MemoryPlan:
     """Pools of a model for that many tokens, split between its groups as `quire plan` does for requests of these
-    lengths. Requests beyond the model's context are refused when they arrive. Raises the planner's errors."""
+    lengths. Requests beyond the model's context are refused when they arrive. With `hisparse`, the bytes on the device
+    are those of that many tokens without it. Raises the planner's errors, and InvalidInput if these bytes have no room
+    for a hot buffer."""
     settings = PlanSettings(
         kv_memory=_NO_LIMIT,
         page_size=page_size,
@@ -67,6 +71,15 @@ def model_pools(
         speculation=speculation,
     )
     plan = make_plan(spec, settings).memory
+    if hisparse is not None:
+        settings = replace(settings, kv_memory=plan.pool_bytes, max_total_tokens=None, hisparse=hisparse)
+        try:
+            plan = make_plan(spec, settings).memory
+        except PlanError as error:
+            raise InvalidInput(
+                f"hisparse in the device bytes of {pool_tokens:,} tokens: {error.message}",
+                fix="raise --pool-tokens, or lower the device_buffer_size.",
+            ) from None
     return replace(plan, max_requests=min(plan.max_requests, max_running))
 
 

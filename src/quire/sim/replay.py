@@ -27,6 +27,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
 from quire.sim.clock import CostModel, VirtualClock
 from quire.sim.device import SimulatedDevice, SimulatedStep, frames_of
+from quire.sim.hisparse import SimulatedHiSparse, VirtualBuffers
 from quire.sim.result import OccupancyLog, ReplayResult, RequestRecord
 from quire.sim.scripts import ScriptedRequest, SimulatedDrafter, scripted
 from quire.sim.tiers import LAYER, SimulatedTiers, VirtualTiers
@@ -45,8 +46,8 @@ _POLL_S = 0.005  # between polls of transfers if nothing can be computed: the en
 class ReplaySettings:
     """The engine's settings: the eviction policy, the order of waiting requests, the tokens of one step, whether a step
     is launched before the one before it has settled, what is checked, whether each record says why no more of its
-    prompt was cached, and the lower tiers. `acceptance` is the chance of a draft to be right if the plan has
-    speculation; None: as recorded in the trace."""
+    prompt was cached, the lower tiers, and the selections of a plan with hot buffers. `acceptance` is the chance of a
+    draft to be right if the plan has speculation; None: as recorded in the trace."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -56,6 +57,7 @@ class ReplaySettings:
     checkpoint_interval: int = 512
     explain: bool = False
     tiers: SimulatedTiers | None = None
+    hisparse: SimulatedHiSparse | None = None
     acceptance: float | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +127,7 @@ class Replay:
         if plan.speculation is not None:
             drafter = SimulatedDrafter(self.device.scripts, settings.acceptance)
             self.speculator = Speculator(drafter, None, plan.tokens_per_step - 1)
+        self._buffers = VirtualBuffers(settings.hisparse, plan, cost) if settings.hisparse is not None else None
         self._settings = settings
         self._progress = progress
         self._peers = peers
@@ -135,7 +138,7 @@ class Replay:
         self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will leave
         self._in_flight: SimulatedStep | None = None
         self._settled_at = 0.0  # the time at which the last step settled
-        self._steps = 0
+        self._steps = self._most_running = self._all_running = 0
         self._manager = _CpuTime()
         self._records: list[RequestRecord] = []
         self._digest = hashlib.sha256()
@@ -252,6 +255,8 @@ class Replay:
 
     def _launch(self, scheduled: Step) -> SimulatedStep:
         self._steps += 1
+        self._most_running = max(self._most_running, self.scheduler.num_running)
+        self._all_running += self.scheduler.num_running
         fence, ends = self.cache.open_fence(), scheduled.ends
         with self._manager:
             found = [self.cache.launch(index, scheduled.batch, ends, scheduled.draw_counts) for index in self._carried]
@@ -264,7 +269,8 @@ class Replay:
             arrives = max(map(self.tiers.mover.end_of, launched.loads), default=0.0)
         drafts = ends - launched.ends if self.speculator is not None else None
         launched.began = self.clock.now
-        launched.done = self.clock.launch(scheduled.starts, ends, drafts=drafts, arrives=arrives)
+        swap = self._buffers.seconds(scheduled) if self._buffers is not None else 0.0
+        launched.done = self.clock.launch(scheduled.starts, ends, drafts=drafts, arrives=arrives, swap=swap)
         return launched
 
     def _settle(self, launched: SimulatedStep) -> None:
@@ -390,7 +396,10 @@ class Replay:
             digest=self._digest.hexdigest(),
             checked=self._settings.check,
             occupancy=tuple(self._occupancy.samples),
+            most_running=self._most_running,
+            mean_running=self._all_running / max(1, self._steps),
             tiers=self.tiers.use(self.cache) if self.tiers is not None else None,
+            hisparse=self._buffers.use() if self._buffers is not None else None,
             speculation=self.speculator.statistics() if self.speculator is not None else None,
         )
 

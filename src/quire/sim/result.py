@@ -11,6 +11,7 @@ import numpy as np
 from quire.cache import KVCache
 from quire.observe.explain import Cause, Explanation
 from quire.scheduler.scheduler import Scheduler
+from quire.sim.hisparse import HiSparseUse
 from quire.sim.tiers import TierUse
 
 
@@ -55,7 +56,8 @@ class ReplayResult:
     never hold: they count, and hit nothing. Requests whose client left before they ran count in neither.
 
     `manager_seconds` is the CPU time inside the scheduler and the cache, `wall_seconds` the real time of the whole
-    replay. `digest` is equal for two replays with the same hits, evictions, preemptions and draws, request by request.
+    replay. `most_running` and `mean_running` are the requests that run in a step. `digest` is equal for two replays
+    with the same hits, evictions, preemptions and draws, request by request.
     """
 
     policy: str
@@ -74,10 +76,15 @@ class ReplayResult:
     digest: str
     checked: str
     occupancy: tuple[Occupancy, ...]
+    most_running: int
+    mean_running: float
     tiers: TierUse | None = None
     """The results of the tiers, if there are any."""
     speculation: dict[str, Any] | None = None
     """What was drafted and accepted (`Speculator.statistics`), if anything could be."""
+
+    hisparse: HiSparseUse | None = None
+    """The hot buffers, if latents are in host memory."""
 
     # What a comparison adds. Rates are shares of `prompt_tokens`.
     trace: str = ""
@@ -97,7 +104,7 @@ class ReplayResult:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Model, page size and pool: policies and tiers are compared where these are equal."""
+        """Model, page size and pool: policies, tiers and hisparse are compared where these are equal."""
         return self.model, self.page_size, self.pool_tokens
 
     @property
@@ -146,6 +153,7 @@ class ReplayResult:
             "output_tokens_per_s": self.output_rate,
             "virtual_seconds": self.seconds,
             "tiers": asdict(self.tiers) if self.tiers is not None else None,
+            "hisparse": asdict(self.hisparse) if self.hisparse is not None else None,
         }
 
     def _first_token_times(self) -> list[float]:
@@ -155,7 +163,8 @@ class ReplayResult:
 _JSON_FIELDS = (
     "trace", "model", "policy", "page_size", "pool_tokens", "pool_note", "working_set_tokens", "refused_tokens",
     "prompt_tokens", "output_tokens", "hit_tokens", "hit_rate", "ideal_hit_rate", "optimal_hit_rate", "gap_closed",
-    "evicted_tokens", "preemptions", "steps", "speculation", "manager_seconds", "wall_seconds", "checked", "digest",
+    "evicted_tokens", "preemptions", "steps", "most_running", "mean_running", "speculation", "manager_seconds",
+    "wall_seconds", "checked", "digest",
 )  # fmt: skip
 
 _MOST_SAMPLES = 512

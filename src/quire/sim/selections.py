@@ -75,11 +75,14 @@ class Selections:
 class SelectionRecorder(HotSlots):
     """Hot slots that record what is selected. They take the place of those of an engine before its first request.
 
-    Rows whose context is no longer than the selection select all of it.
+    Rows whose context is no longer than the selection select all of it. If more than `limit` tokens are selected,
+    nothing is recorded, and `is_complete` is False.
     """
 
-    def __init__(self, replaced: HotSlots) -> None:
+    def __init__(self, replaced: HotSlots, *, limit: int = 2**62) -> None:
         super().__init__(*replaced.shape, replaced.buffer_size)
+        self.is_complete = True
+        self._room = limit
         self._request = np.zeros(self.shape[1], dtype=np.int32)
         self._begun, self._steps = 0, 0
         self._calls: list[Selections] = []
@@ -89,7 +92,12 @@ class SelectionRecorder(HotSlots):
         self._steps += index == 0
         step, of_index = (np.full(len(rows), value, dtype=np.int32) for value in (self._steps - 1, index))
         request = self._request[rows]
-        self._calls.append(Selections(step, of_index, request, newest.astype(np.int32), positions.copy()))
+        self._room -= positions.size
+        if self._room >= 0:
+            self._calls.append(Selections(step, of_index, request, newest.astype(np.int32), positions.copy()))
+        else:
+            self.is_complete = False
+            self._calls.clear()
         return super().swap_in(index, rows, positions, newest)
 
     def forget(self, rows: Ids) -> None:
@@ -123,17 +131,69 @@ def drifting_selections(
     """
     if not 0 <= drift <= 1:
         raise InvalidInput(f"a drift of {drift:g}.", fix="give a correlation: 0 to 1.")
-    rng = np.random.default_rng(seed)
-    scores = rng.standard_normal((num_requests, context + steps), dtype=np.float32)
-    positions = np.empty((steps, num_requests, top_k), dtype=np.int32)
-    for step, found in enumerate(positions):
-        length = context + step
-        found[:] = np.argpartition(scores[:, :length], length - top_k, axis=1)[:, length - top_k :]
-        noise = rng.standard_normal((num_requests, length), dtype=np.float32)
-        scores[:, :length] = drift * scores[:, :length] + np.sqrt(1 - drift**2) * noise
-    request, step_of = np.tile(np.arange(num_requests), steps), np.repeat(np.arange(steps), num_requests)
-    columns = step_of, np.zeros_like(step_of), request, context + step_of - 1, positions.reshape(-1, top_k)
+    drawn = DriftingSelections(drift, num_rows=num_requests, context=context + steps, top_k=top_k, seed=seed)
+    rows = np.arange(num_requests, dtype=np.int32)
+    drawn.begin(rows)
+    found = [drawn.select(rows, np.full(num_requests, context + step, dtype=np.int64)) for step in range(steps)]
+    request, step_of = np.tile(rows, steps), np.repeat(np.arange(steps), num_requests)
+    positions, newest = (np.concatenate(each) for each in zip(*found, strict=True))
+    columns = step_of, np.zeros_like(step_of), request, newest, positions
     return Selections(*(column.astype(np.int32, copy=False) for column in columns))
+
+
+class DriftingSelections:
+    """The scores of `drifting_selections` for rows of any length, at most `context` tokens."""
+
+    def __init__(self, drift: float, *, num_rows: int, context: int, top_k: int, seed: int) -> None:
+        self._drift, self._top_k = drift, top_k
+        self._rng = np.random.default_rng(seed)
+        self._scores = np.zeros((num_rows, context), dtype=np.float32)
+
+    def begin(self, rows: Ids) -> None:
+        """Each row has another request from now on."""
+        self._scores[rows] = self._rng.standard_normal((len(rows), self._scores.shape[1]), dtype=np.float32)
+
+    def select(self, rows: Ids, lengths: npt.NDArray[np.int64]) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """The positions `[n, k]` that the last of `lengths` tokens of each row selects, -1 at the end, and its own."""
+        positions = np.full((len(rows), min(self._top_k, int(lengths.max()))), -1, dtype=np.int32)
+        for found, row, length in zip(positions, rows.tolist(), lengths.tolist(), strict=True):
+            if length <= self._top_k:
+                found[:length] = np.arange(length)
+                continue
+            scores = self._scores[row, :length]
+            found[:] = np.argpartition(scores, length - self._top_k)[length - self._top_k :]
+            noise = self._rng.standard_normal(length, dtype=np.float32)
+            scores[:] = self._drift * scores + np.sqrt(1 - self._drift**2) * noise
+        return positions, lengths - 1
+
+
+class RecordedSelections:
+    """Recorded selections for rows of any length. Each request takes those of the next recorded request and index, and
+    begins them again after the last one."""
+
+    def __init__(self, recorded: Selections, *, num_rows: int) -> None:
+        # Recorded positions begin again, so no position is that of a newest token for all time.
+        old = np.where(recorded.positions == recorded.newest[:, None], np.int32(-1), recorded.positions)
+        places = recorded.request.astype(np.int64) * recorded.num_indexes + recorded.index
+        self._streams = [old[places == place] for place in np.unique(places)]
+        self._newest = int(recorded.newest.max()) + 1
+        self._begun = 0
+        self._stream = np.zeros(num_rows, dtype=np.int64)
+        self._step = np.zeros(num_rows, dtype=np.int64)
+
+    def begin(self, rows: Ids) -> None:
+        """Each row has another request from now on."""
+        self._stream[rows] = (self._begun + np.arange(len(rows))) % len(self._streams)
+        self._step[rows] = 0
+        self._begun += len(rows)
+
+    def select(self, rows: Ids, lengths: npt.NDArray[np.int64]) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """As `DriftingSelections.select`; the position of each newest token is one that nothing selects."""
+        streams = [self._streams[at] for at in self._stream[rows].tolist()]
+        steps = self._step[rows].tolist()
+        self._step[rows] += 1
+        positions = np.stack([each[step % len(each)] for each, step in zip(streams, steps, strict=True)])
+        return positions, np.full(len(rows), self._newest, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
