@@ -202,7 +202,7 @@ def help_of(field: FieldInfo) -> str:
 def default_of(model: type[Settings], field: str) -> str:
     """The value that is used if a setting is not given; empty if there is nothing to say."""
     default = model.model_fields[field].default
-    if default is None or default == [] or default is False:
+    if model.model_fields[field].is_required() or default is None or default == [] or default is False:
         return str(shown_of(model, field)["otherwise"])
     return str(shown_of(model, field)["otherwise"] or ("on" if default is True else default))
 
