@@ -76,8 +76,12 @@ def test_what_a_step_waits_for() -> None:
     assert slow.seconds - fast.seconds == pytest.approx(steps * use.swapped_bytes_per_step / 1e6)
     assert "with all latents on the device" in use.loses
     follow_up = [*trace, replace(trace[0], request_id="again", arrival=100.0)]
-    again = runs(follow_up, SimulatedHiSparse(config=SMALL), running=1)[1]
+    again, soon = (
+        runs(follow_up, SimulatedHiSparse(config=SMALL, link_rate=rate), running=1)[1] for rate in (1e6, 1e15)
+    )
     assert again.hisparse is not None and again.hisparse.prompt_bytes == 96 * LATENT_BYTES
+    waits, waits_less = (each.records[1].first_token - 100.0 for each in (again, soon) if each.records[1].first_token)
+    assert waits - waits_less == pytest.approx(96 * LATENT_BYTES / 1e6)
 
 
 def test_recorded_selections_hit_as_they_do_alone() -> None:
