@@ -80,7 +80,9 @@ def _hisparse(found: Mapping[str, Any], context: int) -> Iterator[tuple[str, str
         f"{counted(found['hot_rows'], 'request')} of {found['device_buffer_size']:,} tokens, of which a step reads "
         f"{found['top_k']:,}; {found['contents']} take {format_bytes(found['host_bytes'])} of host memory",
     )
-    gain = found["gain"]
+    gain = found.get("gain")
+    if gain is None:  # of an engine, which logs whether it pays
+        return
     costs, swap = gain["costs"], format_bytes(gain["swapped_bytes"])
     yield (
         "All on device",
