@@ -35,11 +35,11 @@ def text() -> str:
     return "\n\n".join(file.read_text() for file in files)
 
 
-def build(vocab_size: int, context: int, top_k: int) -> Any:
-    """A random model of about 0.8 million parameters."""
+def build(vocab_size: int, context: int, top_k: int, *, latent: int = 64) -> Any:
+    """A random model of about 0.8 million parameters. `latent` is the width of a latent without its rotary part."""
     config = DeepseekV32Config(
         vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=2, first_k_dense_replace=2,
-        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=16,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=latent, qk_rope_head_dim=16,
         qk_nope_head_dim=32, v_head_dim=32, index_n_heads=8, index_head_dim=32, index_topk=top_k,
         max_position_embeddings=2 * context, tie_word_embeddings=True,
     )  # fmt: skip

@@ -23,3 +23,14 @@ def test_the_measurement_runs(tmp_path: Path) -> None:
     assert recorded and all(0 <= row["gap"] <= 0.05 for row in recorded)
     assert {row["latents"] for row in result["engine"]} == {"on the device", "in host memory"}
     assert all(row["swapped_bytes_per_step"] > 0 for row in result["engine"] if row["buffer"])
+    most = {row["latents"]: row["peak_running"] for row in result["offered"] if row["offered"] == 20}
+    assert most["in host memory"] >= 3.5 * most["on the device"]
+    found = result["break_even"]
+    assert most["on the device"] == found["planned_resident"] and most["in host memory"] <= found["planned_hisparse"]
+    assert found["planned_break_even"] is not None or found["planned_loses"]
+    assert found["measured"].keys() == {
+        "decode_tokens_per_cpu_s",
+        "decode_tokens_per_s",
+        "tokens_per_cpu_s",
+        "tokens_per_s",
+    }

@@ -51,12 +51,8 @@ def slots_used_since_the_sort_are_overwritten(patch: Patch) -> None:
     real = HotSlots._least_recent
 
     def least_recent(hot: HotSlots, index: int, rows: Any, counts: Any, hit: int) -> Any:
-        stamps = hot._stamp[index]
-        used = (stamps >= hot.buffer_size) & (stamps != hit)
-        stamps[used] -= hot.buffer_size
-        found = real(hot, index, rows, counts, hit)
-        stamps[used] += hot.buffer_size
-        return found
+        hot._sorted_at[index] = hit - 1
+        return real(hot, index, rows, counts, hit)
 
     patch.setattr(HotSlots, "_least_recent", least_recent)
 
@@ -64,7 +60,7 @@ def slots_used_since_the_sort_are_overwritten(patch: Patch) -> None:
 @mutant("hot slots", "where a sort is needed, the tokens that the step has found are the first to be overwritten next")
 def a_sort_ranks_what_the_call_hit(patch: Patch) -> None:
     real = HotSlots._sort
-    patch.setattr(HotSlots, "_sort", lambda hot, index, rows, hit: real(hot, index, rows, -1))
+    patch.setattr(HotSlots, "_sort", lambda hot, index, rows, hit: real(hot, index, rows, hit + 2))
 
 
 @mutant("hot slots", "a table that has grown lacks what the buffers have, and each token is copied again")

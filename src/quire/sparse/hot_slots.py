@@ -4,14 +4,15 @@ A hot buffer is `buffer_size` slots of one cache row. Layers that share an index
 buffer here per index and row. Its tokens are always clean, because host memory has every token: a slot is overwritten
 without a write-back. The newest token of a row is in a slot of its own behind the buffer, and never in the buffer.
 
-The order of use is lazy. `order` has the slots of a buffer as they were last sorted, `stamp` the rank there or, of a
-slot used since then, the call. The slots to overwrite are the next ones in `order` that have kept their rank:
+The order of use is lazy. `stamp` has the call that used a slot last, `order` the slots as call `sorted_at` sorted them.
+The slots to overwrite are the next ones in `order` that were not used since then:
 
     order   5  0  3  1  4  2      head: slots before it were overwritten
-                  ^ head          stamp[3] = 2, stamp[1] = 9 (used since), stamp[4] = 4, ...
+                  ^ head          sorted_at = 8: stamp[3] = 5, stamp[1] = 9 (used since), stamp[4] = 7, ...
 
-A buffer is sorted again when the next slots in `order` do not suffice. Slots of one call are in this order: those that
-were loaded, those that were hit, and of each the lower slot first.
+A buffer is sorted again when the next slots in `order` do not suffice. Then they do, because a call never needs more
+slots than those that it has not hit. Slots of one call are in this order: those that were loaded, those that were hit,
+and of each the lower slot first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from quire.spec.hisparse import MOST_BUFFER_TOKENS
 from quire.spec.ids import Ids
@@ -62,9 +64,10 @@ class HotSlots:
         self._position = np.full((*shape, buffer_size + 3), -1, dtype=np.int32)  # by slot + 1; its ends have no meaning
         self._stamp = np.full((*shape, buffer_size + 3), CLOCK_END, dtype=np.uint16)  # the same
         self._stamp[..., 1 : self._newest] = self._ranks
-        self._order = np.full((*shape, buffer_size + 1), self._newest, dtype=np.int16)  # ends with one that never ranks
+        self._order = np.full((*shape, 2 * buffer_size), self._newest, dtype=np.int16)  # ends with those never taken
         self._order[..., :buffer_size] = self._ranks + 1
         self._head = np.zeros(shape, dtype=np.int64)
+        self._sorted_at = np.full(shape, buffer_size, dtype=np.uint16)
         self._clock = [buffer_size] * num_indexes
 
     def swap_in(self, index: int, rows: Ids, positions: Ids, newest: npt.NDArray[np.int64]) -> SwapIn:
@@ -86,6 +89,7 @@ class HotSlots:
         found = slot_of.take(positions_at[:, None] + positions)
         slot_of[positions_at + newest] = _ABSENT
         stamp[slots_at[:, None] + found] = hit
+        stamp[slots_at + self._newest] = CLOCK_END
 
         missing = np.flatnonzero(found == _ABSENT)
         which = missing // most
@@ -100,8 +104,9 @@ class HotSlots:
 
         self.swapped_tokens += len(missing)
         self.hit_tokens += found.size - len(missing) - int(np.count_nonzero(found > self.buffer_size))
-        slots = found.astype(np.int32) - 1
-        slots[found == self._none] = 0
+        slots = np.subtract(found, 1, dtype=np.int32)
+        if most and positions.min(initial=0) < 0:
+            slots[found == self._none] = 0
         return SwapIn(slots, rows[which], loads, taken.astype(np.int32) - 1)
 
     def forget(self, rows: Ids) -> None:
@@ -112,39 +117,45 @@ class HotSlots:
         self._order[:, rows, : self.buffer_size] = self._ranks + 1
         self._stamp[:, rows, 1 : self._newest] = self._ranks
         self._head[:, rows] = 0
+        self._sorted_at[:, rows] = self.buffer_size
 
     def _least_recent(self, index: int, rows: _Places, counts: _Places, hit: int) -> npt.NDArray[np.int16]:
         """The slots + 1 to overwrite, `counts` of each row, one row after another."""
-        size, needed = self.buffer_size, counts[:, None]
-        order, stamp = self._order[index].reshape(-1), self._stamp[index].reshape(-1)
-        window = np.arange(min(size, 2 * int(counts.max(initial=0)) + 1))
-        while True:
-            at = np.minimum(self._head[index, rows][:, None] + window, size)
-            slots = order.take((rows * (size + 1))[:, None] + at)
-            ranked = stamp.take((rows * (size + 3))[:, None] + slots) < size
-            passed = np.cumsum(ranked, axis=1, dtype=np.int16)
-            lacking = (passed < needed).all(axis=1) & (counts > 0)
-            if not lacking.any():
-                break
+        total, width = int(counts.sum()), min(self.buffer_size, 2 * int(counts.max(initial=0)) + 1)
+        slots, ranked = self._next(index, rows, width)
+        lacking = np.count_nonzero(ranked, axis=1) < counts
+        if lacking.any():
             self._sort(index, rows[lacking], hit)
-        self._head[index, rows] += (passed < needed).argmin(axis=1) + (counts > 0)
-        taken: npt.NDArray[np.int16] = slots.reshape(-1)[np.flatnonzero(ranked & (passed <= needed))]
+            slots[lacking], ranked[lacking] = self._next(index, rows[lacking], width)
+        places, held = np.flatnonzero(ranked), np.count_nonzero(ranked, axis=1)
+        ends, first = np.cumsum(counts), np.cumsum(held) - held
+        chosen = places[np.repeat(first - ends + counts, counts) + np.arange(total)]
+        some = counts > 0
+        self._head[index, rows[some]] += chosen[ends[some] - 1] - np.flatnonzero(some) * width + 1
+        taken: npt.NDArray[np.int16] = slots.reshape(-1)[chosen]
         return taken
 
+    def _next(self, index: int, rows: _Places, width: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.bool_]]:
+        """So many slots + 1 of each row from its head on, and which of them were not used since its sort."""
+        order = self._order[index].reshape(-1)
+        windows = as_strided(order, (len(order) - width + 1, width), order.strides * 2, writeable=False)
+        slots = windows[rows * self._order.shape[-1] + self._head[index, rows]]
+        stamps = self._stamp[index].reshape(-1).take((rows * self._stamp.shape[-1])[:, None] + slots)
+        return slots, stamps < self._sorted_at[index, rows][:, None]
+
     def _sort(self, index: int, rows: _Places, hit: int) -> None:
-        """Sort the slots of these rows by their last use. Those hit in this call keep their stamp."""
-        stamps = self._stamp[index, rows, 1 : self._newest]
-        order = np.argsort(stamps, axis=1, kind="stable")
+        """Sort the slots of these rows by their last use. Those hit in this call are not overwritten."""
+        order = np.argsort(self._stamp[index, rows, 1 : self._newest], axis=1, kind="stable")
         self._order[index, rows, : self.buffer_size] = order + 1
         self._head[index, rows] = 0
-        ranks = np.empty_like(stamps)
-        ranks.reshape(-1)[order + np.arange(len(rows))[:, None] * self.buffer_size] = self._ranks
-        self._stamp[index, rows, 1 : self._newest] = np.where(stamps == hit, stamps, ranks)
+        self._sorted_at[index, rows] = hit - 1
 
     def _advance_clock(self, index: int) -> tuple[int, int]:
         """The stamps of this call: of loads, and of hits."""
         if self._clock[index] + 2 >= CLOCK_END:
-            self._sort(index, np.arange(self._stamp.shape[1]), CLOCK_END)
+            self._sort(index, np.arange(self._stamp.shape[1]), self.buffer_size + 1)
+            order = self._order[index, :, : self.buffer_size].astype(np.int64)
+            np.put_along_axis(self._stamp[index], order, self._ranks[None], axis=1)
             self._clock[index] = self.buffer_size
         self._clock[index] += 2
         return self._clock[index] - 2, self._clock[index] - 1

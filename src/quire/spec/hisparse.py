@@ -127,5 +127,5 @@ class HotBuffers:
 
     def slot_table_bytes(self, context: int) -> int:
         """Bytes on the host of the tables that say which slot of one request and index has which of `context` tokens:
-        a position, a stamp and a place in the order for each slot, and a slot for each token."""
-        return (4 + 2) * (self.buffer_size + 3) + 2 * (self.buffer_size + 1) + 8 + 2 * (context + 1)
+        a position, a stamp and two places in the order for each slot, and a slot for each token."""
+        return (4 + 2) * (self.buffer_size + 3) + 2 * 2 * self.buffer_size + 8 + 2 + 2 * (context + 1)
