@@ -52,7 +52,7 @@ def test_4_gib_refuse_an_engine_of_8_and_start_one_of_what_they_name(four_gib: P
 @pytest.mark.slow
 def test_load_for_a_moment(tmp_path: Path) -> None:
     """The same load without a limit, and too short to say how memory grows."""
-    check_soak(told("soak", "-", tmp_path / "kv", 4))
+    check_soak(told("soak", "-", tmp_path / "kv", 12))
 
 
 @pytest.mark.slow
