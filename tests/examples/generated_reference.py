@@ -143,9 +143,9 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """The families that a server with all tiers, speculation and peers exposes."""
+    """The families that a server with all tiers, speculation, hot buffers and peers exposes."""
     from quire import LLM, SamplingParams
-    from quire.observe.metrics import ServerMetrics
+    from quire.observe.metrics import HISPARSE_COUNTERS, HISPARSE_GAUGES, ServerMetrics
     from quire.transfer.counts import ReceivedCounts, SentCounts
 
     with tempfile.TemporaryDirectory() as folder:
@@ -154,6 +154,7 @@ def metrics() -> str:
         with LLM(max_model_len=64, show_plan=False, speculative_config=drafts, **settings) as llm:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
             statistics = llm.statistics()
+    statistics["hisparse"] = dict.fromkeys((*HISPARSE_COUNTERS, *HISPARSE_GAUGES), 0)
     received, sent = ReceivedCounts(), SentCounts()
     received.fallbacks["closed"] = sent.failures["write"] = 1
     statistics["transfer"] = {

@@ -83,7 +83,7 @@ def test_slots_of_a_buffer_have_numbers_of_16_bits() -> None:
     [
         ("deepseek-v3", {}, {}, "no layer of DeepseekV3ForCausalLM selects latents"),
         ("llama-3.1-8b", {}, {}, "no layer of LlamaForCausalLM selects latents"),
-        ("deepseek-v4-flash", {}, {}, "no layer of DeepseekV4ForCausalLM selects latents"),
+        ("deepseek-v4-flash", {}, {}, "the indexer of DeepseekV4ForCausalLM does not select latents"),
         ("deepseek-v3.2", {"top_k": 1024}, {}, "selects 2,048 tokens"),
         ("deepseek-v3.2", {"device_buffer_size": 2047}, {}, "2,047 tokens: a step reads 2,048 selected tokens"),
         ("deepseek-v3.2", {"device_buffer_size": 111}, {"context": 100}, "reads 112 selected tokens"),

@@ -82,7 +82,7 @@ HISPARSE_COUNTERS = {
 
 HISPARSE_GAUGES = {
     "device_buffer_size": "Tokens of the hot buffer of a request.",
-    "host_bytes": "Bytes of latents in host memory.",
+    "host_bytes": "Bytes of latents, or of keys and values, in host memory.",
     "hot_bytes": "Bytes of all hot buffers on the device.",
 }
 

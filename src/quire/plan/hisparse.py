@@ -93,6 +93,11 @@ def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
 def _refuse_indexer(spec: ModelSpec, top_k: int | None) -> None:
     name, calls = spec.architecture, spec.calls
     latents = [call for call in calls if isinstance(call, LatentCall)]
+    if not latents and any(getattr(call, "index_dim", 0) for call in calls):
+        raise InvalidInput(
+            f"hisparse: the indexer of {name} does not select latents of single tokens, and others stay on the device.",
+            fix=_LEAVE_OUT,
+        )
     if not any(call.sparse for call in latents):
         raise InvalidInput(
             f"hisparse: no layer of {name} selects latents with an indexer.",

@@ -84,7 +84,8 @@ def notes_of(plan: Plan, weights: WeightEstimate | None) -> tuple[str, ...]:
     if _capped(plan):
         notes.append(f"capped at {settings.max_total_tokens:,} tokens; every pool follows the cap.")
     if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
-        notes.append(f"{plan.max_running_requests:,} requests may run at once: there are states for no more.")
+        what = "hot buffers" if plan.memory.hot is not None else "states"
+        notes.append(f"{plan.max_running_requests:,} requests may run at once: there are {what} for no more.")
     if plan.state_slots is not None and plan.state_slots < options.states_per_request:
         notes.append(
             f"a request uses {options.states_per_request} states and there are {plan.state_slots}: it runs with one, "

@@ -37,7 +37,7 @@ _WARN_S = 30.0
 _FIXES = {
     "unconnected": "look at `problems` in GET /v1/cache/statistics, and at --prefill-peers",
     "deadline": "the prefill engine is overloaded: add one, or raise --transfer-seconds",
-    "silent": "the prefill engine is stopped, or its machine is overloaded",
+    "silent": "see whether the prefill engine is stopped, or its machine overloaded",
     "closed": "the prefill engine has ended: see its log",
     "unreachable": "look at the network between the engines",
     "role": "have it compute prompts again, with POST /v1/cache/role",
