@@ -25,8 +25,9 @@ class Recording(Settings):
 def record_selections(recording: Recording, engine: EngineConfig) -> Report:
     """Generate, and write which tokens the indexer of a model selects in each step.
 
-    For models with sparse latent attention, or with `"selection": "page_bounds"` in --hisparse. `quire replay --hisparse` reads the file. Prints how many of the selected
-    tokens hot buffers of some sizes would have had, and how many the best possible buffers would.
+    For models with sparse latent attention, or with `"selection": "page_bounds"` in --hisparse. `quire replay
+    --hisparse` reads the file. Prints how many of the selected tokens hot buffers of some sizes would have had, and how
+    many the best possible buffers would.
 
     [dim]Example:[/dim] quire record-selections README.md --model FOLDER --out selections.npz
     """
