@@ -1,4 +1,4 @@
-"""Tiny models with latent attention, dense and sparse. Indexers have heads enough that no two keys score alike."""
+"""Tiny models with latent attention, dense and sparse. Indexers have several heads, so that keys seldom score alike."""
 
 from __future__ import annotations
 

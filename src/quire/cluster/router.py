@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 0.5
 _CHECK_TIMEOUT_S = 2.0
-_ANSWER_TIMEOUT_S = 60.0  # of questions to all servers
+_ANSWER_TIMEOUT_S = 60.0  # of questions to all servers, for one that is healthy
 
 _FOR_ONE = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
@@ -203,7 +203,8 @@ class Router:
         async def ask(upstream: Upstream) -> Response:
             try:
                 asked = self._passed_on(upstream, request, body)
-                answer = await self._client.request(**asked, timeout=_ANSWER_TIMEOUT_S)
+                seconds = _ANSWER_TIMEOUT_S if upstream.is_healthy else _CHECK_TIMEOUT_S
+                answer = await self._client.request(**asked, timeout=seconds)
             except httpx.TransportError:
                 return error_response(NoServer(f"{upstream.name} does not answer.", fix="send the request again."))
             return _response(answer, answer.content)

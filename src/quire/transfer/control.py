@@ -434,7 +434,7 @@ class Control:
         if link.target is not None:
             problem = event.reason if isinstance(event, Unreachable) else "the connection was closed"
             if not link.peer and isinstance(event, Closed):
-                problem = "it closed the connection in the handshake: does it have the same --transfer-secret?"
+                problem = "it closed the connection in the handshake: it is ending, or has another --transfer-secret"
                 if link.target.problem != problem:
                     logger.warning("%s: %s", format_address(link.target.address), problem)
             link.target.problem = problem
