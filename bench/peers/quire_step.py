@@ -79,6 +79,7 @@ class DescribedModel:
     """
 
     name = "described"
+    device = DEVICE
     num_parameters = weight_bytes = 0
     eos_token_ids = (0,)
 
