@@ -333,10 +333,10 @@ def test_another_secret_is_named_on_both_sides(caplog: pytest.LogCaptureFixture)
         control(PREFILL) as prefill,
         control(DECODE, listen=None, peers=[address_of(prefill)], secret=b"another secret") as decode,
     ):
-        until(lambda: any("same --transfer-secret" in why for why in decode.control.problems().values()))
+        until(lambda: any("another --transfer-secret" in why for why in decode.control.problems().values()))
         until(lambda: prefill.control.refused["secret"] > 1)
     told = [record.message for record in caplog.records]
-    assert sum("same --transfer-secret" in each for each in told) == 1
+    assert sum("another --transfer-secret" in each for each in told) == 1
     assert sum("refused (secret)" in each for each in told) == 1
 
 
