@@ -409,7 +409,7 @@ class ConnectorContract:
             longest = max(longest, time.monotonic() - began)
             assert FAILED not in states
             time.sleep(0.001)
-        assert longest < 0.05
+        assert longest < 1.0
         there.signal(signal.SIGCONT)
         assert [wait(here, write)[0] for write in writes] == [LANDED] * 3
         assert (there.memory[spans[:, 0]] == 9).all() and not there.memory[65_536:131_072].any()
