@@ -148,11 +148,13 @@ PROMPTS = prompts_of(30, 9, 17)
 STEPS = range(11)
 
 
+@pytest.mark.parametrize("tiers", [{}, {"host_memory": "4MiB", "load": "always"}], ids=["device", "tiers"])
 @pytest.mark.parametrize("what", ["abort", "preemption"])
-def test_at_every_step(model: LoadedModel, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others go on as they would, rows are used again, and no row reads what the last request left in its buffer."""
+def test_at_every_step(model: LoadedModel, what: str, tiers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go on as they would, rows are used again, and no row reads what the last request left in its buffer. With
+    tiers, all that may leaves the device at that step."""
     expected = run(core_for(model, page_size=4), PROMPTS, SHORT)
-    core = hosted_core(model, TOP_K, page_size=4, max_running_requests=3, max_num_batched_tokens=16)
+    core = hosted_core(model, TOP_K, page_size=4, max_running_requests=3, max_num_batched_tokens=16, **tiers)
     oracle = HostedOracle(core, monkeypatch)
 
     def disturb(salt: str) -> None:
@@ -160,6 +162,8 @@ def test_at_every_step(model: LoadedModel, what: str, monkeypatch: pytest.Monkey
             core.abort(f"{salt}0")
         elif core.scheduler.num_running:
             core.scheduler._preempt(core.scheduler._rows.running[0])
+        if tiers:
+            core.cache.offload.evict(core.cache.tree.num_evictable, 0, "")
 
     for at in STEPS:
         found = disturbed(core, disturb, at, f"{what}-{at}-")
@@ -171,6 +175,10 @@ def test_at_every_step(model: LoadedModel, what: str, monkeypatch: pytest.Monkey
     assert oracle.checked > 0
     assert what == "abort" or core.statistics()["preemptions"] >= len(STEPS) - 1
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
+    if tiers:
+        moved = core.statistics()["tiers"]
+        assert moved["saved_frames"] > 0 and moved["demoted_pages"] > 0
+        assert what == "abort" or moved["loaded_frames"] > 0
     core.close()
 
 
