@@ -6,12 +6,12 @@ attention are in their place: rows that decode read the pages that bounds of the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.errors import InvalidInput
+from quire.spec.json_object import json_object
 from quire.spec.pages import pages_for
 
 _EXAMPLE = 'write it as {"device_buffer_size": 4096}, or {} for planned sizes.'
@@ -79,16 +79,9 @@ class HiSparseConfig:
 
         Raises InvalidInput for an unknown name and a value of another type.
         """
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except (ValueError, RecursionError) as error:
-                raise InvalidInput(f"the hisparse setting is not JSON: {error}.", fix=_EXAMPLE) from error
-        if not isinstance(given, Mapping):
-            raise InvalidInput(f"hisparse is an object, and this is a {type(given).__name__}.", fix=_EXAMPLE)
         known = [field.name for field in fields(cls)]
         found: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in json_object(given, "hisparse", fix=_EXAMPLE).items():
             name = str(key).replace("-", "_")
             if name not in (*known, *_WITHOUT_EFFECT):
                 raise InvalidInput(f"'{key}' is not a setting of hisparse.", fix=f"use one of {', '.join(known)}.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidInput
+from quire.spec.json_object import json_object
 
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Drafts from the request's own tokens, from a smaller model, from an EAGLE head, and from the model's own layers."""
@@ -174,15 +174,8 @@ def _derived(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named(given: str | Mapping[str, Any]) -> dict[str, Any]:
     """The values that are given, by the names of fields."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"the speculation is not JSON: {error}.", fix=_EXAMPLE) from error
-    if not isinstance(given, Mapping):
-        raise InvalidInput(f"a speculation is an object, and this is a {type(given).__name__}.", fix=_EXAMPLE)
     found: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in json_object(given, "a speculation", fix=_EXAMPLE).items():
         name = str(key).replace("-", "_")
         if name in _REFUSED:
             raise InvalidInput(f"'{key}' is not a setting of speculation here.", fix=_REFUSED[name])
