@@ -65,6 +65,7 @@ def examine() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory": _memory(),
         "cuda_devices": _cuda_devices(),
+        "native_kernels": _native_kernels(),
     }
     found["tiers"] = examine_tiers(found["memory"]["available_bytes"])
     found["assumed"] = _assumptions(found)
@@ -120,6 +121,14 @@ def _cuda_devices() -> list[dict[str, Any]]:
     return found
 
 
+def _native_kernels() -> dict[str, Any]:
+    from quire.kernels.native.library import native
+
+    found = native()
+    threads = found.library.quire_threads() if found.library is not None else None
+    return {"library": str(found.path) if found.path else None, "threads": threads, "reason": found.reason}
+
+
 def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
     import torch
 
@@ -154,6 +163,11 @@ def _checks(found: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         "this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.",
     )
     yield on_cpu and not cpu["isa"], "no vector instructions were recognised; steps will be slow."
+    native = found["native_kernels"]
+    yield (
+        on_cpu and native["library"] is None,
+        f"steps on the CPU are slower without native kernels: {native['reason']}",
+    )
     absent = [name for name, folder in BUNDLED_MODELS.items() if not (folder / "config.json").exists()]
     what = f"{' and '.join(absent)} came without weights; install the package again, or give --model."
     yield bool(absent), what
@@ -167,7 +181,7 @@ def _read(path: Path) -> str:
 
 
 def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
-    cpu, memory = found["cpu"], found["memory"]
+    cpu, memory, native = found["cpu"], found["memory"], found["native_kernels"]
     limit = memory["cgroup_limit_bytes"]
     available = f"{format_bytes(memory['available_bytes'])} of {format_bytes(memory['total_bytes'])} available"
     container = f"the container's limit is {format_bytes(limit)}" if limit else "no container limits it"
@@ -180,6 +194,7 @@ def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
         ("Memory", f"{available}; {container}"),
         *tier_rows(found["tiers"]),
         ("CUDA", ", ".join(names) or "none"),
+        ("Native kernels", native["library"] or f"none: {native['reason']}"),
         *((f"Assumed {name}", value) for name, value in found["assumed"].items()),
     ]
     yield named_rows(rows)

@@ -346,6 +346,7 @@ class EngineConfig(Settings):
         ge=1,
         le=1024,
     )
+    native_kernels: bool = setting(True, "Compile kernels for this CPU at the first start, and use them.")
     seed: int = setting(0, "Seed of requests that have none.", aliases=("--random-seed",))
 
     @field_validator("kv_memory", mode="before")

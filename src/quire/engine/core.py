@@ -17,7 +17,7 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
-from quire.engine.device import free_bytes, resolve_device
+from quire.engine.device import free_bytes, open_device
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
@@ -92,7 +92,7 @@ class EngineCore:
         progress: Progress | None,
     ) -> None:
         self.config = config
-        self.device = resolve_device(config.device)
+        self.device = open_device(config)
         if model is None:
             check_draft(config)
             check_hisparse(config)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput
+from quire.kernels.native.library import use_native
 
 _AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
 _AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
@@ -22,6 +24,12 @@ def free_bytes(device: torch.device) -> int:
 def default_kv_bytes(available: int) -> int:
     """The KV budget on a CPU when none is given, from the bytes of host memory that are available."""
     return min(_AUTO_MOST_CPU, int(available * _AUTO_SHARE_CPU))
+
+
+def open_device(config: EngineConfig) -> torch.device:
+    """The device of an engine. This process computes with or without native kernels from now on, as configured."""
+    use_native(config.native_kernels)
+    return resolve_device(config.device)
 
 
 def resolve_device(name: str) -> torch.device:
