@@ -117,6 +117,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "kv_bytes": _KV_BYTES,
             "max_model_len": _LENGTH,
             "max_requests": max(options.batch),
+            "governed": not options.toy,
         }
         quire.ask("start", name="draws", folder=bundled_folder(), speculative=None, **settings)
         total = max(options.batch) * (options.repeats + 1)
@@ -291,7 +292,7 @@ def main() -> int:
         help="measure nothing: read what --json wrote, of all files",
     )
     parser.add_argument("--readme", type=Path, metavar="FILE", help="write the table into this file, between its marks")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, and no governor: every draft is computed")
     options = parser.parse_args()
     if options.toy:
         options.models, options.loads, options.batch, options.new = "bundled", "code,prose", "1,3", 24

@@ -46,8 +46,16 @@ class Given:
 class FollowingQuire(Quire):
     """The sampler gets logits in which only the given token's is changed."""
 
-    def start(self, *, speculative: dict[str, Any] | None, kv_bytes: int, max_model_len: int, **settings: Any) -> None:
-        """As `Quire.start`."""
+    def start(
+        self,
+        *,
+        speculative: dict[str, Any] | None,
+        kv_bytes: int,
+        max_model_len: int,
+        governed: bool,
+        **settings: Any,
+    ) -> None:
+        """As `Quire.start`. Unless `governed`, drafts are computed whatever they cost: the same on each machine."""
         import torch
 
         from quire import LLM
@@ -63,6 +71,9 @@ class FollowingQuire(Quire):
             max_running_requests=settings["max_requests"],
             speculative_config=speculative,
         )
+        speculator = self.llm.engine.speculator
+        if speculator is not None and not governed:
+            speculator._governor = None
         self.given: Given | None = None
         sampler = self.llm.engine.runner._sampler
         draw = sampler.draw
@@ -115,7 +126,7 @@ class FollowingQuire(Quire):
 class FollowingVllm(Vllm):
     """The same in `GPUModelRunner._sample`, which vLLM's runner on a CPU inherits."""
 
-    def start(self, *, speculative: dict[str, Any] | None, **settings: Any) -> None:
+    def start(self, *, speculative: dict[str, Any] | None, governed: bool = True, **settings: Any) -> None:
         """As `Vllm.start`. The scheduler is the synchronous one, as it is with n-grams on a CPU anyway."""
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
