@@ -128,7 +128,7 @@ def test_a_command_that_cannot_be_read_ends_only_itself() -> None:
             with pytest.raises(InvalidInput, match="cannot read"):
                 await engine.ask(Core.release, 5)  # type: ignore[arg-type]
             for junk in (b"", b"\xc1", b"\x81\xa4type\xa4Nope", ENCODER.encode({"type": "Ask", "number": "x"})):
-                engine._process._commands.send(junk)
+                engine._process.channel.send(junk)
             assert len([delta async for delta in open_stream]) == 100
             assert engine.health().healthy
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, overload
 
 import msgspec
 import numpy as np
-import zmq
-import zmq.asyncio
 
 from quire.engine.config import EngineConfig
 from quire.engine.messages import (
@@ -28,6 +26,7 @@ from quire.engine.messages import (
     Abort,
     Ask,
     Beat,
+    Command,
     Died,
     Later,
     Outputs,
@@ -136,7 +135,6 @@ class AsyncEngine:
         self.start_statistics: dict[str, Any] = {}
         self.last_statistics: dict[str, Any] = {}
         self._process = process
-        self._reports = zmq.asyncio.Socket(shadow=process.reports)
         self._stall_after_s = stall_after_s
         self._on_progress = on_progress
         self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
@@ -147,12 +145,13 @@ class AsyncEngine:
         self._has_work = False
         self._death: QuireError | None = None
         self._draining = False
+        self._has_ended = False
         self._idle = asyncio.Event()
         self._idle.set()
-        loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = loop.create_future()
-        self._receiver: asyncio.Task[None] | None = asyncio.create_task(self._receive(), name="quire-reports")
-        loop.add_reader(process.process.sentinel, self._on_exit)
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(process.channel, self._receive)
+        self._loop.add_reader(process.process.sentinel, self._on_exit)
 
     @classmethod
     async def start(
@@ -261,10 +260,18 @@ class AsyncEngine:
         """Send a question; returns its answer."""
         self._check_alive()
         number = next(self._counter)
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        answer = self._questions[number] = self._loop.create_future()
         answer.add_done_callback(lambda _: self._questions.pop(number, None))
-        self._process.send(Ask(number, verb, arguments))
+        self._command(Ask(number, verb, arguments))
         return answer
+
+    def _command(self, command: Command) -> None:
+        if not self._process.send(command):
+            self._loop.add_writer(self._process.channel, self._flush)
+
+    def _flush(self) -> None:
+        if self._process.channel.flush():
+            self._loop.remove_writer(self._process.channel)
 
     async def statistics(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """The engine's counters now."""
@@ -324,20 +331,22 @@ class AsyncEngine:
 
     async def _end(self, *, deadline_s: float | None = None) -> None:
         """Stop the process, and listen to it no longer."""
-        if self._receiver is not None:
-            asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
-            self._receiver.cancel()
-            await asyncio.gather(self._receiver, return_exceptions=True)
-            self._receiver = None
-            self._reports.close(linger=0)  # in this thread: it removes the socket from the event loop
+        if not self._has_ended:
+            self._has_ended = True
+            self._loop.remove_reader(self._process.process.sentinel)
+            self._loop.remove_reader(self._process.channel)
+            self._loop.remove_writer(self._process.channel)
             await asyncio.to_thread(self._process.stop, deadline_s=deadline_s)
 
     # Reports of the engine process.
 
-    async def _receive(self) -> None:
+    def _receive(self) -> None:
+        channel = self._process.channel
         try:
-            while True:
-                self._on_report(REPORT_DECODER.decode(await self._reports.recv()))
+            for message in channel.receive():
+                self._on_report(REPORT_DECODER.decode(message))
+            if not channel.is_open:
+                self._loop.remove_reader(channel)
         except Exception as error:  # every open request must get this error, whatever it is
             logger.exception("reading the engine's reports failed")
             self._die(EngineDead(f"the engine's reports cannot be read: {error}", fix="restart the server."))
@@ -361,7 +370,6 @@ class AsyncEngine:
                 self.context_length, self.eos_token_ids = report.context_length, report.eos_token_ids
                 self.start_statistics = self.last_statistics = report.statistics
                 self._progress_s = time.monotonic()
-                self._process.hide()
                 self._ready.set_result(None)
             case Died(error) if not self._ready.done():
                 logger.debug("engine start-up failed:\n%s", error.details)
@@ -385,7 +393,7 @@ class AsyncEngine:
         if delta.finish_reason is not None:
             self._remove(output.request_id)
         if delta.must_abort:
-            self._process.send(Abort([output.request_id], stopped=True))
+            self._command(Abort([output.request_id], stopped=True))
 
     def _on_beat(self, beat: Beat) -> None:
         self.last_statistics = beat.statistics
@@ -395,8 +403,8 @@ class AsyncEngine:
 
     def _on_exit(self) -> None:
         """The process is gone. Its last reports may still be in the socket, so these are read first."""
-        asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
-        asyncio.get_running_loop().call_later(0.1, self._bury)
+        self._loop.remove_reader(self._process.process.sentinel)
+        self._loop.call_later(0.1, self._bury)
 
     def _bury(self) -> None:
         self._process.process.join(0)
@@ -414,7 +422,7 @@ class AsyncEngine:
         for stream in set(self._streams.values()):
             stream.fail(error)
         if self._death is None and self._streams:
-            self._process.send(Abort(list(self._streams)))
+            self._command(Abort(list(self._streams)))
         self._streams.clear()
         self._idle.set()
         for answer in list(self._questions.values()):
@@ -428,7 +436,7 @@ class AsyncEngine:
         for request_id in open_ids:
             self._remove(request_id)
         if self._death is None and open_ids:
-            self._process.send(Abort(open_ids))
+            self._command(Abort(open_ids))
 
     def _remove(self, request_id: str) -> None:
         self._streams.pop(request_id, None)

@@ -2,7 +2,7 @@
 
     parent                                 child
     EngineProcess.start  --spawn-->        build the core      --Ready | Died-->
-    send(Ask | Abort | ...) --PUSH/PULL--> between two steps   --Outputs | Reply | Beat ...-->
+    send(Ask | Abort | ...) --Channel-->   between two steps   --Outputs | Reply | Beat ...-->
 
 The child blocks in `poll` while it has no work, and ends when its parent does. One bad request, or one that cannot be
 read, is refused alone. An exception of the step loop itself, or a broken invariant anywhere, ends the engine (`Died`).
@@ -16,23 +16,22 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import shutil
+import select
 import signal
+import socket
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import GenericAlias
 from typing import Any, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
 import msgspec
-import zmq
 
+from quire.engine.channel import Channel
 from quire.engine.config import EngineConfig
 from quire.engine.messages import (
     COMMAND_DECODER,
@@ -68,9 +67,10 @@ BEAT_S = 0.5
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
-_NAME_LENGTH = 32  # of a socket below the folder for temporary files, at most
 _EMPTY_STEPS_BEFORE_REST = 64
 _REST_MS = 2
+_REST_OF_COMMAND_MS = 5
+_LINGER_S = 2.0
 
 
 class Core(Protocol):
@@ -144,37 +144,22 @@ def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
 
 
 class EngineProcess:
-    """The parent's end. Not thread-safe; `reports` may be polled by any event loop through its file descriptor."""
+    """The parent's end. Not thread-safe; an event loop may wait for `channel`: to read reports, to flush."""
 
     def __init__(self, config: EngineConfig, *, build: BuildCore = build_engine_core) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stop_s = config.stop_seconds
-        too_long = len(tempfile.gettempdir()) > zmq.IPC_PATH_MAX_LEN - _NAME_LENGTH
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp" if too_long else None))
-        self._commands, self.reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        addresses = [f"ipc://{self._folder / name}" for name in ("commands", "reports")]
-        for socket, address in zip((self._commands, self.reports), addresses, strict=True):
-            socket.set_hwm(0)
-            socket.bind(address)
+        self.channel, other = Channel.pair()
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=run_engine,
-            args=(config, *addresses, build, logging.getLogger().level),
-            name="quire-engine",
-            daemon=True,
+            target=run_engine, args=(config, other, build, logging.getLogger().level), name="quire-engine", daemon=True
         )
-        with _signals_blocked():
+        with other, _signals_blocked():
             self.process.start()
         # Runs at interpreter exit too, before multiprocessing would wait for a child that ignores SIGTERM.
-        self._finalizer = weakref.finalize(self, _clean_up, self.process, self._folder)
+        self._finalizer = weakref.finalize(self, _clean_up, self.process)
 
-    def send(self, command: Command) -> None:
-        """Hand a command to the child; never blocks. Dropped if the child has ended (`process.sentinel`)."""
-        with contextlib.suppress(zmq.Again):
-            self._commands.send(ENCODER.encode(command), zmq.NOBLOCK)
-
-    def hide(self) -> None:
-        """Both ends are connected: unlink the sockets' names, so that no file is left in any case."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def send(self, command: Command) -> bool:
+        """Hand a command to the child; never blocks. Returns whether nothing is left for `channel.flush`."""
+        return self.channel.send(ENCODER.encode(command))
 
     def death(self) -> EngineDead:
         """The error that says how the child ended."""
@@ -196,9 +181,7 @@ class EngineProcess:
             if self.process.is_alive() and deadline_s is None:
                 logger.warning("the engine did not end within %g s and is killed", seconds)
         self._finalizer()
-        self._commands.close(linger=0)
-        self.reports.close(linger=0)
-        self._context.term()
+        self.channel.close()
 
 
 @contextlib.contextmanager
@@ -211,23 +194,17 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _clean_up(process: BaseProcess, folder: Path) -> None:
+def _clean_up(process: BaseProcess) -> None:
     if process.is_alive():
         process.kill()
         process.join(5.0)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: BuildCore, log_level: int) -> None:
+def run_engine(config: EngineConfig, end: socket.socket, build: BuildCore, log_level: int) -> None:
     """Main function of the child, which logs as its parent does."""
     logging.basicConfig(level=log_level, format=LOG_FORMAT)
     _live_and_die_with_parent()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((commands, commands_at), (reports, reports_at)):
-        socket.set_hwm(0)
-        socket.connect(address)
-    link = _Link(commands, reports, context)
+    link = _Link(Channel(end))
     exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
@@ -243,7 +220,6 @@ def run_engine(config: EngineConfig, commands_at: str, reports_at: str, build: B
         link.report(Died(error=WireError.of(error)))
         exit_code = error.exit_code if isinstance(error, QuireError) and not is_ready else EXIT_DEFECT
     link.close()
-    context.term()
     sys.stderr.flush()
     os._exit(exit_code)  # taking the interpreter and torch down would take seconds, and nothing has to be saved
 
@@ -263,48 +239,49 @@ def _live_and_die_with_parent() -> None:
 
 
 class _Link:
-    """The child's end of the two sockets."""
+    """The child's end."""
 
-    def __init__(
-        self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
-    ) -> None:
-        self._commands = commands
-        self._reports = reports
-        commands.bind("inproc://wake")
-        self._waker = context.socket(zmq.PUSH)
-        self._waker.setsockopt(zmq.LINGER, 0)
-        self._waker.connect("inproc://wake")
-        self._waking = threading.Lock()
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._awake, self._waker = socket.socketpair()
+        for end in (self._awake, self._waker):
+            end.setblocking(False)
+        self._ready = select.poll()
+        self._ready.register(self._awake, select.POLLIN)
+        self._ready.register(channel, select.POLLIN)
 
     def wake(self) -> None:
         """End the wait for commands. Any thread may call it."""
-        with self._waking, contextlib.suppress(zmq.ZMQError):  # closed: the engine ends
-            self._waker.send(b"", zmq.NOBLOCK)
+        with contextlib.suppress(OSError):  # full: it ends anyway; closed: the engine ends
+            self._waker.send(b"w")
 
     def close(self) -> None:
         """Close all sockets; reports that were made are sent."""
-        with self._waking:
-            self._waker.close()
-        self._commands.close(linger=0)
-        self._reports.close(linger=2_000)
+        self._waker.close()
+        self._channel.close(linger_s=_LINGER_S)
 
     def report(self, report: Report) -> None:
-        self._reports.send(ENCODER.encode(report))
+        """Send it; what the socket does not take now is sent by `commands`."""
+        if not self._channel.send(ENCODER.encode(report)):
+            self._ready.modify(self._channel, select.POLLIN | select.POLLOUT)
 
     def commands(self, timeout_ms: int) -> list[Command]:
         """All commands that have arrived, after waiting for the first one for at most `timeout_ms`."""
         arrived: list[Command] = []
-        while self._commands.poll(0 if arrived else timeout_ms):
-            message = self._commands.recv()
-            if not message:
-                timeout_ms = 0  # awake
-                if arrived or not self._commands.poll(0):
-                    break
-                continue
-            try:
-                arrived.append(COMMAND_DECODER.decode(message))
-            except Exception:
-                logger.exception("a command could not be read and is ignored")
+        while ready := dict(self._ready.poll(timeout_ms)):
+            if self._awake.fileno() in ready:
+                self._awake.recv(4096)
+            if ready.get(self._channel.fileno(), 0) & select.POLLOUT and self._channel.flush():
+                self._ready.modify(self._channel, select.POLLIN)
+            for message in self._channel.receive():
+                try:
+                    arrived.append(COMMAND_DECODER.decode(message))
+                except Exception:
+                    logger.exception("a command could not be read and is ignored")
+            if not self._channel.is_open:  # the parent has ended: so does this process (`_live_and_die_with_parent`)
+                self._ready.unregister(self._channel)
+                break
+            timeout_ms = _REST_OF_COMMAND_MS if self._channel.is_within_message else 0
         return arrived
 
 
