@@ -56,6 +56,15 @@ def test_a_stream_is_the_same_text(client: OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 24
 
 
+def test_a_stream_has_the_usage_so_far(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    usages = [chunk.usage for chunk in complete(client, stream=True, stream_options=options)]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 24)
+    assert len({usage.prompt_tokens for usage in usages}) == 1
+
+
 def test_chat_and_its_stream(client: OpenAI) -> None:
     options = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 20, "temperature": 0}
     create: Any = client.chat.completions.create
@@ -242,9 +251,9 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
     ),
     (
         "completions",
-        {"prompt": "a", "stream_options": {"continuous_usage_stats": True}},
+        {"prompt": "a", "stream_options": {"usage_twice": True}},
         400,
-        "stream_options.continuous_usage_stats",
+        "stream_options.usage_twice",
         "is no field",
     ),
     ("chat/completions", {"messages": [{**CHAT[0], "rolle": "user"}]}, 400, "messages[0].rolle", "use role"),

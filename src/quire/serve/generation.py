@@ -84,13 +84,18 @@ async def _events(
     head = _head(service, generation, choices.chunk_object)
     if body.include_usage:
         head["usage"] = None
+
+    def chunk(choice: dict[str, Any]) -> bytes:
+        usage = {"usage": generation.usage()} if body.continuous_usage else {}
+        return event(head | {"choices": [choice]} | usage)
+
     try:
         for index in range(body.n or 1) if choices.opening is not None else ():
             first = {"index": index, "delta": choices.opening, "logprobs": None, "finish_reason": None}
-            yield event(head | {"choices": [first]})
+            yield chunk(first)
         async for index, delta in generation.deltas():
             if delta.text or delta.logprobs or delta.finish_reason or (body.return_token_ids and delta.token_ids):
-                yield event(head | {"choices": [_choice(body, choices, index, delta, whole=False)]})
+                yield chunk(_choice(body, choices, index, delta, whole=False))
         if body.include_usage:
             yield event(head | {"choices": [], "usage": generation.usage()})
     except QuireError as error:

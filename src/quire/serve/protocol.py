@@ -103,6 +103,7 @@ class StreamOptions(ClosedObject):
     neutral: ClassVar[tuple[object, ...]] = _NOTHING
 
     include_usage: bool | None = field("End with a chunk that has the `usage`.")
+    continuous_usage_stats: bool | None = field("With it, every chunk has the `usage` so far.")
 
 
 class Explained(Protocol):
@@ -153,6 +154,11 @@ class GenerationBody(BaseModel):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def explanation(self, part: Explained) -> dict[str, Any]:
         """The field of a choice that ends with `part`, if it was asked for."""
