@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as BackendTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from quire.engine.messages import TokenLogprobs, TokenOutput
 from quire.engine.output import RequestAssembler, SequenceAssembler, SequenceDelta, StopStrings, TextStream
+from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from tests.serve.tiny_model import byte_tokenizer
 
 
@@ -169,6 +175,93 @@ def test_skip_special_tokens_with_a_real_tokenizer() -> None:
     for skip, expected in ((True, "née"), (False, "né<|end|>e")):
         stream = TextStream(tokenizer, skip_special_tokens=skip)
         assert "".join(stream.push(i) for i in ids) + stream.flush() == expected
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """Words with a mark in place of a space; other characters are tokens for each of their bytes."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "▁▁",
+        "é",
+        "\ufffd",
+        ".",
+    ]
+    backend = BackendTokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[("▁", "a")], byte_fallback=True)
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    joined = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(joined)
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), name="sentencepiece")
+
+
+TOKENIZERS = {
+    "bytes": Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()), name="bytes"),
+    "bundled": load_tokenizer(str(BUNDLED_MODELS[DEFAULT_MODEL])),
+    "sentencepiece": sentencepiece_tokenizer(),
+}
+
+
+class OnlyDecodes:
+    """A tokenizer without a table of texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.decode = tokenizer.decode
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.text(st.sampled_from("ab. é€한😀\ufffd"), max_size=70))
+@settings(deadline=None)
+def test_real_tokenizers_stream_the_text_of_all_tokens(name: str, text: str) -> None:
+    """Also characters that are bytes, many in a row: a decoder shows all of them as marks while the last is half."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+    for decoder in (tokenizer, OnlyDecodes(tokenizer)):
+        stream = TextStream(decoder, skip_special_tokens=True)
+        shown = [stream.push(token_id) for token_id in ids]
+        assert "".join(shown) + stream.flush() == tokenizer.decode(ids)
+        assert len(stream._window) <= 32
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.lists(st.one_of(st.integers(0, 60), st.integers(0, 2100)), max_size=70), st.booleans())
+@settings(deadline=None)
+def test_a_table_of_texts_changes_nothing(name: str, ids: list[int], skip: bool) -> None:
+    """Any tokens: special ones, bytes that are no text, ids that the tokenizer does not have."""
+    tokenizer = TOKENIZERS[name]
+    quick, slow = (TextStream(each, skip_special_tokens=skip) for each in (tokenizer, OnlyDecodes(tokenizer)))
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    shown = ["".join(stream.push(token_id) for token_id in ids) + stream.flush() for stream in (quick, slow)]
+    assert shown[0] == shown[1] or name == "sentencepiece"  # it shows bytes that are no text by the length of their run
+    assert shown[0] == whole or name == "sentencepiece"
+
+
+def test_most_tokens_are_not_decoded() -> None:
+    tokenizer = TOKENIZERS["bundled"]
+    ids = tokenizer.encode("A page is a fixed number of tokens. " * 4).tolist()
+    stream = TextStream(tokenizer, skip_special_tokens=True)
+    stream.push(ids[0])
+    stream._decode = None  # type: ignore[method-assign, assignment]
+    assert "".join(map(stream.push, ids[1:])) == tokenizer.decode(ids).removeprefix(tokenizer.decode(ids[:1]))
+
+
+def test_a_tokenizer_whose_tokens_depend_on_others_has_no_table() -> None:
+    backend = BackendTokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    words = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), name="words")
+    assert words.token_texts(skip_special_tokens=True) is None
+    backend.decoder = decoders.Sequence([decoders.Replace("##", ""), decoders.Fuse()])
+    assert (
+        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), name="words").token_texts(skip_special_tokens=True)
+        is None
+    )
 
 
 def test_a_request_collects_its_sequences() -> None:

@@ -9,7 +9,8 @@ the same place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,10 +22,12 @@ from quire.spec.ids import Ids
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER_TAIL = 3  # bytes of an unfinished UTF-8 character; some tokenizers return one mark for each of them
 _WINDOW_TOKENS = 16  # tokens decoded again with every new one, at most twice this
+_MOST_KEPT = 11  # of these when older ones are dropped
 
 
 class Decoder(Protocol):
-    """The only method of a tokenizer that text assembly uses."""
+    """The only method of a tokenizer that text assembly needs. `token_texts` of `models.tokenizer.Tokenizer` makes it
+    faster where there is one."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -93,44 +96,73 @@ class SequenceDelta(CompletionOutput):
 class TextStream:
     """Tokens in, text out, as early as it is final.
 
-    Each new token is decoded with a short window of the last tokens, because decoders depend on neighbours (a leading
-    space belongs to the word, a character spans tokens).
+    A token that always has the same text costs a look into a table, where the text before it is final. Any other is
+    decoded with a short window of the last tokens, because decoders depend on neighbours (a leading space belongs to
+    the word, a character spans tokens).
     """
 
     def __init__(self, decoder: Decoder, *, skip_special_tokens: bool) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
+        find = getattr(decoder, "token_texts", None)
+        self._texts: Mapping[int, str | None] | None = find(skip_special_tokens=skip_special_tokens) if find else None
+        self._is_final = False  # some text was returned, and none is held back
+        self._since: deque[int] = deque(maxlen=_WINDOW_TOKENS)  # the last tokens after the window, whose text is final
         self._window: list[int] = []
-        self._num_shown = 0  # characters of the window's text that were returned
+        self._shown = ""  # of the window's text, what was returned
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that became final."""
+        if self._is_final and self._texts is not None:
+            found = self._texts[token_id]
+            if found is not None:
+                self._since.append(token_id)
+                return found
+        if self._since:
+            self._extend()
         self._window.append(token_id)
         text = self._decode(self._window)
-        delta = self._show(text, _final_length(text))
+        end = _final_length(text)
+        if end < len(text) and not text.startswith(self._shown):
+            end = 0  # within a character, some decoders show bytes of the characters before it as marks, too
+        delta = self._show(text, end)
+        self._is_final = len(self._shown) == len(text) > 0
         if len(self._window) > _WINDOW_TOKENS:
             self._trim(text)
         return delta
 
     def flush(self) -> str:
         """The end: returns the text that was held back."""
+        if self._is_final:
+            return ""
         text = self._decode(self._window)
         return self._show(text, len(text))
 
+    def _extend(self) -> None:
+        """Add the tokens to the window that came without it; enough of them take its place."""
+        self._window = [*(self._window if len(self._since) < _WINDOW_TOKENS else ()), *self._since]
+        self._shown = self._decode(self._window)
+        self._since.clear()
+
     def _show(self, text: str, end: int) -> str:
-        delta = text[self._num_shown : end]
-        self._num_shown = max(self._num_shown, end)
+        delta = text[len(self._shown) : end]
+        if end > len(self._shown):
+            self._shown = text[:end]
         return delta
 
     def _trim(self, text: str) -> None:
-        """Drop the window's older half, if the text at its end stays the same."""
-        tail_tokens = self._window[-_WINDOW_TOKENS // 2 :]
-        tail = self._decode(tail_tokens)
-        num_hidden = len(text) - self._num_shown
-        clean = tail and text.endswith(tail) and not tail.startswith(_REPLACEMENT) and num_hidden <= len(tail)
-        if clean or len(self._window) >= 2 * _WINDOW_TOKENS:
-            self._window = tail_tokens
-            self._num_shown = max(0, len(tail) - num_hidden)
+        """Keep the window's newer half, from the beginning of a character, if the text at its end stays the same."""
+        num_hidden = len(text) - len(self._shown)
+        is_forced = len(self._window) >= 2 * _WINDOW_TOKENS
+        if not is_forced and not text.startswith(self._shown):
+            return
+        for size in range(_MOST_KEPT - _LONGEST_CHARACTER_TAIL, _MOST_KEPT + 1):
+            tail = self._decode(self._window[-size:])
+            clean = tail and text.endswith(tail) and not tail.startswith(_REPLACEMENT) and num_hidden <= len(tail)
+            if clean or (is_forced and size == _MOST_KEPT):
+                self._window = self._window[-size:]
+                self._shown = tail[: max(0, len(tail) - num_hidden)]
+                return
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip)

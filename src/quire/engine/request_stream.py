@@ -6,7 +6,7 @@ It ends when each sequence had its last delta, or with one error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 from quire.engine.messages import TokenOutput
 from quire.engine.output import RequestAssembler, RequestOutput, SequenceDelta
@@ -23,22 +23,30 @@ class RequestStream:
     def __init__(self, request: RequestAssembler, *, on_close: Callable[[RequestAssembler], None]) -> None:
         self.request = request
         self._on_close = on_close
-        self._queue: asyncio.Queue[SequenceDelta | QuireError] = asyncio.Queue()
+        self._arrived: list[SequenceDelta] = []
+        self._error: QuireError | None = None
+        self._has_news: asyncio.Future[None] | None = None  # of the reader, while it waits
         self._num_open = request.params.n
 
-    def __aiter__(self) -> RequestStream:
-        return self
+    async def take(self) -> list[SequenceDelta]:
+        """All deltas that have arrived since the last call, at least one; none at the end. Raises the error."""
+        while not self._arrived:
+            if self._error is not None:
+                self._num_open, error, self._error = 0, self._error, None
+                raise error
+            if self._num_open == 0:
+                return []
+            self._has_news = asyncio.get_running_loop().create_future()
+            await self._has_news
+        found, self._arrived = self._arrived, []
+        for delta in found:
+            self._num_open -= delta.finish_reason is not None
+        return found
 
-    async def __anext__(self) -> SequenceDelta:
-        if self._num_open == 0 and self._queue.empty():
-            raise StopAsyncIteration
-        delta = await self._queue.get()
-        if isinstance(delta, QuireError):
-            self._num_open = 0
-            raise delta
-        if delta.finish_reason is not None:
-            self._num_open -= 1
-        return delta
+    async def __aiter__(self) -> AsyncGenerator[SequenceDelta, None]:
+        while found := await self.take():
+            for delta in found:
+                yield delta
 
     def output(self) -> RequestOutput:
         """All deltas so far, joined."""
@@ -50,8 +58,9 @@ class RequestStream:
         self._num_open = 0
 
     def fail(self, error: QuireError) -> None:
-        """The request ends with an error, which its reader gets."""
-        self._queue.put_nowait(error)
+        """The request ends with an error, which its reader gets after the deltas that have arrived."""
+        self._error = self._error or error
+        self._wake()
 
     def push(self, output: TokenOutput) -> SequenceDelta:
         """Tokens arrived; returns what they add, which its reader gets too."""
@@ -63,5 +72,10 @@ class RequestStream:
             error.code, error.status = code if has_code else error.code, delta.status
             self.fail(error)
         else:
-            self._queue.put_nowait(delta)
+            self._arrived.append(delta)
+            self._wake()
         return delta
+
+    def _wake(self) -> None:
+        if self._has_news is not None and not self._has_news.done():
+            self._has_news.set_result(None)

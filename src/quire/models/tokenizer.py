@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.source import ModelSource, quiet, reading
@@ -22,6 +24,7 @@ class Tokenizer:
         self.name = name
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have holes
         self._tokenizer = tokenizer
+        self._token_texts: dict[bool, TokenTexts | None] = {}  # by whether special tokens are skipped
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -45,6 +48,22 @@ class Tokenizer:
             self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
 
+    def token_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None] | None:
+        """What each token adds to a text that is not empty and ends with a whole character; None at tokens of which
+        that depends on their neighbours, and None for a tokenizer where it may always depend on them."""
+        if skip_special_tokens not in self._token_texts:
+            own = type(self._tokenizer)
+            is_plain = (
+                isinstance(self._tokenizer, PreTrainedTokenizerFast)
+                and own.decode is PreTrainedTokenizerFast.decode
+                and own._decode is PreTrainedTokenizerFast._decode
+                and _joins_tokens(self._tokenizer.backend_tokenizer.decoder)
+            )
+            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+            before = self.encode("a", add_special_tokens=False)[-1:].tolist() if is_plain else []
+            self._token_texts[skip_special_tokens] = TokenTexts(decode, before) if decode(before).isalpha() else None
+        return self._token_texts[skip_special_tokens]
+
     def apply_chat_template(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> Ids:
@@ -64,6 +83,41 @@ class Tokenizer:
                 fix="check roles, their order and the content of each message.",
             ) from error
         return self.encode(text, add_special_tokens=False)
+
+
+class TokenTexts(dict[int, str | None]):
+    """The text of single tokens as they are met, at most one entry for each token of the vocabulary."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
+        super().__init__()
+        self._decode = decode
+        self._before = before  # a token with a text of its own: at the start of a text, some decoders drop a space
+        self._text_before = decode(before)
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self._decode([*self._before, token_id])
+        is_whole = text.startswith(self._text_before) and "\ufffd" not in text
+        found = self[token_id] = text[len(self._text_before) :] if is_whole else None
+        return found
+
+
+def _joins_tokens(decoder: Any) -> bool:
+    """Whether a decoder of the tokenizers library changes each token, or each byte of it, by itself and joins them. A
+    space at the start of a text may be dropped."""
+    if decoder is None:
+        return False
+    found = json.loads(decoder.__getstate__())
+    for step in found["decoders"] if found["type"] == "Sequence" else [found]:
+        match step:
+            case {"type": "ByteLevel" | "ByteFallback" | "Fuse" | "Metaspace"}:
+                pass
+            case {"type": "Strip", "stop": 0}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(text)}} if len(text) == 1:
+                pass
+            case _:
+                return False
+    return True
 
 
 def load_tokenizer(path_or_id: str, *, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:

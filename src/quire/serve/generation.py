@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.errors import BadField, error_body
 from quire.serve.protocol import MAX_CHOICES, GenerationBody
-from quire.serve.sse import DONE, EventStream, event, while_connected
+from quire.serve.sse import DONE, EventStream, EventTemplate, event, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +84,13 @@ async def _events(
     head = _head(service, generation, choices.chunk_object)
     if body.include_usage:
         head["usage"] = None
-
-    def chunk(choice: dict[str, Any]) -> bytes:
-        usage = {"usage": generation.usage()} if body.continuous_usage else {}
-        return event(head | {"choices": [choice]} | usage)
-
+    chunks = _Chunks(head, body, choices, usage=generation.usage if body.continuous_usage else None)
     try:
         for index in range(body.n or 1) if choices.opening is not None else ():
             first = {"index": index, "delta": choices.opening, "logprobs": None, "finish_reason": None}
-            yield chunk(first)
-        async for index, delta in generation.deltas():
-            if delta.text or delta.logprobs or delta.finish_reason or (body.return_token_ids and delta.token_ids):
-                yield chunk(_choice(body, choices, index, delta, whole=False))
+            yield event(chunks.chunk(first))
+        async for found in generation.deltas():
+            yield b"".join([chunks.of(index, delta) for index, delta in found])
         if body.include_usage:
             yield event(head | {"choices": [], "usage": generation.usage()})
     except QuireError as error:
@@ -103,6 +98,40 @@ async def _events(
     finally:
         generation.close()
     yield DONE
+
+
+class _Chunks:
+    """The events of deltas, none for a delta that shows nothing. Most add text and nothing else.
+
+    With `usage`, all have what it returns.
+    """
+
+    def __init__(
+        self, head: dict[str, Any], body: GenerationBody, choices: Choices, *, usage: Callable[[], object] | None
+    ) -> None:
+        self._head = head
+        self._body = body
+        self._choices = choices
+        self._usage = usage
+        self._templates: dict[int, EventTemplate] = {}  # by choice
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The body of an event."""
+        return self._head | {"choices": [choice]} | ({"usage": self._usage()} if self._usage is not None else {})
+
+    def of(self, index: int, delta: SequenceDelta) -> bytes:
+        """The event of one delta of a choice."""
+        shows_more = delta.logprobs or delta.finish_reason or (self._body.return_token_ids and delta.token_ids)
+        if not delta.text and not shows_more:
+            return b""
+        if shows_more or self._usage is not None:
+            return event(self.chunk(_choice(self._body, self._choices, index, delta, whole=False)))
+        if index not in self._templates:
+            hole = uuid.uuid4().hex
+            example = SequenceDelta(index=delta.index, text=hole, token_ids=[])
+            choice = _choice(self._body, self._choices, index, example, whole=False)
+            self._templates[index] = EventTemplate(self.chunk(choice), hole)
+        return self._templates[index].event(delta.text)
 
 
 def _head(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
@@ -187,13 +216,13 @@ class Generation:
         in_order = [streams[i] for i in range(len(prompts))]
         return cls(service, request_id, in_order, client_id=client_id, started_s=started_s)
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
-        """(choice, delta) in the order of arrival, of all prompts together."""
+    async def deltas(self) -> AsyncGenerator[list[tuple[int, SequenceDelta]], None]:
+        """What has arrived since the last, as (choice, delta) in the order of arrival, of all prompts together."""
         if len(self._streams) == 1:
-            async for delta in self._streams[0]:
-                yield self._timed(0, delta)
+            while found := await self._streams[0].take():
+                yield [self._timed(0, delta) for delta in found]
             return
-        queue: asyncio.Queue[tuple[int, SequenceDelta] | QuireError | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, list[SequenceDelta]] | QuireError] = asyncio.Queue()
         pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
         try:
             num_open = len(pumps)
@@ -201,10 +230,9 @@ class Generation:
                 item = await queue.get()
                 if isinstance(item, QuireError):
                     raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    yield self._timed(*item)
+                prompt, found = item
+                num_open -= not found
+                yield [self._timed(prompt, delta) for delta in found]
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -294,11 +322,12 @@ def _said_of_drafts(usage: Mapping[str, Any]) -> str:
 
 
 async def _pump(
-    prompt: int, stream: RequestStream, queue: asyncio.Queue[tuple[int, SequenceDelta] | QuireError | None]
+    prompt: int, stream: RequestStream, queue: asyncio.Queue[tuple[int, list[SequenceDelta]] | QuireError]
 ) -> None:
+    """Put what arrives into the queue, and nothing at the end."""
     try:
-        async for delta in stream:
-            queue.put_nowait((prompt, delta))
-        queue.put_nowait(None)
+        while found := await stream.take():
+            queue.put_nowait((prompt, found))
+        queue.put_nowait((prompt, []))
     except QuireError as error:
         queue.put_nowait(error)

@@ -31,6 +31,17 @@ def event(body: object) -> bytes:
     return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
+class EventTemplate:
+    """Events that differ in one text only. `body` has `hole` in its place, which must occur nowhere else in it."""
+
+    def __init__(self, body: object, hole: str) -> None:
+        self._before, _, self._after = event(body).partition(_encoder.encode(hole))
+
+    def event(self, text: str) -> bytes:
+        """The event with `text`."""
+        return self._before + _encoder.encode(text) + self._after
+
+
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves first (then `ClientGone`)."""
 
@@ -77,5 +88,6 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._events:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
