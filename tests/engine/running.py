@@ -41,6 +41,7 @@ def core_for(
     if pages is not None:
         assert page_size is not None
         return tight_core(model, num_tokens=pages * page_size, page_size=page_size, draft=draft, **settings)
+    settings = {"target_itl_ms": "off"} | settings  # whatever the time of steps, each has the same tokens
     config = engine_config(model=model.name, page_size=page_size, kv_memory=AMPLE, **settings)
     return EngineCore(config, model=model, draft=draft)
 
@@ -131,7 +132,7 @@ def _tight(
     settings: dict[str, Any],
     draft: LoadedModel | LoadedHead | None = None,
 ) -> tuple[EngineConfig, MemoryPlan]:
-    config = engine_config(model=model.name, **settings)
+    config = engine_config(model=model.name, **{"target_itl_ms": "off"} | settings)
     reaches = [group.reach.kind for group in model.spec.groups(config.page_size or 16)]
     ratio = None
     if window_tokens and "full" in reaches and {"window", "chunk"} & set(reaches):

@@ -9,6 +9,7 @@ import pytest
 
 from quire.models.hf import LoadedModel
 from quire.models.registry import REFUSED
+from quire.scheduler.chunk_budget import LEAST_TOKENS
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
 from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
@@ -64,6 +65,16 @@ def check_cold_then_warm(case: Case, page_size: int, chunk: int, overlap: bool) 
 def test_cold_then_warm(case: Case) -> None:
     """One point of the grid for each model; all points for all models are among the long tests."""
     check_cold_then_warm(case, *GRID[SERVED.index(case[0].name) % len(GRID)])
+
+
+def test_the_least_chunks_beside_decodes(case: Case) -> None:
+    """A target that no step meets: beside requests that decode, a prompt goes on by the least chunk."""
+    model, expected = case
+    bounds = {"max_model_len": 256, "max_running_requests": 8, "max_num_batched_tokens": 48, "target_itl_ms": 0.001}
+    core = core_for(model, page_size=4, overlap=SERVED.index(model.name) % 2 == 0, **bounds)
+    assert run(core, PROMPTS, GREEDY) == expected
+    found = core.statistics()["chunk_budget"]
+    assert found["steps"] > 1 and 0 < found["tokens"] <= LEAST_TOKENS * 2 * found["steps"]
 
 
 @pytest.mark.slow

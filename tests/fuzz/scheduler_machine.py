@@ -18,6 +18,7 @@ from quire.errors import ContextTooLong, RequestTooLarge
 from quire.offload import Offloads
 from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.prefix.evict import POLICIES as EVICTION
+from quire.scheduler.chunk_budget import ChunkBudget
 from quire.scheduler.policy import POLICIES, scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
@@ -70,6 +71,7 @@ class SchedulerMachine:
             max_running=choices.between(1, self.plan.max_requests),
             max_tokens=self._most_tokens,
             ahead=self._ahead(),
+            chunks=ChunkBudget(None if drawn % 2 else 0.004, least=1 + drawn % 3) if drawn % 7 == 3 else None,
         )
         self._vocabulary = choices.between(2, 3)
         self._requests: list[Request] = []
@@ -245,6 +247,7 @@ class SchedulerMachine:
             s.settled = part.end
         drawn, kept = self._verify(flight, every, drawn) if (step.draw_counts > 1).any() else (drawn, None)
         found = self.scheduler.settle(step, drawn, kept)
+        self.scheduler.chunks.measured(step, 0.002 + 0.001 * step.num_tokens)
         for request in found.requests:
             expected = self._expected[request]
             output = request.output_tokens.tolist()
@@ -311,6 +314,7 @@ class SchedulerMachine:
         assert (step.counts > 0).all(), "a request is in a step without a token"
         assert len({request.request_id for request in step.requests}) == len(step), "a request is twice in a step"
         happened["chunk"] += bool((step.draw_counts == 0).any())
+        happened["limited"] += self.scheduler.chunks.spent
         happened["mixed"] += bool((step.counts > 1).any()) and len(step) > 1
         happened["prefix wait"] += any("prefix" in request.wait_reason for request in self.scheduler.waiting)
 

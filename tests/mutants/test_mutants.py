@@ -32,6 +32,7 @@ from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
 from tests.mutants import (
     bounds_mutants,
+    chunk_mutants,
     draft_mutants,
     hisparse_mutants,
     hold_mutants,
@@ -49,6 +50,7 @@ from tests.offload.test_never_slower import check_link
 from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
+from tests.scheduler import test_chunk_budget
 from tests.scheduler.step_machine import run_steps
 from tests.scheduler.test_hybrid_reuse import (
     check_one_state,
@@ -160,6 +162,11 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "wrong wants": [test_transfer_faults.test_a_want_of_pages_that_the_prompt_lacks_is_refused],
     "chains": [test_transfer.test_a_prompt_that_a_peer_asks_for_is_computed_here],
     "hot buffers": [lambda kind=kind: test_hisparse.check_buffers(kind, 4) for kind in ("glm_moe_dsa", "deepseek_v32")],
+    "chunks": [
+        lambda: test_chunk_budget.check_law(test_chunk_budget.CPU, 64),
+        test_chunk_budget.check_target,
+        lambda: test_chunk_budget.check_target(1.0),
+    ],
     "served": [test_transfer_faults.test_peers_are_served_between_steps],
 }
 
@@ -216,6 +223,7 @@ def test_without_a_mutant_all_is_well(killer: str) -> None:
 
 def test_names_and_sentences_are_all_different() -> None:
     known = (
+        chunk_mutants.prompts_starve_beside_decodes,
         hybrid_mutants.windows_go_tail_first,
         plan_mutants.appended_tokens_are_not_shown,
         step_mutants.draws_are_one_too_early,

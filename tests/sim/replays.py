@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.sim.clock import CostModel
+from quire.plan.step_cost import CostModel
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import TraceRequest

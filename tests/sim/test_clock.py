@@ -7,7 +7,8 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.plan.devices import DEVICES
-from quire.sim.clock import CostModel, StepTime, VirtualClock, fit_cost_model
+from quire.plan.step_cost import CostModel, StepTime, fit_cost_model
+from quire.sim.clock import VirtualClock
 from quire.spec.catalogue import catalogue_model
 from quire.spec.model import ModelSpec
 

@@ -8,7 +8,7 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.observe.explain import Cause
-from quire.sim.clock import CostModel
+from quire.plan.step_cost import CostModel
 from quire.sim.comparison import Grid, SimulatedModel, replay_one
 from quire.sim.replay import ReplaySettings
 from quire.sim.result import ReplayResult

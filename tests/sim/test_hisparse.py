@@ -10,7 +10,7 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.plan.hisparse import HiSparseCosts
-from quire.sim.clock import CostModel
+from quire.plan.step_cost import CostModel
 from quire.sim.comparison import Grid, SimulatedModel, compare
 from quire.sim.hisparse import SimulatedHiSparse, VirtualBuffers
 from quire.sim.pools import model_pools

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput, WrongContent
-from quire.sim.clock import CostModel, work_of
+from quire.plan.step_cost import CostModel, work_of
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult

@@ -12,7 +12,7 @@ import pytest
 from quire.errors import InvalidInput, WrongContent
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan
-from quire.sim.clock import CostModel
+from quire.plan.step_cost import CostModel
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult

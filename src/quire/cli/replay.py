@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.report import Report, named_rows
-from quire.engine.config import HiSparse, LoadWord, PrefetchWord, WriteWord
+from quire.engine.config import HiSparse, LoadWord, PrefetchWord, TargetItl, WriteWord
 from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput
 from quire.plan.budget import parse_bytes
@@ -58,6 +58,13 @@ class ReplayedEngine(Settings):
         256, "Requests that run at once.", group=_ENGINE, aliases=("--max-running", "--max-num-seqs"), ge=1
     )
     max_num_batched_tokens: int = setting(2048, "Tokens of one step.", group=_ENGINE)
+    target_itl_ms: TargetItl = setting(
+        "off",
+        "Compute prompts in chunks that fit between the tokens of other requests, in so many milliseconds; auto as in "
+        "quire serve.",
+        group=_ENGINE,
+        metavar="MS",
+    )
     overlap: bool = setting(False, "Launch a step before the one before it has settled.", group=_ENGINE)
     speculate: str | None = setting(
         None,

@@ -10,8 +10,9 @@ from quire.errors import InvalidInput
 from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.plan.source import read_model_config
+from quire.plan.step_cost import CostModel, fit_cost_model
 from quire.prefix.evict import eviction_policy
-from quire.sim.clock import CostModel, fit_cost_model, measure_engine
+from quire.sim.clock import measure_engine
 from quire.sim.comparison import Grid, SimulatedModel
 from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.pools import PLAIN, read_pool_sizes
@@ -54,6 +55,7 @@ def grid_of(
             order=engine.order,
             chunk=engine.max_num_batched_tokens,
             overlap=engine.overlap,
+            target_itl_ms=engine.target_itl_ms,
             check=engine.check,
             explain=explain,
             acceptance=acceptance,

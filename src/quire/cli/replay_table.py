@@ -195,6 +195,12 @@ def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
             storage = f"; storage of {tiers.storage_tokens:,} at {tiers.storage_bandwidth / 1e9:.1f} GB/s"
         yield Text(f"A host of {tiers.host_tokens:,} tokens at {tiers.host_bandwidth / 1e9:.1f} GB/s{storage}.")
     for run in runs:
+        if (limited := run.chunk_budget) is not None and limited["steps"]:
+            between = " / ".join(f"{1e3 * seconds:.1f}" for seconds in run.itl_s)
+            yield Text(
+                f"{_pool_of(run)}, {run.policy}: {between} ms between tokens (p50 / p95 / p99); "
+                f"{limited['tokens']:,} prompt tokens in {counted(limited['steps'], 'step')} with decodes."
+            )
         if (found := run.speculation) is not None:
             yield Text(f"{_pool_of(run)}, {run.policy}: {told_of_drafts(found)}.")
     for run in runs:

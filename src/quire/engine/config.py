@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, InstanceOf, field_validator, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
 
 from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput, RefusedCombination
@@ -58,6 +58,7 @@ MOST_EPOCHS = 2**63
 
 WriteWord = Literal["write_through", "write_through_selective", "write_back"]
 LoadWord = Literal["break_even", "always"]
+TargetItl = Annotated[float, Field(gt=0)] | Literal["auto", "off"]
 RoleWord = Literal["prefill", "decode", "both"]
 PrefetchWord = Literal["break_even", "best_effort", "wait_complete", "timeout"]
 
@@ -194,6 +195,14 @@ class EngineConfig(Settings):
         "Tokens in one step; longer prompts are computed in chunks.",
         group=_SCHEDULING,
         aliases=("--chunked-prefill-size",),
+    )
+    target_itl_ms: TargetItl = setting(
+        "auto",
+        "Most milliseconds between two tokens of a request because of other prompts: these are computed in chunks that "
+        "fit. auto: about four times a step without prompts, or more while many prompts wait; off: prompts first.",
+        group=_SCHEDULING,
+        metavar="MS",
+        otherwise="auto; off in scripts with LLM",
     )
     window_pool: bool = setting(
         True, "Windows have a pool of their own, and free what they have passed.", group=_MEMORY

@@ -39,6 +39,7 @@ from quire.plan.draft import with_draft_model
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
+from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import eos_or_stop
@@ -167,6 +168,7 @@ class EngineCore:
             max_running=self.max_running_requests,
             max_tokens=config.max_num_batched_tokens,
             ahead=self.offload.ahead,
+            chunks=chunk_budget(config.target_itl_ms),
         )
         if self.draft is not None:
             layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools)
@@ -375,12 +377,11 @@ class EngineCore:
         return found
 
     def _measure(self, launched: Launched) -> None:
-        """Measure the cost of prompts from a settled step, unless it waited for bytes. A step begins at its launch, or
-        at the end of the step before it."""
+        """Learn what steps cost from one that waited for no bytes. It began at its launch, or when the one before
+        settled."""
         began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
-        step, seconds = launched.step, self._settled_at - began
-        if not launched.waits and step.computes_prompts:
-            self.offload.ahead.computed(step.num_tokens, seconds)
+        if not launched.waits:
+            self.scheduler.measured(launched.step, self._settled_at - began)
 
     def _explain(self, request: Request, outputs: StepOutputs) -> None:
         """Store why no more of a request's prompt was cached, and send it to the client if the request asks for it."""
@@ -500,6 +501,7 @@ class EngineCore:
             "output_tokens": self._output_tokens,
             "steps": self._steps,
             "preemptions": self.scheduler.num_preemptions,
+            "chunk_budget": self.scheduler.chunks.statistics(),
             "running_requests": self.scheduler.num_running,
             "waiting_requests": len(self.scheduler.waiting),
             "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",

@@ -45,8 +45,9 @@ class LLM:
         [output] = llm.generate("Tell me of Bath.", SamplingParams(temperature=0, max_tokens=32))
         print(output.outputs[0].text, output.num_cached_tokens)
 
-    Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one. The plan is printed on
-    standard error, unless `show_plan` is off. Raises QuireError if the model cannot be loaded, the pools do not fit, or
+    Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one, and without a
+    `target_itl_ms` it is off, because answers are read when all have ended. The plan is printed on standard error,
+    unless `show_plan` is off. Raises QuireError if the model cannot be loaded, the pools do not fit, or
     a prompt can never run.
 
     With storage, transfers of the newest pages may still be in flight when a script ends. `close`, a `with` block and
@@ -54,7 +55,8 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, show_plan: bool = True, **settings: Any) -> None:
-        self.config: EngineConfig = engine_config(model=model if model is not None else DEFAULT_MODEL, **settings)
+        settings = {"model": model if model is not None else DEFAULT_MODEL, "target_itl_ms": "off"} | settings
+        self.config: EngineConfig = engine_config(**settings)
         from quire.engine.core import EngineCore  # torch and transformers take seconds
 
         with _host_memory_bar(shown=show_plan) as progress:

@@ -59,6 +59,16 @@ FRAME_COUNTERS = {
     "skipped": "Places where a request left none, because no frame was to spare.",
 }
 
+CHUNK_COUNTERS = {
+    "steps": "Steps in which requests decoded and prompts were limited (--target-itl-ms).",
+    "tokens": "Prompt tokens that such steps computed.",
+}
+
+CHUNK_GAUGES = {
+    "alone_seconds": "What the last such step was expected to take without prompts.",
+    "budget_seconds": "What prompts were allowed to add to it.",
+}
+
 SPECULATION_COUNTERS = {
     "drafts": ("num_drafts", "Times that a request computed drafts in a step."),
     "draft_tokens": ("num_draft_tokens", "Drafts that were computed."),
@@ -167,6 +177,11 @@ class EngineCollector(Collector):
             },
             *("tier", "group", "state"),
         )
+        if found := statistics.get("chunk_budget"):
+            for key, text in CHUNK_COUNTERS.items():
+                yield _counter(f"chunk_budget_{key}", text, found[key])
+            for key, text in CHUNK_GAUGES.items():
+                yield _gauge(f"chunk_budget_{key}", text, found[key])
         if found := statistics.get("speculation"):
             yield from _speculation(found)
         if found := statistics.get("hisparse"):

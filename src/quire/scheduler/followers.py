@@ -26,7 +26,7 @@ class Leaders:
 
     def num_computing(self) -> int:
         """Requests that are computing a prompt now."""
-        return int(np.count_nonzero(self._rows.in_prefill())) if self._cache.share_prefixes else 0
+        return int(np.count_nonzero(self._rows.in_prefill(self._rows.order))) if self._cache.share_prefixes else 0
 
     def renew(self) -> None:
         """Find the leaders: requests that compute a prompt, or still store a state at the end of a page."""
@@ -34,7 +34,7 @@ class Leaders:
         if not self._cache.share_prefixes:
             return
         rows = self._rows
-        leads = computes = rows.in_prefill()
+        leads = computes = rows.in_prefill(rows.order)
         if self._cache.admission.frees_early:
             leads = computes | (rows.settled[rows.order] % self._cache.page_size == 0)
         self._all = [rows.running[at] for at in leads.nonzero()[0].tolist()]

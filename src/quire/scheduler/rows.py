@@ -98,9 +98,8 @@ class RunningRows:
         ready[(known >= batch.limit) | (pending > batch.most_pending)] = 0
         return ready
 
-    def in_prefill(self) -> Bools:
-        """`Request.in_prefill` of each running request, in order."""
-        rows = self.order
+    def in_prefill(self, rows: Rows) -> Bools:
+        """`Request.in_prefill` of the requests of these rows."""
         known = self.known[rows] + self.pending[rows]
         found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < self.terms["prompt"][rows])
         return found

@@ -12,6 +12,7 @@ and it computes as soon as they are on their way.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from quire.cache import KVCache, PrefixHit
 from quire.cache.running import Lengths, Rows
 from quire.errors import InvalidInput, OutOfPages
 from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
+from quire.scheduler.chunk_budget import Backlog, ChunkBudget
 from quire.scheduler.followers import Leaders
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.prefetching import Prefetching
@@ -77,7 +79,7 @@ class _NextStep:
 
 class Scheduler:
     """The queues of one engine. Single-threaded, as the cache is. `ahead` fetches prefixes from lower tiers
-    (`Offloading.ahead`)."""
+    (`Offloading.ahead`), `chunks` limits prompts beside decodes; by default it does not."""
 
     def __init__(
         self,
@@ -87,14 +89,17 @@ class Scheduler:
         max_running: int,
         max_tokens: int,
         ahead: ReadAhead = NOTHING_TO_READ_AHEAD,
+        chunks: ChunkBudget | None = None,
     ) -> None:
         self._cache = cache
+        self.chunks = chunks if chunks is not None else ChunkBudget(math.inf)
         self._ahead = ahead
         self._policy = policy
         self._max_running = max_running
         self._max_tokens = max_tokens
         self._per_step = cache.plan.tokens_per_step
         self._waiting: list[Request] = []  # sorted by Request.order
+        self._waiting_tokens = 0
         self._asked: Counter[int] = Counter()  # waiting requests by `Request.opening`
         self._requests: dict[str, Request] = {}
         width = cache.plan.pages_per_row * cache.plan.tokens_per_page
@@ -193,9 +198,10 @@ class Scheduler:
         running = self._launchable()
         ready = self._rows.ready(running)
         self._grant_decodes(next_step, running, ready)
-        for at in (ready > 1).nonzero()[0].tolist():
-            left = self._max_tokens - next_step.num_tokens
-            request = running.requests[at]
+        prompts = (ready > 1).nonzero()[0]
+        self._limit(next_step, running, prompts, ready[prompts])
+        for at in prompts.tolist():
+            left, request = self._left(next_step), running.requests[at]
             if left and request.state is RequestState.RUNNING:
                 self._grant(next_step, [request], [self._chunk(request, int(ready[at]), left)])
         if looks and preempted == self.num_preemptions:
@@ -217,6 +223,12 @@ class Scheduler:
             committing = committing[earlier:]
         self._commit([requests[each] for each in committing.tolist()])
         return found
+
+    def measured(self, step: Step, seconds: float) -> None:
+        """A step took this time and waited for no bytes: that is what such steps cost."""
+        self.chunks.measured(step, seconds)
+        if step.computes_prompts:
+            self._ahead.computed(step.num_tokens, seconds)
 
     # -- inside
 
@@ -297,10 +309,27 @@ class Scheduler:
         else:
             next_step.add_decodes(decodes, drafts)
 
+    def _limit(self, next_step: _NextStep, running: StepRows, prompts: Rows, counts: Lengths) -> None:
+        """Limit what the step computes of prompts beside requests that decode."""
+        if not self.chunks.limits:
+            return
+        rows, decodes = self._rows, running.rows[:0]
+        admits = self._waiting and not self._lacks_room and self.num_running < self._max_running
+        if len(prompts) or admits:
+            decodes = running.rows[~rows.in_prefill(running.rows)]
+        num_drafts = next_step.num_tokens - (len(next_step.decodes) if next_step.decodes is not None else 0)
+        waiting = (len(self._waiting), self._waiting_tokens) if admits else (0, 0)
+        starts = rows.launched[running.rows[prompts]]
+        self.chunks.begin(rows.known[decodes], num_drafts, Backlog(starts, counts, *waiting))
+
+    def _left(self, next_step: _NextStep) -> int:
+        """How many more tokens of prompts the step may compute."""
+        return 0 if self.chunks.spent else self._max_tokens - next_step.num_tokens
+
     def _chunk(self, request: Request, ready: int, limit: int) -> int:
         """How many tokens of a prompt to compute now."""
         assert request.kv is not None
-        return self._cache.admission.at_once(request.kv, min(ready, limit))
+        return self._cache.admission.at_once(request.kv, self.chunks.take(request.num_launched, ready, limit))
 
     def _grant(self, next_step: _NextStep, requests: list[Request], counts: list[int]) -> None:
         """Allocate for these, in one operation, and add them to the step. If they do not fit, preempt until the rest
@@ -428,8 +457,9 @@ class Scheduler:
                 request.follows = leader[1]
                 deferred, quiet = deferred + 1, quiet and leader[1] is not None
                 continue
-            left = self._max_tokens - next_step.num_tokens
+            left = self._left(next_step)
             if not left:
+                request.wait_reason = self.chunks.why if self.chunks.spent else request.wait_reason
                 return False
             self._lacks_room = not self._fits(request, hit)
             if self._lacks_room:
@@ -461,6 +491,7 @@ class Scheduler:
         self._rows.committed[kv.row] = kv.num_cached // self._cache.page_size
         if request.num_cached < 0:
             request.num_cached = kv.num_cached
+            self.chunks.admitted(request.num_tokens, kv.num_cached)
             request.num_host, request.num_storage, request.num_peer = kv.num_host, kv.num_storage, kv.num_peer
             request.explanation = kv.explanation
         next_step.begun.append(request)
@@ -483,10 +514,12 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         insort(self._waiting, request, key=_order)
+        self._waiting_tokens += request.num_tokens
         self._asked[request.opening] += 1
 
     def _wait_no_more(self, request: Request) -> None:
         self._waiting.remove(request)
+        self._waiting_tokens -= request.num_tokens
         self._asked[request.opening] -= 1
         if not self._asked[request.opening]:
             del self._asked[request.opening]

@@ -11,7 +11,7 @@ from functools import partial
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.reserve import get_alloc_reserve_per_decode
-from quire.sim.clock import CostModel
+from quire.plan.step_cost import CostModel
 from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.hit_bounds import HitBounds
 from quire.sim.peers import SimulatedLink

@@ -13,8 +13,8 @@ import numpy as np
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.hisparse import HiSparseCosts
+from quire.plan.step_cost import CostModel
 from quire.scheduler.step import Step
-from quire.sim.clock import CostModel
 from quire.sim.selections import (
     DriftingSelections,
     HotHits,

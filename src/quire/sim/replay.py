@@ -21,14 +21,16 @@ from quire.cache.running import Lengths
 from quire.errors import InvalidInput, QuireError, RequestTooLarge, WrongContent
 from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan, counted
+from quire.plan.step_cost import CostModel
 from quire.prefix.evict import DEFAULT_POLICY
+from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
-from quire.sim.clock import CostModel, VirtualClock
+from quire.sim.clock import VirtualClock
 from quire.sim.device import SimulatedDevice, SimulatedStep, frames_of
 from quire.sim.hisparse import SimulatedHiSparse, VirtualBuffers
-from quire.sim.result import OccupancyLog, ReplayResult, RequestRecord
+from quire.sim.result import OccupancyLog, ReplayResult, RequestRecord, percentiles
 from quire.sim.scripts import ScriptedRequest, SimulatedDrafter, scripted
 from quire.sim.tiers import LAYER, SimulatedTiers, VirtualTiers
 from quire.sim.trace_request import TraceRequest
@@ -45,7 +47,8 @@ _POLL_S = 0.005  # between polls of transfers if nothing can be computed: the en
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
     """The engine's settings: the eviction policy, the order of waiting requests, the tokens of one step, whether a step
-    is launched before the one before it has settled, what is checked, whether each record says why no more of its
+    is launched before the one before it has settled, the time between tokens that prompts are chunked for, what is
+    checked, whether each record says why no more of its
     prompt was cached, the lower tiers, and the selections of a plan with hot buffers. `acceptance` is the chance of a
     draft to be right if the plan has speculation; None: as recorded in the trace."""
 
@@ -53,6 +56,7 @@ class ReplaySettings:
     order: str = "fcfs"
     chunk: int = 2048
     overlap: bool = False
+    target_itl_ms: float | str = "off"
     check: str = "off"
     checkpoint_interval: int = 512
     explain: bool = False
@@ -121,6 +125,7 @@ class Replay:
             max_running=plan.max_requests,
             max_tokens=settings.chunk,
             ahead=self.ahead,
+            chunks=chunk_budget(settings.target_itl_ms),
         )
         self.device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
         self.speculator: Speculator | None = None
@@ -131,7 +136,7 @@ class Replay:
         self._settings = settings
         self._progress = progress
         self._peers = peers
-        self.gaps: TokenGaps | None = None
+        self.gaps = TokenGaps(plan.max_requests)
         self._served = served
         self._carried = tuple(index for index, group in enumerate(self.cache.groups) if group.reach.in_place)
         self._arrivals: Requests = Arrivals(())
@@ -280,16 +285,15 @@ class Replay:
         drawn = self.device.settle(launched)
         self.clock.move_to(launched.done)
         began, self._settled_at = max(launched.began, self._settled_at), launched.done
-        if step.computes_prompts and not launched.loads:
-            self.ahead.computed(step.num_tokens, launched.done - began)
         with self._manager:
+            if not launched.loads:
+                self.scheduler.measured(step, launched.done - began)
             kept = None
             if self.speculator is not None:
                 kept = self.speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, drawn).kept
             settled = self.scheduler.settle(step, drawn, kept)
             self.cache.close_fence(launched.fence)
-        if self.gaps is not None:
-            self.gaps.settled(step, self.clock.now)
+        self.gaps.settled(step, self.clock.now)
         num_ended = len(self._records)
         for request in scripted(settled.requests[at] for at in settled.noted):
             if request.first_token is None:
@@ -400,6 +404,8 @@ class Replay:
             mean_running=self._all_running / max(1, self._steps),
             tiers=self.tiers.use(self.cache) if self.tiers is not None else None,
             hisparse=self._buffers.use() if self._buffers is not None else None,
+            itl_s=percentiles(self.gaps.all()),
+            chunk_budget=self.scheduler.chunks.statistics(),
             speculation=self.speculator.statistics() if self.speculator is not None else None,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.cache import KVCache
 from quire.observe.explain import Cause, Explanation
@@ -80,6 +81,12 @@ class ReplayResult:
     mean_running: float
     tiers: TierUse | None = None
     """The results of the tiers, if there are any."""
+    itl_s: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Percentiles 50, 95 and 99 of the times between two steps that gave a request tokens."""
+
+    chunk_budget: dict[str, Any] | None = None
+    """What limited prompts beside decodes (`ChunkBudget.statistics`)."""
+
     speculation: dict[str, Any] | None = None
     """What was drafted and accepted (`Speculator.statistics`), if anything could be."""
 
@@ -149,6 +156,7 @@ class ReplayResult:
             "refused": self.count("refused"),
             "aborted": self.count("abort"),
             **dict(zip(("ttft_p50_s", "ttft_p95_s", "ttft_p99_s"), percentiles, strict=True)),
+            **dict(zip(("itl_p50_s", "itl_p95_s", "itl_p99_s"), self.itl_s, strict=True)),
             "ttft_mean_s": self.mean_first_token_seconds,
             "output_tokens_per_s": self.output_rate,
             "virtual_seconds": self.seconds,
@@ -163,11 +171,17 @@ class ReplayResult:
 _JSON_FIELDS = (
     "trace", "model", "policy", "page_size", "pool_tokens", "pool_note", "working_set_tokens", "refused_tokens",
     "prompt_tokens", "output_tokens", "hit_tokens", "hit_rate", "ideal_hit_rate", "optimal_hit_rate", "gap_closed",
-    "evicted_tokens", "preemptions", "steps", "most_running", "mean_running", "speculation", "manager_seconds",
-    "wall_seconds", "checked", "digest",
+    "evicted_tokens", "preemptions", "steps", "most_running", "mean_running", "chunk_budget", "speculation",
+    "manager_seconds", "wall_seconds", "checked", "digest",
 )  # fmt: skip
 
 _MOST_SAMPLES = 512
+_PERCENTILES = (50, 95, 99)
+
+
+def percentiles(values: npt.NDArray[np.float64]) -> tuple[float, ...]:
+    """Percentiles 50, 95 and 99; zeros of nothing."""
+    return tuple(map(float, np.percentile(values, _PERCENTILES))) if len(values) else (0.0,) * len(_PERCENTILES)
 
 
 class OccupancyLog:

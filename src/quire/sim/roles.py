@@ -18,14 +18,12 @@ import numpy.typing as npt
 
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
-from quire.sim.clock import CostModel
+from quire.plan.step_cost import CostModel
 from quire.sim.peers import Inbox, PrefillServer, SimulatedLink, SimulatedPeers
 from quire.sim.replay import Arrivals, Replay, ReplaySettings, TokenGaps
-from quire.sim.result import ReplayResult, RequestRecord
+from quire.sim.result import ReplayResult, RequestRecord, percentiles
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.trace_request import TraceRequest
-
-_PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +205,3 @@ def _drafts(results: Sequence[ReplayResult]) -> dict[str, Any] | None:
 def first_token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
     """Seconds from the arrival of each request to its first token."""
     return np.array([each.first_token - each.arrived for each in records if each.first_token is not None])
-
-
-def percentiles(values: npt.NDArray[np.float64]) -> tuple[float, ...]:
-    """Percentiles 50, 95 and 99; zeros of nothing."""
-    return tuple(map(float, np.percentile(values, _PERCENTILES))) if len(values) else (0.0,) * len(_PERCENTILES)

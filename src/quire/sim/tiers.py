@@ -18,7 +18,8 @@ from quire.memory.record import RecordFormat, Rows
 from quire.offload import offload_of
 from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
 from quire.plan.budget import MemoryPlan, format_bytes
-from quire.sim.clock import CostModel, VirtualClock
+from quire.plan.step_cost import CostModel
+from quire.sim.clock import VirtualClock
 from quire.sim.device import Frames
 from quire.sim.prefix_hash import Hashes
 from quire.sim.virtual_mover import VirtualMover

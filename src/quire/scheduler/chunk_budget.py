@@ -1,0 +1,143 @@
+"""ChunkBudget: how much of prompts a step computes while other requests decode.
+
+Each decoding request waits for the end of the step, so a chunk of a prompt is time between its tokens. The costs of a
+step are learned from the steps before it (`CostFit`). While no request decodes, or with an infinite target, nothing is
+limited. Otherwise prompts may add to a step
+
+    with a target       target - alone
+    without one         the larger of 3 * alone and backlog / 24
+
+seconds. `alone` is the time of the step without prompts. So a step takes at most four times as long as its decodes
+alone, unless prompts arrive faster than that computes them: then a first token comes after about 24 steps, and both
+latencies grow together. Prompts are computed in order, and the first one always advances, by `least` tokens or to its
+end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quire.cache.running import Lengths
+from quire.plan.step_cost import CostFit, CostModel
+from quire.scheduler.step import Step
+
+LEAST_TOKENS = 16
+"""A smaller chunk costs more than its tokens."""
+
+_ADDED = 3.0  # what prompts may add to a step without a target, times what it takes alone
+_STEPS = 24  # in which the prompts that are known now are to be computed
+_KEEPS = 0.97  # weight of earlier steps at each new one
+_KEEPS_SHARE = 0.9  # the same of earlier prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Prompts that are not computed: chunks `counts[i]` from `starts[i]` on of running requests, and `waiting` requests
+    that could begin, with `waiting_tokens` known tokens together."""
+
+    starts: Lengths
+    counts: Lengths
+    waiting: int
+    waiting_tokens: int
+
+
+class ChunkBudget:
+    """Of one scheduler. `target_s` are the seconds that a step with decodes may take; None: see the module."""
+
+    def __init__(self, target_s: float | None = None, *, least: int = LEAST_TOKENS) -> None:
+        self._target_s = target_s
+        self._least = least
+        self._fit = CostFit(_KEEPS)
+        self._cost: CostModel | None = None
+        self._computed = self._known = 0.0  # tokens of admitted prompts, recent ones more
+        self._left_s = 0.0  # of the step that is being made
+        self.spent = False
+        """Whether the step that is being made takes no more of prompts."""
+        self._alone_s = self._budget_s = 0.0  # of the last step that was limited
+        self._why = ""
+        self._limited_steps = 0
+        self._limited_tokens = 0
+
+    def measured(self, step: Step, seconds: float) -> None:
+        """A step took this time, and waited for nothing."""
+        if self._target_s != math.inf and seconds > 0:
+            drafts = step.draw_counts - (step.draw_counts > 0)
+            self._fit.add(step.starts, step.ends, seconds, drafts)
+
+    def admitted(self, known: int, cached: int) -> None:
+        """Of a prompt of `known` tokens, so many were cached."""
+        self._known = self._known * _KEEPS_SHARE + known
+        self._computed = self._computed * _KEEPS_SHARE + known - cached
+
+    @property
+    def limits(self) -> bool:
+        """Whether it ever limits a step."""
+        return self._target_s != math.inf
+
+    @property
+    def why(self) -> str:
+        """What limited a step last, for users; empty while nothing has."""
+        if not self._why:
+            return ""
+        return f"prompts may add {self._budget_s * 1e3:.3g} ms to this step, {self._why}"
+
+    def begin(self, contexts: Lengths, num_drafts: int, backlog: Backlog) -> None:
+        """A step is being made, in which requests decode with so many keys each, and drafts. Requests that decode in
+        other steps, but wait for the end of this one, are among them."""
+        self.spent = False
+        cost = self._cost = self._fit.model() if self.limits and len(contexts) else None
+        if cost is None:
+            return
+        self._alone_s = cost.launch + cost.seconds(contexts - 1, contexts) + cost.token * num_drafts
+        if self._target_s is not None:
+            self._budget_s = max(0.0, self._target_s - self._alone_s)
+            self._why = f"which has a target of {self._target_s * 1e3:g} ms"
+        else:
+            pressed = self._backlog_s(cost, backlog) / _STEPS
+            self._budget_s = max(_ADDED * self._alone_s, pressed)
+            self._why = "three times its decodes" if pressed < self._budget_s else "a share of all that wait"
+        self._left_s = self._budget_s
+        self._limited_steps += 1
+
+    def take(self, start: int, count: int, most: int) -> int:
+        """How many tokens of a prompt, of which `count` are ready from token `start` on, the step computes; at most
+        `most`, which is not 0. Not called once the budget is spent."""
+        found = min(count, most)
+        cost = self._cost
+        if cost is None:
+            return found
+        chunk = max(self._least, cost.chunk_tokens(start, max(0.0, self._left_s)))
+        if chunk + self._least < found:  # a few tokens more save a step
+            found = int(chunk)
+        self._left_s -= cost.chunk_seconds(start, found)
+        self.spent = self._left_s < cost.chunk_seconds(0, self._least)
+        self._limited_tokens += found
+        return found
+
+    def _backlog_s(self, cost: CostModel, backlog: Backlog) -> float:
+        starts, counts = backlog.starts, backlog.counts
+        tokens, pairs = float(counts.sum()), float((counts * (starts + (counts + 1) / 2)).sum())
+        if backlog.waiting:
+            share = self._computed / self._known if self._known else 1.0
+            each = backlog.waiting_tokens / backlog.waiting
+            tokens += share * backlog.waiting_tokens
+            pairs += share * backlog.waiting_tokens * each * (1 - share / 2)
+        return cost.token * tokens + cost.pair * pairs
+
+    def statistics(self) -> dict[str, float | str]:
+        """Steps with decodes in which prompts were computed or waited, the tokens of prompts in these, and of the last
+        one the seconds without prompts, those that prompts might add, and why. None of it while nothing is limited."""
+        return {
+            "steps": self._limited_steps,
+            "tokens": self._limited_tokens,
+            "alone_seconds": self._alone_s,
+            "budget_seconds": self._budget_s,
+            "why": self.why,
+        }
+
+
+def chunk_budget(target_itl_ms: float | str) -> ChunkBudget:
+    """The budget of a setting: milliseconds, "auto" or "off"."""
+    targets = {"auto": None, "off": math.inf}
+    return ChunkBudget(targets[target_itl_ms] if isinstance(target_itl_ms, str) else target_itl_ms / 1e3)
