@@ -94,6 +94,7 @@ def core_of(model: str, kv_memory: str, **more: object) -> EngineCore:
             kv_memory=kv_memory,
             device="cpu",
             max_num_batched_tokens=256,
+            target_itl_ms="off",  # its steps do not depend on the time
             max_running_requests=12,
             checkpoint_interval=64,
             **more,

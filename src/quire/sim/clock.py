@@ -33,7 +33,8 @@ def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
     from quire.engine.messages import EngineRequest
     from quire.scheduler.sampling_params import SamplingParams
 
-    core = EngineCore(engine_config(model=model, kv_memory="256MiB", enable_prefix_caching=False, overlap=False))
+    settings = {"enable_prefix_caching": False, "overlap": False, "target_itl_ms": "off"}
+    core = EngineCore(engine_config(model=model, kv_memory="256MiB", **settings))
     random = np.random.Generator(np.random.PCG64(0))
     params = SamplingParams(max_tokens=_OUTPUTS, temperature=0.0, ignore_eos=True)
     records: list[StepTime] = []
