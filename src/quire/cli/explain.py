@@ -93,6 +93,9 @@ def _server_report(server: Server) -> Report:
     if (drafts := statistics.get("speculation")) is not None:
         found["speculation"] = drafts
         shown.append(Text(f"\nSpeculation: {told_of_drafts(drafts)}."))
+    if (limited := statistics.get("chunk_budget", {})).get("why"):
+        found["chunk_budget"] = limited
+        shown.append(Text(f"\nBeside requests that decode, at last: {limited['why']}."))
     return Report(found, lambda: shown)
 
 
