@@ -20,7 +20,7 @@ def test_a_decode_step_keeps_the_plan(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(AttentionPlanner, "plan", lambda *args, **named: asked.append(0) or plan(*args, **named))
     monkeypatch.setattr(_CachedPlan, "_assembled", lambda *args: made.append(0) or assemble(*args))
     model = load_model(str(save_tiny("llama", tmp_path)))
-    core = core_for(model, page_size=16, max_num_batched_tokens=512)
+    core = core_for(model, page_size=16, max_num_batched_tokens=512, attention_backend="torch")
     prompts = shared_prompts(7, shared=37, tails=(3, 20, 11), vocabulary=VOCAB_SIZE)
     run(core, prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), "one")
 

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from quire.kernels.attention import paged_attention
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
+from quire.kernels.native.library import native
+
+BACKEND = AttentionBackend()
+"""Of all cases; `both_backends` sets it."""
+
+
+@pytest.fixture(autouse=True, scope="module", params=["torch", "native"])
+def both_backends(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+    """In a module that imports it, every test runs on torch's operators and on the native kernel, which computes every
+    call that it is given."""
+    if request.param == "native" and native().library is None:
+        pytest.skip(native().reason)
+    with pytest.MonkeyPatch.context() as patch:
+        backend = AttentionBackend(request.param)
+        patch.setattr("tests.kernels.paged_case.BACKEND", backend)
+        yield backend
+    assert not backend.fallbacks and set(backend.calls) == {request.param}
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,7 @@ class PagedCase:
             slots=new_slots.astype(np.int32),
             page_size=page_size,
             parents=parents,
+            backend=BACKEND,
         )
         heads = shape.kv_heads * shape.group
         self.query = torch.randn(heads, len(new_slots), shape.key_dim).to(shape.dtype).transpose(0, 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels import planner, segments
 from quire.kernels.attention import paged_attention
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
@@ -174,6 +175,7 @@ class Steps:
             slots=np.array(slots, dtype=np.int32),
             page_size=size,
             planner=kept or AttentionPlanner(),
+            backend=AttentionBackend("torch"),
             ids=np.array([sequence.row for sequence, _ in present], dtype=np.int64),
             parents=np.array(parents, dtype=np.int32) if any(sequence.tree for sequence, _ in present) else None,
         )

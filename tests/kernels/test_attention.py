@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.errors import UnsupportedModel
 from quire.kernels import segments
 from quire.kernels.batch import PagedBatch
-from tests.kernels.paged_case import PagedCase, Shape
+from tests.kernels.paged_case import PagedCase, Shape, both_backends  # noqa: F401
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 

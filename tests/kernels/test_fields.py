@@ -12,7 +12,7 @@ from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
 from quire.models.forward import paged_field
 from quire.spec.kv_format import KV_FORMATS
-from tests.kernels.paged_case import PagedCase, Shape
+from tests.kernels.paged_case import PagedCase, Shape, both_backends  # noqa: F401
 from tests.kernels.stored_case import (
     ENCODED,
     FORMATS,
@@ -118,15 +118,19 @@ def attend(case: PagedCase, keys: PagedField, values: PagedField, new: tuple[Ten
 @pytest.mark.parametrize("name", ENCODED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 100])
-def test_attention_equals_that_over_what_was_stored(name, dtype, window):
-    """Bit for bit: encoded pools give what plain pools of the decoded numbers give, of new tokens and of old ones."""
+def test_attention_equals_that_over_what_was_stored(name, dtype, window, both_backends):  # noqa: F811
+    """Encoded pools give what plain pools of the decoded numbers give, of new tokens and of old ones: bit for bit by
+    torch's operators. The native kernel adds in another order, and does not round decoded numbers to bfloat16."""
     case, keys, values = encoded_case(name, dtype=dtype)
     new = tuple(torch.randn(len(case.new), 2, WIDTH).to(dtype) for _ in range(2))
     found = attend(case, keys, values, new, window=window)
     plain = [PagedField(round_trip(pool, FORMATS[name])) for pool in (case.keys, case.values)]
     expected = attend(case, *plain, tuple(round_trip(rows, FORMATS[name]) for rows in new), window=window)
     assert bool(found.isfinite().all())
-    assert torch.equal(found, expected)
+    if both_backends.calls["native"]:
+        assert (found - expected).abs().max() < {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ENCODED)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import tiles
 from quire.kernels.attention import attend_selected, attend_tile, merge_attention, paged_attention_lse
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import LatentFields, PagedField
 from quire.kernels.tiles import SelectingRows, tiles_of
@@ -97,7 +98,8 @@ def test_selected_tokens_equal_the_reference(count):
             assert (lse[group, row] - wanted_lse).abs().max() < 1e-5
 
 
-def test_rows_read_what_they_selected():
+@pytest.mark.parametrize("word", ["torch", "native"])
+def test_rows_read_what_they_selected(word):
     batch = batch_of([(30, 3), (9, 1), (20, 20)], 4, 1)
     selecting = SelectingRows(batch, np.array([0, 2]), 1, torch.device("cpu"))
     assert selecting.rows.tolist() == [0, 1, 2, *range(4, 24)]
@@ -110,23 +112,26 @@ def test_rows_read_what_they_selected():
     for row in range(23):
         owner = 0 if row < 3 else 2
         assert slots[row].tolist() == [int(batch.frames[owner, p // 4]) * 4 + p % 4 for p in positions[row].tolist()]
-    out, _ = attend_selected(query, tokens, slots, hidden, scale=0.4)
+    out, _ = attend_selected(query, tokens, slots, hidden, scale=0.4, backend=AttentionBackend(word))
     for row in range(23):
         wanted, _ = slow(query[row], rows[slots[row][~hidden[row]]], 0.4)
         assert (out[row] - wanted).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0])])
-def test_parts_merge_to_one_attention(sinks):
+@pytest.mark.parametrize("word", ["torch", "native"])
+def test_parts_merge_to_one_attention(sinks, word):
     """A window and chosen tokens, of rows some of which choose none."""
     batch = batch_of([(30, 3), (9, 1), (20, 20)], 4, 1)
+    batch.backend = AttentionBackend(word)
     tokens, rows = pool_of(80)
     query = torch.randn(24, HEADS, FIRST + SECOND)
     new = rows[torch.from_numpy(batch.slots).long()].unsqueeze(1)
     window = paged_attention_lse(query, new, new, tokens, batch, scale=0.4, window=5)
     slots, hidden = torch.randint(0, 80, (24, 6)), torch.rand(24, 6) < 0.5
     hidden[::2] = True
-    merged = merge_attention([window, attend_selected(query, tokens, slots, hidden, scale=0.4)], sinks)
+    chosen = attend_selected(query, tokens, slots, hidden, scale=0.4, backend=batch.backend)
+    merged = merge_attention([window, chosen], sinks)
     positions, owners = batch.positions(), np.repeat([0, 1, 2], [3, 1, 20])
     for row in range(24):
         near = range(max(0, int(positions[row]) - 4), int(positions[row]) + 1)

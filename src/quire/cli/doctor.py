@@ -134,12 +134,14 @@ def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
 
     from quire.engine.config import EngineConfig, engine_config
     from quire.engine.device import default_kv_bytes
+    from quire.kernels.backend import AttentionBackend
 
     has_gpu = bool(found["cuda_devices"])
     most = format_bytes(default_kv_bytes(found["memory"]["available_bytes"]))
     pools = "80 % of what is free after loading" if has_gpu else f"at most {most}"
     return {
         "device": "cuda:0" if has_gpu else "cpu",
+        "attention": AttentionBackend("auto", torch.device("cuda" if has_gpu else "cpu")).about(),
         "threads": f"{default_of(EngineConfig, 'threads')} {torch.get_num_threads()}",
         "model": f"{engine_config().model_name}, when no --model is given",
         "page_size": "16 tokens",

@@ -87,6 +87,7 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         },
         "tiers": (statistics["tiers"] or {}).get("resolved"),
         "speculation": plan["speculation"],
+        "attention": statistics["attention"]["backend"],
         "plan": plan,
     }
 
@@ -110,6 +111,7 @@ def _ready_panel(summary: dict[str, Any]) -> Panel:
     rows = [
         ("Model", f"{summary['model']} ({summary['architecture']}, {summary['dtype']}, {summary['device']})"),
         ("Sharing", f"{sharing}; eviction {summary['eviction']}; scheduling {summary['policy']}"),
+        ("Attention", summary["attention"]),
         *([("Speculation", drafting)] if drafting else ()),
         *(tier_rows(tiers) if tiers else ()),
         *([("Role", _role(summary))] if summary["role"] else ()),

@@ -356,6 +356,9 @@ class EngineConfig(Settings):
         le=1024,
     )
     native_kernels: bool = setting(True, "Compile kernels for this CPU at the first start, and use them.")
+    attention_backend: Literal["auto", "native", "torch"] = setting(
+        "auto", "What computes attention: {choices}; auto is the native kernel where there is one."
+    )
     seed: int = setting(0, "Seed of requests that have none.", aliases=("--random-seed",))
 
     @field_validator("kv_memory", mode="before")

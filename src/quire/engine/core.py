@@ -93,7 +93,7 @@ class EngineCore:
         progress: Progress | None,
     ) -> None:
         self.config = config
-        self.device = open_device(config)
+        self.device, self.backend = open_device(config)
         if model is None:
             check_draft(config)
             check_hisparse(config)
@@ -161,7 +161,8 @@ class EngineCore:
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
         hisparse = self.latents.coordinator if self.latents is not None else None
-        self.runner = ModelRunner(self.model, self.cache, self._sampler(), self.device, self.pools, hisparse)
+        where = (self.device, self.pools, hisparse, self.backend)
+        self.runner = ModelRunner(self.model, self.cache, self._sampler(), *where)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
@@ -171,7 +172,7 @@ class EngineCore:
             chunks=chunk_budget(config.target_itl_ms),
         )
         if self.draft is not None:
-            layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools)
+            layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools, self.backend)
             shared = (layers, self._sampler(drafts=True), self.cache, self.scheduler.tokens)
             if isinstance(self.draft, LoadedHead):
                 self.runner.drafter = HeadDrafter(self.draft, *shared)
@@ -523,6 +524,7 @@ class EngineCore:
             "context": self.plan.context,
             "max_running_requests": self.max_running_requests,
             "device": str(self.device),
+            "attention": self.backend.statistics(),
             "dtype": self.model.spec.dtype.value,
             "architecture": self.model.spec.architecture,
         }

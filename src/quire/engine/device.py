@@ -7,6 +7,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.library import use_native
 
 _AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
@@ -26,10 +27,14 @@ def default_kv_bytes(available: int) -> int:
     return min(_AUTO_MOST_CPU, int(available * _AUTO_SHARE_CPU))
 
 
-def open_device(config: EngineConfig) -> torch.device:
-    """The device of an engine. This process computes with or without native kernels from now on, as configured."""
+def open_device(config: EngineConfig) -> tuple[torch.device, AttentionBackend]:
+    """The device of an engine, and what computes attention there. This process computes with or without native kernels
+    from now on, as configured. Raises InvalidInput if a backend was demanded that is not there."""
     use_native(config.native_kernels)
-    return resolve_device(config.device)
+    device = resolve_device(config.device)
+    backend = AttentionBackend(config.attention_backend, device)
+    backend.check()
+    return device, backend
 
 
 def resolve_device(name: str) -> torch.device:

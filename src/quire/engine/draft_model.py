@@ -22,6 +22,7 @@ from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.engine.config import EngineConfig
 from quire.engine.sampler import Drawn, Proposal, Sampler
 from quire.errors import OutOfPages
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.segments import flatten_ranges
@@ -64,8 +65,9 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | Loade
 class DraftLayers:
     """The layers of a draft in the pool of one group of its target. Their ordinals are `first` and those after it."""
 
-    def __init__(self, first: int, cache: KVCache, pools: tuple[Pool, ...]) -> None:
+    def __init__(self, first: int, cache: KVCache, pools: tuple[Pool, ...], backend: AttentionBackend) -> None:
         self._first = first
+        self._backend = backend
         self._cache = cache
         groups = cache.plan.groups
         self._group = next(at for at, g in enumerate(groups) if any(first in field.layers for field in g.layout.fields))
@@ -95,6 +97,7 @@ class DraftLayers:
             planner=self._planner,
             ids=requests.rows,
             parents=parents,
+            backend=self._backend,
         )
         positions = torch.from_numpy(batch.positions()).to(self.device)
         return RunningForward((self._pool,), (batch,), first=self._first), positions

@@ -18,6 +18,7 @@ from quire.engine.hisparse import HostedLatents
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
 from quire.engine.sampler import Drawn, Sampler
+from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
@@ -94,6 +95,7 @@ class ModelRunner:
         device: torch.device,
         pools: tuple[Pool, ...],
         hisparse: HiSparseCoordinator | None = None,
+        backend: AttentionBackend = DEFAULT,
     ) -> None:
         self.drafter: ModelDrafter | HeadDrafter | None = None
         """What follows each step on the same pages."""
@@ -102,6 +104,7 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
         self.pools = pools
+        self.backend = backend
         self._hisparse = hisparse
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
@@ -181,6 +184,7 @@ class ModelRunner:
                     planner=planner,
                     ids=requests.rows,
                     parents=step.parents,
+                    backend=self.backend,
                 )
             )
         return found

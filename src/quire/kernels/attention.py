@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import KVReader
+from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField
 from quire.kernels.sdpa import flash_usable, native_on_cpu, sdpa_flash, sdpa_math
 from quire.kernels.segments import MAX_BATCHED, Segment, Source, StepPlan
 from quire.kernels.workspace import Workspace
+from quire.spec.ids import Ids
 
 _WIDEN_ROWS = {torch.bfloat16: 16, torch.float16: 1}
 """Rows from which it pays to convert the keys once, if the CPU lacks instructions for their dtype."""
@@ -39,6 +41,19 @@ def paged_attention(
     tokens as the writing function returned them. A row at position p reads keys `p - window < k <= p`; `chunked`, those
     of its own chunk of `window` tokens up to p. `sinks` `[heads]` are logits of an extra key without value.
     """
+    kernel = batch.backend.kernel(query, reader)
+    if kernel is not None:
+        if chunked and window:
+            batch.refuse_trees("chunked attention")
+        out, _ = kernel.pages(
+            *_paged(query, reader, batch),
+            scale=scale,
+            window=window or 0,
+            chunked=chunked and bool(window),
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out
     step = _Step(query, key, value, reader, scale, softcap)
     plan = batch.plan(window or 0, query.device, chunked=chunked)
     if len(plan.segments) == 1 and sinks is None and plan.segments[0].rows == slice(0, query.shape[0]):
@@ -58,9 +73,25 @@ def paged_attention_lse(
     window: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` to be merged with more: float32 output `[T, heads, value_dim]` and log-sum-exp `[T, heads]`."""
+    kernel = batch.backend.kernel(query, reader)
+    if kernel is not None:
+        out, lse = kernel.pages(*_paged(query, reader, batch), scale=scale, window=window or 0, keep_lse=True)
+        assert lse is not None
+        return out, lse
     step = _Step(query, key, value, reader, scale, None)
     merged = step.merged(batch.plan(window or 0, query.device), keep_lse=True)
     return merged.out.flatten(1, 2), merged.lse.flatten(1, 2)
+
+
+_Paged = tuple[Tensor, Sequence[PagedField | None], tuple[Ids, Ids, Ids, Ids | None], int]
+
+
+def _paged(query: Tensor, reader: KVReader, batch: PagedBatch) -> _Paged:
+    """The arguments of a kernel that reads pages itself."""
+    assert isinstance(reader, KVFields | LatentFields)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    arrays = (batch.query_starts, batch.context_lens, batch.frames, batch.parents)
+    return query, reader.parts(), arrays, batch.page_size
 
 
 def attend_tile(
@@ -99,12 +130,24 @@ def _by_group(tokens: Tensor, groups: int) -> Tensor:
 
 
 def attend_selected(
-    query: Tensor, reader: KVReader, slots: Tensor, hidden: Tensor, *, scale: float, softcap: float | None = None
+    query: Tensor,
+    reader: KVReader,
+    slots: Tensor,
+    hidden: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: AttentionBackend = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """`attend_tile` if every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
 
     `slots` int64 and `hidden` are `[T, n]`. Returns float32 `[T, heads, value_dim]` and `[T, heads]`.
     """
+    kernel = backend.kernel(query, reader)
+    if kernel is not None:
+        assert isinstance(reader, KVFields | LatentFields)
+        query = query if query.stride(2) == 1 else query.contiguous()
+        return kernel.selected(query, reader.parts(), slots, hidden, scale=scale, softcap=softcap)
     size = max(1, MAX_BATCHED // slots.shape[1])
     parts = []
     for start in range(0, len(slots), size):

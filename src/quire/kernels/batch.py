@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModel
+from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.segments import MAX_BATCHED_ROWS, Sequences, Slots, StepPlan, Trees, flatten_ranges, to_device
 from quire.spec.ids import Ids
@@ -33,7 +34,7 @@ class PagedBatch:
     `[R]`, distinct and not negative, identify sequences between batches: their places by default. `parents` int32
     `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past. Such a row sees the
     past, the rows that it follows and itself; its position counts these. Without it, each row follows the one before
-    it. Slots are in the order of rows all the same.
+    it. Slots are in the order of rows all the same. `backend` computes attention.
     """
 
     query_starts: Ids
@@ -44,6 +45,7 @@ class PagedBatch:
     planner: AttentionPlanner = field(default_factory=AttentionPlanner)
     ids: Slots | None = None
     parents: Ids | None = None
+    backend: AttentionBackend = DEFAULT
     _derived: dict[object, Any] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
@@ -141,6 +143,7 @@ class PagedBatch:
             planner=AttentionPlanner() if name is None else self.planner.part(name),
             ids=sequences if self.ids is None else self.ids[sequences],
             parents=parents,
+            backend=self.backend,
         )
         return rows, batch
 

@@ -85,6 +85,12 @@ class PagedField:
         found._scales = None if self._scales is None else self._scales[one]
         return found
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor | None, KVFormat | None] | None:
+        """For kernels that read slots in place: rows by slot as they are stored, their scales and format. None if a
+        slot has no place in one tensor."""
+        return self._rows, self._scales, self._kv_format
+
     def _decoded(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, name: str) -> Tensor:
         """Encoded rows in `dtype`, in scratch memory `name`."""
         assert self._kv_format is not None
@@ -120,6 +126,10 @@ class HostedField(PagedField):
     ) -> None:
         self._device = device
         super().__init__(frames, scales, kv_format, name=name)
+
+    @property
+    def stored(self) -> None:
+        return None
 
     def _by_slot(self, frames: Tensor) -> Tensor:
         return frames
@@ -180,6 +190,10 @@ class KVFields:
         """One of several KV heads."""
         return KVFields(self._keys.head(number), self._values.head(number))
 
+    def parts(self) -> tuple[PagedField, PagedField | None, PagedField | None]:
+        """The field of keys, None for the rest of a key, and the field of values."""
+        return self._keys, None, self._values
+
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values; returns them as a reader sees them."""
         return self._keys.write(slots, key), self._values.write(slots, value)
@@ -203,6 +217,10 @@ class LatentFields:
     def __init__(self, latents: PagedField, ropes: PagedField) -> None:
         self._latents = latents
         self._ropes = ropes
+
+    def parts(self) -> tuple[PagedField, PagedField | None, PagedField | None]:
+        """The two fields of a key, and None: the value is the key."""
+        return self._latents, self._ropes, None
 
     def write(self, slots: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
         """Store rows `[T, rank]` and `[T, rope_dim]`; returns `[T, 1, rank + rope_dim]`, as a reader sees them."""

@@ -115,9 +115,8 @@ def _attend_pages(
         hot.write(hisparse.newest(part), key[at], value[at])
         positions = page_bounds.select(query[at], own[1], hisparse.top_k // part.page_size, options.scale)
         swapped = hisparse.swap_in(ordinal, part, positions.int().cpu().numpy())
-        found = attend_selected(
-            query[at], hot, swapped.slots, swapped.hidden, scale=options.scale, softcap=options.softcap
-        )
+        chosen = (hot, swapped.slots, swapped.hidden)
+        found = attend_selected(query[at], *chosen, scale=options.scale, softcap=options.softcap, backend=part.backend)
         out[at] = merge_attention([found], options.sinks).to(query.dtype)
     if others is not None:
         at, part = others

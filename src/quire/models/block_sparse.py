@@ -66,7 +66,8 @@ class _BlockAttention:
             positions = chosen * size + torch.arange(size, device=device).repeat(blocks.shape[2])
             hidden = (chosen < 0) | (positions > last)
             slots = rows.slots_of(positions.masked_fill(hidden, 0))
-            out, _ = attend_selected(part, kept.fields.head(head), slots, hidden, scale=options.scale)
+            fields, backend = kept.fields.head(head), kept.batch.backend
+            out, _ = attend_selected(part, fields, slots, hidden, scale=options.scale, backend=backend)
             outs.append(out)
         return torch.cat(outs, dim=1).to(query.dtype)
 

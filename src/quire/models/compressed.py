@@ -97,7 +97,9 @@ class _CompressedAttention:
             rows = selecting.rows
             entries: Tensor = forward.shared[_SELECTION][rows]
             slots = selecting.slots_of(entries.clamp_min(0))
-            out[rows], lse[rows] = attend_selected(query[rows], fields, slots, entries < 0, scale=options.scale)
+            out[rows], lse[rows] = attend_selected(
+                query[rows], fields, slots, entries < 0, scale=options.scale, backend=batch.backend
+            )
         return out, lse
 
     def _split(self, device: torch.device, batch: PagedBatch) -> tuple[list[Tile], SelectingRows | None]:

@@ -63,7 +63,7 @@ class _SparseAttention:
             hot = LatentFields(*(forward.hot_rows(name, forward.ordinal - 1) for name in ("latent", "rope")))
             hot.write(forward.hisparse.newest(part), key[at, 0], value[at, 0])
             swapped = forward.hisparse.swap_in(forward.ordinal - 1, part, self._positions(selected[at], part))
-            out[at] = self._attend(query[at], hot, swapped.slots, swapped.hidden, options)
+            out[at] = self._attend(query[at], hot, swapped.slots, swapped.hidden, part, options)
         if others is not None:
             at, part = others
             out[at] = self._read(query[at], rows[at], selected[at], fields, part, options)
@@ -87,14 +87,21 @@ class _SparseAttention:
         if long is not None:
             positions = selected[long.rows].long()
             slots = long.slots_of(positions.clamp_min(0))
-            out[long.rows] = self._attend(query[long.rows], fields, slots, positions < 0, options)
+            out[long.rows] = self._attend(query[long.rows], fields, slots, positions < 0, batch, options)
         return out
 
     def _attend(
-        self, query: Tensor, fields: LatentFields, slots: Tensor, hidden: Tensor, options: CallOptions
+        self,
+        query: Tensor,
+        fields: LatentFields,
+        slots: Tensor,
+        hidden: Tensor,
+        batch: PagedBatch,
+        options: CallOptions,
     ) -> Tensor:
         """Attention over `slots` `[rows, n]` of `fields`, those of each row."""
-        found = attend_selected(self._latent.absorb(query), fields, slots, hidden, scale=options.scale)
+        absorbed = self._latent.absorb(query)
+        found = attend_selected(absorbed, fields, slots, hidden, scale=options.scale, backend=batch.backend)
         return self._latent.release(merge_attention([found], options.sinks).to(query.dtype))
 
     def _positions(self, selected: Tensor, batch: PagedBatch) -> npt.NDArray[np.int32]:

@@ -1,0 +1,621 @@
+// Attention over pages. A task is some rows against some keys; tasks run on all threads and are merged by their sums.
+//
+//   sequence   |<-- run shared with others -->|<------- own keys, to the last row -------->|
+//   tasks       all rows of all of them        blocks of its rows, each with what these see
+//
+// Large tasks are cut by heads and by keys. Keys and values are read in place where few queries read them. Where many
+// do, a block of them is unpacked to float32 first, for products whose sums stay in registers.
+#include <algorithm>
+#include <numeric>
+#include <omp.h>
+#include <vector>
+
+#include "vectors.h"
+
+struct Field {  // vectors of tokens: those of slot s and head h begin at rows + s * token + h * head, in bytes
+    const uint8_t* rows;
+    int64_t token, head;
+    const uint8_t* scales;
+    int64_t scale_token, scale_head;
+    int32_t format, scale, block, width;
+};
+
+struct Call {
+    const uint8_t* query;  // [rows, heads, key_dim]
+    int64_t query_row, query_head;  // bytes
+    uint8_t* out;  // [rows, heads, value_dim], contiguous
+    float* lse;  // [rows, heads] or null
+    const float* sinks;  // [heads] or null
+    Field key, key_tail, value;  // a key is that of both; without a `value`, it is the value too
+    const int32_t *starts, *contexts, *frames, *parents;
+    int64_t frame_row;  // entries of `frames` per sequence
+    const int64_t* slots;  // [rows, selected], in place of `frames`
+    const uint8_t* hidden;
+    int64_t sequences, rows, heads, kv_heads, page_size, window, selected;
+    int32_t query_format, out_format, chunked, threads;
+    float scale, softcap;  // 0: none
+};
+
+namespace {
+
+constexpr int DIRECT = 32, PACKED = 64;  // tokens of a block read in place, or unpacked
+constexpr int MOST_DIRECT = 8;  // queries of a head that read keys in place
+constexpr int MOST_QUERIES = 96;  // queries of a head in one task
+constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
+constexpr int MIN_PIECE = 256;  // keys
+constexpr int64_t SERIAL = 1 << 16;  // multiplications of a query head below which threads cost more than they save
+constexpr float NOTHING = -INFINITY;
+
+int round_up(int64_t n, int to) { return int((n + to - 1) / to * to); }
+
+struct Task {
+    int rows_at, count;  // in `Plan::rows`
+    int first, stop;  // positions of its keys
+    int sequence;  // whose page table it reads
+    int head, heads;  // KV heads
+    int part;  // among those of its rows that begin at `Plan::before`
+};
+
+struct Plan {
+    std::vector<int> rows, before;  // of the tasks, and the parts that the row has in tasks before this one
+    std::vector<int> low, high, branch, part, parts;  // low, high: positions a row sees
+    std::vector<Task> tasks;
+    std::vector<uint8_t> sees;  // branch[row] + n: whether a row of a tree sees the n-th row of its sequence
+    std::vector<int> past, position;
+    int num_parts = 0;
+};
+
+struct Scratch {
+    std::vector<float> memory;
+    float* take(size_t floats) {
+        if (memory.size() < floats + 16) memory.resize(floats + 16);
+        auto at = (uintptr_t)memory.data();
+        return (float*)((at + 63) / 64 * 64);
+    }
+};
+
+// -- what is computed
+
+void shared_runs(const Call& call, Plan& plan, std::vector<int>& done) {
+    struct Family { std::vector<int> members; int first, depth; };
+    std::vector<int> full(call.sequences);
+    Family all{{}, 0, 0};
+    for (int s = 0; s < call.sequences; s++) {
+        int count = call.starts[s + 1] - call.starts[s];
+        full[s] = count ? (call.contexts[s] - count) / call.page_size : 0;
+        for (int row = call.starts[s]; row < call.starts[s + 1]; row++)
+            if (plan.low[row] > 0) full[s] = 0;  // a window has moved past the first token
+        if (full[s]) all.members.push_back(s);
+    }
+    std::vector<Family> open{all};
+    auto frame = [&](int s, int page) { return call.frames[s * call.frame_row + page]; };
+    while (!open.empty()) {
+        Family family = std::move(open.back());
+        open.pop_back();
+        auto& members = family.members;
+        members.erase(std::remove_if(members.begin(), members.end(), [&](int s) { return full[s] <= family.depth; }), members.end());
+        if (members.size() < 2) continue;
+        std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return frame(a, family.depth) < frame(b, family.depth); });
+        for (size_t begin = 0, end; begin < members.size(); begin = end) {
+            for (end = begin + 1; end < members.size() && frame(members[end], family.depth) == frame(members[begin], family.depth);) end++;
+            if (end - begin < 2) continue;
+            std::vector<int> same(members.begin() + begin, members.begin() + end);
+            int stop = full[same[0]];
+            for (int s : same) stop = std::min(stop, full[s]);
+            const int32_t* table = call.frames + same[0] * call.frame_row;
+            for (int s : same) {
+                const int32_t* other = call.frames + s * call.frame_row;
+                stop = int(std::mismatch(table + family.depth, table + stop, other + family.depth).first - table);
+            }
+            int first = family.first;
+            if ((stop - first) * call.page_size * int64_t(same.size() - 1) >= MIN_SHARED) {
+                Task task{int(plan.rows.size()), 0, int(first * call.page_size), int(stop * call.page_size), same[0], 0, 0, 0};
+                for (int s : same) {
+                    for (int row = call.starts[s]; row < call.starts[s + 1]; row++) plan.rows.push_back(row);
+                    done[s] = int(stop * call.page_size);
+                }
+                task.count = int(plan.rows.size()) - task.rows_at;
+                plan.tasks.push_back(task);
+                first = stop;
+            }
+            open.push_back({std::move(same), first, stop});
+        }
+    }
+}
+
+void see_trees(const Call& call, Plan& plan) {
+    // A row of a tree sees the past, the rows that it follows and itself. Its position counts these.
+    for (int s = 0; s < call.sequences; s++) {
+        int start = call.starts[s], count = call.starts[s + 1] - start;
+        bool branches = false;
+        for (int row = start; row < start + count; row++) branches |= call.parents[row] != (row > start ? row - 1 : -1);
+        if (!branches) continue;
+        for (int row = start; row < start + count; row++) {
+            int parent = call.parents[row], at = int(plan.sees.size());
+            plan.branch[row] = at;
+            plan.sees.resize(at + count);
+            if (parent >= 0) std::copy_n(plan.sees.begin() + plan.branch[parent], count, plan.sees.begin() + at);
+            plan.sees[at + row - start] = 1;
+            plan.position[row] = parent >= 0 ? plan.position[parent] + 1 : plan.past[row];
+            plan.high[row] = call.contexts[s] - 1;
+        }
+    }
+}
+
+void add_rows(const Call& call, Plan& plan, int sequence, int start, int stop, int done) {
+    Task task{int(plan.rows.size()), stop - start, plan.low[start], plan.high[start] + 1, sequence, 0, 0, 0};
+    for (int row = start; row < stop; row++) {
+        plan.rows.push_back(row);
+        task.first = std::min(task.first, plan.low[row]), task.stop = std::max(task.stop, plan.high[row] + 1);
+    }
+    task.first = std::max(task.first, done);
+    plan.tasks.push_back(task);
+}
+
+void cut_tasks(const Call& call, Plan& plan) {
+    int group = int(call.heads / call.kv_heads), most = std::max(1, MOST_QUERIES / group);
+    auto cost = [&](const Task& task) {
+        int64_t queries = int64_t(task.count) * group;
+        return (task.stop - task.first) * task.heads * (queries + 6);
+    };
+    std::vector<Task> by_rows, found;
+    plan.before.resize(plan.rows.size());
+    int64_t total = 0;
+    for (Task task : plan.tasks) {
+        task.heads = int(call.kv_heads);
+        for (int at = 0; at < task.count; at += most) {
+            Task block = task;
+            block.rows_at += at, block.count = std::min(most, task.count - at);
+            by_rows.push_back(block);
+            total += cost(block);
+        }
+    }
+    int64_t limit = call.threads > 1 ? std::max<int64_t>(1, total / (4 * call.threads)) : INT64_MAX;
+    for (const Task& task : by_rows) {
+        // Many queries: a head at a time stays in the cache.
+        int heads = task.count * group > MOST_DIRECT ? 1 : task.heads;
+        Task one = task;
+        one.heads = heads;
+        int keys = task.stop - task.first;
+        int64_t pieces = std::min<int64_t>((cost(one) + limit - 1) / limit, keys / MIN_PIECE);
+        int size = pieces > 1 ? round_up((keys + pieces - 1) / pieces, PACKED) : std::max(keys, 1);
+        int part = 0;
+        for (int at = task.first; at < std::max(task.stop, task.first + 1); at += size, part++)
+            for (int head = 0; head < task.heads; head += heads) {
+                Task piece = task;
+                piece.first = at, piece.stop = std::min(at + size, task.stop);
+                piece.head = head, piece.heads = heads, piece.part = part;
+                found.push_back(piece);
+            }
+        for (int at = task.rows_at; at < task.rows_at + task.count; at++) {
+            plan.before[at] = plan.parts[plan.rows[at]];
+            plan.parts[plan.rows[at]] += part;
+        }
+    }
+    plan.tasks = std::move(found);
+}
+
+Plan planned(const Call& call) {
+    Plan plan;
+    int rows = int(call.rows);
+    plan.low.resize(rows), plan.high.resize(rows), plan.past.resize(rows), plan.position.resize(rows);
+    plan.branch.assign(rows, -1), plan.parts.assign(rows, 0), plan.part.resize(rows);
+    if (call.slots) {
+        for (int row = 0; row < rows; row++) {
+            plan.high[row] = int(call.selected) - 1;
+            add_rows(call, plan, row, row, row + 1, 0);
+        }
+    } else {
+        for (int s = 0; s < call.sequences; s++)
+            for (int row = call.starts[s]; row < call.starts[s + 1]; row++) {
+                plan.past[row] = call.contexts[s] - (call.starts[s + 1] - call.starts[s]);
+                plan.position[row] = plan.high[row] = plan.past[row] + row - call.starts[s];
+            }
+        if (call.parents) see_trees(call, plan);
+        for (int row = 0; row < rows && call.window; row++) {
+            int at = plan.position[row];
+            plan.low[row] = int(call.chunked ? at / call.window * call.window : std::max<int64_t>(0, at - call.window + 1));
+        }
+        std::vector<int> done(call.sequences, 0);
+        shared_runs(call, plan, done);
+        int most = std::max<int>(1, int(MOST_QUERIES * call.kv_heads / call.heads));
+        for (int s = 0; s < call.sequences; s++)
+            for (int row = call.starts[s]; row < call.starts[s + 1]; row += most)
+                add_rows(call, plan, s, row, std::min(row + most, call.starts[s + 1]), done[s]);
+    }
+    cut_tasks(call, plan);
+    for (int row = 0; row < rows; row++) {
+        plan.part[row] = plan.num_parts;
+        if (plan.parts[row] > 1) plan.num_parts += plan.parts[row];
+    }
+    return plan;
+}
+
+// -- products
+
+// C [m, columns] = A [m, depth] * B [depth, columns], or added to C times a factor per row.
+template <int M, int N, bool ADD>
+void tile(const float* a, int64_t lda, const float* b, int64_t ldb, int depth, float* c, int64_t ldc, const float* factors) {
+    vf sum[M][N];
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int j = 0; j < N; j++) sum[i][j] = ADD ? load(c + i * ldc + j * W) * factors[i] : vf{};
+    for (int k = 0; k < depth; k++) {
+        vf right[N];
+        UNROLL for (int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * W);
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int j = 0; j < N; j++) sum[i][j] += a[i * lda + k] * right[j];
+    }
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);
+}
+template <bool ADD, int N = NV>
+void product(int m, const float* a, int64_t lda, const float* b, int64_t ldb, int depth, int columns, float* c, int64_t ldc, const float* factors) {
+    for (; columns >= N * W; columns -= N * W, b += N * W, c += N * W)
+        for (int i = 0; i < m; i += MR) {
+            const float *left = a + i * lda, *by = ADD ? factors + i : nullptr;
+            float* to = c + i * ldc;
+            switch (m - i) {
+            case 1: tile<1, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
+            case 2: tile<2, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
+            case 3: tile<3, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
+            case 4: tile<4, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
+            case 5: tile<5, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
+            default: tile<MR, N, ADD>(left, lda, b, ldb, depth, to, ldc, by);
+            }
+        }
+    if constexpr (N > 1)
+        if (columns) product<ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
+}
+
+// Scores of Q queries with tokens in place, T at a time.
+template <class S, int Q, int T>
+void dots(const float* query, int64_t ldq, const uint8_t* const* keys, int tokens, int dim, float* scores, int64_t lds) {
+    for (int t = 0; t < tokens; t += T) {
+        vf sum[Q * T] = {};
+        const S* key[T];
+        UNROLL for (int j = 0; j < T; j++) key[j] = (const S*)keys[std::min(t + j, tokens - 1)];
+        for (int d = 0; d < dim; d += W) {
+            vf right[T];
+            UNROLL for (int j = 0; j < T; j++) right[j] = load(key[j] + d);
+            UNROLL for (int i = 0; i < Q; i++) {
+                vf left = load(query + i * ldq + d);
+                UNROLL for (int j = 0; j < T; j++) sum[i * T + j] += left * right[j];
+            }
+        }
+        vf found = sums<W>(sum);
+        UNROLL for (int i = 0; i < Q; i++) std::memcpy(scores + i * lds + t, (float*)&found + i * T, 4 * T);
+    }
+}
+template <class S>
+void all_dots(int m, const float* query, int64_t ldq, const uint8_t* const* keys, int tokens, int dim, float* scores, int64_t lds) {
+    int i = 0;
+    for (; m - i > 2; i += 4) dots<S, 4, W / 4>(query + i * ldq, ldq, keys, tokens, dim, scores + i * lds, lds);
+    for (; i < m; i += 2) dots<S, 2, W / 2>(query + i * ldq, ldq, keys, tokens, dim, scores + i * lds, lds);
+}
+
+// out [Q, N * W] = out * factors + weights * values in place.
+template <class S, int Q, int N>
+void weigh(const float* weights, int64_t ldw, const uint8_t* const* values, int at, int tokens, float* out, int64_t ldo, const float* factors) {
+    vf sum[Q][N];
+    UNROLL for (int i = 0; i < Q; i++)
+        UNROLL for (int j = 0; j < N; j++) sum[i][j] = load(out + i * ldo + j * W) * factors[i];
+    for (int t = 0; t < tokens; t++) {
+        const S* value = (const S*)values[t] + at;
+        vf right[N];
+        UNROLL for (int j = 0; j < N; j++) right[j] = load(value + j * W);
+        UNROLL for (int i = 0; i < Q; i++)
+            UNROLL for (int j = 0; j < N; j++) sum[i][j] += weights[i * ldw + t] * right[j];
+    }
+    UNROLL for (int i = 0; i < Q; i++)
+        UNROLL for (int j = 0; j < N; j++) store(out + i * ldo + j * W, sum[i][j]);
+}
+template <class S, int Q, int N = NV>
+void weigh_all(const float* weights, int64_t ldw, const uint8_t* const* values, int at, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
+    for (; dim - at >= N * W; at += N * W) weigh<S, Q, N>(weights, ldw, values, at, tokens, out + at, ldo, factors);
+    if constexpr (N > 1)
+        if (at < dim) weigh_all<S, Q, N - 1>(weights, ldw, values, at, dim, tokens, out, ldo, factors);
+}
+template <class S>
+void all_weighed(int m, const float* weights, int64_t ldw, const uint8_t* const* values, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
+    int i = 0;
+    for (; m - i > 2; i += 4) weigh_all<S, 4>(weights + i * ldw, ldw, values, 0, dim, tokens, out + i * ldo, ldo, factors + i);
+    for (; i < m; i += 2) weigh_all<S, 2>(weights + i * ldw, ldw, values, 0, dim, tokens, out + i * ldo, ldo, factors + i);
+}
+
+// -- a task
+
+class Worker {
+  public:
+    Worker(const Call& call, const Plan& plan, float* partial, float* peaks)
+        : call(call), plan(plan), partial(partial), peaks(peaks), group(int(call.heads / call.kv_heads)),
+          dim(call.key.width + call.key_tail.width), value_dim(call.value.rows ? call.value.width : dim),
+          dim_up(round_up(dim, W)), value_up(round_up(value_dim, W)) {
+        auto plain = [](const Field& field) { return field.format <= F16 && field.width % W == 0; };
+        key_bytes = dim * (call.key.format == F32 ? 4 : 2), value_bytes = value_dim * (call.value.format == F32 ? 4 : 2);
+        in_place = plain(call.key) && !call.key_tail.width && call.value.rows && plain(call.value);
+    }
+
+    void run(const Task& task) {
+        m = task.count * group;
+        m_up = round_up(m, 4);
+        direct = in_place && m <= MOST_DIRECT;
+        block = direct ? DIRECT : PACKED;
+        size_t heads = task.heads, all = heads * m_up;
+        float* at = scratch.take(all * (dim_up + value_up + 2) + m_up * (block + 1) + (direct ? 0 : PACKED * (2 * dim_up + value_up)));
+        auto next = [&](size_t floats) { float* here = at; at += floats; return here; };
+        queries = next(all * dim_up), outs = next(all * value_up), scores = next(m_up * block);
+        if (!direct) rows = next(PACKED * dim_up), columns = next(PACKED * dim_up), values = next(PACKED * value_up);
+        tops = next(all), totals = next(all), factors = next(m_up);
+        std::fill(outs, outs + all * value_up, 0.0f);
+        std::fill(tops, tops + all, NOTHING);
+        std::fill(totals, totals + all, 0.0f);
+        read_queries(task);
+        int64_t most = call.slots ? read_slots(task) : 0;
+        int stop = call.slots ? int(most) : task.stop;
+        if (!call.slots) read_pages(task, task.first, std::min(block, stop - task.first), next_slots);
+        for (int first = call.slots ? 0 : task.first; first < stop; first += block) {
+            int tokens = std::min(block, stop - first);
+            num_next = std::clamp(stop - first - block, 0, block);
+            if (call.slots) {
+                found = chosen.data() + first, found_next = found + block;
+            } else {
+                std::copy_n(next_slots, tokens, slots);
+                read_pages(task, first + block, num_next, next_slots);
+                found = slots, found_next = next_slots;
+            }
+            bool masks = !call.slots && masked(task, first, tokens);
+            for (int head = 0; head < task.heads; head++) attend(task, head, first, tokens, masks);
+        }
+        finish(task);
+    }
+
+  private:
+    const Call& call;
+    const Plan& plan;
+    float *partial, *peaks;
+    int group, dim, value_dim, dim_up, value_up, m = 0, m_up = 0, block = 0;
+    int key_bytes = 0, value_bytes = 0;  // of a vector, where it is read in place
+    bool in_place, direct = false;
+    float *queries, *outs, *scores, *rows, *columns, *values, *tops, *totals, *factors;
+    int64_t slots[PACKED], next_slots[PACKED];
+    const int64_t *found, *found_next;  // slots of the tokens of this block and of the next one
+    int num_next = 0;
+    std::vector<int64_t> chosen;
+    const uint8_t *key_at[PACKED], *value_at[PACKED];
+    static thread_local Scratch scratch;
+
+    static void prefetch(const uint8_t* from, int bytes) {
+        for (int at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+    }
+
+    void read_queries(const Task& task) {
+        for (int head = 0; head < task.heads; head++)
+            for (int i = 0; i < m_up; i++) {
+                float* to = queries + (head * m_up + i) * int64_t(dim_up);
+                if (i < m) {
+                    int row = plan.rows[task.rows_at + i / group], which = (task.head + head) * group + i % group;
+                    decode(call.query + row * call.query_row + which * call.query_head, call.query_format, dim, to);
+                }
+                std::fill(to + (i < m ? dim : 0), to + dim_up, 0.0f);
+            }
+    }
+
+    int64_t read_slots(const Task& task) {
+        chosen.clear();
+        const int64_t row = plan.rows[task.rows_at];
+        for (int64_t at = row * call.selected + task.first; at < row * call.selected + task.stop; at++)
+            if (!call.hidden[at]) chosen.push_back(call.slots[at]);
+        return int64_t(chosen.size());
+    }
+
+    void read_pages(const Task& task, int first, int tokens, int64_t* slots) const {
+        const int32_t* table = call.frames + task.sequence * call.frame_row;
+        const int size = int(call.page_size);
+        for (int i = 0; i < tokens;) {
+            int page = (first + i) / size, offset = (first + i) % size;
+            int64_t slot = int64_t(table[page]) * size + offset;
+            for (int end = std::min(tokens, i + size - offset); i < end;) slots[i++] = slot++;
+        }
+    }
+
+    bool masked(const Task& task, int first, int tokens) const {
+        for (int at = 0; at < task.count; at++) {
+            int row = plan.rows[task.rows_at + at];
+            if (plan.low[row] > first || plan.high[row] < first + tokens - 1) return true;
+            if (plan.branch[row] >= 0 && first + tokens > plan.past[row]) return true;
+        }
+        return false;
+    }
+
+    void attend(const Task& task, int head, int first, int tokens, bool masks) {
+        const float* query = queries + head * m_up * int64_t(dim_up);
+        float *out = outs + head * m_up * int64_t(value_up), *top = tops + head * m_up, *total = totals + head * m_up;
+        if (direct) {
+            const Field &key = call.key, &value = call.value;
+            int64_t of_key = (task.head + head) * key.head, of_value = (task.head + head) * value.head;
+            for (int i = 0; i < tokens; i++) {
+                key_at[i] = key.rows + found[i] * key.token + of_key;
+                value_at[i] = value.rows + found[i] * value.token + of_value;
+            }
+            // Pages are scattered: without a hint each one begins with a wait for memory.
+            for (int i = 0; i < num_next; i++) {
+                prefetch(key.rows + found_next[i] * key.token + of_key, key_bytes);
+                prefetch(value.rows + found_next[i] * value.token + of_value, value_bytes);
+            }
+            switch (key.format) {
+            case F32: all_dots<float>(m, query, dim_up, key_at, tokens, dim, scores, block); break;
+            case BF16: all_dots<bf16>(m, query, dim_up, key_at, tokens, dim, scores, block); break;
+            default: all_dots<f16>(m, query, dim_up, key_at, tokens, dim, scores, block);
+            }
+        } else {
+            unpack(task.head + head, tokens);
+            product<false>(m, query, dim_up, columns, PACKED, dim, round_up(tokens, W), scores, block, nullptr);
+        }
+        if (masks) mask(task, first, tokens);
+        soften(tokens, top, total);
+        if (!direct) {
+            product<true>(m, scores, block, values, value_up, tokens, value_up, out, value_up, factors);
+            return;
+        }
+        switch (call.value.format) {
+        case F32: all_weighed<float>(m, scores, block, value_at, value_dim, tokens, out, value_up, factors); break;
+        case BF16: all_weighed<bf16>(m, scores, block, value_at, value_dim, tokens, out, value_up, factors); break;
+        default: all_weighed<f16>(m, scores, block, value_at, value_dim, tokens, out, value_up, factors);
+        }
+    }
+
+    static void read_row(const Field& field, int64_t slot, int head, float* to) {
+        decode(field.rows + slot * field.token + head * field.head, field.format, field.width, to);
+        if (!field.block) return;
+        const uint8_t* scales = field.scales + slot * field.scale_token + head * field.scale_head;
+        for (int at = 0; at < field.width; at += field.block) {
+            float scale = scale_at(scales, field.scale, at / field.block);
+            for (int i = at; i < at + field.block; i++) to[i] *= scale;
+        }
+    }
+
+    // A block of keys as columns `[dim, PACKED]`, and of values as rows `[tokens, value_up]`.
+    void unpack(int head, int tokens) {
+        for (int i = 0; i < tokens; i++) {
+            float* row = rows + i * int64_t(dim_up);
+            read_row(call.key, found[i], head, row);
+            if (call.key_tail.width) read_row(call.key_tail, found[i], head, row + call.key.width);
+            float* value = values + i * int64_t(value_up);
+            if (call.value.rows) read_row(call.value, found[i], head, value);
+            else std::memcpy(value, row, 4 * value_dim);
+            std::fill(value + value_dim, value + value_up, 0.0f);
+            std::fill(row + dim, row + dim_up, 0.0f);
+        }
+        for (int i = tokens; i < round_up(tokens, W); i++) std::fill_n(rows + i * int64_t(dim_up), dim_up, 0.0f);
+        for (int i = 0; i < tokens; i += W)
+            for (int d = 0; d < dim; d += W) transpose(rows + i * int64_t(dim_up) + d, dim_up, columns + d * int64_t(PACKED) + i);
+    }
+
+    static void transpose(const float* from, int64_t ld, float* to) {
+        for (int d = 0; d < W; d++)
+            for (int i = 0; i < W; i++) to[d * PACKED + i] = from[i * ld + d];
+    }
+
+    void mask(const Task& task, int first, int tokens) {
+        for (int at = 0; at < task.count; at++) {
+            int row = plan.rows[task.rows_at + at], low = plan.low[row] - first, high = plan.high[row] - first;
+            int past = plan.past[row] - first;
+            for (int g = 0; g < group; g++) {
+                float* score = scores + (at * group + g) * int64_t(block);
+                if (plan.branch[row] < 0) {
+                    for (int t = 0; t < tokens; t++) score[t] = t < low || t > high ? NOTHING : score[t];
+                    continue;
+                }
+                const uint8_t* sees = plan.sees.data() + plan.branch[row];
+                for (int t = 0; t < tokens; t++) {
+                    bool hides = t < past ? t < low : !sees[t - past] || position_of(task, t - past) < plan.low[row];
+                    if (hides) score[t] = NOTHING;
+                }
+            }
+        }
+    }
+
+    // The position of the n-th row of the task's sequence.
+    int position_of(const Task& task, int n) const { return plan.position[call.starts[task.sequence] + n]; }
+
+    void soften(int tokens, float* top, float* total) {
+        int up = round_up(tokens, W);
+        for (int i = 0; i < m; i++) {
+            float* score = scores + i * int64_t(block);
+            for (int t = tokens; t < up; t++) score[t] = NOTHING;
+            vf most = splat(NOTHING);
+            for (int t = 0; t < up; t += W) {
+                vf s = load(score + t) * call.scale;
+                if (call.softcap != 0) {
+                    s = tanh_of(s / call.softcap) * call.softcap;
+                    for (int j = 0; j < W; j++)
+                        if (score[t + j] == NOTHING) s[j] = NOTHING;
+                }
+                store(score + t, s);
+                most = larger(s, most);
+            }
+            float peak = std::max(top[i], max_of(most)), base = peak == NOTHING ? 0.0f : peak;
+            factors[i] = top[i] == NOTHING ? 0.0f : std::exp(top[i] - base);
+            vf sum = {};
+            for (int t = 0; t < up; t += W) {
+                vf weight = exp_of(load(score + t) - base);
+                store(score + t, weight);
+                sum += weight;
+            }
+            total[i] = total[i] * factors[i] + sum_of(sum);
+            top[i] = peak;
+        }
+        for (int i = m; i < m_up; i++) factors[i] = 0, std::fill_n(scores + i * int64_t(block), up, 0.0f);
+    }
+
+    void finish(const Task& task) {
+        for (int head = 0; head < task.heads; head++)
+            for (int i = 0; i < m; i++) {
+                int row = plan.rows[task.rows_at + i / group], which = (task.head + head) * group + i % group;
+                int64_t at = head * m_up + i;
+                if (plan.parts[row] == 1) {
+                    write(row, which, outs + at * value_up, tops[at], totals[at]);
+                    continue;
+                }
+                int64_t part = (plan.part[row] + plan.before[task.rows_at + i / group] + task.part) * call.heads + which;
+                std::memcpy(partial + part * value_dim, outs + at * value_up, 4 * value_dim);
+                peaks[2 * part] = tops[at], peaks[2 * part + 1] = totals[at];
+            }
+    }
+
+  public:
+    void write(int row, int head, const float* sum, float top, float total) const {
+        int64_t at = row * call.heads + head;
+        if (call.lse) call.lse[at] = total == 0 ? NOTHING : top + std::log(total);
+        float all = call.sinks ? total + std::exp(call.sinks[head] - top) : total;
+        float factor = total == 0 ? 0.0f : 1 / all;
+        for (int d = 0; d < value_dim; d++) {
+            float x = sum[d] * factor;
+            if (call.out_format == F32) ((float*)call.out)[at * value_dim + d] = x;
+            else ((uint16_t*)call.out)[at * value_dim + d] = call.out_format == BF16 ? to_bf16(x) : to_f16(x);
+        }
+    }
+
+    void merge(int row) const {
+        std::vector<float> sum(value_dim);
+        for (int head = 0; head < call.heads; head++) {
+            float top = NOTHING, total = 0;
+            std::fill(sum.begin(), sum.end(), 0.0f);
+            for (int part = plan.part[row]; part < plan.part[row] + plan.parts[row]; part++) {
+                int64_t at = part * call.heads + head;
+                if (peaks[2 * at] == NOTHING) continue;
+                float peak = std::max(top, peaks[2 * at]), before = top == NOTHING ? 0 : std::exp(top - peak);
+                float weight = std::exp(peaks[2 * at] - peak);
+                total = total * before + peaks[2 * at + 1] * weight;
+                for (int d = 0; d < value_dim; d++) sum[d] = sum[d] * before + partial[at * value_dim + d] * weight;
+                top = peak;
+            }
+            write(row, head, sum.data(), top, total);
+        }
+    }
+};
+
+thread_local Scratch Worker::scratch;
+
+}  // namespace
+
+extern "C" void quire_attend(const Call* given) {
+    const Call& call = *given;
+    Plan plan = planned(call);
+    static thread_local Scratch memory;
+    int width = call.value.rows ? call.value.width : call.key.width + call.key_tail.width;
+    int64_t parts = plan.num_parts * call.heads;
+    float *partial = memory.take(parts * (width + 2)), *peaks = partial + parts * width;
+    int64_t work = 0;
+    for (const Task& task : plan.tasks) work += int64_t(task.stop - task.first) * task.count * task.heads * width;
+    int threads = work < SERIAL ? 1 : call.threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Worker worker(call, plan, partial, peaks);
+#pragma omp for schedule(dynamic, 1)
+        for (size_t at = 0; at < plan.tasks.size(); at++) worker.run(plan.tasks[at]);
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t row = 0; row < call.rows; row++)
+            if (plan.parts[row] > 1) worker.merge(int(row));
+    }
+}

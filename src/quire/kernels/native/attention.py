@@ -1,0 +1,147 @@
+"""Attention by the compiled kernel: tensors in, one call of the library, a tensor out. Nothing is planned in Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.fields import PagedField
+from quire.spec.ids import Ids
+from quire.spec.layout import DType
+
+FORMATS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+_E2M1 = 5
+_SCALES = {None: 0, DType.FLOAT32: 1, DType.UINT8: 2, DType.FLOAT8_E4M3: 3}
+_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class _Field(ctypes.Structure):
+    _fields_ = (
+        *((name, kind) for name, kind in (("rows", _P), ("token", _I64), ("head", _I64))),
+        *((name, kind) for name, kind in (("scales", _P), ("scale_token", _I64), ("scale_head", _I64))),
+        *((name, _I32) for name in ("format", "scale", "block", "width")),
+    )
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *(("query", _P), ("query_row", _I64), ("query_head", _I64), ("out", _P), ("lse", _P), ("sinks", _P)),
+        *((name, _Field) for name in ("key", "key_tail", "value")),
+        *((name, _P) for name in ("starts", "contexts", "frames", "parents")),
+        *(("frame_row", _I64), ("slots", _P), ("hidden", _P)),
+        *((name, _I64) for name in ("sequences", "rows", "heads", "kv_heads", "page_size", "window", "selected")),
+        *((name, _I32) for name in ("query_format", "out_format", "chunked", "threads")),
+        *(("scale", _F32), ("softcap", _F32)),
+    )
+
+
+class NativeAttention:
+    """The kernel of a loaded library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.quire_attend
+        self._attend.argtypes, self._attend.restype = (ctypes.POINTER(_Call),), None
+
+    def pages(
+        self,
+        query: Tensor,
+        parts: Sequence[PagedField | None],
+        arrays: tuple[Ids, Ids, Ids, Ids | None],
+        page_size: int,
+        *,
+        scale: float,
+        window: int = 0,
+        chunked: bool = False,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        keep_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`paged_attention` of `query` `[T, heads, key_dim]`; float32 with the log-sum-exp `[T, heads]` if kept.
+
+        `parts` are those of a reader; `arrays` are query starts, contexts, frames and parents of a `PagedBatch`.
+        """
+        starts, contexts, frames, parents = (None if each is None else _int32(each) for each in arrays)
+        assert starts is not None and contexts is not None and frames is not None
+        call = self._call(query, parts, scale, softcap)
+        call.starts, call.contexts, call.frames = starts.ctypes.data, contexts.ctypes.data, frames.ctypes.data
+        call.parents = None if parents is None else parents.ctypes.data
+        call.frame_row, call.sequences, call.rows = frames.shape[1], len(contexts), int(starts[-1])
+        call.page_size, call.window, call.chunked = page_size, window, chunked
+        wide = None if sinks is None else sinks.float().contiguous()
+        call.sinks = None if wide is None else wide.data_ptr()
+        return self._run(call, query, keep_lse=keep_lse)
+
+    def selected(
+        self,
+        query: Tensor,
+        parts: Sequence[PagedField | None],
+        slots: Tensor,
+        hidden: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`attend_selected`."""
+        slots, hidden = slots.contiguous(), hidden.contiguous()
+        call = self._call(query, parts, scale, softcap)
+        call.slots, call.hidden, call.selected = slots.data_ptr(), hidden.data_ptr(), slots.shape[1]
+        call.rows = len(slots)
+        out, lse = self._run(call, query, keep_lse=True)
+        assert lse is not None
+        return out, lse
+
+    def _call(self, query: Tensor, parts: Sequence[PagedField | None], scale: float, softcap: float | None) -> _Call:
+        key, tail, value = parts
+        assert key is not None
+        call = _Call(query=query.data_ptr(), query_format=FORMATS[query.dtype], scale=scale, softcap=softcap or 0)
+        call.query_row, call.query_head = (stride * query.element_size() for stride in query.stride()[:2])
+        call.key, call.kv_heads = _field(key)
+        if tail is not None:
+            call.key_tail, _ = _field(tail)
+        if value is not None:
+            call.value, _ = _field(value)
+        call.heads, call.threads = query.shape[1], torch.get_num_threads()
+        return call
+
+    def _run(self, call: _Call, query: Tensor, *, keep_lse: bool) -> tuple[Tensor, Tensor | None]:
+        width = call.value.width or call.key.width + call.key_tail.width
+        out = query.new_empty(query.shape[0], query.shape[1], width, dtype=torch.float32 if keep_lse else query.dtype)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if keep_lse else None
+        call.out, call.out_format = out.data_ptr(), FORMATS[out.dtype]
+        call.lse = None if lse is None else lse.data_ptr()
+        self._attend(call)
+        return out, lse
+
+
+def _field(field: PagedField) -> tuple[_Field, int]:
+    """A field for the library, and its heads."""
+    assert field.stored is not None
+    rows, scales, kv_format = field.stored
+    if rows.dim() == 2:
+        rows, scales = rows.unsqueeze(1), None if scales is None else scales.unsqueeze(1)
+    size, width = rows.element_size(), rows.shape[2]
+    found = _Field(rows=rows.data_ptr(), token=rows.stride(0) * size, head=rows.stride(1) * size, width=width)
+    if kv_format is not None and kv_format.bits == 4:
+        found.format, found.width = _E2M1, 2 * width
+    else:
+        found.format = FORMATS[rows.dtype]
+    if scales is not None and kv_format is not None:
+        size = scales.element_size()
+        found.scales, found.scale, found.block = scales.data_ptr(), _SCALES[kv_format.scale], kv_format.block
+        found.scale_token, found.scale_head = scales.stride(0) * size, scales.stride(1) * size
+    return found, rows.shape[1]
+
+
+def _int32(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(array, dtype=np.int32)
