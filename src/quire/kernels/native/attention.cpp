@@ -39,6 +39,7 @@ struct Call {
 namespace {
 
 constexpr int DIRECT = 32, PACKED = 64;  // tokens of a block read in place, or unpacked
+constexpr int STEP = W / 2;  // tokens whose keys are read together, of all heads
 constexpr int MOST_DIRECT = 8;  // queries of a head that read keys in place
 constexpr int MOST_QUERIES = 96;  // queries of a head in one task
 constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
@@ -142,7 +143,7 @@ void see_trees(const Call& call, Plan& plan) {
     }
 }
 
-void add_rows(const Call& call, Plan& plan, int sequence, int start, int stop, int done) {
+void add_rows(Plan& plan, int sequence, int start, int stop, int done) {
     Task task{int(plan.rows.size()), stop - start, plan.low[start], plan.high[start] + 1, sequence, 0, 0, 0};
     for (int row = start; row < stop; row++) {
         plan.rows.push_back(row);
@@ -203,7 +204,7 @@ Plan planned(const Call& call) {
     if (call.slots) {
         for (int row = 0; row < rows; row++) {
             plan.high[row] = int(call.selected) - 1;
-            add_rows(call, plan, row, row, row + 1, 0);
+            add_rows(plan, row, row, row + 1, 0);
         }
     } else {
         for (int s = 0; s < call.sequences; s++)
@@ -221,7 +222,7 @@ Plan planned(const Call& call) {
         int most = std::max<int>(1, int(MOST_QUERIES * call.kv_heads / call.heads));
         for (int s = 0; s < call.sequences; s++)
             for (int row = call.starts[s]; row < call.starts[s + 1]; row += most)
-                add_rows(call, plan, s, row, std::min(row + most, call.starts[s + 1]), done[s]);
+                add_rows(plan, s, row, std::min(row + most, call.starts[s + 1]), done[s]);
     }
     cut_tasks(call, plan);
     for (int row = 0; row < rows; row++) {
@@ -267,40 +268,42 @@ void product(int m, const float* a, int64_t lda, const float* b, int64_t ldb, in
         if (columns) product<ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
 }
 
-// Scores of Q queries with tokens in place, T at a time.
+// Scores of Q queries with T tokens in place, the last of `left` in place of those that are missing.
 template <class S, int Q, int T>
-void dots(const float* query, int64_t ldq, const uint8_t* const* keys, int tokens, int dim, float* scores, int64_t lds) {
-    for (int t = 0; t < tokens; t += T) {
-        vf sum[Q * T] = {};
-        const S* key[T];
-        UNROLL for (int j = 0; j < T; j++) key[j] = (const S*)keys[std::min(t + j, tokens - 1)];
-        for (int d = 0; d < dim; d += W) {
-            vf right[T];
-            UNROLL for (int j = 0; j < T; j++) right[j] = load(key[j] + d);
-            UNROLL for (int i = 0; i < Q; i++) {
-                vf left = load(query + i * ldq + d);
-                UNROLL for (int j = 0; j < T; j++) sum[i * T + j] += left * right[j];
-            }
+void dots(const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds) {
+    vf sum[Q * T] = {};
+    const S* key[T];
+    UNROLL for (int j = 0; j < T; j++) key[j] = (const S*)(keys[std::min(j, left - 1)] + offset);
+    for (int d = 0; d < dim; d += W) {
+        vf right[T];
+        UNROLL for (int j = 0; j < T; j++) right[j] = load(key[j] + d);
+        UNROLL for (int i = 0; i < Q; i++) {
+            vf left = load(query + i * ldq + d);
+            UNROLL for (int j = 0; j < T; j++) sum[i * T + j] += left * right[j];
         }
-        vf found = sums<W>(sum);
-        UNROLL for (int i = 0; i < Q; i++) std::memcpy(scores + i * lds + t, (float*)&found + i * T, 4 * T);
     }
+    vf found = sums<W>(sum);
+    UNROLL for (int i = 0; i < Q; i++) std::memcpy(scores + i * lds, (float*)&found + i * T, 4 * T);
 }
+// Scores of m queries with STEP tokens.
 template <class S>
-void all_dots(int m, const float* query, int64_t ldq, const uint8_t* const* keys, int tokens, int dim, float* scores, int64_t lds) {
+void all_dots(int m, const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds) {
     int i = 0;
-    for (; m - i > 2; i += 4) dots<S, 4, W / 4>(query + i * ldq, ldq, keys, tokens, dim, scores + i * lds, lds);
-    for (; i < m; i += 2) dots<S, 2, W / 2>(query + i * ldq, ldq, keys, tokens, dim, scores + i * lds, lds);
+    for (; m - i > 2; i += 4)
+        for (int t = 0; t < std::min(STEP, left); t += W / 4)
+            dots<S, 4, W / 4>(query + i * ldq, ldq, keys + t, offset, left - t, dim, scores + i * lds + t, lds);
+    for (; i < m; i += 2)
+        dots<S, 2, W / 2>(query + i * ldq, ldq, keys, offset, left, dim, scores + i * lds, lds);
 }
 
 // out [Q, N * W] = out * factors + weights * values in place.
 template <class S, int Q, int N>
-void weigh(const float* weights, int64_t ldw, const uint8_t* const* values, int at, int tokens, float* out, int64_t ldo, const float* factors) {
+void weigh(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int tokens, float* out, int64_t ldo, const float* factors) {
     vf sum[Q][N];
     UNROLL for (int i = 0; i < Q; i++)
         UNROLL for (int j = 0; j < N; j++) sum[i][j] = load(out + i * ldo + j * W) * factors[i];
     for (int t = 0; t < tokens; t++) {
-        const S* value = (const S*)values[t] + at;
+        const S* value = (const S*)(values[t] + offset) + at;
         vf right[N];
         UNROLL for (int j = 0; j < N; j++) right[j] = load(value + j * W);
         UNROLL for (int i = 0; i < Q; i++)
@@ -310,16 +313,16 @@ void weigh(const float* weights, int64_t ldw, const uint8_t* const* values, int 
         UNROLL for (int j = 0; j < N; j++) store(out + i * ldo + j * W, sum[i][j]);
 }
 template <class S, int Q, int N = NV>
-void weigh_all(const float* weights, int64_t ldw, const uint8_t* const* values, int at, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
-    for (; dim - at >= N * W; at += N * W) weigh<S, Q, N>(weights, ldw, values, at, tokens, out + at, ldo, factors);
+void weigh_all(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
+    for (; dim - at >= N * W; at += N * W) weigh<S, Q, N>(weights, ldw, values, offset, at, tokens, out + at, ldo, factors);
     if constexpr (N > 1)
-        if (at < dim) weigh_all<S, Q, N - 1>(weights, ldw, values, at, dim, tokens, out, ldo, factors);
+        if (at < dim) weigh_all<S, Q, N - 1>(weights, ldw, values, offset, at, dim, tokens, out, ldo, factors);
 }
 template <class S>
-void all_weighed(int m, const float* weights, int64_t ldw, const uint8_t* const* values, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
+void all_weighed(int m, const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
     int i = 0;
-    for (; m - i > 2; i += 4) weigh_all<S, 4>(weights + i * ldw, ldw, values, 0, dim, tokens, out + i * ldo, ldo, factors + i);
-    for (; i < m; i += 2) weigh_all<S, 2>(weights + i * ldw, ldw, values, 0, dim, tokens, out + i * ldo, ldo, factors + i);
+    for (; m - i > 2; i += 4) weigh_all<S, 4>(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i);
+    for (; i < m; i += 2) weigh_all<S, 2>(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i);
 }
 
 // -- a task
@@ -341,9 +344,9 @@ class Worker {
         direct = in_place && m <= MOST_DIRECT;
         block = direct ? DIRECT : PACKED;
         size_t heads = task.heads, all = heads * m_up;
-        float* at = scratch.take(all * (dim_up + value_up + 2) + m_up * (block + 1) + (direct ? 0 : PACKED * (2 * dim_up + value_up)));
+        float* at = scratch.take(all * (dim_up + value_up + 2) + m_up * (size_t(block) * (direct ? heads : 1) + 1) + (direct ? 0 : PACKED * (2 * dim_up + value_up)));
         auto next = [&](size_t floats) { float* here = at; at += floats; return here; };
-        queries = next(all * dim_up), outs = next(all * value_up), scores = next(m_up * block);
+        queries = next(all * dim_up), outs = next(all * value_up), scores = next(m_up * block * (direct ? heads : 1));
         if (!direct) rows = next(PACKED * dim_up), columns = next(PACKED * dim_up), values = next(PACKED * value_up);
         tops = next(all), totals = next(all), factors = next(m_up);
         std::fill(outs, outs + all * value_up, 0.0f);
@@ -364,6 +367,7 @@ class Worker {
                 found = slots, found_next = next_slots;
             }
             bool masks = !call.slots && masked(task, first, tokens);
+            if (direct) score(task, tokens);
             for (int head = 0; head < task.heads; head++) attend(task, head, first, tokens, masks);
         }
         finish(task);
@@ -381,7 +385,7 @@ class Worker {
     const int64_t *found, *found_next;  // slots of the tokens of this block and of the next one
     int num_next = 0;
     std::vector<int64_t> chosen;
-    const uint8_t *key_at[PACKED], *value_at[PACKED];
+    const uint8_t *key_at[PACKED + STEP], *value_at[PACKED + STEP];
     static thread_local Scratch scratch;
 
     static void prefetch(const uint8_t* from, int bytes) {
@@ -427,40 +431,49 @@ class Worker {
         return false;
     }
 
+    // Scores of a block in place. A token's keys of all heads are read together, as they lie in memory; those of the
+    // next tokens, and the values, are fetched meanwhile: pages are scattered, and each would begin with a wait.
+    void score(const Task& task, int tokens) {
+        const Field &key = call.key, &value = call.value;
+        for (int i = 0; i < tokens + std::min(STEP, num_next); i++) {
+            int64_t slot = i < tokens ? found[i] : found_next[i - tokens];
+            key_at[i] = key.rows + slot * key.token + task.head * key.head;
+            value_at[i] = value.rows + slot * value.token + task.head * value.head;
+        }
+        for (int t = 0; t < tokens; t += STEP)
+            for (int head = 0; head < task.heads; head++) {
+                int64_t offset = head * key.head;
+                for (int i = t + STEP; i < std::min(t + 2 * STEP, tokens + num_next); i++) prefetch(key_at[i] + offset, key_bytes);
+                for (int i = t; i < std::min(t + STEP, tokens); i++) prefetch(value_at[i] + head * value.head, value_bytes);
+                const float* query = queries + head * m_up * int64_t(dim_up);
+                float* to = scores + head * m_up * int64_t(block) + t;
+                switch (key.format) {
+                case F32: all_dots<float>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block); break;
+                case BF16: all_dots<bf16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block); break;
+                default: all_dots<f16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block);
+                }
+            }
+    }
+
     void attend(const Task& task, int head, int first, int tokens, bool masks) {
         const float* query = queries + head * m_up * int64_t(dim_up);
         float *out = outs + head * m_up * int64_t(value_up), *top = tops + head * m_up, *total = totals + head * m_up;
-        if (direct) {
-            const Field &key = call.key, &value = call.value;
-            int64_t of_key = (task.head + head) * key.head, of_value = (task.head + head) * value.head;
-            for (int i = 0; i < tokens; i++) {
-                key_at[i] = key.rows + found[i] * key.token + of_key;
-                value_at[i] = value.rows + found[i] * value.token + of_value;
-            }
-            // Pages are scattered: without a hint each one begins with a wait for memory.
-            for (int i = 0; i < num_next; i++) {
-                prefetch(key.rows + found_next[i] * key.token + of_key, key_bytes);
-                prefetch(value.rows + found_next[i] * value.token + of_value, value_bytes);
-            }
-            switch (key.format) {
-            case F32: all_dots<float>(m, query, dim_up, key_at, tokens, dim, scores, block); break;
-            case BF16: all_dots<bf16>(m, query, dim_up, key_at, tokens, dim, scores, block); break;
-            default: all_dots<f16>(m, query, dim_up, key_at, tokens, dim, scores, block);
-            }
-        } else {
-            unpack(task.head + head, tokens);
-            product<false>(m, query, dim_up, columns, PACKED, dim, round_up(tokens, W), scores, block, nullptr);
-        }
-        if (masks) mask(task, first, tokens);
-        soften(tokens, top, total);
+        float* weights = scores + (direct ? head * m_up * int64_t(block) : 0);
         if (!direct) {
-            product<true>(m, scores, block, values, value_up, tokens, value_up, out, value_up, factors);
+            unpack(task.head + head, tokens);
+            product<false>(m, query, dim_up, columns, PACKED, dim, round_up(tokens, W), weights, block, nullptr);
+        }
+        if (masks) mask(task, first, tokens, weights);
+        soften(tokens, top, total, weights);
+        if (!direct) {
+            product<true>(m, weights, block, values, value_up, tokens, value_up, out, value_up, factors);
             return;
         }
+        int64_t offset = head * call.value.head;
         switch (call.value.format) {
-        case F32: all_weighed<float>(m, scores, block, value_at, value_dim, tokens, out, value_up, factors); break;
-        case BF16: all_weighed<bf16>(m, scores, block, value_at, value_dim, tokens, out, value_up, factors); break;
-        default: all_weighed<f16>(m, scores, block, value_at, value_dim, tokens, out, value_up, factors);
+        case F32: all_weighed<float>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors); break;
+        case BF16: all_weighed<bf16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors); break;
+        default: all_weighed<f16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors);
         }
     }
 
@@ -496,7 +509,7 @@ class Worker {
             for (int i = 0; i < W; i++) to[d * PACKED + i] = from[i * ld + d];
     }
 
-    void mask(const Task& task, int first, int tokens) {
+    void mask(const Task& task, int first, int tokens, float* scores) const {
         for (int at = 0; at < task.count; at++) {
             int row = plan.rows[task.rows_at + at], low = plan.low[row] - first, high = plan.high[row] - first;
             int past = plan.past[row] - first;
@@ -518,7 +531,7 @@ class Worker {
     // The position of the n-th row of the task's sequence.
     int position_of(const Task& task, int n) const { return plan.position[call.starts[task.sequence] + n]; }
 
-    void soften(int tokens, float* top, float* total) {
+    void soften(int tokens, float* top, float* total, float* scores) {
         int up = round_up(tokens, W);
         for (int i = 0; i < m; i++) {
             float* score = scores + i * int64_t(block);
