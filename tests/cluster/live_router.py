@@ -16,7 +16,7 @@ from quire.serve.server import HttpServer, bind, url_of
 from tests.serve.live_server import LiveServer
 
 
-def wait_until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
     """Poll until `holds()`, or fail."""
     deadline = time.monotonic() + seconds
     while not holds():

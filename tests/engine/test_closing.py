@@ -23,6 +23,8 @@ PAGES = len(PROMPT) // 16
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SCRIPT = """
 import sys
+from quire.engine.lean_imports import without_compiler
+without_compiler("cpu")
 from quire.engine.llm import LLM
 from quire.scheduler.sampling_params import SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, kv_memory="1MiB", dtype="float32", show_plan=False,

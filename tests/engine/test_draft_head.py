@@ -17,6 +17,7 @@ from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
+from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_model import (
     BOUNDS,
@@ -28,6 +29,7 @@ from tests.engine.test_draft_model import (
     check_some_right,
     check_tiers,
     tiny_target,
+    undrafted,
     ungoverned,
 )
 from tests.engine.test_hybrid_tokens import GREEDY, PROMPTS, case_of
@@ -97,7 +99,7 @@ def rigged(bigrams: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Lo
 
 def check_always_right(bigrams: LoadedModel, rigged: LoadedHead, page_size: int) -> None:
     """Cold, warm, and behind prompts in chunks."""
-    expected = run(core_for(bigrams, page_size=page_size, **BOUNDS), PROMPTS, PARAMS["greedy"])
+    expected = undrafted(bigrams, page_size, "greedy")
     settings = {"draft": rigged, "speculative_config": config_of("eagle"), "max_num_batched_tokens": 23}
     core = core_for(bigrams, page_size=page_size, **settings, **BOUNDS)
     ungoverned(core)
@@ -111,11 +113,10 @@ def test_a_rigged_head_is_always_right(bigrams: LoadedModel, rigged: LoadedHead,
     check_always_right(bigrams, rigged, page_size)
 
 
-@pytest.mark.parametrize("params", sorted(PARAMS))
-@pytest.mark.parametrize("page_size", PAGES)
+@covering(page_size=PAGES, params=sorted(PARAMS))
 def test_the_same_tokens(target: LoadedModel, head: LoadedHead, kind: str, page_size: int, params: str) -> None:
     """Of random heads few drafts are right."""
-    expected = run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS[params])
+    expected = undrafted(target, page_size, params)
     core = core_for(target, page_size=page_size, draft=head, speculative_config=config_of(kind), **BOUNDS)
     ungoverned(core)
     for turn in ("cold", "warm"):
@@ -177,8 +178,7 @@ def check_heads(page_size: int) -> None:
         check_always_right(bigrams, rigged_head(bigrams, Path(folder, "rigged")), page_size)
 
 
-@pytest.mark.parametrize("governed", [False, True])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@covering(page_size=[1, 4, 16], governed=[False, True])
 def test_cached_pages_are_complete(
     target: LoadedModel, head: LoadedHead, kind: str, page_size: int, governed: bool
 ) -> None:
@@ -188,7 +188,7 @@ def test_cached_pages_are_complete(
 
 def test_starved(target: LoadedModel, head: LoadedHead, kind: str) -> None:
     """Preempted with drafts, and evicted between."""
-    expected = run(core_for(target, page_size=4, **BOUNDS), PROMPTS, PARAMS["seeded"])
+    expected = undrafted(target, 4, "seeded")
     core = tight_core(
         target,
         num_tokens=132,

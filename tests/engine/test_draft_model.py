@@ -22,6 +22,7 @@ from quire.scheduler.step import Places
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
 from quire.spec.pages import pages_for
+from tests.covering import covering
 from tests.engine.running import core_for, run, tiered_core, tight_core
 from tests.engine.test_hybrid_tokens import GREEDY, PROMPTS, case_of
 from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
@@ -43,6 +44,12 @@ PAGES = (1, 4, 16, 64)
 @cache
 def tiny_target() -> LoadedModel:
     return LoadedModel(build_tiny("llama_gqa"), name="llama_gqa")
+
+
+@cache
+def undrafted(target: LoadedModel, page_size: int, params: str) -> list[list[int]]:
+    """What it generates without drafts."""
+    return run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS[params])
 
 
 @pytest.fixture
@@ -82,7 +89,7 @@ def check_some_right(core: EngineCore, *, accepted: bool = True) -> None:
 
 def check_drafts_for_itself(target: LoadedModel, page_size: int, params: str) -> None:
     """Acceptance of all: the draft has computed every token before, cold, warm, and behind prompts in chunks."""
-    expected = run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS[params])
+    expected = undrafted(target, page_size, params)
     core = core_for(
         target, page_size=page_size, draft=target, speculative_config=DRAFT, max_num_batched_tokens=23, **BOUNDS
     )
@@ -92,17 +99,15 @@ def check_drafts_for_itself(target: LoadedModel, page_size: int, params: str) ->
     check_right(core)
 
 
-@pytest.mark.parametrize("params", sorted(PARAMS))
-@pytest.mark.parametrize("page_size", PAGES)
+@covering(page_size=PAGES, params=sorted(PARAMS))
 def test_a_model_drafts_for_itself(target: LoadedModel, page_size: int, params: str) -> None:
     check_drafts_for_itself(target, page_size, params)
 
 
-@pytest.mark.parametrize("params", ["greedy", "seeded"])
-@pytest.mark.parametrize("page_size", PAGES)
+@covering(page_size=PAGES, params=["greedy", "seeded"])
 def test_a_smaller_model_drafts(target: LoadedModel, small: LoadedModel, page_size: int, params: str) -> None:
     """Of other weights and another shape: few drafts are right, and the tokens are the same."""
-    expected = run(core_for(target, page_size=page_size, **BOUNDS), PROMPTS, PARAMS[params])
+    expected = undrafted(target, page_size, params)
     core = core_for(target, page_size=page_size, draft=small, speculative_config=DRAFT, **BOUNDS)
     ungoverned(core)
     for turn in ("cold", "warm"):
@@ -136,7 +141,7 @@ def test_targets_of_other_kinds(small: LoadedModel, name: str, page_size: int) -
 
 def test_starved(target: LoadedModel) -> None:
     """Preempted with drafts, and evicted between."""
-    expected = run(core_for(target, page_size=4, **BOUNDS), PROMPTS, PARAMS["seeded"])
+    expected = undrafted(target, 4, "seeded")
     core = tight_core(
         target,
         num_tokens=132,
@@ -299,7 +304,7 @@ def test_drafts_that_cannot_run_are_refused(
 def test_it_is_loaded_by_its_path(tmp_path: Path, target: LoadedModel) -> None:
     """In the dtype of its target, before which its configuration was read."""
     folder = save_tiny("llama_gqa", tmp_path / "draft", num_hidden_layers=1)
-    expected = run(core_for(target, **BOUNDS), PROMPTS, PARAMS["greedy"])
+    expected = undrafted(target, 16, "greedy")
     core = core_for(target, speculative_config={**DRAFT, "model": str(folder)}, **BOUNDS)
     ungoverned(core)
     assert run(core, PROMPTS, PARAMS["greedy"]) == expected

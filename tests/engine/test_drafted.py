@@ -10,6 +10,7 @@ from quire import LLM, SamplingParams
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
+from tests.covering import covering
 from tests.engine.drafted import (
     CHAIN,
     TREE,
@@ -37,8 +38,7 @@ def test_reserves_are_those_of_the_plan(page_size: int) -> None:
     check_reserves(page_size)
 
 
-@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@covering(page_size=[1, 4, 16], speculation=[CHAIN, TREE])
 def test_to_the_end_of_the_context(page_size: int, speculation: dict[str, object]) -> None:
     check_the_context_end(page_size, speculation)
 
@@ -68,8 +68,7 @@ def test_a_flush_deletes_the_history() -> None:
     check_flush()
 
 
-@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@covering(page_size=[1, 4, 16, 64], speculation=[TREE, CHAIN])
 def test_follow_up_turns_hit_as_much(page_size: int, speculation: dict[str, object]) -> None:
     """Pages that end with an accepted draft are cached as others are, and no page is kept back or held for drafts."""
     plain = core_for(llama(), page_size=page_size, max_model_len=256, max_running_requests=8)

@@ -24,6 +24,8 @@ PAGES = 6 * len(PROMPTS)
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 KILLED = """
 import sys, threading
+from quire.engine.lean_imports import without_compiler
+without_compiler("cpu")
 from quire.engine import core
 from quire.tiers import tombstones
 from quire.tiers.stores.directory import DirectoryStore

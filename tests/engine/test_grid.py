@@ -9,6 +9,7 @@ import pytest
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
 
@@ -26,9 +27,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, list[li
     return load_model(str(folder)), [generated(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
+FAST = ((1, 5, True), (1, 2048, False), (16, 5, False), (64, 2048, True), (3, 64, True), (256, 64, False))
+GRID = {*product((1, 16, 64), (5, 2048), (False, True)), *FAST}
+
+
 @pytest.mark.parametrize(
     ("page_size", "chunk", "overlap"),
-    [*product((1, 16, 64), (5, 2048), (False, True)), (3, 64, True), (256, 64, False)],
+    [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in sorted(GRID - {*FAST}))],
 )
 def test_grid(case: tuple[LoadedModel, list[list[int]]], page_size: int, chunk: int, overlap: bool) -> None:
     """Ample and starved pools, twice each."""
@@ -46,8 +51,7 @@ def test_grid(case: tuple[LoadedModel, list[list[int]]], page_size: int, chunk: 
             assert statistics["evicted_pages"] > 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "slru", "fifo", "mru", "filo", "priority"])
+@covering(eviction=["lru", "lfu", "slru", "fifo", "mru", "filo", "priority"], policy=["fcfs", "lpm"])
 def test_policies(case: tuple[LoadedModel, list[list[int]]], policy: str, eviction: str) -> None:
     """Whatever goes first or goes away first, the tokens are the same."""
     model, expected = case

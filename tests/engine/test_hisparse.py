@@ -18,6 +18,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.hisparse import HotBuffers
+from tests.covering import covering
 from tests.engine.hosted import TOP_K, HostedOracle, hosted_core
 from tests.engine.running import core_for, generated, run
 from tests.engine.scripted import follow_script
@@ -52,9 +53,10 @@ def lengths_around(buffer_size: int) -> list[int]:
     return [*sorted(near), 8 * buffer_size]
 
 
-@pytest.mark.parametrize(("page_size", "buffer_size"), [(1, TOP_K), (16, 16), (64, 30)])
-def test_tokens_are_those_of_latents_on_the_device(model: LoadedModel, page_size: int, buffer_size: int) -> None:
+@covering(sizes=[(1, TOP_K), (16, 16), (64, 30)], kind=KINDS)
+def test_tokens_are_those_of_latents_on_the_device(kind: str, sizes: tuple[int, int]) -> None:
     """Mixed batches in chunks, cold, then cached."""
+    model, (page_size, buffer_size) = model_of(kind), sizes
     prompts = prompts_of(*lengths_around(buffer_size))
     settings = {"page_size": page_size, "max_num_batched_tokens": 50}
     resident, core = core_for(model, **settings, max_running_requests=8), hosted_core(model, buffer_size, **settings)
@@ -91,9 +93,10 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
     core.close()
 
 
-@pytest.mark.parametrize(("page_size", "name"), [(4, "fp8_e4m3"), (16, "fp8_e4m3"), (16, "bfloat16")])
-def test_encoded_latents(model: LoadedModel, page_size: int, name: str) -> None:
+@covering(stored=[(4, "fp8_e4m3"), (16, "fp8_e4m3"), (16, "bfloat16")], kind=KINDS)
+def test_encoded_latents(kind: str, stored: tuple[int, str]) -> None:
     """Scales are swapped in with their rows."""
+    model, (page_size, name) = model_of(kind), stored
     prompts, settings = prompts_of(*lengths_around(16)), {"page_size": page_size, "kv_dtype": name}
     resident, core = core_for(model, **settings, max_running_requests=8), hosted_core(model, 16, **settings)
     for turn in ("cold", "warm"):
@@ -148,8 +151,7 @@ PROMPTS = prompts_of(30, 9, 17)
 STEPS = range(11)
 
 
-@pytest.mark.parametrize("tiers", [{}, {"host_memory": "4MiB", "load": "always"}], ids=["device", "tiers"])
-@pytest.mark.parametrize("what", ["abort", "preemption"])
+@covering(what=["abort", "preemption"], tiers=[{}, {"host_memory": "4MiB", "load": "always"}])
 def test_at_every_step(model: LoadedModel, what: str, tiers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Others go on as they would, rows are used again, and no row reads what the last request left in its buffer. With
     tiers, all that may leaves the device at that step."""

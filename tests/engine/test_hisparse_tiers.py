@@ -20,6 +20,7 @@ from quire.plan.plan import Plan
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids, Tier
+from tests.covering import covering
 from tests.engine import apart
 from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, Case, at_rest, case_of, closed, end_all, settle, small
@@ -61,11 +62,19 @@ def latents_of(core: EngineCore) -> PageIdGroup:
     return tiers.page_ids
 
 
-@pytest.mark.parametrize(
-    ("page_size", "write"),
-    [(1, "write_back"), (4, "write_through"), (4, "write_through_selective"), (4, "write_back"), (16, "write_through")],
+GRID = (
+    (1, "write_back"),
+    (4, "write_through"),
+    (4, "write_through_selective"),
+    (4, "write_back"),
+    (16, "write_through"),
 )
-def test_index_keys_are_loaded_and_latents_are_not(case: Case, page_size: int, write: str) -> None:
+"""Page size, when a page is saved."""
+
+
+@covering(point=GRID, name=SPARSE)
+def test_index_keys_are_loaded_and_latents_are_not(name: str, point: tuple[int, str]) -> None:
+    case, (page_size, write) = case_of(name), point
     with latents_on_host():
         core = small(case.model, page_size, write_policy=write)
     for turn in range(3):

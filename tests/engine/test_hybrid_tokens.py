@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def build(name: str, **overrides: Any) -> Any:
     return build_latent(name, **overrides) if name in SPARSE else build_hybrid(name, **overrides)
 
 
+@cache
 def case_of(name: str, **overrides: Any) -> Case:
     """A loaded model and what transformers generates with the same weights."""
     reference = build(name, **overrides)
@@ -83,11 +85,27 @@ def test_cold_then_warm_everywhere(case: Case, page_size: int, chunk: int, overl
     check_cold_then_warm(case, page_size, chunk, overlap)
 
 
-def test_starved(case: Case) -> None:
+KINDS = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "falcon_h1",
+    "gemma3_text",
+    "gpt_oss",
+    "llama4_text",
+    "mamba2",
+    "mistral_all_slide",
+    "qwen3_next",
+)
+"""A model of every combination of groups."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in SERVED]
+)
+def test_starved(name: str) -> None:
     """Pools for little more than one request, one window and four states: all is dropped, evicted, skipped or preempted
     again and again, and nothing is different."""
-    model, expected = case
-    check_starved(model, expected, page_size=4, window_tokens=28)
+    check_starved(*case_of(name), page_size=4, window_tokens=28)
 
 
 def check_starved(model: LoadedModel, expected: list[list[int]], *, page_size: int, window_tokens: int) -> None:

@@ -23,6 +23,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.models.mtp import load_mtp
 from quire.spec.kv_format import plain_format
 from quire.speculative.drafter import Drafting, Drafts
+from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_head import check_pages_are_complete
 from tests.engine.test_draft_model import BOUNDS, PARAMS, STEPS, check_right, check_some_right, check_tiers, ungoverned
@@ -62,8 +63,7 @@ def rigged(folder: Path, name: str) -> str:
     return save_predicting(folder, name, model, mtp)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", NAMES)
+@covering(name=NAMES, page_size=[1, 16])
 def test_the_same_tokens(name: str, page_size: int) -> None:
     """Of random layers few drafts are right. Cold, warm, and behind prompts in chunks."""
     target, head = case_of(name)
@@ -77,8 +77,7 @@ def test_the_same_tokens(name: str, page_size: int) -> None:
     check_some_right(core, accepted=False)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("name", BRANCHING)
+@covering(name=BRANCHING, page_size=[1, 4, 16])
 def test_trees(tmp_path: Path, name: str, page_size: int) -> None:
     """Of a layer that is often right: rows that were right are moved down, those of the layer too."""
     target = load_model(rigged(tmp_path, name))
@@ -103,14 +102,12 @@ def test_trees_on_a_model_with_states_are_refused() -> None:
         core_for(target, page_size=16, draft=head, speculative_config=TREE, **BOUNDS)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("governed", [False, True])
+@covering(page_size=[1, 4], governed=[False, True])
 def test_cached_pages_of_trees_are_complete(page_size: int, governed: bool) -> None:
     check_pages_are_complete(*case_of("mellum"), TREE, page_size, governed=governed)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", NAMES)
+@covering(name=NAMES, page_size=[1, 16])
 def test_a_rigged_layer_is_always_right(tmp_path: Path, name: str, page_size: int) -> None:
     """Loaded by the engine itself, from the checkpoint of its target."""
     target = load_model(rigged(tmp_path, name))
@@ -170,8 +167,7 @@ def test_drafts_are_those_of_transformers(name: str) -> None:
     check_drafts(name)
 
 
-@pytest.mark.parametrize("governed", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16])
+@covering(page_size=[1, 16], governed=[False, True])
 def test_cached_pages_are_complete(page_size: int, governed: bool) -> None:
     """Whether steps draft or not."""
     check_pages_are_complete(*case_of("glm4_moe"), MTP, page_size, governed=governed)

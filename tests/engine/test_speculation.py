@@ -14,6 +14,7 @@ from quire.spec.events import Namespace
 from quire.spec.pages import pages_for
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.speculator import Speculator
+from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.scripted import SCRIPTS, follow_script
 from tests.engine.test_hybrid_tokens import GREEDY, NEW_TOKENS, PROMPTS, SERVED, Case, case_of
@@ -65,10 +66,10 @@ def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS))
-def test_same_tokens(case: Case, script: str) -> None:
-    place = KINDS.index(case[0].name) + sorted(SCRIPTS).index(script)
-    check_script(case, PAGES[place % len(PAGES)], script)
+@covering(name=KINDS, script=sorted(SCRIPTS))
+def test_same_tokens(name: str, script: str) -> None:
+    place = KINDS.index(name) + sorted(SCRIPTS).index(script)
+    check_script(case_of(name), PAGES[place // 2 % len(PAGES)], script)
 
 
 def test_starved(case: Case) -> None:
@@ -120,8 +121,7 @@ def llama() -> LoadedModel:
     return LoadedModel(build_tiny("llama_gqa"), name="llama_gqa")
 
 
-@pytest.mark.parametrize("params", sorted(MANY))
-@pytest.mark.parametrize("page_size", [1, 4])
+@covering(params=sorted(MANY), page_size=[1, 4])
 def test_every_kind_of_draw(llama: LoadedModel, params: str, page_size: int) -> None:
     """Of n-grams, and of a script that knows the draws."""
     expected = run(core_for(llama, page_size=page_size, **BOUNDS), REPEATING, MANY[params])
@@ -138,8 +138,7 @@ TREE = {**NGRAM, "num_speculative_tokens": 4, "topk": 3, "num_draft_tokens": 12}
 BRANCHING = ["llama_gqa", "gemma3_text", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS))
-@pytest.mark.parametrize("name", BRANCHING)
+@covering(name=BRANCHING, script=sorted(SCRIPTS))
 def test_trees(name: str, script: str, tree_cases: dict[str, Case]) -> None:
     """Drafts that branch, in the middle of pages, of several requests at once: rows that were right are moved down."""
     model, expected = tree_cases[name]

@@ -8,6 +8,7 @@ import pytest
 
 from quire.errors import InvalidInput, PeerRefused
 from quire.transfer.messages import Send, Serves
+from tests.covering import covering
 from tests.engine.apart import (
     COMMON,
     address_of,
@@ -24,8 +25,7 @@ from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
 KINDS = ("llama", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next", "gemma3_text", "falcon_h1")
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("name", KINDS)
+@covering(name=KINDS, page_size=[1, 4, 16])
 def test_tokens_are_those_of_one_engine(name: str, page_size: int) -> None:
     case = case_of(name)
     room = 8 * LONGEST

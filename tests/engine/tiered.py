@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ def build(name: str, **overrides: Any) -> Any:
     return build_latent(name, **overrides) if name in SPARSE else build_hybrid(name, **overrides)
 
 
+@cache
 def case_of(name: str) -> Case:
     """That of the tiny model of that name."""
     reference = build(name)

@@ -10,6 +10,7 @@ from quire.models import block_sparse
 from quire.models.hf import LoadedModel, load_model
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
+from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.models.schedule import STEPS, Schedule, long_steps
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
@@ -24,9 +25,9 @@ def folder(tmp_path_factory) -> str:
     return str(save_tiny("llama_gqa", tmp_path_factory.mktemp("blocks"), **HYBRIDS["minimax_m3"]))
 
 
-@pytest.mark.parametrize(("page_size", "steps"), [(1, STEPS), (4, STEPS), (16, long_steps(150)), (64, long_steps(320))])
-@pytest.mark.parametrize("pairs", [30, tiles.MAX_PAIRS])
-def test_mixed_schedule_equals_the_plain_model(folder, page_size, steps, pairs, monkeypatch):
+@covering(case=[(1, STEPS), (4, STEPS), (16, long_steps(150)), (64, long_steps(320))], pairs=[30, tiles.MAX_PAIRS])
+def test_mixed_schedule_equals_the_plain_model(folder, case, pairs, monkeypatch):
+    page_size, steps = case
     monkeypatch.setattr(tiles, "MAX_PAIRS", pairs)
     reference = build_hybrid("minimax_m3", attn_implementation="eager")
     assert Schedule(steps, page_size=page_size).largest_error(load_model(folder), reference) < 1e-4

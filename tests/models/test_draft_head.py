@@ -15,6 +15,7 @@ from quire.memory.pool import Pool
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
+from tests.covering import covering
 from tests.tiny_heads import dense_choice, dense_head, head_settings, head_tensors, save_head
 from tests.tiny_hybrids import build_hybrid
 from tests.tiny_models import VOCAB_SIZE, build_tiny
@@ -55,9 +56,7 @@ def paged(head: LoadedHead, tokens, features, page_size) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
-@pytest.mark.parametrize("kind", KINDS)
+@covering(page_size=[1, 4, 16], prefix=["midlayer.", "layers.0.", "model.layers.0."], kind=KINDS)
 def test_on_pages_it_computes_what_plain_torch_computes(tmp_path, target, kind, prefix, page_size):
     name, tensors = saved(tmp_path, target, kind, prefix=prefix)
     head = load_head(name, target, eagle3=kind == "eagle3")
@@ -226,8 +225,7 @@ def test_a_revision_of_the_hub(tmp_path, target, monkeypatch):
     assert asked == [("owner/head", "v2")] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@covering(kind=KINDS, stored=[torch.bfloat16, torch.float32])
 def test_in_half_precision(tmp_path, kind, stored):
     """A head computes in the dtype of its target, whatever its weights were stored in."""
     model = LoadedModel(build_tiny("llama_gqa").to(torch.bfloat16), name="target")

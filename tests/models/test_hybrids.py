@@ -21,6 +21,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.models.mixers import install_mixers
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
+from tests.covering import covering
 from tests.tiny_hybrids import WITH_STATES, build_hybrid, published
 from tests.tiny_models import VOCAB_SIZE, draw_weights
 
@@ -208,8 +209,7 @@ def test_rows_of_no_request_get_logits_and_change_nothing(name):
     assert (padded.run(step) - memory.run(step)).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["falcon_h1", "jamba", "mamba2", "qwen3_next", "lfm2_moe"])
+@covering(name=["falcon_h1", "jamba", "mamba2", "qwen3_next", "lfm2_moe"], dtype=[torch.bfloat16, torch.float16])
 def test_half_precision_passes_its_check(name, dtype):
     model = load(name, dtype=dtype)
     dtypes = {field.name: str(field.dtype) for group in model.spec.groups(PAGE_SIZE) for field in group.layout.fields}
@@ -273,8 +273,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba", "olmo_hybrid", "lfm2"])
-@pytest.mark.parametrize("broken", BREAKS)
+@covering(broken=BREAKS, name=["bamba", "mamba", "olmo_hybrid", "lfm2"])
 def test_the_check_at_load_notices(broken, name, monkeypatch):
     function, change, said = BREAKS[broken]
     monkeypatch.setattr(mixers, function, change(getattr(mixers, function)))

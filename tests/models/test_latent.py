@@ -17,6 +17,7 @@ from quire.models.latent import LatentAttention
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.layers import LatentCall
+from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.engine.test_hybrid_tokens import SERVED
 from tests.models.schedule import STEPS, Schedule, long_steps
@@ -33,10 +34,10 @@ def loaded(request, tmp_path_factory) -> tuple[str, LoadedModel]:
     return name, load_model(save_latent(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize(("page_size", "steps"), [(1, STEPS), (4, STEPS), (16, long_steps(150)), (64, long_steps(150))])
-def test_mixed_schedule_equals_the_plain_model(loaded, page_size, steps):
+@covering(name=LATENTS, case=[(1, STEPS), (4, STEPS), (16, long_steps(150)), (64, long_steps(150))])
+def test_mixed_schedule_equals_the_plain_model(name, case, tmp_path):
     """Of contexts no longer than this; in longer ones, two keys of an indexer score alike but for rounding."""
-    name, model = loaded
+    model, (page_size, steps) = load_model(save_latent(name, tmp_path)), case
     reference = build_latent(name, attn_implementation="eager")
     assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
 
@@ -67,8 +68,7 @@ def test_every_type_is_listed():
     assert {settings["model_type"] for settings in LATENTS.values()} <= VERIFIED
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "hy_v4"])
-@pytest.mark.parametrize("expanded", [False, True])
+@covering(name=["deepseek_v3", "longcat_flash", "hy_v4"], expanded=[False, True])
 def test_both_ways_give_the_same(name, expanded, tmp_path, monkeypatch):
     monkeypatch.setattr(LatentAttention, "expands", lambda attention, new, contexts: np.full(len(new), expanded))
     model = load_model(save_latent(name, tmp_path))
@@ -84,8 +84,7 @@ def test_long_chunks_are_expanded_and_decodes_are_not():
     assert attention.expands(new, np.full(5, 8192)).tolist() == [False, False, False, True, True]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "hy_v4"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@covering(name=["deepseek_v3", "hy_v4"], dtype=["bfloat16", "float16"])
 def test_half_precision_passes_its_check(name, dtype, tmp_path):
     """An indexer's keys are FP8 then."""
     model = load_model(save_latent(name, tmp_path), dtype=dtype)

@@ -10,6 +10,7 @@ from quire.kernels.fields import PagedField
 from quire.memory.pool import Pool
 from quire.models import attention
 from quire.models.hf import load_model
+from tests.covering import covering
 from tests.models.schedule import Schedule
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
 
@@ -21,8 +22,7 @@ def test_mixed_schedule_equals_the_plain_model(architecture, tmp_path):
     assert Schedule().largest_error(model, reference) < 1e-4
 
 
-@pytest.mark.parametrize("architecture", ["llama_gqa", "gemma2", "gpt_oss", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@covering(architecture=["llama_gqa", "gemma2", "gpt_oss", "qwen3_moe"], dtype=["bfloat16", "float16"])
 def test_half_precision_passes_its_check(architecture, dtype, tmp_path):
     model = load_model(str(save_tiny(architecture, tmp_path)), dtype=dtype)
     assert str(model.spec.dtype) == dtype

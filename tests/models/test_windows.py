@@ -14,6 +14,7 @@ from quire.models.forward import RunningForward
 from quire.models.hf import load_model
 from quire.models.registry import VERIFIED
 from quire.spec.group import ReachSpec
+from tests.covering import covering
 from tests.models import schedule
 from tests.models.schedule import STEPS, Schedule, long_steps
 from tests.tiny_hybrids import HYBRIDS, WINDOWED, build_hybrid
@@ -40,8 +41,7 @@ def loaded_pair(name: str, window: int, folder) -> tuple[Any, Any]:
     return model, build_hybrid(name, attn_implementation="eager", **changes(name, window))
 
 
-@pytest.mark.parametrize("window", [15, 16, 17, 64])
-@pytest.mark.parametrize("name", WINDOWED)
+@covering(name=WINDOWED, window=[15, 16, 17, 64])
 def test_windows_around_a_page(name, window, tmp_path):
     model, reference = loaded_pair(name, window, tmp_path)
     reach = {group.reach for group in model.spec.groups(16)} - {ReachSpec()}
@@ -49,9 +49,11 @@ def test_windows_around_a_page(name, window, tmp_path):
     assert Schedule(long_steps(150), page_size=16).largest_error(model, reference) < ROUNDING
 
 
-@pytest.mark.parametrize(("page_size", "window"), [(1, 2), (1, 4), (64, 63), (64, 64), (64, 65), (64, 256)])
-@pytest.mark.parametrize("name", ["gemma3n_text", "gpt_oss", "llama4_text"])
-def test_windows_around_smaller_and_larger_pages(name, page_size, window, tmp_path):
+@covering(
+    sizes=[(1, 2), (1, 4), (64, 63), (64, 64), (64, 65), (64, 256)], name=["gemma3n_text", "gpt_oss", "llama4_text"]
+)
+def test_windows_around_smaller_and_larger_pages(name, sizes, tmp_path):
+    page_size, window = sizes
     model, reference = loaded_pair(name, window, tmp_path)
     steps = STEPS if page_size == 1 else long_steps(320)
     assert Schedule(steps, page_size=page_size).largest_error(model, reference) < ROUNDING

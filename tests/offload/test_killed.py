@@ -223,7 +223,7 @@ def check_troubled_server(folder: Path, seed: int, trouble: Trouble, *, timeout:
         life.end()
         tiers = cache.tiers
         assert tiers is not None
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 120
         while tiers.deletion.scopes:
             assert time.monotonic() < give_up, "a flush never comes to its end"
             time.sleep(0.02)

@@ -362,11 +362,12 @@ ELSEWHERE = {
 
 def test_every_figure_is_compared_or_has_a_reason() -> None:
     found = {name for version in (OLD, NEW) for case in cases(version) for name in case.output or ()}
+    too_small = {str(case) for case in listed("old: window below one request")}
     both = {
         name
         for version in (OLD, NEW)
         for case in cases(version)
-        if case.output is not None and case not in listed("old: window below one request")
+        if case.output is not None and str(case) not in too_small
         for name in compared(solve(case), case.output)
     }
     assert found == both | ELSEWHERE.keys()

@@ -101,9 +101,9 @@ def test_planning_takes_less_than_50_ms() -> None:
 
 
 def _seconds(name: str) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     plan_of(name)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def test_planning_loads_no_torch() -> None:

@@ -93,7 +93,7 @@ class LiveServer:
         assert status == 200, statistics
         return dict(statistics)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> dict[str, Any]:
+    def wait_idle(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """The statistics once nothing runs or waits."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -115,5 +115,5 @@ class LiveServer:
 
     def children_left(self) -> list[psutil.Process]:
         """Children of the server that still run."""
-        _, alive = psutil.wait_procs(self._children, timeout=5)
+        _, alive = psutil.wait_procs(self._children, timeout=30)
         return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

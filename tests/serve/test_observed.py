@@ -179,9 +179,7 @@ def test_a_client_that_leaves_is_an_abort(server: LiveServer, stream: bool) -> N
     before = samples(server)[("quire_request_success_total", "abort")]
     body = {"prompt": "leave", "max_tokens": 300, "ignore_eos": True, "stream": stream}
     with server.open_request("/v1/completions", body):
-        for _ in range(200):
-            if server.statistics()["running_requests"]:
-                break
+        while not server.statistics()["running_requests"]:
             time.sleep(0.005)
     server.wait_idle()
     assert samples(server)[("quire_request_success_total", "abort")] == before + 1

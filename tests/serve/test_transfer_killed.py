@@ -47,13 +47,15 @@ def in_background(server: LiveServer, *numbers: int) -> list[threading.Thread]:
 
 def test_a_prompt_arrives_and_the_next_one_does_not_need_the_peer(tiny_model: Path) -> None:
     with apart(tiny_model, "tcp") as (prefill, (decode,), _):
+        began = time.monotonic()
         expected = [ask(prefill, prompt(number)) for number in (1, 2)]
+        own = time.monotonic() - began
         assert ask(decode, prompt(1)) == expected[0]
         assert transfer(decode)["received_bytes"] == transfer(prefill)["sent_bytes"] > 0
         kill(prefill)
         began = time.monotonic()
         assert ask(decode, prompt(2)) == expected[1]
-        assert time.monotonic() - began < 3 * RECOVERS_S
+        assert time.monotonic() - began < 3 * RECOVERS_S + 3 * own
         at_rest(decode)
 
 

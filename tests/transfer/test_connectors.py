@@ -73,7 +73,7 @@ class TestNixl(ConnectorContract):
 class TestMooncake(ConnectorContract):
     checks_tags = False
     leaves_nothing = False  # threads of the library stay
-    death_s = 3.0  # it tries again to connect
+    death_s = 6.0  # it tries again to connect
 
     @staticmethod
     def make(memory: Memory, name: str) -> Connector:
@@ -92,7 +92,7 @@ def receiver() -> Iterator[TcpConnector]:
     connector.close()
 
 
-def ended(writer: Connector, receiver: TcpConnector, tag: int, target: bytes, seconds: float = 5.0) -> Progress:
+def ended(writer: Connector, receiver: TcpConnector, tag: int, target: bytes, seconds: float = 30.0) -> Progress:
     """How a write of SPANS ends."""
     writer.connect("receiver", receiver.address())
     write = writer.write("receiver", tag, SPANS, target)
@@ -108,7 +108,7 @@ def call(receiver: TcpConnector) -> socket.socket:
     return socket.create_connection((host, port), 5)
 
 
-def is_refused(receiver: TcpConnector, count: int, seconds: float = 5.0) -> bool:
+def is_refused(receiver: TcpConnector, count: int, seconds: float = 30.0) -> bool:
     """Whether so many connections are counted, in time."""
     gives_up = time.monotonic() + seconds
     while receiver.refused < count and time.monotonic() < gives_up:

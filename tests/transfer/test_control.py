@@ -102,13 +102,13 @@ def test_the_same_peer_on_a_second_connection_has_lost_the_first() -> None:
             assert is_closed(first)
 
 
-def test_a_killed_peer_is_closed_within_a_second_and_its_successor_is_another_peer() -> None:
+def test_a_killed_peer_is_closed_before_it_is_silent_and_its_successor_is_another_peer() -> None:
     with process(PREFILL) as (prefill, address, _), control(DECODE, listen=None, peers=[address]) as decode:
         decode.wait(Connected)
         prefill.kill()
         began = time.monotonic()
         assert decode.wait(Closed) == Closed(PREFILL.peer, True)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < module.SILENT_S
         assert not decode.control.send(PREFILL.peer, ASK)
         again = hello("prefill-0", "prefill", epoch=2)
         with process(again, address):
@@ -121,14 +121,14 @@ def test_a_stopped_peer_is_silent_and_speaks_again() -> None:
         assert prefill.pid is not None
         os.kill(prefill.pid, signal.SIGSTOP)
         try:
-            assert decode.wait(Silent, 3.0) == Silent(PREFILL.peer, True)
+            assert decode.wait(Silent) == Silent(PREFILL.peer, True)
             assert decode.control.send(PREFILL.peer, ASK), "it is connected"
         finally:
             os.kill(prefill.pid, signal.SIGCONT)
-        assert decode.wait(Speaks, 3.0) == Speaks(PREFILL.peer, True)
+        assert decode.wait(Speaks) == Speaks(PREFILL.peer, True)
         decode.none(Closed, Unreachable, Silent)
         prefill.kill()
-        decode.wait(Closed, 1.0)
+        decode.wait(Closed)
 
 
 def test_idle_connections_stay() -> None:
@@ -355,14 +355,14 @@ def test_a_name_that_does_not_resolve_delays_no_other_peer(monkeypatch: pytest.M
         try:
             peers = [slow_address, address_of(prefill)]
             with control(DECODE, listen=None, peers=peers) as decode:
-                decode.wait(Connected, 5.0)
+                decode.wait(Connected, LONG_S / 2)
                 prefill.wait(Connected)
                 time.sleep(1.5 * module.SILENT_S)
                 decode.none(Silent, Closed, Unreachable)
                 began = time.monotonic()
                 found.set()
                 until(lambda: decode.control.problems() == {slow_address: "no such host"})
-            assert time.monotonic() - began < 5.0
+            assert time.monotonic() - began < LONG_S / 2
         finally:
             found.set()
 
@@ -373,7 +373,7 @@ def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
         addresses = [*real("::1", port, type=socket.SOCK_STREAM), *real(host, port, type=socket.SOCK_STREAM)]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: addresses)
         with control(DECODE, listen=None, peers=[("two.invalid", port)]) as decode:
-            assert decode.wait(Connected, 5.0).address == f"two.invalid:{port}"
+            assert decode.wait(Connected, LONG_S / 2).address == f"two.invalid:{port}"
 
 
 def test_ipv6() -> None:

@@ -202,7 +202,7 @@ def test_a_server_killed_while_it_is_read(directory: Path, server: Server) -> No
 
 def test_a_server_that_hangs(directory: Path, server: Server) -> None:
     """Answers that come after their time are never taken for those of the next call."""
-    store = open_store(directory, timeout=0.2, connections=1)
+    store = open_store(directory, timeout=0.5, connections=1)
     keys = make_keys(3)
     assert write(store, keys[:2], [make_record(0, 5000), make_record(1, 5000)]) == [HIT, HIT]
     assert server.process is not None
@@ -226,7 +226,7 @@ def test_a_server_that_hangs(directory: Path, server: Server) -> None:
 
 
 def test_more_callers_than_connections(directory: Path, server: Server) -> None:
-    store = open_store(directory, timeout=0.3, connections=1)
+    store = open_store(directory, timeout=1, connections=1)
     keys = make_keys(2)
     assert write(store, keys, [make_record(0, 500), make_record(1, 500)]) == [HIT, HIT]
     with ThreadPoolExecutor(6) as pool:
@@ -326,16 +326,19 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_writer_that_dies_before_it_completes(directory: Path, server: Server) -> None:
-    dying = writer(directory, 3, 5000, pending=1.0)
+    dying = writer(directory, 3, 5000, pending=60)
     store = open_store(directory)
     keys, records = make_keys(3), [make_record(number, 5000) for number in range(3)]
     assert store.exists(keys) == store.prepare(keys, [5000] * 3) == [PENDING] * 3
     end(dying)
     assert store.get(keys, [bytearray(5000) for _ in keys]) == [MISS] * 3
-    give_up = time.monotonic() + 10
-    while store.exists(keys) != [MISS] * 3:
-        assert time.monotonic() < give_up, "its marks stay for ever"
-        time.sleep(0.05)
+    with redis.Redis(unix_socket_path=f"{directory}/valkey.sock") as client:
+        left = list(client.scan_iter("*"))
+        assert left and all(0 < client.pttl(name) <= 60_000 for name in left), "its marks stay for ever"
+        for name in left:
+            client.pexpire(name, 1)
+    time.sleep(0.01)
+    assert store.exists(keys) == [MISS] * 3
     assert write(store, keys, records) == [HIT] * 3
     assert [read(store, key, 5000) for key in keys] == records
     store.close()
@@ -347,7 +350,7 @@ def test_a_writer_that_dies_while_it_sends(directory: Path, server: Server) -> N
     keys = make_keys(count)
     unfinished = 0
     with redis.Redis(unix_socket_path=f"{directory}/valkey.sock") as client:
-        for arrived in (1, 3, 6):
+        for arrived in (1, 3, 6) * 4:  # a busy machine lets the writer end before the test sees it
             dying = writer(directory, count, size, pending=0.5)
             assert dying.stdin is not None
             dying.stdin.write("\n")
@@ -363,6 +366,8 @@ def test_a_writer_that_dies_while_it_sends(directory: Path, server: Server) -> N
             store.remove(keys)
             time.sleep(0.6)
             assert list(client.scan_iter("*")) == []
+            if unfinished:
+                break
     assert unfinished, "it was never killed in the middle"
     store.close()
 
