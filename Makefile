@@ -9,7 +9,7 @@ TORCH  := 2.13.0
 LIBRARIES := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
 # One process for each core, up to four: each may run a server and a model. A file's tests stay together and in order.
-WORKERS := -n auto --maxprocesses 4 --dist loadfile
+WORKERS := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-all fuzz bench docs picture check clean setup
 

@@ -124,7 +124,7 @@ def test_the_same_tokens(target: LoadedModel, head: LoadedHead, kind: str, page_
     check_some_right(core, accepted=False)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1", "qwen3_next", "deepseek_v3", "llama4_text"])
+@covering(name=["gemma3_text", "falcon_h1", "qwen3_next", "deepseek_v3", "llama4_text"], kind=KINDS)
 def test_targets_of_other_kinds(name: str, kind: str, tmp_path: Path) -> None:
     """Windows, chunks, states and latents beside the pages that the head shares."""
     model, expected = case_of(name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quire.models.hf import LoadedModel
 from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.spec.pages import pages_for
 from quire.spec.speculation import SpeculativeConfig
+from tests.covering import covering
 from tests.engine import test_draft_head, test_draft_model
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_head import bigram_target, head_for, rigged_head
@@ -51,10 +53,14 @@ def config_of(kind: str, topk: int) -> dict[str, Any]:
     return {"method": kind, "model": "draft", **TREES[topk]}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, LoadedModel, Any]:
-    kind = str(request.param)
-    return (kind, *drafted(kind, tmp_path_factory.mktemp(kind)))
+@cache
+def models_of(kind: str) -> tuple[str, LoadedModel, Any]:
+    return (kind, *drafted(kind, Path(mkdtemp())))
+
+
+@pytest.fixture(params=KINDS)
+def models(request: pytest.FixtureRequest) -> tuple[str, LoadedModel, Any]:
+    return models_of(request.param)
 
 
 def check_the_same_tokens(kind: str, target: LoadedModel, draft: Any, topk: int, pages: Sequence[int] = PAGES) -> None:
@@ -75,11 +81,15 @@ def check_the_same_tokens(kind: str, target: LoadedModel, draft: Any, topk: int,
     assert found[0]["accepted_tokens_per_position"][1] > 0 and found[0]["draft_tokens"] > 5 * found[0]["drafts"]
 
 
-@pytest.mark.parametrize(
-    ("topk", "pages"), [(2, (4, 64)), (4, (1, 16)), *(pytest.param(k, PAGES, marks=pytest.mark.slow) for k in TREES)]
-)
-def test_the_same_tokens(models: tuple[str, LoadedModel, Any], topk: int, pages: tuple[int, ...]) -> None:
-    check_the_same_tokens(*models, topk, pages if models[0] != "eagle3" else pages[:: len(pages) - 1])
+@covering(kind=KINDS, topk=[4, 2])
+def test_the_same_tokens(kind: str, topk: int) -> None:
+    check_the_same_tokens(*models_of(kind), topk, (1, 16) if topk == 4 else (4, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topk", TREES)
+def test_the_same_tokens_everywhere(models: tuple[str, LoadedModel, Any], topk: int) -> None:
+    check_the_same_tokens(*models, topk, PAGES if models[0] != "eagle3" else (1, 16))
 
 
 def check_pages_are_complete(kind: str, target: LoadedModel, draft: Any, page_size: int) -> None:
@@ -92,9 +102,9 @@ def check_pages_are_complete(kind: str, target: LoadedModel, draft: Any, page_si
             test_draft_head.check_pages_are_complete(target, draft, config, page_size, governed=governed)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_cached_pages_are_complete(models: tuple[str, LoadedModel, Any], page_size: int) -> None:
-    check_pages_are_complete(*models, page_size)
+@covering(kind=KINDS, page_size=[4, 1, 16])
+def test_cached_pages_are_complete(kind: str, page_size: int) -> None:
+    check_pages_are_complete(*models_of(kind), page_size)
 
 
 def test_starved(models: tuple[str, LoadedModel, Any]) -> None:
@@ -112,10 +122,10 @@ def test_starved(models: tuple[str, LoadedModel, Any]) -> None:
     check_some_right(core)
 
 
-@pytest.mark.parametrize("page_size", PAGES)
-def test_the_longest_request_in_a_pool_of_its_size(models: tuple[str, LoadedModel, Any], page_size: int) -> None:
+@covering(page_size=PAGES, kind=KINDS)
+def test_the_longest_request_in_a_pool_of_its_size(kind: str, page_size: int) -> None:
     """The rows of each tree are in what the plan reserves, to the last token."""
-    kind, target, draft = models
+    kind, target, draft = models_of(kind)
     speculation = SpeculativeConfig.parse(config_of(kind, 4))
     reserve = get_alloc_reserve_per_decode(speculation, page_size)
     pages = pages_for(len(PROMPTS[0]) + 40 + reserve, page_size)
