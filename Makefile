@@ -7,6 +7,7 @@ READY  := $(VENV)/.quire-ready
 TORCH  := 2.13.0
 # Connectors of transfers and stores, without dependencies: pip would resolve torch anew. Their tests skip without them.
 LIBRARIES := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+CHECK  := $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports
 LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
 # One process for each core, up to four: each may run a server and a model. A file's tests stay together and in order.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -38,10 +39,10 @@ demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, 
 	@$(BIN)/quire demo
 
 test: $(READY)   ## checks and tests, under 10 minutes on 2 cores
-	@echo "==> Checks: format, lint, types, import layers"
-	@$(MAKE) --no-print-directory check
-	@echo "==> Tests"
-	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 $(WORKERS)
+	@echo "==> Tests, and meanwhile checks: format, lint, types, import layers"
+	@{ $(CHECK); } >$(VENV)/check.log 2>&1 & checks=$$!; \
+	  $(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 $(WORKERS); tests=$$?; \
+	  wait $$checks || tests=1; cat $(VENV)/check.log; exit $$tests
 
 test-all: $(READY)  ## everything, the long stateful runs and the soak test included
 	@$(BIN)/python -m pytest -m "not gpu" --durations=10 --timeout 1800 $(WORKERS)
@@ -62,10 +63,7 @@ picture: $(READY)  ## draw the picture of the README anew, from a run of the dem
 	@$(BIN)/python docs/picture.py
 
 check: $(READY)  ## ruff, mypy --strict, import-linter
-	@$(BIN)/ruff format --check -q .
-	@$(BIN)/ruff check -q .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(CHECK)
 
 clean:           ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

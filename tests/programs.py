@@ -77,6 +77,9 @@ def _work(job: dict[str, Any], say: Say) -> None:
 
 
 if __name__ == "__main__":
+    from quire.engine.lean_imports import without_compiler
+
+    without_compiler("auto")
     import quire.engine.core
     import quire.engine.llm  # noqa: F401
 

@@ -40,6 +40,6 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": tokens, **{name: found[name] for name in COUNTERS}}
 
 
-if __name__ == "__main__":
+def main() -> None:
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

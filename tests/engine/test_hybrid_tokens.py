@@ -13,6 +13,7 @@ from quire.models.registry import REFUSED
 from quire.scheduler.chunk_budget import LEAST_TOKENS
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_latents import SPARSE, build_latent
@@ -133,9 +134,9 @@ def check_starved(model: LoadedModel, expected: list[list[int]], *, page_size: i
     assert all(owners["private"] == 0 for owners in found["frames"].values())
 
 
-@pytest.mark.parametrize(("name", "field"), [("gpt_oss", "sliding_window"), ("llama4_text", "attention_chunk_size")])
-@pytest.mark.parametrize("window", [15, 16, 17, 64])
-def test_windows_around_a_page(name: str, field: str, window: int) -> None:
+@covering(window=[15, 16, 17, 64], kind=[("gpt_oss", "sliding_window"), ("llama4_text", "attention_chunk_size")])
+def test_windows_around_a_page(kind: tuple[str, str], window: int) -> None:
+    name, field = kind
     """Windows and chunks of a page less one, a page, a page and one, and four pages, in a pool of little more."""
     page_size = 16
     model, expected = case_of(name, **{field: window})

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
 import pytest
 
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
 
@@ -16,20 +21,23 @@ PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCA
 LONGEST = max(map(len, PROMPTS)) + NEW_TOKENS
 
 
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
-def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[LoadedModel, list[list[int]]]:
+@cache
+def case_of(name: str) -> tuple[LoadedModel, list[list[int]]]:
     """A loaded model and what transformers generates with the same weights."""
-    folder = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
-    reference = build_tiny(request.param)
+    folder = save_tiny(name, Path(mkdtemp()))
+    reference = build_tiny(name)
     return load_model(str(folder)), [generated(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(1, 23, False), (16, 50, True), (64, 2048, False)])
-def test_cold_then_warm(case: tuple[LoadedModel, list[list[int]]], page_size: int, chunk: int, overlap: bool) -> None:
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def case(request: pytest.FixtureRequest) -> tuple[LoadedModel, list[list[int]]]:
+    return case_of(request.param)
+
+
+@covering(name=sorted(ARCHITECTURES), point=[(1, 23, False), (16, 50, True), (64, 2048, False)])
+def test_cold_then_warm(name: str, point: tuple[int, int, bool]) -> None:
     """Mixed batches on an ample pool; the second time the prompts are found in the cache."""
-    model, expected = case
+    (model, expected), (page_size, chunk, overlap) = case_of(name), point
     core = core_for(model, page_size=page_size, max_num_batched_tokens=chunk, overlap=overlap)
     assert run(core, PROMPTS, GREEDY, "cold") == expected
     cold = core.statistics()

@@ -22,6 +22,14 @@ ROOT = Path(__file__).parents[2]
 PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11), vocabulary=VOCAB_SIZE)
 
 
+WORKER = """
+from quire.engine.lean_imports import without_compiler
+without_compiler("cpu")
+from tests.engine.sharing_worker import main
+main()
+"""
+
+
 class Worker:
     """`sharing_worker` as a process."""
 
@@ -29,7 +37,7 @@ class Worker:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.sharing_worker"],
+            [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

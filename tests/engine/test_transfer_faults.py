@@ -23,6 +23,7 @@ from quire.tiers.transfer import Lane, Transfer
 from quire.transfer.connector import Write
 from quire.transfer.connectors.memory import Fault
 from quire.transfer.messages import Ask, Gone, Send, Want, tag_of
+from tests.covering import covering
 from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
 from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, build
@@ -76,8 +77,7 @@ def until(is_so: object, *cores: EngineCore, seconds: float = LONG_S) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("connector", ["memory", "tcp"])
-@pytest.mark.parametrize("name", MODELS)
+@covering(name=MODELS, connector=["memory", "tcp"])
 def test_runs_with_faults(name: str, connector: str) -> None:
     assert run_pairs(tiny(name), 5000, 10, connector)["received_tokens"] > 0
 
