@@ -136,8 +136,8 @@ def check_starved(model: LoadedModel, expected: list[list[int]], *, page_size: i
 
 @covering(window=[15, 16, 17, 64], kind=[("gpt_oss", "sliding_window"), ("llama4_text", "attention_chunk_size")])
 def test_windows_around_a_page(kind: tuple[str, str], window: int) -> None:
-    name, field = kind
     """Windows and chunks of a page less one, a page, a page and one, and four pages, in a pool of little more."""
+    name, field = kind
     page_size = 16
     model, expected = case_of(name, **{field: window})
     (full, part) = model.spec.groups(page_size)

@@ -92,7 +92,8 @@ def test_tokens_are_those_of_the_same_selection(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype", "share"), [(1, "float32", 1), (64, "float32", 1), (16, "bfloat16", 0.9)]
+    ("page_size", "dtype", "share"),
+    [pytest.param(1, "float32", 1, marks=pytest.mark.slow), (64, "float32", 1), (16, "bfloat16", 0.9)],
 )
 def test_other_pages_and_numbers(page_size: int, dtype: str, share: float, tmp_path: Path) -> None:
     """In bfloat16 limits and logits are often nearly equal."""

@@ -94,7 +94,7 @@ def test_a_violation_is_made_short() -> None:
     with injected("duplicates-leak"):
         found = lives().violation
         assert found is not None
-        short = shorten(found, seconds=20)
+        short = shorten(found, seconds=200)
     assert 0 < len(short) < found.operation // 4
     assert "no owner" in short[-1]
 

@@ -24,7 +24,7 @@ def drafting(tiny_model: Path) -> Iterator[LiveServer]:
     """A server that drafts from n-grams."""
     ngram = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
     settings = ("--served-model-name", "tiny", "--kv-memory", "1MiB", "--log-level", "info")
-    with LiveServer.quire("--model", str(tiny_model), *settings, "--speculative-config", ngram) as live:
+    with LiveServer.drafting("--model", str(tiny_model), *settings, "--speculative-config", ngram) as live:
         yield live
 
 

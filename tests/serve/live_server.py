@@ -39,6 +39,11 @@ class LiveServer:
         return cls("quire", "serve", "--port", "0", "--json", *options)
 
     @classmethod
+    def drafting(cls, *options: str) -> LiveServer:
+        """The real one, which drafts in every step: the times of steps choose nothing."""
+        return cls("tests.serve.drafting_server", "serve", "--port", "0", "--json", *options)
+
+    @classmethod
     def echo(cls, *options: str) -> LiveServer:
         """The real server and engine process around `EchoCore`, which starts much faster than a model."""
         return cls("tests.serve.echo_server", *options)
