@@ -19,9 +19,11 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     for end in (own._end, other):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     reader = Channel(other)
-    yield own, reader
-    own.close()
-    reader.close()
+    try:
+        yield own, reader
+    finally:
+        own.close()
+        reader.close()
 
 
 @settings(deadline=None)
@@ -42,6 +44,17 @@ def test_messages_arrive_whole_and_in_order(lengths: list[tuple[int, bool]]) -> 
         assert was_full or sum(map(len, sent)) < 60_000
         assert not reader.is_within_message
         assert reader.receive() == []
+
+
+def check_messages() -> None:
+    """More than the socket takes at once."""
+    with pair() as (writer, reader):
+        writer.send(bytes(400_000))
+        received: list[bytes] = []
+        for _ in range(100):
+            writer.flush()
+            received += reader.receive()
+        assert received == [bytes(400_000)]
 
 
 def test_what_was_sent_before_the_end_is_received() -> None:

@@ -13,6 +13,7 @@ from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
 from tests.engine import (
     drafted,
+    test_channel,
     test_draft_head,
     test_draft_trees,
     test_hisparse,
@@ -39,6 +40,7 @@ from tests.mutants import (
     hold_mutants,
     hot_slot_mutants,
     hybrid_mutants,
+    output_mutants,
     peer_mutants,
     plan_mutants,
     speculation_mutants,
@@ -60,6 +62,7 @@ from tests.scheduler.test_hybrid_reuse import (
     test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part,
     test_windows_go_before_pages_and_come_back,
 )
+from tests.serve import test_async_engine, test_output
 from tests.sparse.test_hot_slots import check_hot_slots
 from tests.speculative import test_ngram, test_verify
 from tests.tiers import test_lanes
@@ -168,6 +171,12 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_chunk_budget.check_target,
         lambda: test_chunk_budget.check_target(1.0),
     ],
+    "texts": [
+        lambda name=name: test_output.test_real_tokenizers_stream_the_text_of_all_tokens(name)
+        for name in test_output.TOKENIZERS
+    ],
+    "channels": [test_channel.check_messages],
+    "readers": [test_async_engine.check_a_slow_reader],
     "served": [test_transfer_faults.test_peers_are_served_between_steps],
 }
 
@@ -289,6 +298,7 @@ def test_names_and_sentences_are_all_different() -> None:
         peer_mutants.tags_are_never_shut,
         bounds_mutants.bounds_outlive_their_page,
         hisparse_mutants.padding_is_read,
+        output_mutants.words_are_decoded_alone,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

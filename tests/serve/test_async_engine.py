@@ -11,13 +11,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
-from quire.engine.messages import ENCODER, EXIT_DEFECT, WireError
+from quire.engine.messages import ENCODER, EXIT_DEFECT, TokenOutput, WireError
+from quire.engine.output import RequestAssembler
 from quire.engine.process import Core
+from quire.engine.request_stream import MOST_AT_ONCE, RequestStream
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
@@ -90,6 +93,33 @@ def test_answers_refusals_and_aborts() -> None:
             assert engine.health().healthy
 
     asyncio.run(body())
+
+
+def check_a_slow_reader() -> None:
+    """It takes parts of what has arrived, in order, and then the error."""
+
+    async def body() -> None:
+        prompt = np.array([1], dtype=np.int32)
+        params = SamplingParams(max_tokens=None)
+        request = RequestAssembler(
+            request_id="r", prompt=None, prompt_token_ids=prompt, params=params, decoder=ByteTokenizer()
+        )
+        stream = RequestStream(request, on_close=lambda _: None)
+        count = 2 * MOST_AT_ONCE + 1
+        for token_id in range(count):
+            stream.push(TokenOutput(request_id="r-0", token_ids=[token_id % 128]))
+        stream.fail(EngineDead("gone."))
+        parts = [await stream.take() for _ in range(3)]
+        assert [len(part) for part in parts] == [MOST_AT_ONCE, MOST_AT_ONCE, 1]
+        assert [delta.token_ids for part in parts for delta in part] == [[at % 128] for at in range(count)]
+        with pytest.raises(EngineDead):
+            await stream.take()
+
+    asyncio.run(body())
+
+
+def test_a_slow_reader_takes_parts() -> None:
+    check_a_slow_reader()
 
 
 def test_a_stop_string_is_an_end_not_an_abort() -> None:

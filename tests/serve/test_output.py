@@ -209,6 +209,11 @@ TOKENIZERS = {
 }
 
 
+def tokenizer_of(name: str) -> Tokenizer:
+    """One that has met no token yet."""
+    return Tokenizer(TOKENIZERS[name]._tokenizer, name=name)
+
+
 class OnlyDecodes:
     """A tokenizer without a table of texts."""
 
@@ -221,7 +226,7 @@ class OnlyDecodes:
 @settings(deadline=None)
 def test_real_tokenizers_stream_the_text_of_all_tokens(name: str, text: str) -> None:
     """Also characters that are bytes, many in a row: a decoder shows all of them as marks while the last is half."""
-    tokenizer = TOKENIZERS[name]
+    tokenizer = tokenizer_of(name)
     ids = tokenizer.encode(text, add_special_tokens=False).tolist()
     for decoder in (tokenizer, OnlyDecodes(tokenizer)):
         stream = TextStream(decoder, skip_special_tokens=True)
@@ -235,7 +240,7 @@ def test_real_tokenizers_stream_the_text_of_all_tokens(name: str, text: str) -> 
 @settings(deadline=None)
 def test_a_table_of_texts_changes_nothing(name: str, ids: list[int], skip: bool) -> None:
     """Any tokens: special ones, bytes that are no text, ids that the tokenizer does not have."""
-    tokenizer = TOKENIZERS[name]
+    tokenizer = tokenizer_of(name)
     quick, slow = (TextStream(each, skip_special_tokens=skip) for each in (tokenizer, OnlyDecodes(tokenizer)))
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
     shown = ["".join(stream.push(token_id) for token_id in ids) + stream.flush() for stream in (quick, slow)]

@@ -12,6 +12,9 @@ from quire.engine.messages import TokenOutput
 from quire.engine.output import RequestAssembler, RequestOutput, SequenceDelta
 from quire.errors import QuireError
 
+MOST_AT_ONCE = 64
+"""Deltas that a reader takes at once, so that a client that reads slowly gets small parts."""
+
 
 class RequestStream:
     """The deltas of one request, for all its sequences, in the order of their arrival. Made by `AsyncEngine.submit`.
@@ -29,7 +32,7 @@ class RequestStream:
         self._num_open = request.params.n
 
     async def take(self) -> list[SequenceDelta]:
-        """All deltas that have arrived since the last call, at least one; none at the end. Raises the error."""
+        """The next deltas, all that have arrived or the first of many; none at the end. Raises the error."""
         while not self._arrived:
             if self._error is not None:
                 self._num_open, error, self._error = 0, self._error, None
@@ -38,7 +41,8 @@ class RequestStream:
                 return []
             self._has_news = asyncio.get_running_loop().create_future()
             await self._has_news
-        found, self._arrived = self._arrived, []
+        found = self._arrived[:MOST_AT_ONCE]
+        del self._arrived[:MOST_AT_ONCE]
         for delta in found:
             self._num_open -= delta.finish_reason is not None
         return found
