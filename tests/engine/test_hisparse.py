@@ -97,7 +97,9 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
 def test_encoded_latents(kind: str, stored: tuple[int, str]) -> None:
     """Scales are swapped in with their rows."""
     model, (page_size, name) = model_of(kind), stored
-    prompts, settings = prompts_of(*lengths_around(16)), {"page_size": page_size, "kv_dtype": name}
+    prompts = prompts_of(*lengths_around(16))
+    # The operators that read host memory: scores of encoded keys may tie within what another order of sums changes.
+    settings: dict[str, Any] = {"page_size": page_size, "kv_dtype": name, "attention_backend": "torch"}
     resident, core = core_for(model, **settings, max_running_requests=8), hosted_core(model, 16, **settings)
     for turn in ("cold", "warm"):
         assert run(core, prompts, GREEDY, turn) == run(resident, prompts, GREEDY, turn)

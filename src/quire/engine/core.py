@@ -378,8 +378,7 @@ class EngineCore:
         return found
 
     def _measure(self, launched: Launched) -> None:
-        """Learn what steps cost from one that waited for no bytes. It began at its launch, or when the one before
-        settled."""
+        """Learn what steps cost from one that waited for no bytes, since its launch or the end of the one before."""
         began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
         if not launched.waits:
             self.scheduler.measured(launched.step, self._settled_at - began)
