@@ -112,7 +112,12 @@ def measure(options: argparse.Namespace, result: dict[str, Any], folder: Path) -
                 one_run(servers[name], warm, warm.clients * 2, -1, options, model_folder, folder)
             for at, (number, cell, name) in enumerate(todo, 1):
                 requests = cell.requests(options.seconds, options.shapes[cell.load])
-                run = one_run(servers[name], cell, requests, number, options, model_folder, folder)
+                try:
+                    run = one_run(servers[name], cell, requests, number, options, model_folder, folder)
+                except RuntimeError as error:  # of the client; the next call with the same --json tries again
+                    print(f"{at}/{len(todo)} {title(cell)}, {NAMES[name]}: no result: {error}", flush=True)
+                    options.failed = True
+                    continue
                 result["runs"].append(asdict(cell) | {"round": number, "server": name} | run)
                 print(f"{at}/{len(todo)} {said(result['runs'][-1])}", flush=True)
                 yield
@@ -256,7 +261,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--readme", type=Path, metavar="FILE", help="write the table into this file, between its marks")
     parser.add_argument("--toy", action="store_true", help="Quire alone, tiny sizes")
     options = parser.parse_args()
-    options.shapes = LOADS
+    options.shapes, options.failed = LOADS, False
     if options.toy:
         options.tools, options.servers, options.clients, options.loads = "own", "quire", "4", "shared,conversations"
         options.dtypes, options.repeats, options.seconds, options.kv_bytes = "float32", 1, 0.1, 1 << 25
@@ -271,7 +276,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, write. The status is 1 if an answer failed or had another length than was asked for."""
+    """Measure, print, write. The status is 1 if a client or an answer failed, or an answer had another length."""
     options = parsed()
     if options.install_peers:
         from install import install
@@ -301,7 +306,7 @@ def main() -> int:
     wrong = [run for run in runs if run["errors"] or run["short"]]
     for run in wrong:
         print(f"wrong: {said(run)}")
-    return 1 if wrong else 0
+    return 1 if wrong or options.failed else 0
 
 
 if __name__ == "__main__":
