@@ -22,7 +22,8 @@ from quire.spec.events import Namespace
 from quire.tiers.transfer import Lane, Transfer
 from quire.transfer.connector import Write
 from quire.transfer.connectors.memory import Fault
-from quire.transfer.messages import Ask, Gone, Send, Want, tag_of
+from quire.transfer.control import Arrived
+from quire.transfer.messages import Ask, Cancel, Gone, Message, Release, Send, Want, tag_of
 from tests.covering import covering
 from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
 from tests.engine.running import core_for, run
@@ -139,7 +140,7 @@ def test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page() -> Non
         add(decode, "mine")
         until(lambda: prefill.transfer and prefill.transfer.prefill._writes, decode, prefill)
         side.do(side.receiver.tick(math.inf))  # its deadline
-        assert until(lambda: not decode.has_work(), decode)["mine"] == alone()[0]
+        assert until(lambda: not decode.has_work(), decode, seconds=5)["mine"] == alone()[0]
         held = transfer_of(decode)["held_bytes"]
         assert held > 0, "frames that may still be written are counted"
         tiers = decode.offload.tiers
@@ -159,6 +160,14 @@ def run_until_idle(decode: EngineCore, prefill: EngineCore, number: int) -> list
     return until(lambda: not decode.has_work(), decode, prefill)["mine"]
 
 
+def has_arrived(core: EngineCore, *kinds: type[Message]) -> bool:
+    """Whether a message of these kinds waits for the engine's next step."""
+    node = core.transfer
+    assert node is not None and node._control is not None
+    node._events += node._control.events()
+    return any(isinstance(each, Arrived) and isinstance(each.message, kinds) for each in node._events)
+
+
 def test_an_aborted_request_is_aborted_at_the_peer_too() -> None:
     with pair() as (decode, prefill):
         assert prefill.transfer is not None
@@ -166,7 +175,9 @@ def test_an_aborted_request_is_aborted_at_the_peer_too() -> None:
         add(decode, "mine")
         until(lambda: side.ids, decode, prefill)
         decode.abort("mine")
-        time.sleep(0.3)  # the word arrives before the prompt is whole, however busy the machine is
+        until(
+            lambda: has_arrived(prefill, Cancel, Release), decode, seconds=5
+        )  # else the prompt may be computed before
         until(lambda: not side.ids and not side._prompts, decode, prefill, seconds=5)
         assert prefill.statistics()["aborted_requests"] == 1
 
@@ -213,7 +224,7 @@ def test_a_peer_that_cannot_be_reached_is_waited_for_no_longer() -> None:
         until(lambda: prefill.transfer and prefill.transfer.prefill._writes, decode, prefill)
         side = decode.transfer.decode
         side.do(side.receiver.silent(next(iter(side._ready))))
-        assert until(lambda: not decode.has_work(), decode)["mine"] == alone()[0]
+        assert until(lambda: not decode.has_work(), decode, seconds=5)["mine"] == alone()[0]
         assert transfer_of(decode)["held_bytes"] > 0, "the write was waited for"
         until(lambda: not decode.has_moves() and not prefill.has_moves(), decode, prefill)
 
