@@ -18,7 +18,7 @@ def test_a_widened_layer_computes_what_the_narrow_one_does(dtype: torch.dtype, m
     torch.manual_seed(0)
     narrow = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Linear(96, 32, bias=False)).to(dtype)
     wide = copy.deepcopy(narrow)
-    assert linear.widen_linears(wide) == 2
+    assert linear.prepare_linears(wide) == 2
     rows = torch.randn(7, 48, dtype=dtype)
     expected, got = narrow(rows), wide(rows)
     assert got.dtype == dtype
@@ -28,5 +28,5 @@ def test_a_widened_layer_computes_what_the_narrow_one_does(dtype: torch.dtype, m
 
 def test_float32_is_left_alone() -> None:
     """Nothing to widen."""
-    assert linear.widen_linears(torch.nn.Linear(4, 4)) == 0
+    assert linear.prepare_linears(torch.nn.Linear(4, 4)) == 0
     assert sdpa.native_on_cpu(torch.float32)

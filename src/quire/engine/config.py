@@ -359,6 +359,9 @@ class EngineConfig(Settings):
     attention_backend: Literal["auto", "native", "torch"] = setting(
         "auto", "What computes attention: {choices}; auto is the native kernel where there is one."
     )
+    pack_weights: bool = setting(
+        True, "On a CPU, lay out the weights of linear layers for it, and compute known decoder layers in few calls."
+    )
     seed: int = setting(0, "Seed of requests that have none.", aliases=("--random-seed",))
 
     @field_validator("kv_memory", mode="before")
@@ -517,6 +520,17 @@ class EngineConfig(Settings):
 def engine_config(**settings: Any) -> EngineConfig:
     """The settings, by name or alias. Raises InvalidInput that names each bad one, its value and the valid values."""
     return EngineConfig.read(settings)
+
+
+def loading_options(config: EngineConfig) -> dict[str, Any]:
+    """Arguments of `load_model` besides the model and its device."""
+    return {
+        "dtype": config.dtype,
+        "max_length": config.max_model_len,
+        "threads": config.threads,
+        "revision": config.revision,
+        "pack": config.pack_weights,
+    }
 
 
 def plan_settings(config: EngineConfig) -> PlanSettings:

@@ -16,7 +16,7 @@ import numpy as np
 from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
-from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, plan_settings
+from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options, plan_settings
 from quire.engine.device import free_bytes, open_device
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
@@ -97,14 +97,7 @@ class EngineCore:
         if model is None:
             check_draft(config)
             check_hisparse(config)
-            model = load_model(
-                config.model,
-                dtype=config.dtype,
-                device=self.device,
-                max_length=config.max_model_len,
-                threads=config.threads,
-                revision=config.revision,
-            )
+            model = load_model(config.model, device=self.device, **loading_options(config))
         else:
             use_threads(config.threads, device=self.device, num_parameters=model.num_parameters)
         self.model = model
@@ -518,6 +511,7 @@ class EngineCore:
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
             "weight_bytes": self.model.weight_bytes + (self.draft.weight_bytes if self.draft is not None else 0),
+            "forward": self.model.forward_statistics(),
             "bytes_per_token": float(self.capacity.bytes_per_token),
             "largest_request": self.plan.largest_request,
             "context": self.plan.context,

@@ -59,6 +59,7 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | Loade
         max_length=config.max_model_len,
         threads=torch.get_num_threads(),  # the target's
         revision=speculation.revision,
+        pack=config.pack_weights,
     )
 
 

@@ -15,7 +15,7 @@ from quire.kernels.attention import attend_selected, merge_attention, paged_atte
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields
 from quire.kernels.page_bounds import PageBounds
-from quire.models.forward import Forward, RecordingForward, RunningForward, current_forward
+from quire.models.forward import Forward, ProbingForward, RecordingForward, RunningForward, current_forward
 from quire.models.indexers import split_decoding
 from quire.spec.layers import AttentionCall
 
@@ -69,18 +69,26 @@ def _attention(
         sinks=s_aux,
         others=others,
     )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attend(module, query, key, value, options).unsqueeze(0), None
+
+
+def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:
+    """Output `[T, heads, value_dim]` of the attention of `module`: `query` `[T, heads, dim]`, `key` and `value` `[T,
+    kv_heads, dim]`, rotated already."""
     attention: OwnAttention | None = getattr(module, OWN_ATTENTION, None)
     if attention is None:
+        others = options.others
         if others.get("indices") is not None or others.get("block_indices") is not None:
             raise UnsupportedModel(f"{type(module).__name__} selects tokens with an indexer, which is not held here.")
         attention = _plain_attention
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     forward = current_forward()
     if isinstance(forward, RecordingForward):
         out = attention(forward, query, key, value, options)
-    else:
-        out = forward.attend(lambda running: attention(running, query, key, value, options))
-    return out.unsqueeze(0), None
+        if isinstance(forward, ProbingForward) and attention is _plain_attention:
+            out = forward.attend(query, key, value, options)
+        return out
+    return forward.attend(lambda running: attention(running, query, key, value, options))
 
 
 def _plain_attention(forward: Forward, query: Tensor, key: Tensor, value: Tensor, options: CallOptions) -> Tensor:

@@ -54,13 +54,16 @@ class CheckedModel(Protocol):
     def plain_logits(self, input_ids: Tensor) -> Tensor: ...
 
 
-def check_forward(model: CheckedModel, hot: HotBuffers | None = None) -> None:
-    """Raise ModelCheckFailed unless the paged steps give the plain logits. The pool starts as NaN: no wrong read
-    escapes. With `hot`, its group is in host memory, and the step of one row reads a hot buffer."""
-    lengths = [steps[-1] for steps in zip(*_STEPS, strict=True)]
-    generator = np.random.default_rng(0)
-    tokens = [generator.integers(0, model.spec.vocab_size, stop) for _, stop in lengths]
-    plain = [model.plain_logits(torch.from_numpy(t).to(model.device)) for t in tokens]
+def plain_logits(model: CheckedModel) -> list[Tensor]:
+    """The logits of each sequence of the check by the model's own code, as its weights and layers are now."""
+    return [model.plain_logits(torch.from_numpy(tokens).to(model.device)) for tokens in _tokens(model.spec.vocab_size)]
+
+
+def check_forward(model: CheckedModel, hot: HotBuffers | None = None, *, plain: Sequence[Tensor] = ()) -> None:
+    """Raise ModelCheckFailed unless the paged steps give the plain logits, by default those of now. The pool starts as
+    NaN: no wrong read escapes. With `hot`, its group is in host memory, and the step of one row reads a hot buffer."""
+    tokens = _tokens(model.spec.vocab_size)
+    plain = plain or plain_logits(model)
     groups = model.spec.groups(model.spec.page_size(_PAGE_SIZE))
     pools = [Pool(group.layout, int(_FRAMES.max()), device=model.device) for group in groups]
     hisparse = None
@@ -75,6 +78,11 @@ def check_forward(model: CheckedModel, hot: HotBuffers | None = None) -> None:
         wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
         errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
     _judge(model, np.array(errors))
+
+
+def _tokens(vocab_size: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, vocab_size, stop) for _, stop in (steps[-1] for steps in zip(*_STEPS, strict=True))]
 
 
 def _hot_buffers(groups: Sequence[GroupSpec], hot: HotBuffers, device: torch.device) -> HiSparseCoordinator:

@@ -22,7 +22,7 @@ from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.forward import LAST_HIDDEN, RecordingForward, RunningForward, forward_pass
 from quire.models.hf import LoadedModel
 from quire.models.hidden import DraftHead
-from quire.models.linear import widen_linears
+from quire.models.linear import Packing, linear_inputs, prepare_linears, weight_bytes
 from quire.models.rotary import fix_rotary
 from quire.models.source import ModelSource, quiet, reading
 from quire.plan.draft import LAYER_IDS, captured_layers, check_head
@@ -44,7 +44,6 @@ class LoadedHead:
     def __init__(self, head: DraftHead, target: LoadedModel, *, name: str, layers: tuple[int, ...]) -> None:
         self.name = name
         self.layers = layers
-        self.weight_bytes = sum(tensor.nbytes for tensor in head.state_dict().values())
         self.hidden_size = target.hidden_size
         self.device = target.device
         self._dtypes = {name: tensor.dtype for name, tensor in head.state_dict().items()}
@@ -52,18 +51,25 @@ class LoadedHead:
         self._embedding = target.embedding
         self._output_layer = target.output_layer
         fix_rotary(head, target.spec.context_length)
-        widen_linears(head)
-        self._layer = self._discover()
+        prepare_linears(head)
+        with linear_inputs(head) as inputs:
+            self._layer = self._discover()
+        self._packing = Packing.of(head, inputs) if target.packing.products else Packing()
+        self.weight_bytes = weight_bytes(head)
+        target.packing.pack()
         self.spec = replace(target.spec, architecture=type(head).__name__, layers=(self._layer,), drafts=())
         target.capture(layers)
 
     @cached_property
     def _fingerprint(self) -> bytes:
-        return fingerprint_weights(self._head.state_dict(), self._dtypes)
+        found = fingerprint_weights(self._head.state_dict(), self._dtypes)
+        self._packing.pack()
+        return found
 
     def weights_changed(self) -> None:
-        """The weights were replaced: their fingerprint is computed again at the next call of `identity`."""
+        """The weights were replaced: they are packed again, and `identity` computes their fingerprint again."""
         self.__dict__.pop("_fingerprint", None)
+        self._packing.pack(again=True)
 
     def identity(self, weights_epoch: int = 0, *, exact: bool = False) -> bytes:
         """As `LoadedModel.identity`."""

@@ -155,6 +155,21 @@ class RecordingForward:
         self.calls.append(call)
 
 
+class ProbingForward(RecordingForward):
+    """A dry run that shows what layers do: attention mixes what it is given, and that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attended: list[tuple[Tensor, Tensor, Tensor, Any]] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
+        """An output `[T, heads, value_dim]` that depends on all three, `[T, heads, dim]`."""
+        self.attended.append((query.clone(), key.clone(), value.clone(), options))
+        of = torch.arange(query.shape[1], device=query.device) * key.shape[1] // query.shape[1]
+        near = (query * key[:, of]).mean(-1, keepdim=True)
+        return (1 + torch.tanh(near)) * value[:, of]
+
+
 Forward = RunningForward | RecordingForward
 
 _forward: ContextVar[Forward | None] = ContextVar("quire_forward", default=None)

@@ -27,14 +27,15 @@ from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION, OWN_ATTENTION, install_kv_sharing
 from quire.models.block_sparse import install_block_indexers
-from quire.models.check import check_forward
+from quire.models.check import check_forward, plain_logits
 from quire.models.chunked import install_chunks
 from quire.models.compressed import install_compressors
+from quire.models.decoder_layer import fuse_layers
 from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.forward import HIDDEN, RecordingForward, RunningForward, forward_pass
 from quire.models.hidden import capture_hidden
 from quire.models.latent import install_latents
-from quire.models.linear import widen_linears
+from quire.models.linear import Packing, linear_inputs, prepare_linears, weight_bytes
 from quire.models.mixers import install_mixers
 from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
@@ -64,7 +65,9 @@ INSTALLS = (
 class LoadedModel:
     """A checked model. `spec` says what its pools store; `forward` runs it on them."""
 
-    def __init__(self, model: Any, *, name: str, max_length: int | None = None, check: bool = True) -> None:
+    def __init__(
+        self, model: Any, *, name: str, max_length: int | None = None, check: bool = True, pack: bool = True
+    ) -> None:
         """Wrap `model`, a transformers causal language model with weights; `load_model` is the usual way here."""
         self.name = name
         self.config: dict[str, Any] = model.config.to_dict()
@@ -72,7 +75,6 @@ class LoadedModel:
         self.module = model.eval()
         """The transformers model."""
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._dtypes = {name: tensor.dtype for name, tensor in _weights(model).items()}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
@@ -91,7 +93,7 @@ class LoadedModel:
         if not fix_rotary(model, self._rotary_length):
             self._rotary_length = 0
         self._dtype = DType(str(model.dtype).removeprefix("torch."))
-        widen_linears(model)
+        prepare_linears(model)
         for install in INSTALLS:
             install(model)
         self._inputs: dict[str, Any] = {"use_cache": False}
@@ -99,7 +101,8 @@ class LoadedModel:
             # Model code slices a mask for its indexers, which do not read it here.
             self._inputs["attention_mask"] = torch.zeros(1, 1, 1, 1, device=self.device)
         model.set_attn_implementation(IMPLEMENTATION)
-        self._calls = self.discover()
+        with linear_inputs(model) as inputs:
+            self._calls = self.discover()
         self.spec = replace(
             self._read_spec(),
             architecture=type(model).__name__,
@@ -110,17 +113,30 @@ class LoadedModel:
         )
         self.eos_token_ids = tuple(token for token in _eos_token_ids(model) if 0 <= token < self.spec.vocab_size)
         self._compare_with_config()
+        self.packing = Packing()
+        plain = plain_logits(self) if check else []
+        if pack:
+            self.packing = Packing.of(model, inputs)
+        self.num_fused = fuse_layers(model, self.spec.context_length, self._inputs) if self.packing.products else 0
         if check:
-            check_forward(self)
+            check_forward(self, plain=plain)
+        self.weight_bytes = weight_bytes(model)
 
     @cached_property
     def weights_fingerprint(self) -> bytes:
         """32 bytes that depend on every byte of the weights at the first call. O(bytes of weights)."""
-        return fingerprint_weights(_weights(self.module), self._dtypes)
+        found = fingerprint_weights(_weights(self.module), self._dtypes)
+        self.packing.pack()
+        return found
 
     def weights_changed(self) -> None:
-        """The weights were replaced: their fingerprint is computed again at the next call."""
+        """The weights were replaced: they are packed again, and their fingerprint is computed at the next call."""
         self.__dict__.pop("weights_fingerprint", None)
+        self.packing.pack(again=True)
+
+    def forward_statistics(self) -> dict[str, int]:
+        """Decoder layers, how many of them are fused, and the bytes of packed weights."""
+        return {"layers": self._num_layers, "fused_layers": self.num_fused, "packed_bytes": self.packing.num_bytes}
 
     def identity(self, weights_epoch: int = 0, *, exact: bool = False) -> bytes:
         """32 bytes for everything on which pages depend besides tokens, namespace and layouts.
@@ -211,11 +227,13 @@ class LoadedModel:
 
     @torch.inference_mode()
     def plain_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits float32 `[T, vocab_size]` of one sequence by the model's own eager attention: the reference."""
+        """Logits float32 `[T, vocab_size]` of one sequence by the model's own eager attention and plain weights: the
+        reference."""
         self.module.set_attn_implementation("eager")
         try:
             positions = torch.arange(len(input_ids), device=self.device).unsqueeze(0)
-            out = self.module(input_ids=input_ids.unsqueeze(0), position_ids=positions, use_cache=False)
+            with self.packing.suspended():
+                out = self.module(input_ids=input_ids.unsqueeze(0), position_ids=positions, use_cache=False)
         finally:
             self.module.set_attn_implementation(IMPLEMENTATION)
         logits: Tensor = out.logits[0].float()
@@ -294,13 +312,15 @@ def load_model(
     threads: int | None = None,
     revision: str | None = None,
     check: bool = True,
+    pack: bool = True,
 ) -> LoadedModel:
     """Read, check and return the model in a folder or on the hub, there of that revision.
 
     `dtype` is one of `DTYPES`; "auto" is the configuration's. `max_length` is the longest context of this deployment,
     by default the model's own; it matters for rotary embeddings with a short and a long form. `threads` is the number
     of torch's threads in this process from now on, by default one for a small model on a CPU. Without `check`, a model
-    that would silently be wrong is not detected. Raises ModelLoadError (unreadable), UnsupportedModel (cannot run),
+    that would silently be wrong is not detected. On a CPU, `pack` lays out weights for it (`Packing`) and fuses layers
+    (`FusedLayer`). Raises ModelLoadError (unreadable), UnsupportedModel (cannot run),
     LayoutMismatch or ModelCheckFailed (would be wrong).
     """
     if dtype not in DTYPES:
@@ -321,7 +341,7 @@ def load_model(
             ) from error
         use_threads(threads, device=model.device, num_parameters=model.num_parameters())
         try:
-            return LoadedModel(model, name=path_or_id, max_length=max_length, check=check)
+            return LoadedModel(model, name=path_or_id, max_length=max_length, check=check, pack=pack)
         except (QuireError, AssertionError):
             raise
         except Exception as error:

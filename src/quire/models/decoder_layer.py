@@ -1,0 +1,201 @@
+"""FusedLayer: a decoder layer in few calls: products of packed weights, and functions on rows between them.
+
+A layer is fused if its modules have the structure below and, on the inputs of one dry run, the fused layer gives its
+attention the same queries, keys, values and options as the layer's own code, and returns the same.
+
+rows -> norm -> q, k, v -> (norms of heads) -> rotary -> attention -> o -> + -> norm -> gate, up -> SiLU -> down -> +
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.hidden_states import row_functions
+from quire.models.attention import OWN_ATTENTION, CallOptions, attend
+from quire.models.forward import ProbingForward, forward_pass, in_forward
+from quire.models.linear import CLOSE, CpuLinear, Product
+
+_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+_POSITIONS = (0, 1, 2, 5, 11)
+"""Of the dry run, besides the last ones of the context."""
+
+
+class FusedLayer:
+    """The forward pass of one layer on the pools. Outside one its own code computes."""
+
+    def __init__(self, layer: Any, options: CallOptions) -> None:
+        attention = layer.self_attn
+        self._own = layer.forward
+        self._attention = attention
+        self._options = replace(options, others={})  # which attention of a module's keys and values does not read
+        self._norms = [
+            (norm, norm.variance_epsilon) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        ]
+        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        found = [
+            module._product for module in (attention.q_proj, attention.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
+        ]
+        self._heads_of, self._out, self._pairs, self._down = found
+        self._dim = attention.head_dim
+        self._num_queries, self._num_keys = (size // self._dim for size in self._heads_of.sizes[:2])
+        weight = layer.input_layernorm.weight
+        self._rows = row_functions(weight.device, weight.dtype)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **others: Any) -> Tensor:
+        """Rows after the layer, `[1, T, hidden]`, of rows before it; `position_embeddings` are two `[1, T, dim]`."""
+        if args or position_embeddings is None or not in_forward():
+            own: Tensor = self._own(hidden_states, *args, position_embeddings=position_embeddings, **others)
+            return own
+        rows = self._rows
+        (first, first_eps), (second, second_eps) = self._norms
+        cos, sin = position_embeddings
+        before = hidden_states.contiguous()
+        _, normed = rows.add_rms_norm(before, None, first.weight, first_eps)
+        heads = self._heads_of(normed).view(before.shape[1], -1, self._dim)
+        queries, turned = self._num_queries, self._num_queries + self._num_keys
+        norms = None
+        if self._head_norms is not None:
+            norms = (self._head_norms[0].weight, self._head_norms[1].weight, self._head_norms[0].variance_epsilon)
+        rows.rotate(heads, queries, turned, cos[0], sin[0], norms)
+        found = attend(self._attention, heads[:, :queries], heads[:, queries:turned], heads[:, turned:], self._options)
+        out = self._out(found.reshape(1, before.shape[1], -1))
+        total, normed = rows.add_rms_norm(before, out, second.weight, second_eps)
+        return total.add_(self._down(rows.gated_silu(self._pairs(normed))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one layer was given in the dry run, and what it returned."""
+
+    arguments: dict[str, Any]
+    rows: Tensor
+    out: Tensor
+    calls: list[tuple[Tensor, Tensor, Tensor, CallOptions]]
+
+
+@torch.inference_mode()
+def fuse_layers(model: nn.Module, context_length: int, inputs: dict[str, Any]) -> int:
+    """Fuse the layers of `model` that can be, on its packed weights; `inputs` are those of each call of it. Returns how
+    many are fused now."""
+    layers = [layer for layer in model.modules() if _has_structure(layer)]
+    if not layers:
+        return 0
+    positions = [*_POSITIONS, *range(max(context_length - 3, 12), context_length)]
+    fused = 0
+    for layer, seen in zip(layers, _observe(model, layers, positions, inputs), strict=True):
+        if seen is not None and _fits(layer, seen):
+            candidate = FusedLayer(layer, seen.calls[0][3])
+            if _is_same(candidate, seen):
+                layer.forward = candidate
+                fused += 1
+    return fused
+
+
+def _has_structure(layer: nn.Module) -> bool:
+    children = dict(layer.named_children())
+    if set(children) != _LAYER:
+        return False
+    attention, mlp, norms = (
+        children["self_attn"],
+        children["mlp"],
+        [children[name] for name in _LAYER if "norm" in name],
+    )
+    own, parts = dict(attention.named_children()), dict(mlp.named_children())
+    if set(own) - _HEAD_NORMS != _ATTENTION or len(set(own) & _HEAD_NORMS) == 1 or set(parts) - {"act_fn"} != _MLP:
+        return False
+    norms += [own[name] for name in _HEAD_NORMS & set(own)]
+    return (
+        all(hasattr(norm, "variance_epsilon") and set(norm.__dict__["_parameters"]) == {"weight"} for norm in norms)
+        and not hasattr(attention, OWN_ATTENTION)
+        and isinstance(getattr(attention, "head_dim", None), int)
+        and all(
+            isinstance(linear, CpuLinear)
+            for linear in [*(own[name] for name in _ATTENTION), *(parts[name] for name in _MLP)]
+        )
+        and _are_one(own["q_proj"], own["k_proj"], own["v_proj"])
+        and _are_one(parts["gate_proj"], parts["up_proj"])
+        and _are_one(own["o_proj"])
+        and _are_one(parts["down_proj"])
+    )
+
+
+def _are_one(*layers: Any) -> bool:
+    """Whether these layers, in this order, are one product."""
+    product: Product | None = layers[0]._product
+    return product is not None and product.layers == layers
+
+
+def _observe(
+    model: nn.Module, layers: Sequence[Any], positions: list[int], inputs: dict[str, Any]
+) -> list[_Seen | None]:
+    """What the own code of each layer does in a dry run; None for one that is called in another way."""
+    probing, hooks = ProbingForward(), []
+    found: list[_Seen | None] = [None] * len(layers)
+    begun: list[int] = []
+
+    def enter(module: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        begun.append(len(probing.attended))
+
+    def leave(module: Any, args: tuple[Any, ...], arguments: dict[str, Any], out: Any) -> None:
+        if len(args) == 1 and isinstance(out, Tensor):
+            found[layers.index(module)] = _Seen(arguments, args[0], out, probing.attended[begun[-1] :])
+
+    for layer in layers:
+        hooks += [
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.register_forward_hook(leave, with_kwargs=True),
+        ]
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, 1 + len(positions), device=device)[None]
+    try:
+        with forward_pass(probing):
+            model(input_ids=tokens, position_ids=torch.tensor(positions, device=device)[None], **inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _fits(layer: Any, seen: _Seen) -> bool:
+    """Whether tensors have the shapes and dtypes that a fused layer reads without a check."""
+    angles = seen.arguments.get("position_embeddings")
+    if len(seen.calls) != 1 or not isinstance(angles, tuple) or len(angles) != 2:
+        return False
+    (query, key, value, options), count, dim = seen.calls[0], seen.rows.shape[1], layer.self_attn.head_dim
+    sizes = [dim * tensor.shape[1] for tensor in (query, key, value)]
+    norms = [(layer.input_layernorm, seen.rows.shape[2]), (layer.post_attention_layernorm, seen.rows.shape[2])]
+    norms += [(getattr(layer.self_attn, name), dim) for name in _HEAD_NORMS if hasattr(layer.self_attn, name)]
+    tensors = [*angles, *(norm.weight for norm, _ in norms), query, key, value]
+    return (
+        options.sinks is None
+        and all(tensor.dtype is seen.rows.dtype for tensor in tensors)
+        and all(list(tensor.shape) == [1, count, dim] for tensor in angles)
+        and all(list(norm.weight.shape) == [width] for norm, width in norms)
+        and key.shape == value.shape
+        and query.shape[2] == dim == key.shape[2]
+        and layer.self_attn.q_proj._product.sizes == sizes
+    )
+
+
+def _is_same(candidate: FusedLayer, seen: _Seen) -> bool:
+    """Whether the fused layer does what the layer's own code did."""
+    probing = ProbingForward()
+    with forward_pass(probing):
+        out = candidate(seen.rows, **seen.arguments)
+    ((*tensors, _),) = seen.calls
+    ((*own, _),) = probing.attended
+    return all(_is_close(a, b) for a, b in zip([*own, out], [*tensors, seen.out], strict=True))
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape or found.dtype is not wanted.dtype:
+        return False
+    return bool((found.float() - wanted.float()).norm() <= CLOSE[wanted.dtype] * wanted.float().norm())

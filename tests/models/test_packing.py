@@ -1,0 +1,179 @@
+"""Packed weights and fused layers against the plain model, and what makes them plain again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.errors import ModelCheckFailed
+from quire.kernels.hidden_states import TorchRows, row_functions
+from quire.kernels.native.library import use_native
+from quire.models import decoder_layer
+from quire.models.hf import LoadedModel, load_model
+from quire.models.linear import CpuLinear, Product, weight_bytes
+from tests.models.schedule import Schedule
+from tests.tiny_models import build_tiny, save_tiny
+
+FUSED = {
+    "llama_gqa": {},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True},
+}
+PLAIN = {"gelu": {"hidden_act": "gelu"}, "gemma": {"model_type": "gemma"}}
+
+
+def tiny(**settings: Any) -> LoadedModel:
+    return LoadedModel(build_tiny("llama_gqa", **settings), name="tiny")
+
+
+def error(model: LoadedModel, **settings: Any) -> float:
+    return float(Schedule().largest_error(model, build_tiny("llama_gqa", attn_implementation="eager", **settings)))
+
+
+def packed(model: LoadedModel) -> list[bool]:
+    return [product.packed is not None for product in model.packing.products]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_layers_equal_the_plain_model(kind: str, native: bool) -> None:
+    use_native(native)
+    try:
+        model = tiny(**FUSED[kind])
+    finally:
+        use_native(True)
+    assert model.num_fused == model.num_layers and all(packed(model))
+    assert error(model, **FUSED[kind]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_layers_with_another_formula_keep_their_own_code(kind: str) -> None:
+    model = tiny(**PLAIN[kind])
+    assert model.num_fused == 0 and all(packed(model))
+    assert error(model, **PLAIN[kind]) < 1e-4
+
+
+def test_layers_that_share_an_input_are_one_product() -> None:
+    model = tiny()
+    assert [len(product.layers) for product in model.packing.products] == [3, 1, 2, 1] * model.num_layers + [1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plain_weight_is_freed(tied: bool) -> None:
+    """What is counted is what is held: one copy, and for a tied output layer the embedding's as well."""
+    model = tiny(tie_word_embeddings=tied)
+    layers = [module for module in model.module.modules() if isinstance(module, CpuLinear)]
+    held = [layer.__dict__["_parameters"]["weight"] is not None for layer in layers]
+    assert sum(held) == tied
+    plain = LoadedModel(build_tiny("llama_gqa", tie_word_embeddings=tied), name="tiny", pack=False)
+    head = model.output_layer._product.num_bytes  # type: ignore[union-attr]
+    padding = model.packing.num_bytes - sum(layer.in_features * layer.out_features * 4 for layer in layers)
+    assert 0 <= padding <= 0.1 * model.packing.num_bytes
+    assert model.weight_bytes == weight_bytes(model.module) == plain.weight_bytes + padding + head * tied
+    assert not plain.packing.products and plain.num_fused == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_weights_are_computed_with_at_once_and_packed_again(tied: bool) -> None:
+    model = tiny(tie_word_embeddings=tied)
+    before = model.weights_fingerprint
+    assert all(packed(model)), "a fingerprint leaves them packed"
+    other = build_tiny("llama_gqa", seed=5, tie_word_embeddings=tied)
+    with torch.no_grad():
+        for own, new in zip(model.module.parameters(), other.parameters(), strict=True):
+            own.copy_(new)
+    assert error(model, seed=5, tie_word_embeddings=tied) < 1e-4
+    model.weights_changed()
+    assert all(packed(model)) and model.weights_fingerprint != before
+    assert error(model, seed=5, tie_word_embeddings=tied) < 1e-4
+
+
+def test_an_embedding_changed_alone_is_packed_again() -> None:
+    settings = {"tie_word_embeddings": True}
+    model, other = tiny(**settings), build_tiny("llama_gqa", attn_implementation="eager", **settings)
+    with torch.no_grad():
+        for embedding in (model.embedding, other.get_input_embeddings()):
+            embedding.weight.mul_(-0.5)
+    model.weights_changed()
+    assert Schedule().largest_error(model, other) < 1e-4
+
+
+def test_a_weight_that_is_read_is_plain_and_the_same() -> None:
+    model, other = tiny(), build_tiny("llama_gqa")
+    for (name, own), (_, new) in zip(model.module.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(own, new), name
+    assert not any(packed(model))
+    assert error(model) < 1e-4
+
+
+@pytest.mark.parametrize("defect", ["order", "bias"])
+def test_a_product_that_differs_stays_plain(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of packing is found layer by layer, and costs speed alone."""
+    from quire.models import linear
+
+    real = linear._packed_linear
+    if defect == "order":
+        monkeypatch.setattr(linear, "_packed_linear", lambda *given: real(*given).flip(-1))
+    else:
+        monkeypatch.setattr(linear, "_packed_linear", lambda rows, weight, _, *rest: real(rows, weight, None, *rest))
+    model = tiny(attention_bias=True)
+    assert not packed(model)[0] and any(packed(model)) == (defect == "bias")
+    assert error(model, attention_bias=True) < 1e-4
+
+
+def test_a_defect_that_both_proofs_miss_fails_the_check_at_load(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check compares with logits from before weights were packed."""
+    folder = str(save_tiny("llama_gqa", tmp_path))
+    monkeypatch.setattr(decoder_layer, "_is_same", lambda *_: True)
+    monkeypatch.setattr(TorchRows, "gated_silu", lambda _, pairs: torch.tanh(pairs.chunk(2, -1)[0]))
+    monkeypatch.setattr(decoder_layer, "row_functions", lambda *_: TorchRows())
+    with pytest.raises(ModelCheckFailed, match="differs by"):
+        load_model(folder)
+
+
+def test_parts_of_one_product_follow_their_input() -> None:
+    """Layers that are given different tensors get their own outputs."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, size) for size in (64, 128)]
+    rows, others = torch.randn(3, 64), torch.randn(3, 64)
+    with torch.no_grad():
+        wanted = [layer(given) for given in (rows, others) for layer in layers]
+        for layer in layers:
+            layer.__class__ = CpuLinear
+        assert Product(layers, frozenset()).pack()  # type: ignore[arg-type]
+        first, second = layers
+        found = [first(rows), second(rows), first(others), second(others)]
+        again = [second(others), first(rows), first(rows)]
+    for got, expected in zip([*found, *again], [*wanted, wanted[3], wanted[0], wanted[0]], strict=True):
+        assert torch.allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_native_functions_round_as_torch_does(dtype: torch.dtype, count: int) -> None:
+    """To the order of sums; all rows, some of which several threads compute."""
+    plain, rows = TorchRows(), row_functions(torch.device("cpu"), dtype)
+    draw = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    first, added, weight = randn(1, count, 200), randn(1, count, 200), randn(200)
+    for other in (added, None):
+        for found, wanted in zip(
+            *(each.add_rms_norm(first, other, weight, 1e-5) for each in (rows, plain)), strict=True
+        ):
+            torch.testing.assert_close(found, wanted)
+    cos, sin, norms = randn(count, 24), randn(count, 24), (randn(24), randn(24), 1e-6)
+    for given in (norms, None):
+        heads = randn(count, 7, 24)
+        turned = heads.clone()
+        plain.rotate(heads, 4, 6, cos, sin, given)
+        rows.rotate(turned, 4, 6, cos, sin, given)
+        torch.testing.assert_close(turned, heads)
+    pairs = torch.cat((randn(1, count, 330) * 20, randn(1, count, 330)), -1)
+    torch.testing.assert_close(rows.gated_silu(pairs), plain.gated_silu(pairs))
