@@ -26,6 +26,7 @@ import torch
 
 from quire.kernels import segments
 from quire.kernels.attention import paged_attention
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
@@ -93,6 +94,7 @@ class Run:
             slots=slots.astype(np.int32),
             page_size=PAGE,
             planner=self.planner,
+            backend=AttentionBackend("torch"),
         )
         with patch.object(segments, "MAX_BATCHED_ROWS", self.most):
             began = time.process_time_ns()

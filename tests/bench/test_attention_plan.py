@@ -28,3 +28,11 @@ def test_verified_rows_are_measured(tmp_path: Path) -> None:
     rows = json.loads(written.read_text())
     assert {row["name"][0] for row in rows} == {"1", "8"}
     assert all(row["batched_us"]["min"] > 0 for row in rows)
+
+
+def test_attention_of_decode_steps_is_measured(tmp_path: Path) -> None:
+    """It fails by itself where the backends differ."""
+    written = tmp_path / "result.json"
+    done = run_program(BENCH.with_name("decode_attention.py"), "--toy", "--json", written)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(row["native_ms"] > 0 for row in json.loads(written.read_text())["rows"])

@@ -26,6 +26,7 @@ from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_a
 from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
 from tests.kernels.bounds_case import check_bounds
+from tests.kernels.native.native_case import check_native
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.memory.machine import run_allocator
@@ -40,6 +41,7 @@ from tests.mutants import (
     hold_mutants,
     hot_slot_mutants,
     hybrid_mutants,
+    native_mutants,
     output_mutants,
     peer_mutants,
     plan_mutants,
@@ -90,6 +92,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "reuse": REUSE,
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
+    "native": [lambda seed=seed: check_native(seed) for seed in range(12)],
     "holds": [check_holds],
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
@@ -297,6 +300,7 @@ def test_names_and_sentences_are_all_different() -> None:
         transfer_mutants.a_late_writer_meets_reused_pages,
         peer_mutants.tags_are_never_shut,
         bounds_mutants.bounds_outlive_their_page,
+        native_mutants.a_chunk_sees_its_next_token,
         hisparse_mutants.padding_is_read,
         output_mutants.words_are_decoded_alone,
     )

@@ -41,7 +41,7 @@ namespace {
 constexpr int DIRECT = 32, PACKED = 64;  // tokens of a block read in place, or unpacked
 constexpr int STEP = W / 2;  // tokens whose keys are read together, of all heads
 constexpr int MOST_DIRECT = 8;  // queries of a head that read keys in place
-constexpr int MOST_QUERIES = 96;  // queries of a head in one task
+constexpr int MOST_QUERIES = 256;  // queries of a head in one task
 constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
 constexpr int MIN_PIECE = 256;  // keys
 constexpr int64_t SERIAL = 1 << 16;  // multiplications of a query head below which threads cost more than they save
@@ -389,7 +389,7 @@ class Worker {
     static thread_local Scratch scratch;
 
     static void prefetch(const uint8_t* from, int bytes) {
-        for (int at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+        for (int at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
     }
 
     void read_queries(const Task& task) {
@@ -501,12 +501,7 @@ class Worker {
         }
         for (int i = tokens; i < round_up(tokens, W); i++) std::fill_n(rows + i * int64_t(dim_up), dim_up, 0.0f);
         for (int i = 0; i < tokens; i += W)
-            for (int d = 0; d < dim; d += W) transpose(rows + i * int64_t(dim_up) + d, dim_up, columns + d * int64_t(PACKED) + i);
-    }
-
-    static void transpose(const float* from, int64_t ld, float* to) {
-        for (int d = 0; d < W; d++)
-            for (int i = 0; i < W; i++) to[d * PACKED + i] = from[i * ld + d];
+            for (int d = 0; d < dim; d += W) transpose(rows + i * int64_t(dim_up) + d, dim_up, columns + d * int64_t(PACKED) + i, PACKED);
     }
 
     void mask(const Task& task, int first, int tokens, float* scores) const {

@@ -171,6 +171,23 @@ template <int L> INLINE vf sums(vf* v) {  // the sums of L vectors of W / L segm
         return sums<L / 2>(v);
     }
 }
+template <int HALF, int... I> INLINE vf zipped(vf a, vf b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I % 2 * W + I / 2 + HALF * (W / 2))...);
+}
+// Columns for rows, of W by W numbers. Each round brings the halves of the rows together.
+INLINE void transpose(const float* from, int64_t from_row, float* to, int64_t to_row) {
+    constexpr auto lanes = std::make_integer_sequence<int, W>{};
+    vf rows[W], next[W];
+    UNROLL for (int i = 0; i < W; i++) rows[i] = load(from + i * from_row);
+    UNROLL for (int round = 1; round < W; round *= 2) {
+        UNROLL for (int i = 0; i < W / 2; i++) {
+            next[2 * i] = zipped<0>(rows[i], rows[i + W / 2], lanes);
+            next[2 * i + 1] = zipped<1>(rows[i], rows[i + W / 2], lanes);
+        }
+        UNROLL for (int i = 0; i < W; i++) rows[i] = next[i];
+    }
+    UNROLL for (int i = 0; i < W; i++) store(to + i * to_row, rows[i]);
+}
 INLINE float sum_of(vf v) {
     float found = 0;
     for (int i = 0; i < W; i++) found += v[i];

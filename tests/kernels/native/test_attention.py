@@ -1,0 +1,48 @@
+"""The native kernel on every kind of step, on several threads, and compiled for CPUs with narrower vectors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from quire.kernels import backend
+from quire.kernels.native import library
+from quire.kernels.native.library import Native, build, native, sources
+from tests.kernels.native.native_case import check_native
+from tests.kernels.paged_case import PagedCase, Shape
+
+pytestmark = pytest.mark.skipif(native().library is None, reason=native().reason)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("seed", range(24))
+def test_every_kind_of_step_equals_the_reference(seed, threads):
+    check_native(seed, threads)
+
+
+@pytest.mark.skipif("-march=native" not in library._FLAGS, reason="another architecture")
+@pytest.mark.parametrize("march", ["-march=haswell", "-march=x86-64"])
+def test_narrower_vectors_give_the_same(march, monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "_FLAGS", tuple(flag.replace("-march=native", march) for flag in library._FLAGS))
+    path = build(sources(), tmp_path)
+    monkeypatch.setattr(backend, "native", lambda: Native(ctypes.CDLL(str(path)), path))
+    for seed in range(8):
+        check_native(seed)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_sizes_of_heads(dim, dtype):
+    case = PagedCase([(70, 1), (50, 20)], page_size=16, shape=Shape(key_dim=dim, value_dim=dim, dtype=dtype))
+    case.batch.backend = backend.AttentionBackend("native")
+    assert case.error(scale=dim**-0.5) < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+
+
+def test_a_shared_run_is_read_once_and_nothing_is_planned():
+    """Rows of a shared run are one task; without the run, the same bytes are read for each of them."""
+    case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048)
+    case.batch.backend = backend.AttentionBackend("native")
+    case.batch.planner = None
+    assert case.error(scale=0.3) < 1e-5
