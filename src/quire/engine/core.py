@@ -153,8 +153,7 @@ class EngineCore:
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
-        hisparse = self.latents.coordinator if self.latents is not None else None
-        where = (self.device, self.pools, hisparse, self.backend)
+        where = (self.device, self.pools, self.latents, self.backend)
         self.runner = ModelRunner(self.model, self.cache, self._sampler(), *where)
         self.scheduler = Scheduler(
             self.cache,

@@ -29,7 +29,6 @@ from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import check_cpu_pools
 from quire.scheduler.step import Step
-from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 from quire.tiers.transfer import Transfer
@@ -94,7 +93,7 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         pools: tuple[Pool, ...],
-        hisparse: HiSparseCoordinator | None = None,
+        latents: HostedLatents | None = None,
         backend: AttentionBackend = DEFAULT,
     ) -> None:
         self.drafter: ModelDrafter | HeadDrafter | None = None
@@ -105,7 +104,7 @@ class ModelRunner:
         self._device = device
         self.pools = pools
         self.backend = backend
-        self._hisparse = hisparse
+        self._hisparse = hisparse = latents.coordinator if latents is not None else None
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._planners = [AttentionPlanner() for _ in pools]
