@@ -137,7 +137,7 @@ def test_a_long_prompt_is_computed_beside_a_short_answer() -> None:
 
 def test_what_limits_is_said() -> None:
     contexts, none = np.full(8, 500), np.empty(0, dtype=np.int64)
-    step: Any = SimpleNamespace(starts=contexts - 1, ends=contexts, draw_counts=np.ones(8, dtype=np.int64))
+    step: Any = SimpleNamespace(starts=contexts - 1, ends=contexts, is_decode=True)
     for target, said in ((None, "three times its decodes"), (0.05, "a target of 50 ms")):
         budget = ChunkBudget(target)
         assert not budget.why
