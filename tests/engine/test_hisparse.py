@@ -22,6 +22,7 @@ from tests.covering import covering
 from tests.engine.hosted import TOP_K, HostedOracle, hosted_core
 from tests.engine.running import core_for, generated, run
 from tests.engine.scripted import follow_script
+from tests.engine.tiered import settle
 from tests.tiny_latents import build_latent, save_latent
 from tests.tiny_models import VOCAB_SIZE
 
@@ -167,6 +168,7 @@ def test_at_every_step(model: LoadedModel, what: str, tiers: dict[str, str], mon
         elif core.scheduler.num_running:
             core.scheduler._preempt(core.scheduler._rows.running[0])
         if tiers:
+            settle(core)
             core.cache.offload.evict(core.cache.tree.num_evictable, 0, "")
 
     for at in STEPS:

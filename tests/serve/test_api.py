@@ -60,8 +60,9 @@ def test_a_stream_has_the_usage_so_far(client: OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     usages = [chunk.usage for chunk in complete(client, stream=True, stream_options=options)]
     counts = [usage.completion_tokens for usage in usages]
+    # A chunk has all tokens that arrived since the last one.
     assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (1, 24)
+    assert counts[-1] == 24 and 1 <= counts[0] and len(counts) > 1
     assert len({usage.prompt_tokens for usage in usages}) == 1
 
 
