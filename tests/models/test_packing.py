@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from quire.errors import ModelCheckFailed
 from quire.kernels.hidden_states import TorchRows, row_functions
@@ -46,8 +47,26 @@ def test_fused_layers_equal_the_plain_model(kind: str, native: bool) -> None:
         model = tiny(**FUSED[kind])
     finally:
         use_native(True)
-    assert model.num_fused == model.num_layers and all(packed(model))
+    assert model.num_fused == model.num_layers and all(packed(model)) and model._decoder is not None
     assert error(model, **FUSED[kind]) < 1e-4
+    model.capture([0])  # as for a draft head: transformers' code around the same layers
+    assert error(model, **FUSED[kind]) < 1e-4
+
+
+def test_another_scale_of_logits_keeps_the_code_around_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that half precision would hide."""
+    real = LlamaForCausalLM.forward
+
+    def forward(own: LlamaForCausalLM, *args: Any, **given: Any) -> Any:
+        found = real(own, *args, **given)
+        found.logits = 30 * torch.tanh(found.logits / 30)
+        return found
+
+    capped = type("Capped", (LlamaForCausalLM,), {"forward": forward})
+    model = build_tiny("llama_gqa")
+    model.__class__ = capped
+    found = LoadedModel(model, name="tiny")
+    assert found.num_fused == found.num_layers and found._decoder is None
 
 
 @pytest.mark.parametrize("kind", PLAIN)

@@ -30,7 +30,7 @@ from quire.models.block_sparse import install_block_indexers
 from quire.models.check import check_forward, plain_logits
 from quire.models.chunked import install_chunks
 from quire.models.compressed import install_compressors
-from quire.models.decoder_layer import fuse_layers
+from quire.models.decoder_layer import FusedDecoder, fuse_layers
 from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.forward import HIDDEN, RecordingForward, RunningForward, forward_pass
 from quire.models.hidden import capture_hidden
@@ -117,7 +117,11 @@ class LoadedModel:
         plain = plain_logits(self) if check else []
         if pack:
             self.packing = Packing.of(model, inputs)
-        self.num_fused = fuse_layers(model, self.spec.context_length, self._inputs) if self.packing.products else 0
+        self._decoder: FusedDecoder | None = None
+        self.num_fused = 0
+        if self.packing.products:
+            self.num_fused = fuse_layers(model, self.spec.context_length, self._inputs)
+            self._decoder = FusedDecoder.of(model, self._inputs) if self.num_fused == self._num_layers else None
         if check:
             check_forward(self, plain=plain)
         self.weight_bytes = weight_bytes(model)
@@ -168,15 +172,23 @@ class LoadedModel:
     @torch.inference_mode()
     def run(self, running: RunningForward, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """`forward` as `running`, which holds the pools and batches."""
-        keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         with forward_pass(running):
-            logits: Tensor = self.module(
-                input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep
-            ).logits[0]
+            if self._decoder is not None and not self._captured:
+                logits = self._decoder(input_ids, positions, rows)
+            else:
+                logits = self._own_logits(input_ids, positions, rows)
         assert running.ordinal - running.first == len(self._calls), (
             "a forward pass made other attention calls than at load"
         )
-        return (logits if self._keeps_rows else logits[rows]).float()
+        return logits.float()
+
+    def _own_logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """By transformers' code around the layers."""
+        keep = {"logits_to_keep": rows} if self._keeps_rows else {}
+        logits: Tensor = self.module(
+            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep
+        ).logits[0]
+        return logits if self._keeps_rows else logits[rows]
 
     @property
     def num_layers(self) -> int:
