@@ -92,8 +92,6 @@ class Stopwatch:
 @contextmanager
 def profiled(engine: Any) -> Iterator[Stopwatch]:
     """Time the parts of a started `engines.Quire` inside."""
-    from torch.nn import Linear
-
     from quire.kernels.batch import PagedBatch
     from quire.kernels.fields import KVFields
     from quire.models import attention
@@ -125,11 +123,10 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
         (KVFields, "write", watch.timed("key and value writes", KVFields.write)),
         (PagedBatch, "plan", watch.timed("attention plan", PagedBatch.plan)),
     ]
-    for name, module in core.runner._model.module.named_modules():
-        if isinstance(module, Linear):
-            places.append(
-                (module, "forward", watch.timed("lm_head" if name == "lm_head" else "linear layers", module.forward))
-            )
+    head = core.runner._model.module.lm_head._product
+    for product in core.runner._model.packing.products:
+        part = "lm_head" if product is head else "linear layers"
+        places.append((product, "compute", watch.timed(part, product.compute)))
     with ExitStack() as stack:
         for owner, name, call in places:
             stack.enter_context(patch.object(owner, name, call))

@@ -63,16 +63,16 @@ class FusedLayer:
         cos, sin = position_embeddings
         before = hidden_states.contiguous()
         _, normed = rows.add_rms_norm(before, None, first.weight, first_eps)
-        heads = self._heads_of(normed).view(before.shape[1], -1, self._dim)
+        heads = self._heads_of.compute(normed).view(before.shape[1], -1, self._dim)
         queries, turned = self._num_queries, self._num_queries + self._num_keys
         norms = None
         if self._head_norms is not None:
             norms = (self._head_norms[0].weight, self._head_norms[1].weight, self._head_norms[0].variance_epsilon)
         rows.rotate(heads, queries, turned, cos[0], sin[0], norms)
         found = attend(self._attention, heads[:, :queries], heads[:, queries:turned], heads[:, turned:], self._options)
-        out = self._out(found.reshape(1, before.shape[1], -1))
+        out = self._out.compute(found.reshape(1, before.shape[1], -1))
         total, normed = rows.add_rms_norm(before, out, second.weight, second_eps)
-        return total.add_(self._down(rows.gated_silu(self._pairs(normed))))
+        return total.add_(self._down.compute(rows.gated_silu(self._pairs.compute(normed))))
 
 
 class FusedDecoder:
@@ -119,7 +119,7 @@ class FusedDecoder:
             hidden = layer(hidden, position_embeddings=angles)
         last = hidden[0] if len(rows) == len(tokens) else hidden[0].index_select(0, rows)
         _, normed = self._rows.add_rms_norm(last, None, self._norm.weight, self._norm.variance_epsilon)
-        return self._head(normed)
+        return self._head.compute(normed)
 
 
 @dataclass(frozen=True, slots=True)

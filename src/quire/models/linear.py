@@ -89,7 +89,7 @@ class Product:
         """Bytes of the packed weights, beside those of plain ones."""
         return 0 if self.packed is None else int(torch.ops.mkldnn._nbytes(self.packed)) + _bytes(self._bias)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def compute(self, rows: Tensor) -> Tensor:
         """Outputs of all layers side by side, `[..., sum(sizes)]`, of `rows` `[..., in]`."""
         if self.packed is None:
             return torch.cat([layer(rows) for layer in self.layers], -1)
@@ -101,10 +101,10 @@ class Product:
     def part(self, rows: Tensor, at: int) -> Tensor:
         """The output of layer `at`. The product is computed once for layers that are given the same tensor."""
         if len(self.sizes) == 1:
-            return self(rows)
+            return self.compute(rows)
         found = self._parts[at] if self._input is rows else None
         if found is None:
-            self._input, self._parts = rows, list(torch.split(self(rows), self.sizes, -1))
+            self._input, self._parts = rows, list(torch.split(self.compute(rows), self.sizes, -1))
             found = self._parts[at]
         self._parts[at] = None
         if not any(part is not None for part in self._parts):
@@ -129,7 +129,7 @@ class Product:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
         padding = int(torch.ops.mkldnn._nbytes(self.packed)) - whole.nbytes
         if padding > _MOST_PADDING * whole.nbytes or not bool(
-            (self(rows).float() - wanted).norm() <= CLOSE[whole.dtype] * wanted.norm()
+            (self.compute(rows).float() - wanted).norm() <= CLOSE[whole.dtype] * wanted.norm()
         ):
             self.packed = self._bias = None
             return False
