@@ -21,7 +21,7 @@ HEAD = {"method": "eagle", "model": "quire-bundled-eagle", "num_speculative_toke
 def test_most_first_drafts_are_right() -> None:
     tokenizer = load_tokenizer("quire-bundled")
     asked = [[1, 3, *tokenizer.encode(f"Tell me about {subject}."), 5, 4] for subject in SUBJECTS]
-    model = load_model("quire-bundled", dtype="float32", threads=1)
+    model = load_model("quire-bundled", dtype="float32")
     settings = {"model": "quire-bundled", "kv_memory": AMPLE, "max_model_len": 256}
     expected = run(EngineCore(engine_config(**settings), model=model), asked, PARAMS)
     core = EngineCore(engine_config(**settings, speculative_config=HEAD), model=model)

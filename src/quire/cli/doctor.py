@@ -19,12 +19,12 @@ from rich.console import RenderableType
 
 from quire import __version__
 from quire.cli.report import Report, named_rows
+from quire.engine.cores import available_cores, quota_cores, usable_cores
 from quire.engine.setting import Settings, default_of
 from quire.plan.budget import format_bytes
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec", "fastapi")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "fastapi")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
-_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _CONNECT_S = 0.2
 _STORES = {
     "valkey": (("valkey-server", "redis-server"), "redis", 6379),
@@ -84,13 +84,11 @@ def _cpu() -> dict[str, Any]:
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
-    cores = os.cpu_count() or 1
-    quota, _, period = _read(_CGROUP_CPU).strip().partition(" ")
     return {
         "name": fields.get("model name") or platform.processor() or platform.machine(),
-        "cores": cores,
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
-        "quota_cores": int(quota) / int(period) if quota.isdigit() and period.isdigit() else None,
+        "cores": os.cpu_count() or 1,
+        "usable_cores": usable_cores(),
+        "quota_cores": quota_cores(),
         "isa": [name for name in _ISA if name in flags],
     }
 
@@ -142,7 +140,7 @@ def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
     return {
         "device": "cuda:0" if has_gpu else "cpu",
         "attention": AttentionBackend("auto", torch.device("cuda" if has_gpu else "cpu")).about(),
-        "threads": f"{default_of(EngineConfig, 'threads')} {torch.get_num_threads()}",
+        "threads": f"{min(torch.get_num_threads(), available_cores())}, {default_of(EngineConfig, 'threads')}",
         "model": f"{engine_config().model_name}, when no --model is given",
         "page_size": "16 tokens",
         "kv_memory": f"{pools}; a server takes no more than all its requests can use",
@@ -153,18 +151,12 @@ def _checks(found: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     """Each possible problem: whether it exists, and its message."""
     from quire.spec.bundled import BUNDLED_MODELS
 
-    cpu, on_cpu = found["cpu"], not found["cuda_devices"]
-    quota = cpu["quota_cores"] or cpu["usable_cores"]
-    yield (
-        quota < cpu["usable_cores"],
-        f"the container's CPU quota is {quota:g} of {cpu['usable_cores']} cores; "
-        f"set OMP_NUM_THREADS={max(1, round(quota))}.",
-    )
+    on_cpu = not found["cuda_devices"]
     yield (
         on_cpu and "+cpu" not in (found["packages"]["torch"] or "") and sys.platform == "linux",
         "this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.",
     )
-    yield on_cpu and not cpu["isa"], "no vector instructions were recognised; steps will be slow."
+    yield on_cpu and not found["cpu"]["isa"], "no vector instructions were recognised; steps will be slow."
     native = found["native_kernels"]
     yield (
         on_cpu and native["library"] is None,

@@ -26,6 +26,7 @@ from quire.cluster.processes import HOST, Member, Supervisor, Tell, reserve_port
 from quire.cluster.router import Router, open_client
 from quire.cluster.upstream import Upstream
 from quire.engine.config import EngineConfig
+from quire.engine.cores import available_cores
 from quire.engine.setting import environment_of, variable_of
 from quire.errors import ConnectorError, NoServer
 from quire.serve.config import ServerConfig
@@ -61,6 +62,7 @@ def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[in
     chosen = [{"role": "prefill", "transfer_secret": secret, "transfer_listen": address} for address in listens]
     decode = {"role": "decode", "transfer_secret": secret, "prefill_peers": ",".join(listens)}
     chosen += [decode if listens else {}] * config.decode
+    threads = config.threads or max(1, available_cores() // len(chosen))  # they would wait for each other
     variables = set(map(variable_of, (*EngineConfig.model_fields, *ServerConfig.model_fields)))
     inherited = {name: value for name, value in os.environ.items() if name not in variables}
     members: list[Member] = []
@@ -68,7 +70,7 @@ def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[in
         port, role = next(free), each.get("role", "engine")
         own = server.model_copy(update={"host": HOST, "port": port, "cors_origins": None})
         name = f"{role}-{sum(member.upstream.role == role for member in members)}"
-        engine = config.engine(**each, **({"transfer_name": name} if each else {}))
+        engine = config.engine(**each, threads=threads, **({"transfer_name": name} if each else {}))
         members.append(
             Member(
                 upstream=Upstream(name=name, role=role, url=f"http://{HOST}:{port}"),

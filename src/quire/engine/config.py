@@ -351,7 +351,7 @@ class EngineConfig(Settings):
     threads: int | None = setting(
         None,
         "CPU threads of torch in the engine's process.",
-        otherwise="1 for a tiny model, else torch's",
+        otherwise="as many as cores",
         ge=1,
         le=1024,
     )
@@ -527,7 +527,6 @@ def loading_options(config: EngineConfig) -> dict[str, Any]:
     return {
         "dtype": config.dtype,
         "max_length": config.max_model_len,
-        "threads": config.threads,
         "revision": config.revision,
         "pack": config.pack_weights,
     }

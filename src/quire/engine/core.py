@@ -28,7 +28,7 @@ from quire.engine.transfer import identity_of, is_for_peer, prompt_for_peer, tra
 from quire.errors import InvalidInput, QuireError, StepFailed
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
-from quire.models.hf import LoadedModel, load_model, use_threads
+from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
 from quire.observe.histogram import Histogram
@@ -98,8 +98,6 @@ class EngineCore:
             check_draft(config)
             check_hisparse(config)
             model = load_model(config.model, device=self.device, **loading_options(config))
-        else:
-            use_threads(config.threads, device=self.device, num_parameters=model.num_parameters)
         self.model = model
         self.draft = draft if draft is not None else load_draft(config, model)
         self.eos_token_ids = tuple(model.eos_token_ids)

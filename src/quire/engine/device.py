@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.engine.config import EngineConfig
+from quire.engine.cores import available_cores
 from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput
 from quire.kernels.backend import AttentionBackend
@@ -28,9 +29,10 @@ def default_kv_bytes(available: int) -> int:
 
 
 def open_device(config: EngineConfig) -> tuple[torch.device, AttentionBackend]:
-    """The device of an engine, and what computes attention there. This process computes with or without native kernels
-    from now on, as configured. Raises InvalidInput if a backend was demanded that is not there."""
+    """The device of an engine, and what computes attention there. From now on this process computes with the
+    configured threads, and with or without native kernels. Raises InvalidInput if a demanded backend is not there."""
     use_native(config.native_kernels)
+    torch.set_num_threads(config.threads or min(torch.get_num_threads(), available_cores()))
     device = resolve_device(config.device)
     backend = AttentionBackend(config.attention_backend, device)
     backend.check()

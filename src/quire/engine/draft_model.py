@@ -57,7 +57,6 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | Loade
         dtype=target.spec.dtype.value,
         device=target.device,
         max_length=config.max_model_len,
-        threads=torch.get_num_threads(),  # the target's
         revision=speculation.revision,
         pack=config.pack_weights,
     )

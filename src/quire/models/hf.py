@@ -48,7 +48,6 @@ from quire.spec.model import ModelSpec, config_dtype
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
-_SMALL_MODEL = 16 * 10**6  # parameters
 _SOME_TOKENS = 2
 
 INSTALLS = (
@@ -321,7 +320,6 @@ def load_model(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     max_length: int | None = None,
-    threads: int | None = None,
     revision: str | None = None,
     check: bool = True,
     pack: bool = True,
@@ -329,11 +327,10 @@ def load_model(
     """Read, check and return the model in a folder or on the hub, there of that revision.
 
     `dtype` is one of `DTYPES`; "auto" is the configuration's. `max_length` is the longest context of this deployment,
-    by default the model's own; it matters for rotary embeddings with a short and a long form. `threads` is the number
-    of torch's threads in this process from now on, by default one for a small model on a CPU. Without `check`, a model
-    that would silently be wrong is not detected. On a CPU, `pack` lays out weights for it (`Packing`) and fuses layers
-    (`FusedLayer`). Raises ModelLoadError (unreadable), UnsupportedModel (cannot run),
-    LayoutMismatch or ModelCheckFailed (would be wrong).
+    by default the model's own; it matters for rotary embeddings with a short and a long form. Without
+    `check`, a model that would silently be wrong is not detected. On a CPU, `pack` lays out weights for it (`Packing`)
+    and fuses layers (`FusedLayer`). Raises ModelLoadError (unreadable), UnsupportedModel (cannot run), LayoutMismatch
+    or ModelCheckFailed (would be wrong).
     """
     if dtype not in DTYPES:
         raise InvalidInput(f"dtype '{dtype}' is not one of {', '.join(DTYPES)}.", fix="use 'auto' or one of these.")
@@ -351,7 +348,6 @@ def load_model(
                 f"the weights of '{path_or_id}' cannot be moved to device '{device}': {str(error).splitlines()[0]}",
                 fix="use device 'cpu', free the device's memory, or use a smaller model.",
             ) from error
-        use_threads(threads, device=model.device, num_parameters=model.num_parameters())
         try:
             return LoadedModel(model, name=path_or_id, max_length=max_length, check=check, pack=pack)
         except (QuireError, AssertionError):
@@ -362,14 +358,6 @@ def load_model(
                 f"{str(error).splitlines()[0] if str(error) else ''}.",
                 fix="use a model type listed as verified; please report this architecture.",
             ) from error
-
-
-def use_threads(threads: int | None, *, device: torch.device, num_parameters: int) -> None:
-    """Compute with so many threads in this process from now on; None: one for a small model on a CPU, else torch's
-    default."""
-    # Threads that wait for each other spin, which costs a small model more than they gain.
-    if threads is not None or (device.type == "cpu" and num_parameters < _SMALL_MODEL):
-        torch.set_num_threads(threads or 1)
 
 
 def refuse_unknown(config: dict[str, Any], name: str) -> None:
