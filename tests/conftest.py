@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 
 # Tiny tensors: a second thread only waits for the first, and spins while it does. Servers under test inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton reads it when it is first imported: tests run its kernels by the interpreter, on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "repeatable",

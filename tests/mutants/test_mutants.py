@@ -29,6 +29,7 @@ from tests.kernels.bounds_case import check_bounds
 from tests.kernels.native.native_case import check_native
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
+from tests.kernels.triton.triton_case import check_step as check_triton
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
@@ -48,6 +49,7 @@ from tests.mutants import (
     speculation_mutants,
     step_mutants,
     transfer_mutants,
+    triton_mutants,
 )
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
@@ -93,6 +95,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
     "native": [lambda seed=seed: check_native(seed) for seed in range(12)],
+    "triton": [lambda seed=seed: check_triton(seed) for seed in range(12)],
     "holds": [check_holds],
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
@@ -303,6 +306,7 @@ def test_names_and_sentences_are_all_different() -> None:
         native_mutants.a_chunk_sees_its_next_token,
         hisparse_mutants.padding_is_read,
         output_mutants.words_are_decoded_alone,
+        triton_mutants.a_row_sees_the_token_after_it,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -356,8 +356,8 @@ class EngineConfig(Settings):
         le=1024,
     )
     native_kernels: bool = setting(True, "Compile kernels for this CPU at the first start, and use them.")
-    attention_backend: Literal["auto", "native", "torch"] = setting(
-        "auto", "What computes attention: {choices}; auto is the native kernel where there is one."
+    attention_backend: Literal["auto", "native", "torch", "triton"] = setting(
+        "auto", "What computes attention: {choices}; auto is the kernel of the device where there is one."
     )
     pack_weights: bool = setting(
         True, "On a CPU, lay out the weights of linear layers for it, and compute known decoder layers in few calls."

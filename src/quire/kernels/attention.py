@@ -11,10 +11,10 @@ from torch import Tensor
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField
+from quire.kernels.page_arrays import PageArrays
 from quire.kernels.sdpa import flash_usable, native_on_cpu, sdpa_flash, sdpa_math
 from quire.kernels.segments import MAX_BATCHED, Segment, Source, StepPlan
 from quire.kernels.workspace import Workspace
-from quire.spec.ids import Ids
 
 _WIDEN_ROWS = {torch.bfloat16: 16, torch.float16: 1}
 """Rows from which it pays to convert the keys once, if the CPU lacks instructions for their dtype."""
@@ -83,15 +83,14 @@ def paged_attention_lse(
     return merged.out.flatten(1, 2), merged.lse.flatten(1, 2)
 
 
-_Paged = tuple[Tensor, Sequence[PagedField | None], tuple[Ids, Ids, Ids, Ids | None], int]
+_Paged = tuple[Tensor, Sequence[PagedField | None], PageArrays]
 
 
 def _paged(query: Tensor, reader: KVReader, batch: PagedBatch) -> _Paged:
     """The arguments of a kernel that reads pages itself."""
     assert isinstance(reader, KVFields | LatentFields)
     query = query if query.stride(2) == 1 else query.contiguous()
-    arrays = (batch.query_starts, batch.context_lens, batch.frames, batch.parents)
-    return query, reader.parts(), arrays, batch.page_size
+    return query, reader.parts(), batch.arrays
 
 
 def attend_tile(

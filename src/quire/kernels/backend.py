@@ -1,88 +1,173 @@
 """AttentionBackend: which function computes the attention of an engine, why, and how often.
 
+    device   auto is                  which needs
+    CPU      the native kernel        a C++ compiler, once
+    CUDA     the Triton kernels       triton, and compute capability 8.0
+
 A backend computes every call that it can. Torch's operators compute the rest, which is counted by reason. Another
-backend joins by a class with the methods of `NativeAttention`, and a reason for each call that it cannot compute.
+backend joins by a class with the methods of `AttentionKernel`, and a reason for each call that it cannot compute.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvalidInput
-from quire.kernels.fields import KVFields, KVReader, LatentFields
+from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
+from quire.kernels.page_arrays import PageArrays
+from quire.spec.kv_format import KVFormat
 
 _CPU = torch.device("cpu")
+_LEAST_CAPABILITY = (8, 0)
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST = 512  # numbers of a field of one head, up to which tiles fit into the shared memory of all devices
 
-BackendWord = Literal["auto", "native", "torch"]
+BackendWord = Literal["auto", "native", "torch", "triton"]
+
+
+class AttentionKernel(Protocol):
+    """Attention that reads pages in place. One signature for all devices: host arrays say where pages are."""
+
+    def pages(
+        self,
+        query: Tensor,
+        parts: Sequence[PagedField | None],
+        arrays: PageArrays,
+        *,
+        scale: float,
+        window: int = 0,
+        chunked: bool = False,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        keep_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`paged_attention` of `query` `[T, heads, key_dim]`; float32 with the log-sum-exp `[T, heads]` if kept."""
+
+    def selected(
+        self,
+        query: Tensor,
+        parts: Sequence[PagedField | None],
+        slots: Tensor,
+        hidden: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`attend_selected`."""
 
 
 class AttentionBackend:
-    """The backend that was `chosen`; auto is the compiled kernel where there is one. Counts calls by backend, and those
-    that the kernel could not compute by reason."""
+    """The backend that was `chosen`; auto is the kernel of the device where there is one. Counts calls by backend, and
+    those that the kernel could not compute by reason."""
 
     def __init__(self, chosen: BackendWord = "auto", device: torch.device = _CPU) -> None:
         self._chosen = chosen
         self._device = device
+        self._word = ("triton" if device.type == "cuda" else "native") if chosen == "auto" else chosen
         self.calls: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
 
     @cached_property
-    def _kernel(self) -> NativeAttention | None:
-        library = None if self._chosen == "torch" else native().library
+    def _kernel(self) -> AttentionKernel | None:
+        if self._lacks():
+            return None
+        if self._word == "triton":
+            from quire.kernels.triton.attention import TritonAttention
+
+            return TritonAttention(self._device)
+        library = native().library
         return None if library is None else NativeAttention(library)
 
     def check(self) -> None:
-        """Raise InvalidInput if the kernel was demanded, and is not there."""
-        if self._chosen == "native" and (lacks := self._lacks()):
+        """Raise InvalidInput if a kernel was demanded, and is not there."""
+        if self._chosen in ("native", "triton") and (lacks := self._lacks()):
             raise InvalidInput(
-                f"attention by native kernels is not possible: {lacks}",
+                f"attention by {self._chosen} kernels is not possible: {lacks}",
                 fix="leave --attention-backend out; torch's operators compute it then.",
             )
 
     def _lacks(self) -> str:
         """Why the kernel computes nothing; empty if it does."""
-        if self._chosen == "torch":
+        if self._word == "torch":
             return "torch was chosen."
+        if self._word == "triton":
+            return _triton_lacks(self._device)
         if self._device.type != "cpu":
             return f"the native kernel is for the CPU, and the device is {self._device}."
         return native().reason
 
     def about(self) -> str:
         """A line for people: what computes attention, and why."""
-        lacks = self._lacks()
-        return f"torch's operators; {lacks}" if lacks else "native kernel, compiled for this CPU"
+        if lacks := self._lacks():
+            return f"torch's operators; {lacks}"
+        if self._word == "native":
+            return "native kernel, compiled for this CPU"
+        return f"Triton kernels, compiled for {_name_of(self._device)} when they are first used"
 
     def statistics(self) -> dict[str, Any]:
         """The line of `about`, calls by backend, and fallbacks by reason."""
         return {"backend": self.about(), "calls": dict(self.calls), "fallbacks": dict(self.fallbacks)}
 
-    def kernel(self, query: Tensor, reader: KVReader) -> NativeAttention | None:
+    def kernel(self, query: Tensor, reader: KVReader) -> AttentionKernel | None:
         """The kernel if it can compute a call; None for torch's operators. Counts the call."""
         reason = "" if self._chosen == "torch" else self._refused(query, reader)
         if reason:
             self.fallbacks[reason] += 1
         found = None if reason or self._kernel is None else self._kernel
-        self.calls["native" if found else "torch"] += 1
+        self.calls[self._word if found else "torch"] += 1
         return found
 
     def _refused(self, query: Tensor, reader: KVReader) -> str:
         """Why the kernel cannot compute a call; empty if it can."""
-        if query.device.type != "cpu":
+        if query.device.type != self._device.type:
             return "device"
         if self._kernel is None:
             return "no library"
         if not isinstance(reader, KVFields | LatentFields):
             return "expanded latents"
-        if any(part is not None and part.stored is None for part in reader.parts()):
+        stored = [part.stored for part in reader.parts() if part is not None]
+        if any(each is None for each in stored):
             return "frames in host memory"
-        return "" if query.dtype in FORMATS else "dtype"
+        if self._word == "native":
+            return "" if query.dtype in FORMATS else "dtype"
+        if query.dtype not in _TRITON_DTYPES:
+            return "dtype"
+        return "head size" if max(_width(rows, form) for rows, _, form in filter(None, stored)) > _WIDEST else ""
+
+
+def _triton_lacks(device: torch.device) -> str:
+    """Why Triton kernels cannot run on a device; empty if they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install 'quire-kv[gpu]')."
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return ""
+    if device.type != "cuda":
+        return f"Triton kernels are for CUDA, and the device is {device}."
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return (
+            f"Triton kernels need compute capability 8.0, and {_name_of(device)} has {'.'.join(map(str, capability))}."
+        )
+    return ""
+
+
+def _width(rows: Tensor, kv_format: KVFormat | None) -> int:
+    """Numbers of a row of one head as it is stored."""
+    return rows.shape[-1] * (2 if kv_format is not None and kv_format.bits == 4 else 1)
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter on the CPU"
 
 
 DEFAULT = AttentionBackend()

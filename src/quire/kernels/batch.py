@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.backend import DEFAULT, AttentionBackend
+from quire.kernels.page_arrays import PageArrays
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.segments import MAX_BATCHED_ROWS, Sequences, Slots, StepPlan, Trees, flatten_ranges, to_device
 from quire.spec.ids import Ids
@@ -71,6 +72,11 @@ class PagedBatch:
             page_size=page_size,
             parents=parents,
         )
+
+    @cached_property
+    def arrays(self) -> PageArrays:
+        """What kernels that read pages themselves take of this batch."""
+        return PageArrays(self.query_starts, self.context_lens, self.frames, self.parents, self.page_size)
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.fields import PagedField
-from quire.spec.ids import Ids
+from quire.kernels.page_arrays import PageArrays
 from quire.spec.layout import DType
 
 FORMATS = {
@@ -57,8 +57,7 @@ class NativeAttention:
         self,
         query: Tensor,
         parts: Sequence[PagedField | None],
-        arrays: tuple[Ids, Ids, Ids, Ids | None],
-        page_size: int,
+        arrays: PageArrays,
         *,
         scale: float,
         window: int = 0,
@@ -69,15 +68,15 @@ class NativeAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """`paged_attention` of `query` `[T, heads, key_dim]`; float32 with the log-sum-exp `[T, heads]` if kept.
 
-        `parts` are those of a reader; `arrays` are query starts, contexts, frames and parents of a `PagedBatch`.
+        `parts` are those of a reader.
         """
-        starts, contexts, frames, parents = (None if each is None else _int32(each) for each in arrays)
-        assert starts is not None and contexts is not None and frames is not None
+        starts, contexts, frames = _int32(arrays.starts), _int32(arrays.contexts), _int32(arrays.frames)
+        parents = None if arrays.parents is None else _int32(arrays.parents)
         call = self._call(query, parts, scale, softcap)
         call.starts, call.contexts, call.frames = starts.ctypes.data, contexts.ctypes.data, frames.ctypes.data
         call.parents = None if parents is None else parents.ctypes.data
         call.frame_row, call.sequences, call.rows = frames.shape[1], len(contexts), int(starts[-1])
-        call.page_size, call.window, call.chunked = page_size, window, chunked
+        call.page_size, call.window, call.chunked = arrays.page_size, window, chunked
         wide = None if sinks is None else sinks.float().contiguous()
         call.sinks = None if wide is None else wide.data_ptr()
         return self._run(call, query, keep_lse=keep_lse)

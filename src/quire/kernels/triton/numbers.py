@@ -1,0 +1,157 @@
+"""Stored numbers in registers: functions of kernels that decode a tile of rows, and encode one.
+
+Conversions use integers alone, so that they run on devices without instructions for FP8, and give the same bits as
+`codec`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.fields import PagedField
+from quire.spec.layout import DType
+
+PLAIN, E4M3, E5M2, E2M1 = (tl.constexpr(code) for code in range(4))
+UNSCALED, FLOAT32, E8M0, SCALED_E4M3 = (tl.constexpr(code) for code in range(4))
+
+_FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_SCALES = {None: 0, DType.FLOAT32: 1, DType.UINT8: 2, DType.FLOAT8_E4M3: 3}
+
+
+@triton.jit
+def from_e4m3(code):
+    """Float32 of E4M3 bytes: their bits are those of a float16 whose exponent is 8 less."""
+    size = code & 0x7F
+    number = (size.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    number = tl.where(size == 0x7F, float("nan"), number)
+    return tl.where(code >= 0x80, -number, number)
+
+
+@triton.jit
+def from_e5m2(code):
+    """Float32 of E5M2 bytes, which are the upper halves of float16."""
+    return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def from_e2m1(code):
+    """Float32 of E2M1 codes below 16: their bits are those of a float16 whose exponent is 14 less."""
+    number = ((code & 7).to(tl.uint16) << 9).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    return tl.where(code >= 8, -number, number)
+
+
+@triton.jit
+def from_e8m0(code):
+    """Float32 `2 ** (code - 127)`; 255 is NaN."""
+    bits = tl.where(code == 0, 0x400000, code.to(tl.int32) << 23)
+    return tl.where(code == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def scale_of(stored, SCALE: tl.constexpr):
+    """Float32 of stored scales."""
+    if SCALE == E8M0:
+        return from_e8m0(stored)
+    if SCALE == SCALED_E4M3:
+        return from_e4m3(stored)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def _in_range(number, DTYPE: tl.constexpr):
+    """Float32 numbers within what DTYPE holds; NaN stays NaN."""
+    if tl.float16 == DTYPE:
+        limit = 65504.0
+    elif tl.bfloat16 == DTYPE:
+        limit = 3.3895313892515355e38
+    else:
+        limit = 3.4028234663852886e38
+    return tl.where(number > limit, limit, tl.where(number < -limit, -limit, number))
+
+
+@triton.jit
+def scaled(number, factors, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Numbers `[N, WIDE]` times `factors` `[N, WIDE // BLOCK]` of their blocks, in DTYPE."""
+    N: tl.constexpr = number.shape[0]
+    WIDE: tl.constexpr = number.shape[1]
+    blocks = tl.reshape(number, (N, WIDE // BLOCK, BLOCK)) * factors[:, :, None]
+    return _in_range(tl.reshape(blocks, (N, WIDE)), DTYPE).to(DTYPE)
+
+
+@triton.jit
+def read_tile(
+    rows,
+    token,
+    head_stride,
+    scales,
+    scale_token,
+    scale_head,
+    slots,
+    valid,
+    head,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The rows `[N, WIDE]` of `slots` int64 `[N]` where they are `valid`, and one head, in DTYPE; zeros elsewhere, and
+    beyond WIDTH numbers. What is not valid is not read."""
+    STORED: tl.constexpr = WIDE // 2 if FORMAT == E2M1 else WIDE
+    LAST: tl.constexpr = WIDTH // 2 if FORMAT == E2M1 else WIDTH
+    at = tl.arange(0, STORED)
+    places = rows + head * head_stride + (slots * token)[:, None] + at[None, :]
+    if STORED == LAST:
+        code = tl.load(places, mask=valid[:, None], other=0)
+    else:
+        code = tl.load(places, mask=valid[:, None] & (at < LAST)[None, :], other=0)
+    if FORMAT == PLAIN:
+        return code.to(DTYPE)
+    if FORMAT == E2M1:
+        number = tl.interleave(from_e2m1(code & 15), from_e2m1(code >> 4))
+    elif FORMAT == E4M3:
+        number = from_e4m3(code)
+    else:
+        number = from_e5m2(code)
+    if SCALE == UNSCALED:
+        return number.to(DTYPE)
+    block = tl.arange(0, WIDE // BLOCK)
+    seen = valid[:, None] & (block < WIDTH // BLOCK)[None, :]
+    stored = tl.load(scales + head * scale_head + (slots * scale_token)[:, None] + block[None, :], mask=seen, other=0)
+    return scaled(number, scale_of(stored, SCALE), BLOCK, DTYPE)
+
+
+class StoredField:
+    """A field as kernels take it: `arguments` in order, and its constants by name. `width` numbers a head."""
+
+    __slots__ = ("arguments", "block", "format", "heads", "scale", "wide", "width")
+
+    def __init__(self, field: PagedField) -> None:
+        assert field.stored is not None
+        rows, scales, kv_format = field.stored
+        if rows.dim() == 2:
+            rows, scales = rows.unsqueeze(1), None if scales is None else scales.unsqueeze(1)
+        packed = kv_format is not None and kv_format.bits == 4
+        self.format = 3 if packed else _FORMATS.get(rows.dtype, 0)
+        self.width, self.heads = rows.shape[2] * (2 if packed else 1), rows.shape[1]
+        self.wide = max(16, triton.next_power_of_2(self.width))
+        self.scale, self.block = 0, 1
+        bits = rows.view(torch.uint8) if self.format else rows
+        factors = bits
+        if kv_format is not None and scales is not None:
+            self.scale, self.block = _SCALES[kv_format.scale], kv_format.block
+            factors = scales.view(torch.uint8) if scales.element_size() == 1 else scales
+        self.arguments = (bits, *bits.stride()[:2], factors, *factors.stride()[:2])
+
+    def constants(self, name: str) -> dict[str, int]:
+        """FORMAT, SCALE, BLOCK, WIDTH and WIDE, each after `name`."""
+        return {
+            f"{name}_FORMAT": self.format,
+            f"{name}_SCALE": self.scale,
+            f"{name}_BLOCK": self.block,
+            f"{name}_WIDTH": self.width,
+            f"{name}_WIDE": self.wide,
+        }

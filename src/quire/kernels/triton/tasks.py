@@ -1,0 +1,255 @@
+"""TaskPlan: the tasks of one step for the kernels of `attend`, computed by arrays from those of the batch.
+
+    sequence   |<-- run shared with others -->|<------- own keys, to the last row -------->|
+    tasks       all rows of all of them        blocks of its rows, each with what these see
+
+A task is some rows against a run of keys. Tasks of many keys are cut until the device is busy. A row in several tasks
+has a part for each, at places that follow each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.page_arrays import PageArrays
+from quire.kernels.segments import Slots, Trees, flatten_ranges, shared_runs
+
+MIN_PIECE = 256
+"""Keys from which a task is cut."""
+KEYS = 64
+"""Keys of which the length of a piece is a multiple."""
+
+_Int32 = npt.NDArray[np.int32]
+_ALIGNED = 16 // 4
+_NAMES = ("tasks", "task_rows", "places", "lows", "highs", "branches", "pasts", "sees", "merges")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskPlan:
+    """Tasks on the device. Of `tasks` int32 `[n, 5]` (first of `task_rows`, their number, first key, end of the keys,
+    sequence) the first `num_small` have few rows. `task_rows` and `places` int32 are the rows of tasks, and where their
+    parts are stored: -1 if a row has no other. `lows`, `highs` `[T]` are the first and last position that a row sees.
+    Rows of trees have a bit of `sees` from word `branches[row]` on for each row of their sequence, which begins after
+    `pasts[row]` tokens; others have -1 there. `merges` int32 `[m, 3]`: row, first place, number of parts."""
+
+    arrays: dict[str, Tensor]
+    num_small: int
+    num_tasks: int
+    num_parts: int
+    num_merges: int
+    num_rows: int
+    trees: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows in a task: `small` for sequences of so few, `large` for others. A task is `programs` programs, and the
+    device is busy with `wanted` of them."""
+
+    small: int
+    large: int
+    programs: int
+    wanted: int
+
+
+def plan_tasks(arrays: PageArrays, window: int, blocks: Blocks, device: torch.device, *, chunked: bool) -> TaskPlan:
+    """The plan for attention with `window` (0: everything), in one copy to `device`."""
+    starts, contexts = arrays.starts.astype(np.int64), arrays.contexts.astype(np.int64)
+    sees = _Sight.of(arrays, starts, contexts, window, chunked=chunked)
+    tasks = _tasks(arrays, starts, contexts, sees, blocks)
+    tasks = tasks.cut(blocks)
+    places, merges, num_parts = tasks.places(len(sees.lows))
+    table = np.stack((tasks.at, tasks.counts, tasks.firsts, tasks.stops, tasks.sequences), axis=1)
+    parts = (table, tasks.rows, places, sees.lows, sees.highs, sees.branches, sees.pasts, sees.words, merges)
+    return TaskPlan(
+        arrays=dict(zip(_NAMES, to_device(parts, device), strict=True)),
+        num_small=int(np.count_nonzero(~tasks.large)),
+        num_tasks=len(table),
+        num_parts=num_parts,
+        num_merges=len(merges),
+        num_rows=len(sees.lows),
+        trees=bool(len(sees.words)),
+    )
+
+
+def to_device(parts: tuple[npt.NDArray[np.integer], ...], device: torch.device) -> list[Tensor]:
+    """Arrays as int32 tensors in one copy, of pinned memory if the device is CUDA; each begins at 16 bytes."""
+    sizes = [-(-part.size // _ALIGNED) * _ALIGNED for part in parts]
+    ends = np.cumsum(sizes)
+    packed = torch.empty(max(int(ends[-1]), 1), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host: _Int32 = packed.numpy()
+    for part, end, size in zip(parts, ends.tolist(), sizes, strict=True):
+        host[end - size : end - size + part.size] = part.reshape(-1)
+    sent = packed.to(device, non_blocking=True)
+    return [
+        sent[end - size : end - size + part.size] for part, end, size in zip(parts, ends.tolist(), sizes, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sight:
+    """What each row sees; see `TaskPlan`."""
+
+    lows: Slots
+    highs: Slots
+    branches: Slots
+    pasts: Slots
+    words: _Int32
+
+    @classmethod
+    def of(cls, arrays: PageArrays, starts: Slots, contexts: Slots, window: int, *, chunked: bool) -> _Sight:
+        counts = np.diff(starts)
+        owners = np.repeat(np.arange(len(counts)), counts)
+        pasts = (contexts - counts)[owners]
+        highs = pasts + np.arange(starts[-1]) - starts[owners]
+        trees = None if arrays.parents is None else Trees.of(arrays.parents, starts)
+        positions = highs if trees is None else pasts + trees.depths
+        if not window:
+            lows = np.zeros_like(positions)
+        elif chunked:
+            lows = positions // window * window
+        else:
+            lows = np.maximum(positions - window + 1, 0)
+        branches, words = np.full(len(owners), -1, dtype=np.int64), np.zeros(0, dtype=np.int32)
+        if trees is not None:
+            own = np.flatnonzero(trees.branching[owners])
+            most = int(counts[trees.branching].max())
+            rows = np.minimum(starts[owners[own], None] + np.arange(most), len(owners) - 1)
+            near = positions[rows] >= lows[own, None]
+            bits = np.packbits(trees.sees[own, :most] & near, axis=1, bitorder="little")
+            width = -(-bits.shape[1] // 4)
+            words = np.zeros((len(own), width), dtype=np.int32)
+            words.view(np.uint8)[:, : bits.shape[1]] = bits
+            branches[own] = np.arange(len(own)) * width
+            highs = np.where(branches >= 0, contexts[owners] - 1, highs)
+            words = words.reshape(-1)
+        return cls(lows, highs, branches, pasts, words)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tasks:
+    """Tasks as arrays. Task i has `rows[at[i]:at[i] + counts[i]]`, and is one of `pieces[i]`, number `numbers[i]`."""
+
+    at: Slots
+    counts: Slots
+    firsts: Slots
+    stops: Slots
+    sequences: Slots
+    large: npt.NDArray[np.bool_]
+    rows: Slots
+    entries: Slots  # of the rows before tasks were cut, that of each of `rows`
+    pieces: Slots
+    numbers: Slots
+
+    def cut(self, blocks: Blocks) -> _Tasks:
+        """Cut tasks of many keys, small tasks first and long ones first."""
+        lengths = self.stops - self.firsts
+        limit = max(MIN_PIECE, _ceil(int(lengths.sum()) * blocks.programs, max(blocks.wanted, 1)))
+        sizes = _ceil(_ceil(lengths, _ceil(lengths, limit)), KEYS) * KEYS
+        pieces = _ceil(lengths, sizes)
+        owners = np.repeat(np.arange(len(pieces)), pieces)
+        numbers = flatten_ranges(np.zeros_like(pieces), pieces)
+        firsts = self.firsts[owners] + numbers * sizes[owners]
+        stops = np.minimum(firsts + sizes[owners], self.stops[owners])
+        order = np.lexsort((firsts - stops, self.large[owners]))
+        owners, numbers, firsts, stops = owners[order], numbers[order], firsts[order], stops[order]
+        counts = self.counts[owners]
+        entries = flatten_ranges(self.at[owners], self.at[owners] + counts)
+        return _Tasks(
+            at=np.cumsum(counts) - counts,
+            counts=counts,
+            firsts=firsts,
+            stops=stops,
+            sequences=self.sequences[owners],
+            large=self.large[owners],
+            rows=self.rows[entries],
+            entries=entries,
+            pieces=pieces[owners],
+            numbers=numbers,
+        )
+
+    def places(self, num_rows: int) -> tuple[Slots, Slots, int]:
+        """Where each of `rows` stores its part, the merges `[m, 3]`, and the number of parts."""
+        by_entry = np.zeros(int(self.entries.max(initial=-1)) + 1, dtype=np.int64)
+        row_of = np.zeros_like(by_entry)
+        by_entry[self.entries], row_of[self.entries] = np.repeat(self.pieces, self.counts), self.rows
+        parts = np.bincount(row_of, weights=by_entry, minlength=num_rows).astype(np.int64)
+        several = np.flatnonzero(parts > 1)
+        if not len(several):
+            return np.full(len(self.rows), -1, dtype=np.int64), np.zeros((0, 3), dtype=np.int64), 0
+        begins = np.full(num_rows, -1, dtype=np.int64)
+        begins[several] = np.cumsum(parts[several]) - parts[several]
+        order = np.argsort(row_of, kind="stable")
+        ends = np.cumsum(by_entry[order])
+        first_of_row = np.concatenate(([0], np.cumsum(parts)))[row_of[order]]
+        before = np.zeros_like(by_entry)
+        before[order] = ends - by_entry[order] - first_of_row
+        places = begins[self.rows] + before[self.entries] + np.repeat(self.numbers, self.counts)
+        merges = np.stack((several, begins[several], parts[several]), axis=1)
+        return np.where(begins[self.rows] >= 0, places, -1), merges, int(parts[several].sum())
+
+
+def _tasks(arrays: PageArrays, starts: Slots, contexts: Slots, sees: _Sight, blocks: Blocks) -> _Tasks:
+    """Tasks before they are cut."""
+    counts = np.diff(starts)
+    done = np.zeros_like(contexts)
+    shared: list[tuple[Slots, int, int, int]] = []
+    if len(counts) > 1:
+        full = (contexts - counts) // arrays.page_size
+        late = np.concatenate(([0], np.cumsum(sees.lows > 0)))  # a window has moved past the first token
+        full = np.where((counts == 0) | (late[starts[1:]] > late[starts[:-1]]), 0, full)
+        for members, first, stop in shared_runs(arrays.frames, full, arrays.page_size):
+            rows = flatten_ranges(starts[members], starts[members + 1])
+            shared.append((rows, first * arrays.page_size, stop * arrays.page_size, int(members[0])))
+            done[members] = stop * arrays.page_size
+    per = np.where(counts <= blocks.small, blocks.small, blocks.large)
+    num = -(-counts // per)
+    sequences = np.repeat(np.arange(len(counts)), num)
+    begins = starts[sequences] + flatten_ranges(np.zeros_like(num), num) * per[sequences]
+    ends = np.minimum(begins + per[sequences], starts[sequences + 1])
+    found = [_Tasks(*(np.zeros(0, dtype=np.int64) for _ in range(5)), np.zeros(0, dtype=np.bool_), *[_EMPTY] * 4)]
+    if len(begins):
+        firsts = np.maximum(np.minimum.reduceat(sees.lows, begins), done[sequences])
+        stops = np.maximum.reduceat(sees.highs, begins) + 1
+        large = counts[sequences] > blocks.small
+        found.append(_uncut(begins, ends - begins, firsts, stops, sequences, large, np.arange(starts[-1])))
+    for rows, low, high, sequence in shared:
+        few = len(rows) <= blocks.small
+        at = np.arange(0, len(rows), blocks.small if few else blocks.large)
+        lengths = np.diff(np.append(at, len(rows)))
+        same = np.ones_like(at)
+        found.append(_uncut(at, lengths, same * low, same * high, same * sequence, np.full(len(at), not few), rows))
+    offsets = np.cumsum([0, *(len(tasks.rows) for tasks in found)])
+    joined = {
+        name: np.concatenate([getattr(tasks, name) for tasks in found])
+        for name in ("counts", "firsts", "stops", "sequences", "large", "rows", "pieces", "numbers")
+    }
+    at = np.concatenate([tasks.at + offset for tasks, offset in zip(found, offsets.tolist(), strict=False)])
+    return _Tasks(at=at, entries=np.arange(len(joined["rows"])), **joined)
+
+
+_EMPTY = np.zeros(0, dtype=np.int64)
+
+
+def _ceil(count: Any, size: Any) -> Any:
+    """Pieces of `size` in `count`."""
+    return -(-count // size)
+
+
+def _uncut(
+    at: Slots,
+    counts: Slots,
+    firsts: Slots,
+    stops: Slots,
+    sequences: Slots,
+    large: npt.NDArray[np.bool_],
+    rows: Slots,
+) -> _Tasks:
+    ones = np.ones_like(at)
+    return _Tasks(at, counts, firsts, stops, sequences, large, rows, np.arange(len(rows)), ones, 0 * ones)

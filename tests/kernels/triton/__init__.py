@@ -1,0 +1,1 @@
+"""Triton kernels, run by the interpreter on the CPU and compiled ahead of time."""

@@ -1,0 +1,180 @@
+"""Compiles the Triton kernels for devices that are not there, as a launch would specialise them.
+
+    python -m tests.kernels.triton.compiled 90 plain-128 latents    # compute capability, names of configurations
+
+The host code runs on tensors of the CPU; each launch is compiled in its place. One JSON line for each kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import KVFields, LatentFields, PagedField
+from quire.kernels.triton import attention
+from quire.spec.group import ReachSpec
+from quire.spec.kv_format import KV_FORMATS, KVFormat
+from quire.spec.layers import formatted, fp8_row
+from quire.spec.layout import DType
+
+LATENT_ROW = fp8_row(512, 128, DType.FLOAT32)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kind of attention. `dims` are those of keys and values, or of latents and rotary keys."""
+
+    heads: tuple[int, int]  # of KV, and of a query group
+    dims: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16
+    kv_format: KVFormat | None = None
+    latents: bool = False
+    softcap: float | None = None
+    trees: bool = False
+    page_size: int = 16
+
+
+CONFIGS = {
+    "plain-128": Config((8, 4), (128, 128)),
+    "plain-64": Config((8, 8), (64, 64)),
+    "plain-80": Config((32, 1), (80, 80), torch.float16),
+    "plain-256": Config((4, 2), (256, 256), softcap=50.0),
+    "widths": Config((4, 16), (192, 128)),
+    "widest": Config((1, 8), (512, 512)),
+    "float32": Config((8, 4), (128, 128), torch.float32),
+    "float32-256": Config((4, 2), (256, 256), torch.float32),
+    "fp8": Config((8, 4), (128, 128), kv_format=KV_FORMATS["fp8_e4m3"]),
+    "mxfp8": Config((8, 4), (128, 128), kv_format=KV_FORMATS["mxfp8"]),
+    "nvfp4": Config((8, 4), (128, 128), kv_format=KV_FORMATS["nvfp4"]),
+    "trees": Config((8, 4), (128, 128), trees=True),
+    "latents": Config((1, 16), (512, 64), latents=True),
+    "latents-64": Config((1, 64), (512, 64), latents=True),
+    "latents-128": Config((1, 128), (512, 64), latents=True),
+    "latents-fp8": Config((1, 128), (512, 64), latents=True, kv_format=LATENT_ROW),
+    "latents-float32": Config((1, 128), (512, 64), torch.float32, latents=True),
+}
+
+
+class _Driver:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Compiled:
+    """A kernel that is compiled at each launch, and not run."""
+
+    def __init__(self, kernel: Any, found: Callable[[str, Any, dict[str, Any]], None]) -> None:
+        self._kernel, self._found = kernel, found
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(**given: Any) -> None:
+            self._found(self._kernel.__name__, self._kernel.warmup(grid=(1,), **given), given)
+
+        return launch
+
+
+def _field(name: str, dims: tuple[int, ...], config: Config, kv_format: KVFormat | None) -> PagedField:
+    if kv_format is None:
+        return PagedField(torch.zeros(9, config.page_size, *dims, dtype=config.dtype), name=name)
+    parts = formatted(name, dims, kv_format, group="full", reach=ReachSpec())
+    frames = [torch.zeros(9, config.page_size, *part.shape, dtype=getattr(torch, part.dtype.value)) for part in parts]
+    return PagedField(frames[0], frames[1] if len(frames) > 1 else None, kv_format, name=name)
+
+
+def compile_config(config: Config, found: Callable[[str, Any, dict[str, Any]], None]) -> None:
+    """A step of decodes and chunks, and selected tokens of latents."""
+    (kv_heads, group), (first, second) = config.heads, config.dims
+    if config.latents:
+        fields: Any = LatentFields(
+            _field("l", (first,), config, config.kv_format), _field("r", (second,), config, None)
+        )
+    else:
+        fields = KVFields(
+            *(_field(name, (kv_heads, dim), config, config.kv_format) for name, dim in (("k", first), ("v", second)))
+        )
+    frames = np.ones((2, 600), dtype=np.int32)
+    parents = np.array([-1, -1, *range(1, 99), 51], dtype=np.int32) if config.trees else None
+    contexts = np.array([9000, 9000])
+    batch = PagedBatch.of(frames, contexts - [1, 100], contexts, config.page_size, parents)
+    attention.attend_tasks = _Compiled(attention.attend_tasks, found)
+    attention.merge_parts = _Compiled(attention.merge_parts, found)
+    kernel = attention.TritonAttention(torch.device("cpu"), programs=264)
+    width = first + second if config.latents else first
+    query = torch.zeros(101, kv_heads * group, width, dtype=config.dtype)
+    sinks = torch.zeros(kv_heads * group)
+    kernel.pages(query, fields.parts(), batch.arrays, scale=0.1, softcap=config.softcap, sinks=sinks)
+    if config.latents:
+        slots = torch.zeros(101, 2048, dtype=torch.int64)
+        kernel.selected(query, fields.parts(), slots, slots > 0, scale=0.1, softcap=None)
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of the stack, where spilled registers are."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return {name.lower(): int(number) for name, number in numbers.items()}
+
+
+def compiled(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
+    """What was compiled of each configuration."""
+    triton.runtime.driver.set_active(_Driver(GPUTarget("cuda", capability, 32)))
+    real = attention.attend_tasks, attention.merge_parts
+    for name in names:
+        lines: list[dict[str, Any]] = []
+
+        def found(kernel: str, code: Any, given: dict[str, Any], name: str = name, lines: Any = lines) -> None:
+            ptx = code.asm["ptx"]
+            lines.append(
+                {
+                    "config": name,
+                    "kernel": kernel,
+                    **{key: given.get(key) for key in ("M", "N", "STAGES", "SELECTED")},
+                    "shared": code.metadata.shared,
+                    **_usage(code.asm["cubin"]),
+                    "cp_async": len(re.findall(r"cp\.async\.c[ga]", ptx)),
+                    "cp_async_16": len(
+                        re.findall(r"cp\.async\.c[ga]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
+                    ),
+                    "loads_16": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+                    "mma": len(re.findall(r"\bmma\.sync", ptx)),
+                    "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+                    "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
+                }
+            )
+
+        compile_config(CONFIGS[name], found)
+        attention.attend_tasks, attention.merge_parts = real
+        yield from lines
+
+
+if __name__ == "__main__":
+    for line in compiled(int(sys.argv[1]), sys.argv[2:] or list(CONFIGS)):
+        print(json.dumps(line), flush=True)

@@ -1,0 +1,70 @@
+"""The Triton kernels compiled for three architectures: they fit, keep sums in registers, and load as they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton brings its assembler for Linux only")
+
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
+"""Bytes of shared memory that one program may have."""
+
+MOST_SPILLED = 336
+"""Bytes of a thread's stack: large tiles of sm_80, whose products have their operands in registers too."""
+
+QUICK = ("plain-128", "latents-64", "fp8")
+SLOW = (
+    *("plain-64", "plain-80", "plain-256", "widths", "widest", "float32", "float32-256", "mxfp8", "nvfp4"),
+    *("trees", "latents", "latents-128", "latents-fp8", "latents-float32"),
+)
+
+
+@cache
+def compiled(capability: int, names: tuple[str, ...]) -> list[dict[str, object]]:
+    """By a process of its own: in this one, the interpreter runs kernels."""
+    command = [sys.executable, "-m", "tests.kernels.triton.compiled", str(capability), *names]
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=env, cwd=Path(__file__).parents[3], check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(capability: int, names: tuple[str, ...]) -> None:
+    kernels = compiled(capability, names)
+    assert {kernel["config"] for kernel in kernels} == set(names)
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED[capability], f"does not fit: {kernel}"
+        assert kernel["stack"] <= MOST_SPILLED, f"spills: {kernel}"
+        if kernel["kernel"] != "attend_tasks":
+            continue
+        assert kernel["cp_async_16"] > 0, f"no asynchronous copies of 16 bytes: {kernel}"
+        if "float32" in kernel["config"]:
+            continue
+        if kernel["M"] < 64:
+            assert kernel["mma"] > 0, f"no tensor cores: {kernel}"
+            assert kernel["stack"] == 0 or kernel["config"] == "nvfp4", f"decode spills: {kernel}"
+        elif capability == 90:
+            assert kernel["wgmma"] > 0, f"no wgmma: {kernel}"
+        elif capability == 100:
+            assert kernel["tcgen05"] > 0, f"no tcgen05: {kernel}"
+
+
+def test_sm_90_without_a_gpu():
+    check(90, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", list(SHARED))
+@pytest.mark.parametrize("names", [QUICK, SLOW[:5], SLOW[5:9], SLOW[9:]], ids=["quick", "dims", "formats", "latents"])
+def test_every_kind_for_every_architecture(capability, names):
+    check(capability, names)
