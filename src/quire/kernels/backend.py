@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidInput
-from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField
+from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField, Writer
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
 from quire.kernels.page_arrays import PageArrays
@@ -87,6 +87,15 @@ class AttentionBackend:
             return TritonAttention(self._device)
         library = native().library
         return None if library is None else NativeAttention(library)
+
+    @cached_property
+    def writer(self) -> Writer | None:
+        """What writes new rows to their slots; None for torch's operators."""
+        if self._word != "triton" or self._lacks():
+            return None
+        from quire.kernels.triton.write import write_rows
+
+        return write_rows
 
     def check(self) -> None:
         """Raise InvalidInput if a kernel was demanded, and is not there."""

@@ -5,6 +5,7 @@ Encoded rows are decoded into scratch memory when they are read; plain ones are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Protocol
 
@@ -19,21 +20,32 @@ from quire.spec.kv_format import KVFormat
 
 _workspace = Workspace()
 
+Writer = Callable[["PagedField", Tensor, Tensor], Tensor]
+"""`PagedField.write` of a field."""
+
 
 class PagedField:
     """The rows of `frames` `[frames, entries, *stored]`, a pool's layer, by slot (`frame * entries + offset`).
 
     A row is `shape` numbers. With `kv_format` it is stored encoded: `stored` is the stored shape, and `scales`
     `[frames, entries, *scale_shape]` is the layer of its scales, if the format has any; entries beyond a row's own
-    scales are padding. `name` separates the scratch memory of `read` from that of other fields.
+    scales are padding. `name` separates the scratch memory of `read` from that of other fields. `writer` writes, in
+    place of torch's operators.
     """
 
-    __slots__ = ("_kv_format", "_name", "_rows", "_scales")
+    __slots__ = ("_kv_format", "_name", "_rows", "_scales", "_writer")
 
     def __init__(
-        self, frames: Tensor, scales: Tensor | None = None, kv_format: KVFormat | None = None, *, name: str = "rows"
+        self,
+        frames: Tensor,
+        scales: Tensor | None = None,
+        kv_format: KVFormat | None = None,
+        *,
+        name: str = "rows",
+        writer: Writer | None = None,
     ) -> None:
         self._rows = self._by_slot(frames)
+        self._writer = writer
         self._kv_format = kv_format
         self._name = name
         self._scales: Tensor | None = None
@@ -49,6 +61,8 @@ class PagedField:
         They are rounded as they are stored, so that a row is the same in the step that writes it and in later ones. If
         a slot repeats (padding in frame 0), any of its rows may win.
         """
+        if self._writer is not None:
+            return self._writer(self, slots, rows)
         if self._kv_format is None:
             stored = rows.to(self._rows.dtype)
             self._put(self._rows, slots, stored)

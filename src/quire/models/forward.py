@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import HostedField, LatentFields, PagedField
+from quire.kernels.fields import HostedField, LatentFields, PagedField, Writer
 from quire.kernels.page_bounds import PageBounds
 from quire.kernels.state import StateBatch
 from quire.memory.hosted_pool import HostedPool
@@ -74,7 +74,7 @@ class RunningForward:
     def rows(self, name: str, ordinal: int) -> tuple[PagedField, PagedBatch]:
         """The rows of a field with entries per token, and the batch of its group."""
         pool, batch = self._find(name, ordinal)
-        return paged_field(pool, name, ordinal), batch
+        return paged_field(pool, name, ordinal, batch.backend.writer), batch
 
     def latents(self, ordinal: int, prefix: str = "") -> tuple[LatentFields, PagedBatch]:
         """The fields of a call's latents and rotary keys, and the batch of their group."""
@@ -118,14 +118,15 @@ class RunningForward:
         raise AssertionError(f"call {ordinal} of the forward pass keeps no '{name}'")
 
 
-def paged_field(pool: Pool, name: str, ordinal: int) -> PagedField:
-    """A field of a call, stored as its pool's layout says, with the field of its scales if it has any."""
+def paged_field(pool: Pool, name: str, ordinal: int, writer: Writer | None = None) -> PagedField:
+    """A field of a call, stored as its pool's layout says, with the field of its scales if it has any. On a device its
+    rows are written by `writer`."""
     kv_format = pool.field(name, ordinal).kv_format
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
     if isinstance(pool, HostedPool):
         return HostedField(pool.layer(name, ordinal), scales, kv_format, name=name, device=pool.reader)
-    return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name)
+    return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name, writer=writer)
 
 
 def move_rows(pool: Pool, sources: Ids, targets: Ids) -> None:

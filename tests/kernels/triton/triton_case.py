@@ -102,12 +102,13 @@ def check_latents(programs: int, window: int = 0) -> None:
         assert (mine - theirs).abs().max() < 2 * CLOSE
 
 
-def products_of_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as its bits, and multiplies these: convert them before."""
+def mend_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as bits. It multiplies these in products, and cuts numbers off: as devices do,
+    products are of numbers, which are rounded to nearest, ties to even."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
     from triton.runtime.interpreter import tl as language
 
-    real = InterpreterBuilder.create_dot
+    real_dot, real_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
     def wide(handle: Any) -> Any:
         if handle.dtype.scalar != language.bfloat16:
@@ -115,9 +116,17 @@ def products_of_bfloat16(patch: pytest.MonkeyPatch) -> None:
         return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), language.float32)
 
     def create_dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
-        return real(builder, wide(a), wide(b), *others)
+        return real_dot(builder, wide(a), wide(b), *others)
+
+    def cast(builder: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar != language.float32 or target.scalar != language.bfloat16:
+            return real_cast(builder, source, target)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return TensorHandle(rounded.view(torch.uint16).numpy().reshape(source.data.shape), language.bfloat16)
 
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    for name in ("cast_impl", "create_fp_trunc"):
+        patch.setattr(InterpreterBuilder, name, cast)
 
 
 def stored_pair(kv_format: Any, width: int, num_frames: int, page: int) -> KVFields:

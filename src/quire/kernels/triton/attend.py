@@ -62,14 +62,11 @@ def attend_tasks(
     tasks, first_task, task_rows, places, lows, highs, branches, pasts, sees, table, table_row,
     slots, scale, softcap, heads, selected, size,
     PARTS: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    KEY_FORMAT: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, KEY_WIDE: tl.constexpr,
-    TAIL_FORMAT: tl.constexpr, TAIL_SCALE: tl.constexpr, TAIL_BLOCK: tl.constexpr,
-    TAIL_WIDTH: tl.constexpr, TAIL_WIDE: tl.constexpr,
-    VALUE_FORMAT: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, VALUE_WIDE: tl.constexpr,
-    SELECTED: tl.constexpr, TREES: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    STAGES: tl.constexpr,
+    KEY_FORMAT: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    KEY_WIDE: tl.constexpr, TAIL_FORMAT: tl.constexpr, TAIL_SCALE: tl.constexpr, TAIL_BLOCK: tl.constexpr,
+    TAIL_WIDTH: tl.constexpr, TAIL_WIDE: tl.constexpr, VALUE_FORMAT: tl.constexpr, VALUE_SCALE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDE: tl.constexpr, SELECTED: tl.constexpr,
+    TREES: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Attention of each task's rows over its keys: finished where the row's place is -1, else a part at that place.
 
@@ -101,7 +98,6 @@ def attend_tasks(
         if TREES:
             branch = tl.load(branches + row, mask=valid, other=-1)
             past = tl.load(pasts + row, mask=valid, other=0)
-
     queries = query + row * query_row + head * query_head
     dim, tail_dim = tl.arange(0, KEY_WIDE), tl.arange(0, TAIL_WIDE)
     q = tl.load(queries[:, None] + dim[None, :], mask=valid[:, None] & (dim < KEY_WIDTH)[None, :], other=0)
@@ -144,7 +140,6 @@ def attend_tasks(
             v = read_tile(value, value_token, value_head, value_scales, value_scale_token, value_scale_head, slot,
                           there, kv_head, VALUE_FORMAT, VALUE_SCALE, VALUE_BLOCK, VALUE_WIDTH, VALUE_WIDE, DTYPE)
         acc = tl.dot(weight, v, acc, input_precision="ieee")
-
     base = tl.where(peak == float("-inf"), 0.0, peak)
     logarithm = base + tl.log(total)
     if SINKS:

@@ -6,6 +6,8 @@ Conversions use integers alone, so that they run on devices without instructions
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -124,6 +126,92 @@ def read_tile(
     return scaled(number, scale_of(stored, SCALE), BLOCK, DTYPE)
 
 
+# -- encoding
+
+
+@triton.jit
+def _bits(number):
+    """Sign and size of float32, as integers."""
+    bits = number.to(tl.int32, bitcast=True)
+    return (bits >> 31) & 1, bits & 0x7FFFFFFF
+
+
+@triton.jit
+def _rounded(number):
+    """Float32 below 2**22, to the nearest integer, ties to even."""
+    return (number + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _to_e4m3(number):
+    """E4M3 bytes of float32 numbers, rounded to nearest, ties to even; what is too large becomes the largest."""
+    sign, size = _bits(number)
+    is_nan = size > 0x7F800000
+    size = tl.minimum(size, 0x43E00000)
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    large = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+    code = tl.where(size < (121 << 23), small, large)
+    return (tl.where(is_nan, 0x7F, code) | (sign << 7)).to(tl.uint8)
+
+
+@triton.jit
+def _to_e5m2(number):
+    """E5M2 bytes; as `_to_e4m3`."""
+    sign, size = _bits(number)
+    is_nan = size > 0x7F800000
+    size = tl.minimum(size, 0x47600000)
+    small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - (134 << 23)
+    large = (size + 0xFFFFF + ((size >> 21) & 1) - (112 << 23)) >> 21
+    code = tl.where(size < (113 << 23), small, large)
+    return (tl.where(is_nan, 0x7F, code) | (sign << 7)).to(tl.uint8)
+
+
+@triton.jit
+def _to_e2m1(number):
+    """Packed E2M1 codes `[N, WIDE // 2]` of float32 `[N, WIDE]`, the first in the low half; see `codec`."""
+    sign, bits = _bits(number)
+    size = tl.where(bits > 0x7F800000, 0, tl.minimum(bits, 0x41800000)).to(tl.float32, bitcast=True)
+    code = tl.minimum(_rounded(size * 2.0), _rounded(size) + 2.0)
+    code = tl.minimum(tl.minimum(code, _rounded(size * 0.5) + 4.0), 7.0).to(tl.int32) | (sign << 3)
+    low, high = tl.split(tl.reshape(code, (number.shape[0], number.shape[1] // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def encoded(number, FORMAT: tl.constexpr):
+    """Stored bytes of float32 `[N, WIDE]`, already divided by their scales."""
+    if FORMAT == E2M1:
+        return _to_e2m1(number)
+    if FORMAT == E4M3:
+        return _to_e4m3(number)
+    return _to_e5m2(number)
+
+
+@triton.jit
+def scale_code(blocks, SCALE: tl.constexpr, FORMAT: tl.constexpr):
+    """Stored scales `[N, blocks]` of float32 `[N, blocks, BLOCK]`, by the rules of `codec`. Blocks with a NaN or an
+    infinity have NaN."""
+    _, size = _bits(blocks)
+    largest = tl.max(size, 2)  # sizes are ordered as their bits are
+    is_nan = largest >= 0x7F800000
+    amax = largest.to(tl.float32, bitcast=True)
+    if SCALE == E8M0:
+        least = tl.maximum(largest, 1 << 23)
+        if FORMAT == E2M1:
+            power = (least >> 23) - 126 - 3 + ((least & 0x7FFFFF) > 0x600000).to(tl.int32)
+        else:
+            power = (least >> 23) - 126 - 9 + ((least & 0x7FFFFF) > 0x680000).to(tl.int32)
+        return tl.where(is_nan, 255, tl.maximum(power + 127, 0)).to(tl.uint8)
+    if FORMAT == E2M1:
+        scale = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+    else:
+        scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
+    if SCALE == FLOAT32:
+        return tl.where(is_nan, float("nan"), tl.maximum(scale, 1.1754943508222875e-38))
+    least = tl.where(amax > 7.0 / 512, 2.0 / 512, 1.0 / 512)
+    return _to_e4m3(tl.where(is_nan, float("nan"), tl.maximum(scale, least)))
+
+
 class StoredField:
     """A field as kernels take it: `arguments` in order, and its constants by name. `width` numbers a head."""
 
@@ -144,7 +232,7 @@ class StoredField:
         if kv_format is not None and scales is not None:
             self.scale, self.block = _SCALES[kv_format.scale], kv_format.block
             factors = scales.view(torch.uint8) if scales.element_size() == 1 else scales
-        self.arguments = (bits, *bits.stride()[:2], factors, *factors.stride()[:2])
+        self.arguments: tuple[Any, ...] = (bits, *bits.stride()[:2], factors, *factors.stride()[:2])
 
     def constants(self, name: str) -> dict[str, int]:
         """FORMAT, SCALE, BLOCK, WIDTH and WIDE, each after `name`."""

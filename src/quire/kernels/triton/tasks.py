@@ -213,7 +213,7 @@ def _tasks(arrays: PageArrays, starts: Slots, contexts: Slots, sees: _Sight, blo
     sequences = np.repeat(np.arange(len(counts)), num)
     begins = starts[sequences] + flatten_ranges(np.zeros_like(num), num) * per[sequences]
     ends = np.minimum(begins + per[sequences], starts[sequences + 1])
-    found = [_Tasks(*(np.zeros(0, dtype=np.int64) for _ in range(5)), np.zeros(0, dtype=np.bool_), *[_EMPTY] * 4)]
+    found = [_uncut(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.zeros(0, dtype=np.bool_), _EMPTY)]
     if len(begins):
         firsts = np.maximum(np.minimum.reduceat(sees.lows, begins), done[sequences])
         stops = np.maximum.reduceat(sees.highs, begins) + 1

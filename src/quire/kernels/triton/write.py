@@ -1,0 +1,95 @@
+"""Rows written to slots by a Triton kernel, encoded in registers: bit for bit what `codec` encodes, in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.fields import PagedField
+from quire.kernels.triton.numbers import (
+    E2M1,
+    E4M3,
+    PLAIN,
+    UNSCALED,
+    StoredField,
+    encoded,
+    from_e2m1,
+    from_e4m3,
+    from_e5m2,
+    scale_code,
+    scale_of,
+    scaled,
+)
+
+_NUMBERS = 4096
+"""Of rows that a program writes."""
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["count"])
+def write_tiles(
+    source, source_row, source_head, rows, token, head_stride, scales, scale_token, scale_head,
+    slots, seen, count, heads,
+    FORMAT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    N: tl.constexpr, SEEN: tl.constexpr,
+):
+    """Write N rows of one head of `source` to their `slots`; with SEEN, also as a reader sees them to `seen`, which is
+    contiguous."""
+    row, head = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N), tl.program_id(1)
+    valid, dim = row < count, tl.arange(0, WIDE)
+    inside = valid[:, None] & (dim < WIDTH)[None, :]
+    given = tl.load(source + (row * source_row)[:, None] + head * source_head + dim[None, :], mask=inside, other=0)
+    slot = tl.load(slots + row, mask=valid, other=0)
+    if FORMAT == PLAIN:
+        stored = given.to(rows.dtype.element_ty)
+        tl.store(rows + (slot * token)[:, None] + head * head_stride + dim[None, :], stored, mask=inside)
+        number = stored.to(source.dtype.element_ty)
+    else:
+        wide = given.to(tl.float32)
+        if SCALE != UNSCALED:
+            block = tl.arange(0, WIDE // BLOCK)
+            code = scale_code(tl.reshape(wide, (N, WIDE // BLOCK, BLOCK)), SCALE, FORMAT)
+            factors = scale_of(code, SCALE)
+            places = scales + (slot * scale_token)[:, None] + head * scale_head + block[None, :]
+            tl.store(places, code, mask=valid[:, None] & (block < WIDTH // BLOCK)[None, :])
+            blocks = tl.reshape(wide, (N, WIDE // BLOCK, BLOCK))
+            wide = tl.reshape(tl.div_rn(blocks, tl.broadcast_to(factors[:, :, None], blocks.shape)), (N, WIDE))
+        code = encoded(wide, FORMAT)
+        STORED: tl.constexpr = WIDE // 2 if FORMAT == E2M1 else WIDE
+        LAST: tl.constexpr = WIDTH // 2 if FORMAT == E2M1 else WIDTH
+        at = tl.arange(0, STORED)
+        places = rows + (slot * token)[:, None] + head * head_stride + at[None, :]
+        tl.store(places, code, mask=valid[:, None] & (at < LAST)[None, :])
+        if FORMAT == E2M1:
+            number = tl.interleave(from_e2m1(code & 15), from_e2m1(code >> 4))
+        elif FORMAT == E4M3:
+            number = from_e4m3(code)
+        else:
+            number = from_e5m2(code)
+        if SCALE != UNSCALED:
+            number = scaled(number, factors, BLOCK, source.dtype.element_ty)
+        number = number.to(source.dtype.element_ty)
+    if SEEN:
+        tl.store(seen + (row * heads + head)[:, None] * WIDTH + dim[None, :], number, mask=inside)
+# fmt: on
+
+
+def write_rows(field: PagedField, slots: Tensor, rows: Tensor) -> Tensor:
+    """`PagedField.write`."""
+    heads_of = rows if rows.dim() == 3 else rows.unsqueeze(1)
+    heads_of = heads_of if heads_of.stride(2) == 1 else heads_of.contiguous()
+    stored = StoredField(field)
+    seen = rows
+    if stored.format or stored.arguments[0].dtype != rows.dtype:
+        seen = rows.new_empty(rows.shape)
+    n = max(1, min(_NUMBERS // stored.wide, triton.next_power_of_2(max(len(rows), 1))))
+    constants: dict[str, Any] = {name.removeprefix("_"): given for name, given in stored.constants("").items()}
+    if len(rows):
+        write_tiles[(triton.cdiv(len(rows), n), stored.heads)](
+            *(heads_of, *heads_of.stride()[:2], *stored.arguments, slots, seen, len(rows), stored.heads),
+            **{**constants, "N": n, "SEEN": seen is not rows, "enable_fp_fusion": False},
+        )
+    return seen
