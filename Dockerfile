@@ -14,10 +14,13 @@ COPY src src
 RUN pip install --no-cache-dir ".[$EXTRAS]"
 
 FROM python:3.12-slim
+# A compiler: the server builds its kernels for the CPU that it runs on, at its first start.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 quire && install --directory --owner=quire --group=quire --mode=700 /var/lib/quire
 COPY --from=build /opt/quire /opt/quire
-# Downloaded models are kept in the volume too.
-ENV PATH=/opt/quire/bin:$PATH HF_HOME=/var/lib/quire/hub
+# Downloaded models and built kernels are kept in the volume too.
+ENV PATH=/opt/quire/bin:$PATH HF_HOME=/var/lib/quire/hub XDG_CACHE_HOME=/var/lib/quire/cache
 USER 1000
 WORKDIR /var/lib/quire
 VOLUME /var/lib/quire

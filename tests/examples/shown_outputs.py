@@ -99,13 +99,14 @@ def replay_hisparse() -> str:
 
 
 def serve() -> str:
-    """What the server says when it is ready."""
+    """What the server says when it is ready, without what it says at its end."""
     server = subprocess.Popen((*QUIRE, "serve"), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     try:
         _wait_until_healthy()
     finally:
         server.terminate()
-    return server.communicate()[1].strip()
+    said = server.communicate()[1].strip()
+    return said[: said.rindex("╯") + 1]
 
 
 def example_of_tiers() -> str:

@@ -80,13 +80,19 @@ def slow(query: torch.Tensor, rows: torch.Tensor, scale: float) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_selected_tokens_equal_the_reference(count):
+@pytest.mark.parametrize("word", ["torch", "native"])
+def test_selected_tokens_equal_the_reference(word, count):
+    """Natively if a group is one row. Each call is counted where it was computed."""
+    backend = AttentionBackend(word)
     tokens, rows = pool_of(50)
     query = torch.randn(3, count, HEADS, FIRST + SECOND)
     index = torch.randint(0, 50, (3, 7))
     hidden = torch.rand(3, count, 7) < 0.5
     hidden[1, 0] = True
-    out, lse = attend_tile(query, tokens, index.flatten(), hidden, scale=0.4)
+    out, lse = attend_tile(query, tokens, index.flatten(), hidden, scale=0.4, backend=backend)
+    alone = word == "native" and count == 1
+    assert backend.calls == {"native" if alone else "torch": 1}
+    assert backend.fallbacks == ({"rows that read the same entries": 1} if word == "native" and count > 1 else {})
     for group in range(3):
         for row in range(count):
             if hidden[group, row].all():

@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 from quire.errors import ModelCheckFailed
 from quire.kernels.hidden_states import TorchRows, row_functions
 from quire.kernels.native.library import use_native
-from quire.models import decoder_layer
+from quire.models import decoder_layer, linear
+from quire.models.forward import HIDDEN, RunningForward
 from quire.models.hf import LoadedModel, load_model
 from quire.models.linear import CpuLinear, Product, weight_bytes
 from tests.models.schedule import Schedule
@@ -53,7 +54,22 @@ def test_fused_layers_equal_the_plain_model(kind: str, native: bool) -> None:
     assert error(model, **FUSED[kind]) < 1e-4
 
 
-def test_another_scale_of_logits_keeps_the_code_around_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_layers_are_kept_of_a_fused_model() -> None:
+    """Hooks of modules do not run in a fused decoder, so transformers' code around the layers does."""
+    model, other, schedule = tiny(), build_tiny("llama_gqa", attn_implementation="eager"), Schedule()
+    assert model._decoder is not None
+    model.capture([0, 2])
+    (group,), (start, stop) = schedule.frames(model), schedule.steps[0]["a"]
+    running = RunningForward([group.pool], [schedule._batch(group, schedule.steps[0])])
+    tokens, positions = torch.from_numpy(schedule.tokens["a"][start:stop]), torch.arange(start, stop)
+    model.run(running, tokens, positions, positions)
+    assert HIDDEN in running.shared, "nothing was kept"
+    with torch.inference_mode():
+        wanted = other.model(input_ids=tokens[None], output_hidden_states=True).hidden_states
+    assert (running.captured([0]) - wanted[1][0]).abs().max() < 1e-4
+
+
+def test_another_scale_of_logits_keeps_the_code_around_the_layers() -> None:
     """Also one that half precision would hide."""
     real = LlamaForCausalLM.forward
 
@@ -130,18 +146,18 @@ def test_a_weight_that_is_read_is_plain_and_the_same() -> None:
 
 
 @pytest.mark.parametrize("defect", ["order", "bias"])
-def test_a_product_that_differs_stays_plain(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_differs_stays_plain(defect: str) -> None:
     """A defect of packing is found layer by layer, and costs speed alone."""
-    from quire.models import linear
-
     real = linear._packed_linear
-    if defect == "order":
-        monkeypatch.setattr(linear, "_packed_linear", lambda *given: real(*given).flip(-1))
-    else:
-        monkeypatch.setattr(linear, "_packed_linear", lambda rows, weight, _, *rest: real(rows, weight, None, *rest))
-    model = tiny(attention_bias=True)
-    assert not packed(model)[0] and any(packed(model)) == (defect == "bias")
-    assert error(model, attention_bias=True) < 1e-4
+    wrong = {
+        "order": lambda *given: real(*given).flip(-1),
+        "bias": lambda rows, weight, _, *rest: real(rows, weight, None, *rest),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_packed_linear", wrong[defect])
+        model = tiny(attention_bias=True)
+        assert not packed(model)[0] and any(packed(model)) == (defect == "bias")
+        assert error(model, attention_bias=True) < 1e-4
 
 
 def test_a_defect_that_both_proofs_miss_fails_the_check_at_load(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,31 +184,43 @@ def test_parts_of_one_product_follow_their_input() -> None:
         found = [first(rows), second(rows), first(others), second(others)]
         again = [second(others), first(rows), first(rows)]
     for got, expected in zip([*found, *again], [*wanted, wanted[3], wanted[0], wanted[0]], strict=True):
-        assert torch.allclose(got, expected, atol=1e-5)
+        assert got.shape == expected.shape and torch.allclose(got, expected, atol=1e-5)
+
+
+def assert_rounded_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To the order of sums. That seldom changes a number in bfloat16; a rounding too few or too many does."""
+    torch.testing.assert_close(found, wanted)
+    assert found.dtype is torch.float32 or (found != wanted).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 5, 300])
 def test_native_functions_round_as_torch_does(dtype: torch.dtype, count: int) -> None:
-    """To the order of sums; all rows, some of which several threads compute."""
+    """All rows, some of which several threads compute; also rows so small that epsilon matters."""
     plain, rows = TorchRows(), row_functions(torch.device("cpu"), dtype)
     draw = torch.Generator().manual_seed(1)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw).to(dtype)
 
-    first, added, weight = randn(1, count, 200), randn(1, count, 200), randn(200)
-    for other in (added, None):
-        for found, wanted in zip(
-            *(each.add_rms_norm(first, other, weight, 1e-5) for each in (rows, plain)), strict=True
-        ):
-            torch.testing.assert_close(found, wanted)
+    for size in (1, 1e-3):
+        first, added, weight = randn(1, count, 200) * size, randn(1, count, 200) * size, randn(200)
+        for other in (added, None):
+            for found, wanted in zip(
+                *(each.add_rms_norm(first, other, weight, 1e-5) for each in (rows, plain)), strict=True
+            ):
+                assert_rounded_alike(found, wanted)
     cos, sin, norms = randn(count, 24), randn(count, 24), (randn(24), randn(24), 1e-6)
     for given in (norms, None):
         heads = randn(count, 7, 24)
         turned = heads.clone()
         plain.rotate(heads, 4, 6, cos, sin, given)
         rows.rotate(turned, 4, 6, cos, sin, given)
-        torch.testing.assert_close(turned, heads)
+        assert_rounded_alike(turned, heads)
+        part = torch.randn(count, 9, 24, generator=draw).to(dtype)[:, :7]  # of a wider product
+        whole = part.contiguous()
+        plain.rotate(whole, 4, 6, cos, sin, given)
+        rows.rotate(part, 4, 6, cos, sin, given)
+        assert_rounded_alike(part, whole)
     pairs = torch.cat((randn(1, count, 330) * 20, randn(1, count, 330)), -1)
-    torch.testing.assert_close(rows.gated_silu(pairs), plain.gated_silu(pairs))
+    assert_rounded_alike(rows.gated_silu(pairs), plain.gated_silu(pairs))

@@ -1,32 +1,41 @@
-"""Mistakes in the native attention kernel: changes to its source, which is compiled apart."""
+"""Mistakes in the native kernels: changes to their sources, which are compiled apart."""
 
 from __future__ import annotations
 
 import ctypes
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from quire.kernels import backend
+from quire.kernels import backend, hidden_states
 from quire.kernels.native import library
 from quire.kernels.native.library import Native, build, sources
 from tests.mutants.mutants import Patch, mutant
 
 
-def _changed(name: str, wrong: str, right_text: str, wrong_text: str) -> Callable[[Patch], None]:
+def _changed(
+    name: str, wrong: str, right_text: str, wrong_text: str, *, source: str = "attention.cpp", killer: str = "native"
+) -> Callable[[Patch], None]:
+    """`right_text` occurs once in the source, which is compiled without the other ones."""
+
     def apply(patch: Patch) -> None:
         texts = sources()
-        assert texts["attention.cpp"].count(right_text) == 1, f"the source of {name} has changed"
-        texts["attention.cpp"] = texts["attention.cpp"].replace(right_text, wrong_text)
+        assert texts[source].count(right_text) == 1, f"the source of {name} has changed"
+        texts[source] = texts[source].replace(right_text, wrong_text)
+        texts = {each: text for each, text in texts.items() if each == source or each.endswith(".h")}
         patch.setattr(library, "_FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in library._FLAGS))
         with tempfile.TemporaryDirectory() as folder:
             path = build(texts, Path(folder))
             loaded = ctypes.CDLL(str(path))
-        patch.setattr(backend, "native", lambda: Native(loaded, path))
+        user = backend if source == "attention.cpp" else hidden_states
+        patch.setattr(user, "native", lambda: Native(loaded, path))
 
     apply.__name__ = name
-    return mutant("native", wrong)(apply)
+    return mutant(killer, wrong)(apply)
 
+
+_rows = partial(_changed, source="hidden_states.cpp", killer="row functions")
 
 a_chunk_sees_its_next_token = _changed(
     "a_chunk_sees_its_next_token",
@@ -99,4 +108,81 @@ _changed(
     "a sink takes no weight",
     "total + std::exp(call.sinks[head] - top)",
     "total",
+)
+
+
+# -- functions on rows of hidden states
+
+
+norms_have_no_epsilon = _rows(
+    "norms_have_no_epsilon",
+    "the norm of small hidden states is that of larger ones",
+    "squares / float(width) + eps",
+    "squares / float(width)",
+)
+_rows(
+    "norms_have_no_weight",
+    "hidden states are normalised and not weighed",
+    "widen(weight[i]) * rounded<T>(",
+    "rounded<T>(",
+)
+_rows(
+    "norms_round_once",
+    "in bfloat16, a norm is rounded once where transformers rounds twice",
+    "rounded<T>(widen(from[i]) * scale)",
+    "(widen(from[i]) * scale)",
+)
+_rows(
+    "what_is_added_is_not_normalised",
+    "the norm is that of the rows before the residual was added",
+    "            from = sum;\n",
+    "",
+)
+_rows(
+    "keys_have_the_norm_of_queries",
+    "heads of keys are weighed as heads of queries",
+    "head < first ? first_norm : second_norm",
+    "first_norm",
+)
+_rows(
+    "halves_turn_the_same_way",
+    "both halves of a head turn in the same direction, and distances between tokens are lost",
+    "rounded<T>(-high * widen(sin[i]))",
+    "rounded<T>(high * widen(sin[i]))",
+)
+_rows(
+    "the_second_half_has_the_first_angles",
+    "angles of the second half of a head are those of the first",
+    "rounded<T>(high * widen(cos[i + half]))",
+    "rounded<T>(high * widen(cos[i]))",
+)
+_rows(
+    "rows_of_a_wider_product_are_packed",
+    "heads are read where they would be if rows had no others",
+    "rows + row * stride + head * width",
+    "rows + row * heads * width + head * width",
+)
+_rows(
+    "the_gate_is_reversed",
+    "SiLU opens where it should close",
+    "1.0f + exponential(-x)",
+    "1.0f + exponential(x)",
+)
+_rows(
+    "gate_and_up_are_swapped",
+    "SiLU is applied to the half that it should gate",
+    "*gate = pairs + row * 2 * width, *up = gate + width",
+    "*up = pairs + row * 2 * width, *gate = up + width",
+)
+_rows(
+    "the_gate_is_not_rounded",
+    "in bfloat16, SiLU is not rounded before its product",
+    "rounded<T>(x / (1.0f + exponential(-x)))",
+    "(x / (1.0f + exponential(-x)))",
+)
+_rows(
+    "exponentials_end_early",
+    "SiLU of large negative numbers is not near zero",
+    "x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x",
+    "x < -8.0f ? -8.0f : x > 8.0f ? 8.0f : x",
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
 import pytest
+import torch
 
 from quire.errors import QuireError
 from quire.plan import planner
@@ -34,10 +35,12 @@ from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
+from tests.models import test_packing
 from tests.mutants import (
     bounds_mutants,
     chunk_mutants,
     draft_mutants,
+    forward_mutants,
     hisparse_mutants,
     hold_mutants,
     hot_slot_mutants,
@@ -96,6 +99,25 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
     "native": [lambda seed=seed: check_native(seed) for seed in range(12)],
     "triton": [lambda seed=seed: check_triton(seed) for seed in range(12)],
+    "row functions": [
+        lambda case=case: test_packing.test_native_functions_round_as_torch_does(*case)
+        for case in ((torch.float32, 5), (torch.bfloat16, 300))
+    ],
+    "packing": [
+        test_packing.test_parts_of_one_product_follow_their_input,
+        test_packing.test_layers_that_share_an_input_are_one_product,
+        lambda: test_packing.test_fused_layers_equal_the_plain_model("biases", native=True),
+        lambda: test_packing.test_a_product_that_differs_stays_plain("order"),
+        lambda: test_packing.test_the_plain_weight_is_freed(tied=True),
+        lambda: test_packing.test_new_weights_are_computed_with_at_once_and_packed_again(tied=False),
+        test_packing.test_an_embedding_changed_alone_is_packed_again,
+    ],
+    "fused layers": [
+        lambda: test_packing.test_fused_layers_equal_the_plain_model("qwen3", native=True),
+        lambda: test_packing.test_layers_with_another_formula_keep_their_own_code("gelu"),
+        test_packing.test_another_scale_of_logits_keeps_the_code_around_the_layers,
+        test_packing.test_captured_layers_are_kept_of_a_fused_model,
+    ],
     "holds": [check_holds],
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
@@ -273,11 +295,13 @@ TESTED = (
         "draft models",
         "draft trees",
         "draws",
+        "fused layers",
         "held frames",
         "hot buffers",
         "late writes",
     ),
-    *("links", "prediction layers", "rows", "silence", "spoiled pages", "states of drafts", "transfers", "weights"),
+    *("links", "packing", "prediction layers", "row functions", "rows", "silence", "spoiled pages", "states of drafts"),
+    *("transfers", "weights"),
 )
 """What these run are tests of other files, and takes seconds."""
 
@@ -304,6 +328,7 @@ def test_names_and_sentences_are_all_different() -> None:
         peer_mutants.tags_are_never_shut,
         bounds_mutants.bounds_outlive_their_page,
         native_mutants.a_chunk_sees_its_next_token,
+        forward_mutants.a_part_is_stale,
         hisparse_mutants.padding_is_read,
         output_mutants.words_are_decoded_alone,
         triton_mutants.a_row_sees_the_token_after_it,

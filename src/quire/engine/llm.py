@@ -46,9 +46,9 @@ class LLM:
         print(output.outputs[0].text, output.num_cached_tokens)
 
     Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one, and without a
-    `target_itl_ms` it is off, because answers are read when all have ended. The plan is printed on standard error,
-    unless `show_plan` is off. Raises QuireError if the model cannot be loaded, the pools do not fit, or
-    a prompt can never run.
+    `target_itl_ms` it is off, because answers are read when all have ended. The plan, and what computes attention, are
+    printed on standard error, unless `show_plan` is off. Raises QuireError if the model cannot be loaded, the pools do
+    not fit, or a prompt can never run.
 
     With storage, transfers of the newest pages may still be in flight when a script ends. `close`, a `with` block and
     the interpreter's end all wait for them, for a bounded time.
@@ -63,7 +63,7 @@ class LLM:
             self.engine = EngineCore(self.config, progress=progress)
         self._closing = weakref.finalize(self, self.engine.close)  # at the interpreter's end too
         lines = [summary_line(self.plan)] + ([tiers_line(self.engine.tiers.resolved)] if self.engine.tiers else [])
-        for line in lines if show_plan else ():
+        for line in [*lines, f"Attention: {self.engine.backend.about()}"] if show_plan else ():
             Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True, markup=False)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:

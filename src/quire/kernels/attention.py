@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import DEFAULT, AttentionBackend
+from quire.kernels.backend import DEFAULT, AttentionBackend, AttentionKernel
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField
 from quire.kernels.page_arrays import PageArrays
@@ -94,7 +94,14 @@ def _paged(query: Tensor, reader: KVReader, batch: PagedBatch) -> _Paged:
 
 
 def attend_tile(
-    query: Tensor, reader: KVReader, index: Tensor, hidden: Tensor, *, scale: float, softcap: float | None = None
+    query: Tensor,
+    reader: KVReader,
+    index: Tensor,
+    hidden: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: AttentionBackend = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """Attention of groups of rows over tokens of their own: output and log-sum-exp. Several rows have one KV head.
 
@@ -102,6 +109,18 @@ def attend_tile(
     the slots `index`, int64, except those in `hidden` `[groups, rows, tokens]`. Returns float32 `[groups, rows, heads,
     value_dim]` and `[groups, rows, heads]`; a row that sees no token gives zeros and -inf.
     """
+    groups, rows = query.shape[:2]
+    kernel = backend.kernel(query, reader, refused="rows that read the same entries" if rows > 1 else "")
+    if kernel is None:
+        return _tile(query, reader, index, hidden, scale, softcap)
+    out, lse = _selected(kernel, query[:, 0], reader, index.view(groups, -1), hidden[:, 0], scale, softcap)
+    return out.unsqueeze(1), lse.unsqueeze(1)
+
+
+def _tile(
+    query: Tensor, reader: KVReader, index: Tensor, hidden: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend_tile` by torch's operators."""
     groups, rows, heads, _ = query.shape
     new_key, new_value = reader.gather(index, query.dtype)
     step = _Step(query.flatten(0, 1), new_key, new_value, reader, scale, softcap)
@@ -144,18 +163,31 @@ def attend_selected(
     """
     kernel = backend.kernel(query, reader)
     if kernel is not None:
-        assert isinstance(reader, KVFields | LatentFields)
-        query = query if query.stride(2) == 1 else query.contiguous()
-        return kernel.selected(query, reader.parts(), slots, hidden, scale=scale, softcap=softcap)
+        return _selected(kernel, query, reader, slots, hidden, scale, softcap)
     size = max(1, MAX_BATCHED // slots.shape[1])
     parts = []
     for start in range(0, len(slots), size):
         block = slice(start, start + size)
         index, unseen = slots[block].flatten(), hidden[block].unsqueeze(1)
-        out, lse = attend_tile(query[block].unsqueeze(1), reader, index, unseen, scale=scale, softcap=softcap)
+        out, lse = _tile(query[block].unsqueeze(1), reader, index, unseen, scale, softcap)
         parts.append((out[:, 0], lse[:, 0]))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _selected(
+    kernel: AttentionKernel,
+    query: Tensor,
+    reader: KVReader,
+    slots: Tensor,
+    hidden: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """`attend_selected` by the kernel."""
+    assert isinstance(reader, KVFields | LatentFields)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    return kernel.selected(query, reader.parts(), slots, hidden, scale=scale, softcap=softcap)
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:

@@ -127,9 +127,10 @@ class AttentionBackend:
         """The line of `about`, calls by backend, and fallbacks by reason."""
         return {"backend": self.about(), "calls": dict(self.calls), "fallbacks": dict(self.fallbacks)}
 
-    def kernel(self, query: Tensor, reader: KVReader) -> AttentionKernel | None:
-        """The kernel if it can compute a call; None for torch's operators. Counts the call."""
-        reason = "" if self._chosen == "torch" else self._refused(query, reader)
+    def kernel(self, query: Tensor, reader: KVReader, *, refused: str = "") -> AttentionKernel | None:
+        """The kernel if it can compute a call; None for torch's operators. Counts the call. `refused` is the reason of
+        a caller whose call the kernel has no function for."""
+        reason = "" if self._chosen == "torch" else self._refused(query, reader) or refused
         if reason:
             self.fallbacks[reason] += 1
         found = None if reason or self._kernel is None else self._kernel

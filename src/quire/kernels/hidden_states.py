@@ -19,7 +19,9 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
 class RowFunctions(Protocol):
-    """Rows are contiguous, of one dtype, on the CPU."""
+    """Rows are contiguous, of one dtype, on the CPU. `backend` is the name of what computes them."""
+
+    backend: str
 
     def add_rms_norm(self, rows: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`rows + added`, or `rows` if nothing is added, and their RMS norm times `weight`, all `[..., width]`."""
@@ -44,6 +46,8 @@ class RowFunctions(Protocol):
 
 class TorchRows:
     """By torch's operators, on any device."""
+
+    backend = "torch"
 
     def add_rms_norm(self, rows: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `RowFunctions`."""
@@ -76,6 +80,8 @@ class TorchRows:
 
 class NativeRows:
     """By compiled functions, on the CPU, in float32 or bfloat16."""
+
+    backend = "native"
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._kind = _KINDS[dtype]

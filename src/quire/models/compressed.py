@@ -91,7 +91,7 @@ class _CompressedAttention:
         tiles, selecting = batch.derived(("entries", self._call.ratio, self._most), partial(self._split, device))
         for tile in tiles:
             out[tile.rows], lse[tile.rows] = attend_tile(
-                query[tile.rows], fields, tile.slots, ~tile.visible, scale=options.scale
+                query[tile.rows], fields, tile.slots, ~tile.visible, scale=options.scale, backend=batch.backend
             )
         if selecting is not None:
             rows = selecting.rows

@@ -52,6 +52,7 @@ class FusedLayer:
         self._num_queries, self._num_keys = (size // self._dim for size in self._heads_of.sizes[:2])
         weight = layer.input_layernorm.weight
         self._rows = row_functions(weight.device, weight.dtype)
+        self.backend = self._rows.backend
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **others: Any) -> Tensor:
         """Rows after the layer, `[1, T, hidden]`, of rows before it; `position_embeddings` are two `[1, T, dim]`."""
@@ -133,20 +134,20 @@ class _Seen:
 
 
 @torch.inference_mode()
-def fuse_layers(model: nn.Module, context_length: int, inputs: dict[str, Any]) -> int:
-    """Fuse the layers of `model` that can be, on its packed weights; `inputs` are those of each call of it. Returns how
-    many are fused now."""
+def fuse_layers(model: nn.Module, context_length: int, inputs: dict[str, Any]) -> list[FusedLayer]:
+    """Fuse the layers of `model` that can be, on its packed weights; `inputs` are those of each call of it. Returns
+    those that are fused now."""
     layers = [layer for layer in model.modules() if _has_structure(layer)]
     if not layers:
-        return 0
+        return []
     positions = [*_POSITIONS, *range(max(context_length - 3, 12), context_length)]
-    fused = 0
+    fused: list[FusedLayer] = []
     for layer, seen in zip(layers, _observe(model, layers, positions, inputs), strict=True):
         if seen is not None and _fits(layer, seen):
             candidate = FusedLayer(layer, seen.calls[0][3])
             if _is_same(candidate, seen):
                 layer.forward = candidate
-                fused += 1
+                fused.append(candidate)
     return fused
 
 

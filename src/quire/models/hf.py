@@ -117,9 +117,10 @@ class LoadedModel:
         if pack:
             self.packing = Packing.of(model, inputs)
         self._decoder: FusedDecoder | None = None
-        self.num_fused = 0
+        self.num_fused, self._fused_backend = 0, ""
         if self.packing.products:
-            self.num_fused = fuse_layers(model, self.spec.context_length, self._inputs)
+            fused = fuse_layers(model, self.spec.context_length, self._inputs)
+            self.num_fused, self._fused_backend = len(fused), fused[0].backend if fused else ""
             self._decoder = FusedDecoder.of(model, self._inputs) if self.num_fused == self._num_layers else None
         if check:
             check_forward(self, plain=plain)
@@ -137,9 +138,17 @@ class LoadedModel:
         self.__dict__.pop("weights_fingerprint", None)
         self.packing.pack(again=True)
 
-    def forward_statistics(self) -> dict[str, int]:
-        """Decoder layers, how many of them are fused, and the bytes of packed weights."""
-        return {"layers": self._num_layers, "fused_layers": self.num_fused, "packed_bytes": self.packing.num_bytes}
+    def forward_statistics(self) -> dict[str, int | str]:
+        """Decoder layers, how many of them are fused, and by what (native, torch or empty); whether the model runs
+        without transformers' code around them (1 or 0); linear layers whose weights are packed, and their bytes."""
+        return {
+            "layers": self._num_layers,
+            "fused_layers": self.num_fused,
+            "fused_backend": self._fused_backend,
+            "fused_decoder": int(self._decoder is not None and not self._captured),
+            "packed_linears": self.packing.num_layers,
+            "packed_bytes": self.packing.num_bytes,
+        }
 
     def identity(self, weights_epoch: int = 0, *, exact: bool = False) -> bytes:
         """32 bytes for everything on which pages depend besides tokens, namespace and layouts.
