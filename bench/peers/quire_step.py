@@ -105,9 +105,13 @@ class DescribedModel:
 class FixedSampler:
     """Draws token 1 everywhere, in one call."""
 
-    def draw(self, _logits: torch.Tensor, places: Places, _proposal: None) -> Drawn:
+    def prepare(self, places: Places, _device: torch.device, _proposal: None) -> Places:
+        """Nothing to prepare."""
+        return places
+
+    def draw(self, _logits: torch.Tensor, places: Places, _proposal: None, _prepared: Places) -> Drawn:
         """One token for each place."""
-        return Drawn(torch.ones(len(places), dtype=torch.int64), {})
+        return Drawn(torch.ones(len(places), dtype=torch.int64))
 
 
 def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
@@ -298,7 +302,7 @@ class StepCalls:
         attention reads is of the whole steps, not of the cache."""
         cache, slots = self.cache, np.empty(0, dtype=np.int32)
         fence = cache.open_fence()
-        self._tables.apply(cache.rows.page_table_changes())
+        self._tables.apply(self._tables.sent(cache.rows.page_table_changes()))
         for group in range(len(cache.groups)):
             if cache.launch(group, self._batch, ends) is None:
                 slots = cache.rows.next_slots(self._batch, group)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.core import EngineCore
-from quire.engine.sampler import Drawn, Proposal, Sampler
+from quire.engine.sampler import Drawn, Prepared, Proposal, Sampler
 from quire.models.hf import LoadedModel
 from quire.scheduler.step import Places
 from quire.spec.group import GroupSpec
@@ -48,10 +48,12 @@ class _Listener(Sampler):
         super().__init__(core.eos_token_ids, core.config.seed)
         self.heard: dict[str, list[Tensor]] = {}
 
-    def draw(self, logits: Tensor, places: Places, proposal: Proposal | None = None) -> Drawn:
+    def draw(
+        self, logits: Tensor, places: Places, proposal: Proposal | None = None, prepared: Prepared | None = None
+    ) -> Drawn:
         for row, request in zip(logits, places.requests, strict=True):
             self.heard.setdefault(request.request_id, []).append(row.clone())
-        return super().draw(logits, places, proposal)
+        return super().draw(logits, places, proposal, prepared)
 
 
 def largest_difference(name: str, *, native: bool = True) -> tuple[float, float]:

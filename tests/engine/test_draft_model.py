@@ -220,7 +220,7 @@ class Mistaken:
     def draw(self, logits: torch.Tensor, places: Places) -> Drawn:
         drawn = self._sampler.draw(logits, places)
         wrong = torch.from_numpy(self._random.random(len(drawn.tokens)) < 0.4)
-        return Drawn(torch.where(wrong, (drawn.tokens + 1) % VOCAB_SIZE, drawn.tokens), {})
+        return Drawn(torch.where(wrong, (drawn.tokens + 1) % VOCAB_SIZE, drawn.tokens))
 
     def scores(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
         scores = self._sampler.scores(logits, places)
@@ -327,5 +327,5 @@ def test_no_log_probabilities_of_drafts_are_computed(target: LoadedModel, small:
         while core.has_work():
             outputs += [said for each in core.step().noted for said in each.logprobs or ()]
         found.append([said.logprob for said in outputs])
-    assert drawn and not any(each.logprobs for each in drawn)
+    assert drawn and not any(each.reported for each in drawn)
     assert found[0] == pytest.approx(found[1], abs=1e-4) and len(found[0]) == 10

@@ -206,8 +206,7 @@ def test_logprobs_are_of_the_model_not_of_the_draw() -> None:
     params = SamplingParams(temperature=0.7, seed=1, logprobs=2, presence_penalty=2.0)
     made = request(params, prompt=(1,), outputs=(1,))
     drawn = Sampler([]).draw(logits.clone(), places([made]))
-    found = drawn.row_logprobs(0)
-    assert found is not None
+    found = drawn.logprobs()[0]
     truth = torch.log_softmax(logits[0], -1)
     token = int(drawn.tokens.item())
     assert found.logprob == pytest.approx(truth[token].item())

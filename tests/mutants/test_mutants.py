@@ -17,10 +17,12 @@ from tests.engine import (
     test_channel,
     test_draft_head,
     test_draft_trees,
+    test_fake_cuda,
     test_hisparse,
     test_mtp,
     test_transfer,
     test_transfer_faults,
+    test_upload,
     tiered,
 )
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target, undrafted
@@ -39,6 +41,7 @@ from tests.models import test_packing
 from tests.mutants import (
     bounds_mutants,
     chunk_mutants,
+    device_mutants,
     draft_mutants,
     forward_mutants,
     hisparse_mutants,
@@ -203,6 +206,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         lambda name=name: test_output.test_real_tokenizers_stream_the_text_of_all_tokens(name)
         for name in test_output.TOKENIZERS
     ],
+    "uploads": [lambda seed=seed: test_upload.check_upload(seed) for seed in range(3)],
+    "readbacks": [test_fake_cuda.check_readback],
+    "device sampling": [test_fake_cuda.check_sampling, test_fake_cuda.check_flat],
+    "copies of steps": [test_fake_cuda.check_copies],
     "channels": [test_channel.check_messages],
     "readers": [test_async_engine.check_a_slow_reader],
     "served": [test_transfer_faults.test_peers_are_served_between_steps],
@@ -322,6 +329,7 @@ def test_names_and_sentences_are_all_different() -> None:
         step_mutants.draws_are_one_too_early,
         hold_mutants.held_frames_are_idle,
         hot_slot_mutants.tails_are_not_padding,
+        device_mutants.filters_branch_on_the_device,
         draft_mutants.the_last_accepted_draft_is_not_computed,
         speculation_mutants.the_first_draft_is_not_verified,
         transfer_mutants.a_late_writer_meets_reused_pages,

@@ -29,6 +29,7 @@ from quire.models.forward import RunningForward
 from quire.scheduler.step import Step, StepRows
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
+from quire.upload import to_device
 
 
 class _Recent:
@@ -48,7 +49,7 @@ class _Recent:
         """Those of these positions replace older ones. `ends` are where the row of each ends."""
         last = (positions >= ends - self._width).nonzero()[0]
         if len(last) < len(positions):
-            rows, positions, vectors = rows[last], positions[last], vectors[torch.from_numpy(last).to(vectors.device)]
+            rows, positions, vectors = rows[last], positions[last], vectors[to_device(last, vectors.device)]
         self._kept[self._places(rows, positions)] = vectors.to(self._kept.dtype)
 
     def move(self, rows: Rows, sources: Lengths, targets: Lengths) -> None:
@@ -56,7 +57,7 @@ class _Recent:
         self._kept[self._places(rows, targets)] = self._kept[self._places(rows, sources)]
 
     def _places(self, rows: Rows, positions: Lengths) -> Tensor:
-        return torch.from_numpy(rows * self._width + positions % self._width).to(self._kept.device)
+        return to_device(rows * self._width + positions % self._width, self._kept.device)
 
 
 class HeadDrafter(PageDrafter):
@@ -91,7 +92,7 @@ class HeadDrafter(PageDrafter):
                 break
             if len(going) < len(at):
                 some, at, known, depth = some.part(going), at[going], known[going], depth[going]
-                where = torch.from_numpy(going).to(features.device)
+                where = to_device(going, features.device)
                 features, drawn = features[where], drawn[where]
             positions = known + place - 1
             features = self._run(some, positions, positions + 1, drawn, features)
@@ -105,12 +106,12 @@ class HeadDrafter(PageDrafter):
 
         def expand(ahead: Ahead, going: Rows, parents: Ids, flat: Ids) -> Tensor:
             nonlocal above
-            above = above[torch.from_numpy(going).to(above.device)]
-            which = torch.from_numpy(parents.astype(np.int64) + 1).to(above.device)
+            above = above[to_device(going, above.device)]
+            which = to_device(parents.astype(np.int64) + 1, above.device)
             read = above.gather(1, which[:, :, None].expand(-1, -1, size))
             places = ahead.known[:, None] + np.arange(parents.shape[1])
             tokens = self._tokens[ahead.requests.rows[:, None], places].astype(np.int64).reshape(-1)
-            following = torch.from_numpy(tokens).to(above.device)
+            following = to_device(tokens, above.device)
             starts, ends = ahead.known - 1, ahead.known - 1 + parents.shape[1]
             outputs = self._run(ahead.requests, starts, ends, following, read.flatten(0, 1), flat).view(read.shape)
             above = torch.cat((above[:, :1], outputs), dim=1)
@@ -127,7 +128,7 @@ class HeadDrafter(PageDrafter):
         starts, ends = computed[behind], known[behind] - 1
         part = requests if len(behind) == len(requests) else requests.part(behind)
         rows, positions = np.repeat(part.rows, ends - starts), flatten_ranges(starts, ends)
-        following = torch.from_numpy(self._tokens[rows, positions + 1].astype(np.int64)).to(self._layers.device)
+        following = to_device(self._tokens[rows, positions + 1].astype(np.int64), self._layers.device)
         outputs = self._run(part, starts, ends, following, self._features.of(rows, positions))
         self._outputs.store(rows, positions, np.repeat(ends, ends - starts), outputs)
         self._computed[part.rows] = ends
@@ -155,17 +156,17 @@ class HeadDrafter(PageDrafter):
         flat = step.offsets[work] + positions - step.starts[work]
         old, new = (positions < step.starts[work]).nonzero()[0], (positions >= step.starts[work]).nonzero()[0]
         read = features.new_empty(len(positions), features.shape[1])
-        read[torch.from_numpy(new).to(device)] = features[torch.from_numpy(flat[new]).to(device)]
+        read[to_device(new, device)] = features[to_device(flat[new], device)]
         if len(old):
             kept = self._features.of(rows[old], positions[old])
-            read[torch.from_numpy(old).to(device)] = kept.to(read.dtype)
+            read[to_device(old, device)] = kept.to(read.dtype)
         last = self._tokens.shape[1] - 1
-        following = torch.from_numpy(self._tokens[rows, np.minimum(positions + 1, last)].astype(np.int64)).to(device)
+        following = to_device(self._tokens[rows, np.minimum(positions + 1, last)].astype(np.int64), device)
         if drawn is not None:
             draw_of = np.full(step.num_tokens, -1, dtype=np.int64)
             draw_of[step.draws] = np.arange(len(step.draws))
             draws = draw_of[flat[new]]
-            where, which = (torch.from_numpy(a).to(device) for a in (new[draws >= 0], draws[draws >= 0]))
+            where, which = (to_device(a, device) for a in (new[draws >= 0], draws[draws >= 0]))
             following[where] = drawn.tokens[which]
         part = step.batch if len(at) == len(step) else step.batch.part(at)
         outputs = self._run(part, starts, ends, following, read, parents_of(step, at, starts))

@@ -35,6 +35,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
 from quire.speculative.tree import BestFirst
+from quire.upload import to_device
 
 
 def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | LoadedHead | None:
@@ -99,7 +100,7 @@ class DraftLayers:
             parents=parents,
             backend=self._backend,
         )
-        positions = torch.from_numpy(batch.positions()).to(self.device)
+        positions = to_device(batch.positions(), self.device)
         return RunningForward((self._pool,), (batch,), first=self._first), positions
 
 
@@ -157,7 +158,7 @@ class PageDrafter:
         draws = (found >= 0).nonzero()[0]
         if not len(draws):
             return None
-        chosen = torch.from_numpy(found[draws]).to(self._layers.device)
+        chosen = to_device(found[draws], self._layers.device)
         every = torch.cat([probabilities for _, _, probabilities in self._drawn])
         return Proposal(draws, step.tokens[step.draws[draws] + 1], every[chosen])
 
@@ -289,7 +290,7 @@ class ModelDrafter(PageDrafter):
         ids = self._tokens[np.repeat(requests.rows, counts), flatten_ranges(starts, ends)].astype(np.int64)
         wanted = (counts.cumsum()[:, None] - np.arange(last, 0, -1)).reshape(-1)
         running, positions = self._layers.running(requests, starts, ends, parents)
-        flat = (torch.from_numpy(array).to(self._layers.device) for array in (ids, wanted))
+        flat = (to_device(array, self._layers.device) for array in (ids, wanted))
         return self._model.run(running, next(flat), positions, next(flat))
 
 

@@ -17,9 +17,10 @@ from quire.engine.draft_model import ModelDrafter
 from quire.engine.hisparse import HostedLatents
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
+from quire.engine.readback import Readback
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.backend import DEFAULT, AttentionBackend
-from quire.kernels.batch import PagedBatch
+from quire.kernels.batch import Builds, PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
 from quire.memory.pool import DevicePageTables, Pool
@@ -32,6 +33,7 @@ from quire.scheduler.step import Step
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 from quire.tiers.transfer import Transfer
+from quire.upload import Upload, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +47,25 @@ class Launched:
     began: float
     waits: bool
     batches: Sequence[PagedBatch | StateBatch]
+    readback: Readback
 
     def wait(self) -> Lengths:
-        """Wait for the device: the tokens of the step's draws, int64."""
-        if self.drawn is None:
-            return np.empty(0, dtype=np.int64)
-        tokens: Lengths = self.drawn.tokens.cpu().numpy()
-        return tokens
+        """Wait until the device has computed the step, and for no later one: the tokens of its draws, int64."""
+        found = self.readback.wait()
+        return np.empty(0, dtype=np.int64) if found is None else found.tokens.numpy()
 
     def logprobs(self, order: Rows | None = None) -> dict[str, list[TokenLogprobs]]:
         """Log-probabilities of drawn tokens by request id, for requests that ask for them, in this order of draws."""
         found: dict[str, list[TokenLogprobs]] = {}
-        if self.drawn is None or not self.drawn.logprobs:
+        if self.drawn is None or not self.drawn.reported:
             return found
-        for row in self.drawn.logprobs if order is None else order.tolist():
-            said = self.drawn.row_logprobs(row)
-            if said is not None:
+        drawn = self.readback.wait()
+        assert drawn is not None
+        reported = drawn.logprobs()
+        for row in sorted(reported) if order is None else order.tolist():
+            if row in reported:
                 request = self.step.requests[int(self.step.drawers[row])]
-                found.setdefault(request.request_id, []).append(said)
+                found.setdefault(request.request_id, []).append(reported[row])
         return found
 
 
@@ -108,6 +111,8 @@ class ModelRunner:
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._planners = [AttentionPlanner() for _ in pools]
+        self._asked: list[Builds] = [{} for _ in pools]  # what layers derived from the batches of the last step
+        self._upload_bytes = 1 << 16
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self._tables = DevicePageTables(len(self._following), rows, width, device=device)
         built = sum(pool.num_bytes for pool in [*self.pools, *([hisparse.pool] if hisparse is not None else [])])
@@ -119,32 +124,51 @@ class ModelRunner:
         began = time.perf_counter()
         fence = self._cache.open_fence()
         try:
-            self._tables.apply(self._cache.rows.page_table_changes())
             loads = self._loads(step)
             waits = not all(load.done for load in loads)
             for pool in self.pools:
                 pool.arriving = loads
-            batches = self._batches(step)
+            proposal = self.drafter.proposal(step) if self.drafter is not None else None
+            upload = Upload(self._device, self._upload_bytes)
+            with upload.collecting():
+                changes = self._tables.sent(self._cache.rows.page_table_changes())
+                ids, positions, rows = (to_device(a, self._device) for a in (step.tokens, step.positions, step.draws))
+                future = self._future(step, previous)
+                batches = self._batches(step)
+                self._derive(batches)
+                prepared = self._sampler.prepare(step.places, self._device, proposal) if len(step.draws) else None
+            self._upload_bytes = max(self._upload_bytes, 2 * upload.sent)
+            self._tables.apply(changes)
+            if future is not None:
+                ids[future[0]] = future[1][future[2]]
             if self._hisparse is not None:
                 self._hisparse.admit(step.batch.rows, step.batch.serials)
             running = RunningForward(self.pools, batches, hisparse=self._hisparse)
-            logits = self._model.run(
-                running,
-                self._input_ids(step, previous),
-                torch.from_numpy(step.positions).to(self._device, non_blocking=True),
-                torch.from_numpy(step.draws).to(self._device, non_blocking=True),
-            )
-            proposal = self.drafter.proposal(step) if self.drafter is not None else None
-            drawn = self._sampler.draw(logits, step.places, proposal) if len(step.draws) else None
+            logits = self._model.run(running, ids, positions, rows)
+            drawn = self._sampler.draw(logits, step.places, proposal, prepared) if prepared is not None else None
             if self.drafter is not None:
                 self.drafter.follow(step, running, drawn)
+            readback = Readback(drawn, self._device)
+            self._asked = [batch.builds if isinstance(batch, PagedBatch) else {} for batch in batches]
         except BaseException:
             self._cache.close_fence(fence)
             raise
         finally:
             for pool in self.pools:
                 pool.arriving = ()
-        return Launched(step, fence, drawn, began, waits, batches)
+        return Launched(step, fence, drawn, began, waits, batches, readback)
+
+    def _derive(self, batches: Sequence[PagedBatch | StateBatch]) -> None:
+        """Derive what layers asked for in the last step, so that it is sent with the rest. On a CPU nothing is sent,
+        and with hot buffers some of it follows what layers compute."""
+        if self._device.type == "cpu" or self._hisparse is not None:
+            return
+        for batch, asked in zip(batches, self._asked, strict=True):
+            if isinstance(batch, StateBatch):
+                batch.runs(self._device)
+            else:
+                batch.slots_on(self._device)
+                batch.derive(asked)
 
     def move(self, launched: Launched, sources: Rows, targets: Rows) -> None:
         """What a step has written at the flat places `sources` belongs at `targets` of it: drafts that were right."""
@@ -196,14 +220,14 @@ class ModelRunner:
         frames: Ids = self._tables.host[place, :, : pages_for(int(ends.max(initial=1)), self._cache.page_size)]
         return frames[requests.rows]
 
-    def _input_ids(self, step: Step, previous: Launched | None) -> Tensor:
-        """Token ids of the step, int64 `[tokens]`; those that only the device has yet are copied there."""
-        tensor = torch.from_numpy(step.tokens).to(self._device, non_blocking=True)
-        if len(step.future):
-            assert previous is not None and previous.drawn is not None, "a token is pending and no step is in flight"
-            where, draws = torch.from_numpy(np.stack((step.future, step.continued(previous.step)))).to(self._device)
-            tensor[where] = previous.drawn.tokens[draws]
-        return tensor
+    def _future(self, step: Step, previous: Launched | None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Which rows of the step continue tokens that only the device has yet: the rows int64, the tokens of the step
+        before, and which of these they are, int64. None if there are none."""
+        if not len(step.future):
+            return None
+        assert previous is not None and previous.drawn is not None, "a token is pending and no step is in flight"
+        rows, draws = (to_device(array, self._device) for array in (step.future, step.continued(previous.step)))
+        return rows, previous.drawn.tokens, draws
 
 
 def _starts(counts: np.ndarray) -> Ids:

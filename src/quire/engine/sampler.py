@@ -10,7 +10,7 @@ probability q is drawn again with chance p / q, by another hashed number, and ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from quire.cache.running import Lengths, Rows
+from quire.engine.logit_changes import adjustments
 from quire.engine.messages import TokenLogprobs
-from quire.scheduler.request import Request
-from quire.scheduler.step import TERMS, Places, Terms
+from quire.scheduler.step import Places, Terms
 from quire.spec.ids import Ids
+from quire.upload import to_device
 
 _MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted as a whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -44,23 +45,58 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class Reported:
+    """Log-probabilities of n rows that report the k highest: of the token drawn, float32 `[n]`, and its rank, int64
+    `[n]`; the highest values, float32 `[n, k]`, and their tokens, int64 `[n, k]`."""
+
+    rows: list[int]
+    chosen: Tensor
+    ranks: Tensor
+    values: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, rows: list[int], logits: Tensor, tokens: Tensor, count: int) -> Reported:
+        """From logits `[n, vocabulary]` before any adjustment, and the tokens int64 `[n]` that were drawn."""
+        values = torch.log_softmax(logits, dim=-1)
+        chosen = values.gather(1, tokens[:, None])
+        top, ids = values.topk(count)
+        return cls(rows, chosen[:, 0], (values > chosen).sum(-1) + 1, top, ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens drawn for a batch, int64 `[rows]` on the device, and log-probabilities for rows that need them.
+    """Tokens drawn for a batch, int64 `[rows]` on the device, and log-probabilities of the rows that report them.
 
     `probabilities`, if the sampler keeps them, are the rows that are not greedy, and what each of these was drawn from,
     float32 `[rows, vocabulary]`.
     """
 
     tokens: Tensor
-    logprobs: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]
+    reported: Sequence[Reported] = ()
     probabilities: tuple[Rows, Tensor] | None = None
 
-    def row_logprobs(self, row: int) -> TokenLogprobs | None:
-        """The content of `TokenOutput.logprobs` for one row; waits for the device."""
-        if row not in self.logprobs:
-            return None
-        chosen, rank, values, ids = self.logprobs[row]
-        return TokenLogprobs(float(chosen), int(rank), ids.tolist(), values.tolist())
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Drawn:
+        """The tokens and log-probabilities, each moved."""
+        reported = [
+            Reported(each.rows, *map(move, (each.chosen, each.ranks, each.values, each.ids))) for each in self.reported
+        ]
+        return Drawn(move(self.tokens), reported)
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """The content of `TokenOutput.logprobs` by row; waits for the device."""
+        return {
+            row: TokenLogprobs(*each)
+            for some in self.reported
+            for row, *each in zip(
+                some.rows,
+                some.chosen.tolist(),
+                some.ranks.tolist(),
+                some.ids.tolist(),
+                some.values.tolist(),
+                strict=True,
+            )
+        }
 
 
 class Sampler:
@@ -75,60 +111,91 @@ class Sampler:
         keeps_probabilities: bool = False,
         reports_logprobs: bool = True,
     ) -> None:
-        self._eos = list(eos_token_ids)
+        self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._keeps = keeps_probabilities
         self._reports = reports_logprobs
-        self._draws = _Draws(np.zeros(0, dtype=TERMS), seed, torch.device("cpu"))  # of the last step
+        self._draws: _Draws | None = None  # of the last step
 
-    def draw(self, logits: Tensor, places: Places, proposal: Proposal | None = None) -> Drawn:
+    def prepare(self, places: Places, device: torch.device, proposal: Proposal | None = None) -> Prepared:
+        """What the host computes of a draw, and sends to the device (`to_device`)."""
+        draws = self._draws
+        if draws is None or draws.terms is not places.terms:
+            draws = self._draws = _Draws(places, self._seed, device)
+        changed = [(row, places.requests[row], int(places.outputs[row])) for row in draws.to_adjust(places.outputs)]
+        adjusted = adjustments(changed, self._eos, device) if changed else ()
+        if draws.rows is None:
+            return Prepared(draws, adjusted)
+        return Prepared(draws, adjusted, *draws.noise(places.outputs, proposal, device))
+
+    def draw(
+        self, logits: Tensor, places: Places, proposal: Proposal | None = None, prepared: Prepared | None = None
+    ) -> Drawn:
         """Draw a token at `places[i]` from row i of `logits`, float32 `[places, vocabulary]`, overwritten.
 
         A draft of `proposal` is drawn again where rejection sampling accepts it, and no other token equals it.
+        `prepared` is what `prepare` returned for the same places and proposal.
         """
-        reported = self._draws_of(places, logits.device).logprobs if self._reports else ()
-        logprobs = {i: logits[i].clone() for i in reported}
-        scores, probabilities = self._score(logits, places, proposal)
+        prepared = prepared or self.prepare(places, logits.device, proposal)
+        reporting = prepared.draws.reporting if self._reports else ()
+        before = [logits[each.index] for each in reporting]  # copies
+        scores, probabilities = self._score(logits, prepared, proposal)
         tokens = scores.argmax(dim=-1)
-        found = {i: _logprobs(row, tokens[i], places.requests[i]) for i, row in logprobs.items()}
+        found = [
+            Reported.of(each.rows, rows, tokens[each.index], each.count)
+            for each, rows in zip(reporting, before, strict=True)
+        ]
         return Drawn(tokens, found, probabilities)
 
     def scores(self, logits: Tensor, places: Places) -> Tensor:
         """Float32 `[places, vocabulary]`: the token with the highest score is the draw. As for `draw`."""
-        return self._score(logits, places, None)[0]
+        return self._score(logits, self.prepare(places, logits.device), None)[0]
 
     def _score(
-        self, logits: Tensor, places: Places, proposal: Proposal | None
+        self, logits: Tensor, prepared: Prepared, proposal: Proposal | None
     ) -> tuple[Tensor, tuple[Rows, Tensor] | None]:
-        draws, probabilities = self._draws_of(places, logits.device), None
-        for row in draws.to_adjust(places.outputs):
-            self._adjust(logits[row], places.requests[row], int(places.outputs[row]))
+        draws, probabilities = prepared.draws, None
+        for adjustment in prepared.adjusted:
+            adjustment(logits)
         if draws.rows is None:
             return logits, None
         scores = draws.scale(logits if draws.is_all else logits[draws.rows])
         if self._keeps:
             probabilities = draws.sampled, torch.softmax(scores, dim=-1)
-        draws.add_noise(scores, places.outputs, proposal)
+        prepared.add_noise(scores, proposal)
         if not draws.is_all:
             logits[draws.rows] = scores
             scores = logits
         return scores, probabilities
 
-    def _draws_of(self, places: Places, device: torch.device) -> _Draws:
-        if self._draws.terms is not places.terms:
-            self._draws = _Draws(places.terms, self._seed, device)
-        return self._draws
 
-    def _adjust(self, row: Tensor, request: Request, place: int) -> None:
-        """Penalties, bias and suppressed tokens of one request, in place. Most requests have none."""
-        params = request.params
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=row.device)
-            row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
-        if params.needs_history:
-            _penalise(row, request, request.tokens_before(place))
-        if place < params.min_tokens:
-            row[list(request.stop_ids | set(self._eos))] = float("-inf")
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A draw but for its logits. `keys` are of the noise of rows that are not greedy, uint64, and `halves` the same on
+    a device that is not the CPU. `verified` is what rejection sampling reads: rows, drafts and numbers in [0, 1)."""
+
+    draws: _Draws
+    adjusted: Sequence[Callable[[Tensor], None]]
+    keys: npt.NDArray[np.uint64] | None = None
+    halves: Tensor | None = None
+    verified: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add_noise(self, scores: Tensor, proposal: Proposal | None) -> None:
+        """From now on the highest of each row is its draw."""
+        if proposal is not None and self.verified is not None:
+            rows, drafts, uniform = self.verified
+            scores[rows] = _verified(torch.softmax(scores[rows], dim=-1), proposal, drafts, uniform).log_()
+        assert self.keys is not None
+        scores.sub_(_noise(self.keys, self.halves, scores))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reporting:
+    """Rows that report the `count` highest log-probabilities; `index` is int64 on the device."""
+
+    rows: list[int]
+    index: Tensor
+    count: int
 
 
 class _Draws:
@@ -137,17 +204,17 @@ class _Draws:
     `sampled` are those that are not greedy; `rows` too, on the device, None if all are greedy.
     """
 
-    def __init__(self, terms: Terms, seed: int, device: torch.device) -> None:
-        self.terms = terms
-        self.logprobs: list[int] = terms["logprobs"].nonzero()[0].tolist()
+    def __init__(self, places: Places, seed: int, device: torch.device) -> None:
+        self.terms = terms = places.terms
+        self.reporting = _reporting(places, device)
         self._adjusted: list[int] = terms["adjusts"].nonzero()[0].tolist()
         self._least = terms["least"].copy() if np.count_nonzero(terms["least"]) else None
         at = (~terms["greedy"]).nonzero()[0]
-        self.rows = torch.from_numpy(at).to(device) if len(at) else None
+        self.rows = to_device(at, device) if len(at) else None
         self.is_all = len(at) == len(terms)
         drawn = terms if self.is_all else terms[at]
         self.sampled: Rows = at
-        self._scale = torch.from_numpy((1.0 / drawn["temperature"]).astype(np.float32)).to(device)[:, None]
+        self._scale = to_device((1.0 / drawn["temperature"]).astype(np.float32), device)[:, None]
         self._filtered = _Filters.of(drawn, device)
         own = ~((np.uint64(seed % 2**32) << np.uint64(32)) + drawn["arrival"])
         self._seeds = _mix(np.where(drawn["seeded"], drawn["seed"], own))
@@ -167,25 +234,34 @@ class _Draws:
             self._filtered.apply(scores)
         return scores
 
-    def add_noise(self, scores: Tensor, outputs: Lengths, proposal: Proposal | None) -> None:
-        """From now on the highest of each row is its draw."""
-        where = self._indices + outputs[self.sampled].astype(np.uint64)
+    def noise(
+        self, outputs: Lengths, proposal: Proposal | None, device: torch.device
+    ) -> tuple[npt.NDArray[np.uint64], Tensor | None, tuple[Tensor, Tensor, Tensor] | None]:
+        """The keys and what is verified of a draw (`Prepared`)."""
+        where, verified = self._indices + outputs[self.sampled].astype(np.uint64), None
         at = None if proposal is None else np.searchsorted(self.sampled, proposal.draws)
         if at is not None:
             where[at] += _VERIFYING
         keys = _mix(self._seeds ^ _mix(where))
-        if proposal is not None and at is not None:
+        if at is not None and proposal is not None:
             uniform = (_mix(keys[at]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-            rows = torch.from_numpy(at).to(scores.device)
-            scores[rows] = _verified(torch.softmax(scores[rows], dim=-1), proposal, uniform).log_()
-        scores.sub_(_noise(keys, scores))
+            verified = to_device(at, device), to_device(proposal.tokens, device), to_device(uniform, device)
+        halves = None if device.type == "cpu" else to_device(keys.view(np.int32).reshape(-1, 2, 1), device)
+        return keys, halves, verified
 
 
-def _verified(target: Tensor, proposal: Proposal, uniform: npt.NDArray[np.float64]) -> Tensor:
+def _reporting(places: Places, device: torch.device) -> list[_Reporting]:
+    by_count: dict[int, list[int]] = {}
+    for row in places.terms["logprobs"].nonzero()[0].tolist():
+        by_count.setdefault(places.requests[row].params.logprobs or 0, []).append(row)
+    return [_Reporting(rows, to_device(np.array(rows), device), count) for count, rows in by_count.items()]
+
+
+def _verified(target: Tensor, proposal: Proposal, drafts: Tensor, uniform: Tensor) -> Tensor:
     """What is drawn from after these numbers in [0, 1): the draft alone if it is accepted, else the residual."""
-    drafts = torch.from_numpy(proposal.tokens).to(target.device)[:, None]
+    drafts = drafts[:, None]
     chance = _chance(target.gather(1, drafts), proposal.probabilities.gather(1, drafts))
-    accepted = torch.from_numpy(uniform).to(target.device)[:, None] < chance
+    accepted = uniform[:, None] < chance
     found = _residual(target, proposal.probabilities).masked_fill_(accepted, 0.0)
     return found.scatter_add_(1, drafts, accepted.to(found.dtype))
 
@@ -201,16 +277,14 @@ def _residual(target: Tensor, draft: Tensor) -> Tensor:
     return torch.where(more.amax(dim=-1, keepdim=True) > 0, more, target)
 
 
-def _noise(keys: npt.NDArray[np.uint64], scores: Tensor) -> Tensor:
+def _noise(keys: npt.NDArray[np.uint64], on_device: Tensor | None, scores: Tensor) -> Tensor:
     """Minus Gumbel noise, of the shape of `scores`, float32 `[rows, vocabulary]`: hashed from a key of each row and the
     token."""
-    halves = keys.view(np.int32).reshape(-1, 2, 1)
-    tokens = _spread(scores.shape[1])
-    if scores.device.type == "cpu":
-        bits = torch.from_numpy(_hash(tokens, halves[:, 0], halves[:, 1]))  # arrays cost less per operation
+    if on_device is None:
+        halves = keys.view(np.int32).reshape(-1, 2, 1)  # arrays cost less per operation
+        bits = torch.from_numpy(_hash(_spread(scores.shape[1]), halves[:, 0], halves[:, 1]))
     else:
-        on_device = torch.from_numpy(halves).to(scores.device)
-        bits = _hash(torch.from_numpy(tokens).to(scores.device), on_device[:, 0], on_device[:, 1])
+        bits = _hash(_spread_on(scores.shape[1], scores.device), on_device[:, 0], on_device[:, 1])
     uniform = bits.float().add_(0.5).mul_(_UNIT)
     return uniform.neg_().log1p_().neg_().log_()
 
@@ -234,6 +308,11 @@ def _spread(vocabulary: int) -> Ids:
     return (np.arange(vocabulary, dtype=np.uint32) * np.uint32(0x9E3779B9)).view(np.int32)
 
 
+@lru_cache(maxsize=4)
+def _spread_on(vocabulary: int, device: torch.device) -> Tensor:
+    return to_device(_spread(vocabulary), device)
+
+
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64's output function; wraps around on purpose."""
     z = state + _GOLDEN
@@ -248,10 +327,13 @@ class _Filters:
     def __init__(self, terms: Terms, rows: Rows, device: torch.device) -> None:
         some = terms[rows]
         top_k = np.where(some["top_k"] > 0, some["top_k"], np.iinfo(np.int64).max)
-        self._rows = torch.from_numpy(rows).to(device)
+        self._rows = to_device(rows, device)
         self._top_k, self._top_p, self._min_p = (
-            torch.from_numpy(array.copy()).to(device) for array in (top_k, some["top_p"], some["min_p"])
+            to_device(array.copy(), device) for array in (top_k, some["top_p"], some["min_p"])
         )
+        wide = (top_k > _MOST_CANDIDATES) & ((some["top_k"] > 0) | (some["top_p"] < 1.0))
+        at = wide.nonzero()[0]
+        self._wide = to_device(at, device) if len(at) else None  # rows that may keep more than the candidates
 
     @classmethod
     def of(cls, terms: Terms, device: torch.device) -> _Filters | None:
@@ -275,13 +357,26 @@ class _Filters:
         top_k = self._top_k.clamp(max=vocabulary)
         likeliest = probabilities.topk(min(vocabulary, _MOST_CANDIDATES), dim=-1).values
         unbounded = (top_k == vocabulary) & (top_p >= 1.0)
-        few = (top_k <= likeliest.shape[-1]) | ((top_k == vocabulary) & (likeliest.sum(-1) >= top_p)) | unbounded
         least = _prefix_end(likeliest, top_k, top_p)
-        if not bool(few.all()):
-            many = ~few
-            least[many] = _prefix_end(probabilities[many].sort(-1, descending=True).values, top_k[many], top_p[many])
+        if self._wide is not None:
+            few = (top_k <= likeliest.shape[-1]) | ((top_k == vocabulary) & (likeliest.sum(-1) >= top_p)) | unbounded
+            self._sort_whole(probabilities, few, least)
         least = torch.where(unbounded, 0.0, least)
         return torch.maximum(least, self._min_p * likeliest[:, 0])
+
+    def _sort_whole(self, probabilities: Tensor, few: Tensor, least: Tensor) -> None:
+        """Replace `least` of rows that are not `few`, whose candidates may not be enough. On a CPU none may be sorted;
+        elsewhere that would wait for the device, and all that may need it are."""
+        assert self._wide is not None
+        if few.device.type == "cpu":
+            rows = (~few).nonzero()[:, 0]
+            if not len(rows):
+                return
+        else:
+            rows = self._wide
+        whole = probabilities[rows].sort(-1, descending=True).values
+        found = _prefix_end(whole, self._top_k.clamp(max=probabilities.shape[-1])[rows], self._top_p[rows])
+        least[rows] = torch.where(few[rows], least[rows], found)
 
 
 def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -294,24 +389,3 @@ def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     total = torch.where(top_k <= width, (descending * kept).sum(-1), 1.0)
     kept &= (descending.cumsum(-1) - descending) < (top_p * total)[:, None]
     return descending.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))[:, 0]
-
-
-def _penalise(row: Tensor, request: Request, tokens: Ids) -> None:
-    params = request.params
-    if params.repetition_penalty != 1.0:
-        ids = torch.from_numpy(np.unique(tokens)).long().to(row.device)
-        seen = row[ids]
-        row[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        unique, counts = np.unique(tokens[request.num_prompt_tokens :], return_counts=True)
-        ids = torch.from_numpy(unique).long().to(row.device)
-        amount = params.presence_penalty + params.frequency_penalty * counts
-        row[ids] -= torch.from_numpy(np.asarray(amount, dtype=np.float32)).to(row.device)
-
-
-def _logprobs(row: Tensor, token: Tensor, request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-probability of the token, its rank, the highest log-probabilities, their ids), before any adjustment."""
-    values = torch.log_softmax(row, dim=-1)
-    chosen = values[token]
-    top, ids = values.topk(request.params.logprobs or 0)
-    return chosen, (values > chosen).sum() + 1, top, ids

@@ -15,10 +15,13 @@ from quire.errors import UnsupportedModel
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.page_arrays import PageArrays
 from quire.kernels.planner import AttentionPlanner
-from quire.kernels.segments import MAX_BATCHED_ROWS, Sequences, Slots, StepPlan, Trees, flatten_ranges, to_device
+from quire.kernels.segments import MAX_BATCHED_ROWS, Sequences, Slots, StepPlan, Trees, flatten_ranges
 from quire.spec.ids import Ids
+from quire.upload import to_device
 
 T = TypeVar("T")
+Builds = dict[Hashable, Callable[["PagedBatch"], Any]]
+"""What layers derive from a batch, by name."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,6 +51,7 @@ class PagedBatch:
     parents: Ids | None = None
     backend: AttentionBackend = DEFAULT
     _derived: dict[object, Any] = field(default_factory=dict, repr=False, init=False)
+    builds: Builds = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
         assert self.page_size >= 1
@@ -156,6 +160,12 @@ class PagedBatch:
     def derived(self, name: Hashable, build: Callable[[PagedBatch], T]) -> T:
         """The result of `build` for this batch; built on first use, then shared by all layers of the step."""
         if name not in self._derived:
+            self.builds[name] = build
             self._derived[name] = build(self)
         found: T = self._derived[name]
         return found
+
+    def derive(self, builds: Builds) -> None:
+        """Derive now what layers will ask for, so that its arrays are in one copy (`Upload.collecting`)."""
+        for name, build in builds.items():
+            self.derived(name, build)

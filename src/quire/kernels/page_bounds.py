@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
-from quire.kernels.segments import MAX_BATCHED, to_device
+from quire.kernels.segments import MAX_BATCHED
 from quire.spec.pages import pages_for
+from quire.upload import to_device
 
 
 class PageBounds:

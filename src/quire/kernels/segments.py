@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.spec.ids import Bools, Ids
 from quire.spec.pages import pages_for
+from quire.upload import to_device
 
 Slots = npt.NDArray[np.int64]
 
@@ -339,8 +340,3 @@ def row_index(rows: Slots, device: torch.device) -> slice | Tensor:
     if int(rows[-1]) - int(rows[0]) == len(rows) - 1 and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return to_device(rows, device)
-
-
-def to_device(array: Slots | Bools | npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    """A host array as a tensor, which shares its memory if the device is the CPU."""
-    return torch.from_numpy(array).to(device, non_blocking=True)

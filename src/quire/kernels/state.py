@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.segments import row_index, to_device
+from quire.kernels.segments import row_index
 from quire.spec.ids import Ids
+from quire.upload import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,15 +60,16 @@ class StateBatch:
         return found
 
     def _plan(self, device: torch.device) -> list[StateRun]:
-        sources, targets = (to_device(array.astype(np.int64), device) for array in (self.sources, self.targets))
+        own_sources, own_targets = self.sources.astype(np.int64), self.targets.astype(np.int64)
+        sources, targets = to_device(own_sources, device), to_device(own_targets, device)
         starts, rounds = self.starts.astype(np.int64), self._rounds()
         lengths = np.diff(starts)
         runs: list[StateRun] = []
         for number in range(int(rounds.max(initial=-1)) + 1):
             single = np.flatnonzero((rounds == number) & (lengths == 1))
             if len(single):
-                rows, at = row_index(starts[single], device), row_index(single, device)
-                runs.append(StateRun(rows, len(single), 1, sources[at], targets[at]))
+                rows, frames = row_index(starts[single], device), (own_sources[single], own_targets[single])
+                runs.append(StateRun(rows, len(single), 1, *(to_device(each, device) for each in frames)))
             for piece in np.flatnonzero((rounds == number) & (lengths > 1)).tolist():
                 own = slice(piece, piece + 1)
                 runs.append(

@@ -20,6 +20,7 @@ import torch
 from quire.kernels import segments
 from quire.kernels.segments import Segment, Slots, Source, Trees, buckets, row_index
 from quire.spec.ids import Bools
+from quire.upload import to_device
 
 _HIDDEN = np.float32("-inf")
 
@@ -49,7 +50,9 @@ class _Cells:
     def __init__(self, size: int, device: torch.device, *, mirrored: bool) -> None:
         with torch.inference_mode(False):  # so that later steps outside inference mode may write them
             index, mask = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.float32)
-            self.on_device = (index, mask) if not mirrored else (index.to(device).clone(), mask.to(device).clone())
+            self.on_device = (index, mask)
+            if mirrored:
+                self.on_device = torch.zeros_like(index, device=device), torch.zeros_like(mask, device=device)
         self.index: Slots = index.numpy()
         self.mask: npt.NDArray[np.float32] = mask.numpy()
         self.mirrored = mirrored
@@ -61,7 +64,7 @@ class _Cells:
         self.mask[at] = 0
         if self.mirrored:
             index, mask = self.on_device
-            sent = torch.from_numpy(np.stack((at, slots))).to(index.device, non_blocking=True)
+            sent = to_device(np.stack((at, slots)), index.device)
             index.index_copy_(0, sent[0], sent[1])
             mask.index_fill_(0, sent[0], 0)
 
@@ -69,8 +72,8 @@ class _Cells:
         """Copy a range of cells to the device."""
         if self.mirrored:
             index, mask = self.on_device
-            index[cells].copy_(torch.from_numpy(self.index[cells]), non_blocking=True)
-            mask[cells].copy_(torch.from_numpy(self.mask[cells]), non_blocking=True)
+            index[cells].copy_(to_device(self.index[cells], index.device))
+            mask[cells].copy_(to_device(self.mask[cells], mask.device))
 
 
 class Suffixes:
@@ -172,7 +175,7 @@ class Suffixes:
             block.segment.folded = None
             if self._mirrored:
                 assert block.segment.mask is not None
-                block.segment.mask.copy_(torch.from_numpy(block.seen), non_blocking=True)
+                block.segment.mask.copy_(to_device(block.seen, self._device))
 
     def bind_rows(self, starts: Slots, fresh: Bools) -> bool:
         """Set the flat rows of all segments: `starts[row]` is the first of a sequence.
@@ -282,7 +285,7 @@ class Suffixes:
             if block.seen is None or block.seen.shape != shape:
                 with torch.inference_mode(False):
                     seen = torch.zeros(shape, dtype=torch.float32)
-                    segment.mask = seen.to(self._device).clone() if self._mirrored else seen
+                    segment.mask = torch.zeros_like(seen, device=self._device) if self._mirrored else seen
                 block.seen = seen.numpy()
         elif not block.ring:
             segment.mask = mask.view(block.count, 1, block.width)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quire.kernels import segments
 from quire.kernels.batch import PagedBatch
-from quire.kernels.segments import Slots, to_device
+from quire.kernels.segments import Slots
+from quire.upload import to_device
 
 MAX_PAIRS = 1 << 16
 """Pairs of a row and an entry in one tile."""
@@ -95,11 +96,11 @@ class SelectingRows:
 
     def __init__(self, batch: PagedBatch, sequences: Slots, per: int, device: torch.device) -> None:
         rows, part = batch.part(sequences)
-        self.rows = torch.from_numpy(rows).to(device)
+        self.rows = to_device(rows, device)
         """Of the flat batch, int64."""
         owners = np.repeat(np.arange(len(sequences)), np.diff(part.query_starts))
-        self._owners = torch.from_numpy(owners).to(device).unsqueeze(1)
-        self._frames = torch.from_numpy(part.frames.astype(np.int64)).to(device)
+        self._owners = to_device(owners, device).unsqueeze(1)
+        self._frames = to_device(part.frames.astype(np.int64), device)
         self._in_page = batch.page_size // per
 
     def slots_of(self, entries: Tensor) -> Tensor:

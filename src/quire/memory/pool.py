@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from quire.memory.host_pool import populate, reserve, touch
 from quire.memory.residency import PageTableChanges
 from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout
+from quire.upload import to_device
 
 _LARGE = 4 * 2**20
 """Size in bytes from which a tensor uses huge pages."""
@@ -105,41 +107,28 @@ class Pool:
 
 class DevicePageTables:
     """The frame of every page of every running request, int32 `[groups, rows, pages_per_row]` on `device`. Entries
-    after a request's pages, and those of free rows, are stale. Each of `num_steps` steps in flight has its own pinned
-    buffer, so that none is written while a copy reads it."""
+    after a request's pages, and those of free rows, are stale."""
 
-    def __init__(
-        self, num_groups: int, num_rows: int, pages_per_row: int, *, device: torch.device, num_steps: int = 2
-    ) -> None:
+    def __init__(self, num_groups: int, num_rows: int, pages_per_row: int, *, device: torch.device) -> None:
         self.tables = torch.zeros((num_groups, num_rows, pages_per_row), dtype=torch.int32, device=device)
         self._flat = self.tables.view(num_groups, num_rows * pages_per_row)
         self.host: Ids | None = self.tables.numpy() if device.type == "cpu" else None
-        """The tables as an array if the device is the CPU; `apply` then writes without a copy."""
-        self._pinned = device.type == "cuda"
-        self._buffers = [self._buffer(1024) for _ in range(num_steps)]
-        self._turn = 0
+        """The tables as an array if the device is the CPU; `sent` then writes without a copy."""
 
-    def apply(self, changes: PageTableChanges) -> None:
-        """Update the tables in one copy to the device, without waiting."""
-        count = len(changes)
-        if not count:
-            return
+    def sent(self, changes: PageTableChanges) -> Tensor | None:
+        """Send changes to the device (`to_device`), for `apply`. None if there are none, or none are left to apply."""
+        if not len(changes):
+            return None
         if self.host is not None:
             self._flat.numpy()[:, changes.places] = changes.frames
-            return
-        self._turn = (self._turn + 1) % len(self._buffers)
-        if self._buffers[self._turn].shape[1] < count:
-            self._buffers[self._turn] = self._buffer(2 * count)
-        staged = self._buffers[self._turn].view(-1)[: (1 + len(changes.frames)) * count]
-        host = staged.numpy().reshape(1 + len(changes.frames), count)
-        host[0] = changes.places
-        host[1:] = changes.frames
-        sent = staged.to(self.tables.device, non_blocking=True).view(1 + len(changes.frames), count)
-        self._flat[:, sent[0].long()] = sent[1:]
+            return None
+        return to_device(np.concatenate((changes.places[None], changes.frames)), self.tables.device)
+
+    def apply(self, sent: Tensor | None) -> None:
+        """Update the tables by changes that have arrived, int32 `[1 + groups, changes]`: places and frames."""
+        if sent is not None:
+            self._flat.index_copy_(1, sent[0].long(), sent[1:])
 
     def rows(self, group: int, rows: Tensor, width: int) -> Tensor:
         """The first `width` entries of these rows, int32 `[len(rows), width]`, a copy on the device."""
         return self.tables[group, :, :width].index_select(0, rows)
-
-    def _buffer(self, count: int) -> Tensor:
-        return torch.empty((1 + len(self.tables), count), dtype=torch.int32, pin_memory=self._pinned)

@@ -13,6 +13,7 @@ from quire.kernels.tiles import SelectingRows
 from quire.models.attention import OWN_ATTENTION, CallOptions, KeptKeys, keep
 from quire.models.forward import Forward, current_forward, in_forward
 from quire.models.indexers import index_keys, split_rows
+from quire.upload import to_device
 
 
 def install_block_indexers(model: torch.nn.Module) -> None:
@@ -58,7 +59,7 @@ class _BlockAttention:
         """`query` `[rows, heads, dim]` over `blocks` `[kv_heads, rows, n]`."""
         assert kept.fields is not None and kept.batch is not None
         size, device = self._indexer.block_size, query.device
-        everywhere = kept.batch.derived("positions", lambda batch: torch.from_numpy(batch.positions()).to(device))
+        everywhere = kept.batch.derived("positions", lambda batch: to_device(batch.positions(), device))
         last = everywhere[rows.rows].unsqueeze(1)
         outs = []
         for head, part in enumerate(query.chunk(len(blocks), dim=1)):

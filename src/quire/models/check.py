@@ -29,6 +29,7 @@ from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HotBuffers
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
+from quire.upload import to_device
 
 _PAGE_SIZE = 4  # or more, if a page must hold a block of tokens that share an entry
 _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
@@ -56,7 +57,7 @@ class CheckedModel(Protocol):
 
 def plain_logits(model: CheckedModel) -> list[Tensor]:
     """The logits of each sequence of the check by the model's own code, as its weights and layers are now."""
-    return [model.plain_logits(torch.from_numpy(tokens).to(model.device)) for tokens in _tokens(model.spec.vocab_size)]
+    return [model.plain_logits(to_device(tokens, model.device)) for tokens in _tokens(model.spec.vocab_size)]
 
 
 def check_forward(model: CheckedModel, hot: HotBuffers | None = None, *, plain: Sequence[Tensor] = ()) -> None:
@@ -122,7 +123,7 @@ def _run_step(
             batch.ids = np.array(present)
     tensors = (input_ids, positions, np.arange(len(positions)))
     running = RunningForward(pools, batches, hisparse=hisparse)
-    return model.run(running, *(torch.from_numpy(array).to(model.device) for array in tensors))
+    return model.run(running, *(to_device(array, model.device) for array in tensors))
 
 
 def _states(step: tuple[tuple[int, int], ...], present: list[int]) -> StateBatch:

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.kernels.batch import PagedBatch
 from quire.models.attention import OWN_ATTENTION, CallOptions, keep
 from quire.models.forward import Forward, in_forward
+from quire.upload import to_device
 
 
 def install_chunks(model: torch.nn.Module) -> None:
@@ -47,7 +48,7 @@ class _ChunkedAttention:
         kept = keep(forward, key, value, options)
         if self._scales and kept.batch is not None:
             kind = ("query scale", self._floor, self._factor, query.device)
-            scale = kept.batch.derived(kind, lambda batch: self._query_scale(batch).to(query.device))
+            scale = kept.batch.derived(kind, lambda batch: to_device(self._query_scale(batch).numpy(), query.device))
             query = (query * scale).to(query.dtype)
         return kept.attend(query, options)
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from quire.kernels.attention import attend_selected, attend_tile, merge_attention, paged_attention_lse
 from quire.kernels.batch import PagedBatch
-from quire.kernels.segments import Slots, flatten_ranges, to_device
+from quire.kernels.segments import Slots, flatten_ranges
 from quire.kernels.tiles import SelectingRows, Tile, entry_slots, tiles_of
 from quire.models.attention import OWN_ATTENTION, CallOptions
 from quire.models.forward import Forward, RecordingForward, RunningForward, current_forward, in_forward
 from quire.models.indexers import by_length
 from quire.spec.layers import CompressedCall
+from quire.upload import to_device
 
 _SELECTION = "selection"
 """Key under which a forward pass shares the selection of an indexer with the attention of its layer."""

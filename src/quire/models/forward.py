@@ -27,6 +27,7 @@ from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.ids import Ids
 from quire.spec.layers import KEY_BOUNDS, Call
 from quire.spec.layout import scales_of
+from quire.upload import to_device
 
 HIDDEN = "hidden"
 """Key of the hidden states that a pass keeps, by layer, each `[T, hidden]`, in what layers share."""
@@ -138,7 +139,7 @@ def move_rows(pool: Pool, sources: Ids, targets: Ids) -> None:
                 f"accepted drafts cannot be moved: an entry of field '{field.name}' is not that of one token.",
                 fix="propose one draft per position (topk 1) for this model.",
             )
-    source, target = (torch.from_numpy(slots.astype(np.int64)).to(pool.device) for slots in (sources, targets))
+    source, target = (to_device(slots.astype(np.int64), pool.device) for slots in (sources, targets))
     for _, tensor in pool.tensors:
         rows = tensor.view(torch.uint8).view(len(tensor), (pool.num_frames + 1) * pool.layout.page_size, -1)
         rows[:, target] = rows[:, source]

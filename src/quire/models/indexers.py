@@ -15,6 +15,7 @@ from quire.kernels.fields import PagedField
 from quire.kernels.segments import Slots
 from quire.kernels.tiles import SelectingRows, Tile, tiles_of
 from quire.models.forward import Forward, RecordingForward
+from quire.upload import to_device
 
 
 class IndexKeys:
@@ -69,7 +70,7 @@ def _tiles(batch: PagedBatch, most: int, device: torch.device) -> list[Tile]:
     short, long = by_length(batch, most)
     tiles = tiles_of(batch, long, 1, device)
     if len(short):
-        rows = torch.from_numpy(batch.part(short)[0]).to(device).unsqueeze(0)
+        rows = to_device(batch.part(short)[0], device).unsqueeze(0)
         visible = torch.ones(1, rows.shape[1], 1, dtype=torch.bool, device=device)
         tiles.append(Tile(rows, torch.zeros_like(rows), rows.new_zeros(0), visible, 1))
     return tiles
@@ -89,7 +90,7 @@ def _split(batch: PagedBatch, most: int, device: torch.device) -> RowSplit:
     whole = None
     if len(short):
         rows, part = batch.part(short, ("whole", most))
-        whole = torch.from_numpy(rows).to(device), part
+        whole = to_device(rows, device), part
     return whole, SelectingRows(batch, long, 1, device) if len(long) else None
 
 
@@ -105,7 +106,7 @@ def split_decoding(batch: PagedBatch, device: torch.device) -> DecodingSplit:
         parts = []
         for name, sequences in (("decoding", np.flatnonzero(counts == 1)), ("hosted", np.flatnonzero(counts > 1))):
             rows, part = batch.part(sequences, name)
-            parts.append((torch.from_numpy(rows).to(device), part) if len(sequences) else None)
+            parts.append((to_device(rows, device), part) if len(sequences) else None)
         return parts[0], parts[1]
 
     return batch.derived("decoding", split)

@@ -26,6 +26,7 @@ from quire.kernels.segments import Slots
 from quire.models.attention import OWN_ATTENTION, CallOptions
 from quire.models.forward import Forward, RecordingForward, in_forward
 from quire.spec.layers import LatentCall
+from quire.upload import to_device
 
 MIN_EXPANDED_ROWS = 16
 """Rows of one sequence from which expanding its context may be faster."""
@@ -85,10 +86,10 @@ class LatentAttention:
         self, query: Tensor, rows: Tensor, fields: LatentFields, batch: PagedBatch, options: CallOptions
     ) -> Tensor:
         """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`, rows of `batch` whose new tokens are `rows`."""
-        parts = batch.derived((type(self), self.rank, self._key_dim, self.value_dim), self._parts)
+        kind = (type(self), self.rank, self._key_dim, self.value_dim)
+        parts = batch.derived(kind, lambda batch: self._parts(batch, query.device))
         out = query.new_zeros(*query.shape[:2], self.value_dim)
-        for index, part, expanded in parts:
-            at = torch.from_numpy(index).to(query.device)
+        for at, part, expanded in parts:
             own, new = query[at], rows[at]
             if expanded:
                 key, value = self.expand(new)
@@ -100,7 +101,7 @@ class LatentAttention:
                 out[at] = self.release(found)
         return out
 
-    def _parts(self, batch: PagedBatch) -> list[tuple[Slots, PagedBatch, bool]]:
+    def _parts(self, batch: PagedBatch, device: torch.device) -> list[tuple[Tensor, PagedBatch, bool]]:
         """The rows of sequences that are cheaper absorbed and of those cheaper expanded, each with their batch."""
         new = np.diff(batch.query_starts).astype(np.int64)
         expanded = self.expands(new, batch.context_lens.astype(np.int64))
@@ -109,7 +110,8 @@ class LatentAttention:
             sequences = np.flatnonzero((expanded == way) & (new > 0))
             if len(sequences):
                 name = (type(self), self.rank, self._key_dim, self.value_dim, way)
-                found.append((*batch.part(sequences, name), way))
+                rows, part = batch.part(sequences, name)
+                found.append((to_device(rows, device), part, way))
         return found
 
     def expands(self, new: Slots, contexts: Slots) -> npt.NDArray[np.bool_]:

@@ -23,6 +23,7 @@ from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
 from quire.sparse.hot_slots import HotSlots
+from quire.upload import to_device
 
 Positions = npt.NDArray[np.int32]
 
@@ -135,4 +136,4 @@ class HiSparseCoordinator:
                 flat.index_copy_(0, swapped.targets, bytes_of(rows).to(target.device))
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self.pool.device)
+        return to_device(array, self.pool.device)

@@ -1,0 +1,433 @@
+"""FakeCuda: a CUDA device in Python, for code that cannot run on one here.
+
+Its tensors say that they are on `cuda:0` and compute on the CPU, so code takes the path of a GPU and gives the same
+numbers. Copies to pinned memory arrive when the host waits for them, and not before. What would make the host wait for
+the device, or what a copy reads too late, is noted with its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+DEVICE = torch.device("cuda", 0)
+SOURCE = str(Path(__file__).parents[1] / "src" / "quire")
+POISON = 0x7F
+"""What a byte of memory has before anything was written there, or while a copy to it is in flight: NaN in floats."""
+
+_aten = torch.ops.aten
+_READS = {
+    _aten._local_scalar_dense,
+    _aten.item,
+    _aten.is_nonzero,
+    _aten.equal,
+    _aten.allclose,
+    _aten.nonzero,
+    _aten.nonzero_numpy,
+    _aten.argwhere,
+    _aten.masked_select,
+    _aten._unique2,
+    _aten.unique_dim,
+    _aten.unique_consecutive,
+    _aten.bincount,
+    _aten.tensor_split,
+}
+"""Operators whose result, or the size of whose result, depends on values on the device."""
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index}
+_COPIES = {_aten.copy_, _aten._to_copy, _aten.to, _aten._copy_from, _aten.lift_fresh, _aten.alias, _aten.detach}
+
+
+class OnDevice(Tensor):
+    """A tensor of the device; `inner` has its numbers."""
+
+    inner: Tensor
+    device = property(lambda self: DEVICE)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    is_meta = property(lambda self: False)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> OnDevice:
+        # Torch's C++ code sees a tensor of the device `meta`: it has no guard for CUDA in a build for the CPU.
+        with torch.inference_mode(False):  # so that a view of it is of the same kind in both modes
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=torch.device("meta"),
+            )
+        made.inner = inner
+        return made
+
+    def __init__(self, inner: Tensor) -> None:
+        pass
+
+    def tolist(self) -> Any:
+        """As of any tensor: it waits for the device."""
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return FakeCuda.current().run(function, args, kwargs or {})
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What happened, and where: the last line of Quire's source, and what it called."""
+
+    what: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.place}"
+
+
+class FakeStream:
+    """A stream: work that is done when the host waits for it."""
+
+    def __init__(self, device: Any = None, **_: Any) -> None:
+        self.number = next(_numbers)
+        self.pending: list[Callable[[], None]] = []
+        self.done = 0
+
+    def reach(self, end: int) -> None:
+        """Do the work up to number `end`."""
+        with torch.inference_mode():
+            while self.done < end:
+                self.pending[self.done]()
+                self.done += 1
+
+    def synchronize(self) -> None:
+        FakeCuda.current().note("stream.synchronize")
+        self.reach(len(self.pending))
+
+    def wait_stream(self, other: FakeStream) -> None:
+        event = FakeEvent()
+        event.record(other)
+        self.wait_event(event)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.pending.append(event.reach)
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.record(self)
+        return event
+
+
+class FakeEvent:
+    """An event: a place in a stream."""
+
+    def __init__(self, **_: Any) -> None:
+        self._at: tuple[FakeStream, int] | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = stream or FakeCuda.current().stream
+        self._at = stream, len(stream.pending)
+
+    def reach(self) -> None:
+        if self._at is not None:
+            self._at[0].reach(self._at[1])
+
+    def query(self) -> bool:
+        return self._at is None or self._at[0].done >= self._at[1]
+
+    def synchronize(self) -> None:
+        FakeCuda.current().note("event.synchronize")
+        self.reach()
+
+
+_numbers = itertools.count()
+
+
+class FakeCuda:
+    """The device. `noted` has what made the host wait, or would: fill it with what happens inside `watched`."""
+
+    _current: FakeCuda | None = None
+
+    def __init__(self) -> None:
+        self.noted: list[Noted] = []
+        self._watching = threading.local()
+        self._pinned: list[tuple[int, int, Tensor]] = []
+        self._default = FakeStream()
+        self._of_thread = threading.local()
+        self.num_copies = 0  # to the device, while watched
+
+    @classmethod
+    def current(cls) -> FakeCuda:
+        assert cls._current is not None, "a tensor of a device that is gone"
+        return cls._current
+
+    @property
+    def stream(self) -> FakeStream:
+        """The stream of this thread."""
+        found: FakeStream = getattr(self._of_thread, "stream", self._default)
+        return found
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before = self.stream
+        self._of_thread.stream = stream
+        try:
+            yield
+        finally:
+            self._of_thread.stream = before
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What this thread does inside the block is noted."""
+        self._watching.on = True
+        try:
+            yield
+        finally:
+            self._watching.on = False
+
+    def note(self, what: str) -> None:
+        if getattr(self._watching, "on", False):
+            self.noted.append(Noted(what, _place()))
+
+    @contextmanager
+    def installed(self) -> Iterator[FakeCuda]:
+        """The device is there inside the block, for this thread; `entered` is for others."""
+        assert FakeCuda._current is None
+        changes = {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "current_stream": lambda device=None: self.stream,
+            "default_stream": lambda device=None: self._default,
+            "stream": self.on,
+            "Stream": FakeStream,
+            "Event": FakeEvent,
+            "synchronize": lambda device=None: self._default.synchronize(),
+            "mem_get_info": lambda device=None: (1 << 30, 1 << 30),
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_name": lambda device=None: "a device in Python",
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=lambda at: 0),
+        }
+        FakeCuda._current = self
+        try:
+            with ExitStack() as stack:
+                for name, value in changes.items():
+                    stack.enter_context(patch.object(torch.cuda, name, value))
+                stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+                stack.enter_context(patch.object(Tensor, "to", _to))
+                stack.enter_context(patch.object(torch, "tensor", _tensor))
+                stack.enter_context(self.entered())
+                yield self
+        finally:
+            FakeCuda._current = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Operators of this thread know the device inside the block."""
+        with _Mode(self):
+            yield
+
+    # -- operators
+
+    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator, on the tensors of the device or to create some there."""
+        packet = function.overloadpacket
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+        on_device = [each for each in tensors if isinstance(each, OnDevice)]
+        if packet is _aten.is_pinned:
+            return not on_device and self._is_pinned(args[0])
+        target = _target(function, args, kwargs)
+        if kwargs.get("pin_memory"):
+            made = function(*args, **{**kwargs, "pin_memory": False})
+            self._pinned.append((made.data_ptr(), made.data_ptr() + made.nbytes, made))
+            return made
+        if not on_device and target is not DEVICE:
+            return function(*args, **kwargs)
+        if packet in (_aten.empty, _aten.empty_strided, _aten.new_empty, _aten.empty_like):
+            made = function(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+            if made.is_contiguous():
+                made.view(-1).view(torch.uint8).fill_(POISON)
+            return OnDevice(made)
+        if packet in _COPIES and (crossed := self._cross(packet, args, kwargs, target)) is not None:
+            return crossed[0]
+        self._check(packet, args, tensors, on_device)
+        inner = {id(each.inner): each for each in on_device}
+        bare = tree_map(_bare, args)
+        if packet is _aten.histc and not bare[0].is_floating_point():  # which only CUDA has
+            bare = (bare[0].float(), *bare[1:])
+            return OnDevice(function(*bare, **tree_map(_bare, kwargs)).to(args[0].dtype))
+        out = function(*bare, **tree_map(_bare, kwargs))
+        return tree_map(lambda found: _wrapped(found, inner), out)
+
+    def _check(self, packet: Any, args: Any, tensors: list[Tensor], on_device: list[OnDevice]) -> None:
+        if packet in _READS:
+            self.note(f"{packet.__name__} reads the device")
+        elif packet is _aten.where and len(tensors) == 1:
+            self.note("where reads the device")
+        elif packet is _aten.repeat_interleave and len(args) > 1 and isinstance(args[1], OnDevice):
+            self.note("repeat_interleave reads the device")
+        elif packet in _INDEXING:
+            given = [each for each in args[1] if isinstance(each, Tensor)]
+            if any(isinstance(each, OnDevice) and each.dtype in (torch.bool, torch.uint8) for each in given):
+                self.note("an index of booleans reads the device")
+        if on_device and any(not isinstance(each, OnDevice) and each.dim() for each in tensors):
+            self.note(f"{packet.__name__} copies a tensor of the host, which is not pinned")
+
+    def _cross(self, packet: Any, args: Any, kwargs: dict[str, Any], target: Any) -> tuple[Tensor] | None:
+        """A copy between host and device; None if it is neither."""
+        if packet is _aten.copy_:
+            into, source = args[:2]
+            if isinstance(into, OnDevice) == isinstance(source, OnDevice):
+                return None
+            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            if isinstance(into, OnDevice):
+                self._sent(source, waits)
+                into.inner.copy_(source)
+            else:
+                self._received(into, source, waits)
+            return (into,)
+        source = args[0]
+        if target is None or not isinstance(source, Tensor) or isinstance(source, OnDevice) == (target is DEVICE):
+            return None
+        waits = not _asks(args, kwargs)
+        kept = {name: value for name, value in kwargs.items() if name == "dtype" and value is not None}
+        dtype = next((each for each in [*args[1:], *kept.values()] if isinstance(each, torch.dtype)), source.dtype)
+        if target is DEVICE:
+            self._sent(source, waits)
+            return (OnDevice(source.detach().clone().to(dtype)),)
+        made = torch.empty(source.shape, dtype=source.dtype)
+        self._received(made, source, waits=True)
+        return (made.to(dtype),)
+
+    def _sent(self, source: Tensor, waits: bool) -> None:
+        """A copy to the device reads `source` now; memory that it may read later must not change until then."""
+        if getattr(self._watching, "on", False):
+            self.num_copies += 1
+        if source.dim() == 0 or not source.numel():
+            return
+        if not self._is_pinned(source):
+            self.note("a copy to the device from memory that is not pinned")
+        elif waits:
+            self.note("a copy to the device that waits")
+        else:
+            source, before, place = source.detach(), source.detach().clone(), _place()
+
+            def check() -> None:
+                if not torch.equal(source.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8)):
+                    self.noted.append(Noted("pinned memory was written while a copy to the device read it", place))
+
+            self.stream.pending.append(check)
+
+    def _received(self, into: Tensor, source: OnDevice, waits: bool) -> None:
+        """A copy to the host arrives when its stream gets there."""
+        if waits or not self._is_pinned(into):
+            self.note("a copy to the host that waits")
+            self.stream.reach(len(self.stream.pending))
+            into.copy_(source.inner)
+            return
+        value = source.inner.detach().clone()
+        into.view(torch.uint8).fill_(POISON) if into.is_contiguous() else into.zero_()
+        self.stream.pending.append(partial(into.copy_, value))
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        at = tensor.data_ptr()
+        return any(start <= at < stop for start, stop, _ in self._pinned)
+
+    def _register(self, address: int, num_bytes: int, flags: int) -> int:
+        self._pinned.append((address, address + num_bytes, torch.empty(0)))
+        return 0
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._cuda.run(function, args, kwargs or {})
+
+
+_real_to, _real_tensor = Tensor.to, torch.tensor
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`Tensor.to`; torch's own asks for the guard of a device outside inference mode."""
+    with torch.inference_mode():
+        return _real_to(tensor, *args, **kwargs)
+
+
+def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+    """`torch.tensor`, which copies from memory that is not pinned."""
+    made = _real_tensor(data, **kwargs)
+    return made if device is None else made.to(device)
+
+
+def _target(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The device that an operator names: ours, another one, or None."""
+    found = kwargs.get("device")
+    if found is None:
+        found = next((each for each in args if isinstance(each, torch.device)), None)
+    if found is None and function.overloadpacket is _aten.to and len(args) > 1 and isinstance(args[1], Tensor):
+        return DEVICE if isinstance(args[1], OnDevice) else torch.device("cpu")
+    if found is None:
+        return None
+    found = torch.device(found)
+    is_meta = found.type == "meta" and (
+        function.overloadpacket is _aten.scalar_tensor  # a number that is written to a tensor
+        or any(isinstance(each, OnDevice) for each in tree_flatten((args, kwargs))[0])
+    )
+    return DEVICE if found.type == "cuda" or is_meta else found
+
+
+def _asks(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy need not be waited for."""
+    if "non_blocking" in kwargs:
+        return bool(kwargs["non_blocking"])
+    return any(each is True for each in args[1:])
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, OnDevice):
+        return value.inner
+    if isinstance(value, torch.device) and value.type in ("cuda", "meta"):
+        return torch.device("cpu")
+    return value
+
+
+def _wrapped(found: Any, known: dict[int, OnDevice]) -> Any:
+    if not isinstance(found, Tensor):
+        return found
+    if id(found) in known:
+        same = known[id(found)]
+        assert same.shape == found.shape, "an operator changes a shape in place"
+        return same
+    return OnDevice(found)
+
+
+def _place() -> str:
+    """The last line of Quire's source that runs now, and the last one of other code that it called."""
+    frame, outside = sys._getframe(2), ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(SOURCE):
+            name = path.removeprefix(SOURCE).removeprefix("/")
+            return f"{name}:{frame.f_lineno}{outside}"
+        if not outside and "/transformers/models/" in path:
+            outside = f" in {Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a test"

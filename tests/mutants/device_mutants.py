@@ -1,0 +1,85 @@
+"""Mistakes of steps on a device that is not the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire import upload
+from quire.cache.running import Lengths
+from quire.engine import readback
+from quire.engine.readback import Readback
+from quire.engine.runner import ModelRunner
+from quire.engine.sampler import _Draws, _Filters
+from quire.upload import Upload
+from tests.mutants.mutants import Patch, mutant
+
+
+@mutant("uploads", "each copy of a step's arrays waits for the device")
+def arrays_are_sent_from_pageable_memory(patch: Patch) -> None:
+    patch.setattr(Upload, "place", lambda self, array: torch.from_numpy(array.copy()).to(self.device))
+
+
+@mutant("uploads", "a step reads what was in memory before its arrays")
+def placed_arrays_are_not_sent(patch: Patch) -> None:
+    def send(self: Upload) -> None:
+        self._used, self._pinned = 0, None
+
+    patch.setattr(Upload, "send", send)
+
+
+@mutant("uploads", "arrays that follow one of an odd size are read by a kernel at an address it cannot load from")
+def arrays_are_not_aligned(patch: Patch) -> None:
+    patch.setattr(upload, "_ALIGNED", 8)
+
+
+@mutant("readbacks", "a client gets the tokens of a step before the device has computed them")
+def tokens_are_read_before_they_arrive(patch: Patch) -> None:
+    patch.setattr(Readback, "wait", lambda self: self._drawn)
+
+
+@mutant("readbacks", "the device idles while the host schedules, because each step is told a step late")
+def a_step_waits_for_the_next_one(patch: Patch) -> None:
+    def wait(self: Readback) -> Any:
+        torch.cuda.synchronize()
+        return self._drawn
+
+    patch.setattr(Readback, "wait", wait)
+
+
+@mutant("device sampling", "a launch waits for its own draws")
+def tokens_are_copied_at_launch(patch: Patch) -> None:
+    patch.setattr(readback, "_to_pinned", lambda tensor: tensor.cpu())
+
+
+@mutant("device sampling", "each step with top-p waits for the device to say how many candidates there are")
+def filters_branch_on_the_device(patch: Patch) -> None:
+    real = _Filters._sort_whole
+
+    def sort_whole(self: _Filters, probabilities: Tensor, few: Tensor, least: Tensor) -> None:
+        if not bool(few.all()):
+            real(self, probabilities, few, least)
+
+    patch.setattr(_Filters, "_sort_whole", sort_whole)
+
+
+@mutant("device sampling", "a flat distribution is cut to its thousand likeliest tokens")
+def no_row_is_sorted_as_a_whole(patch: Patch) -> None:
+    patch.setattr(_Filters, "_sort_whole", lambda *given: None)
+
+
+@mutant("device sampling", "requests draw the same noise in each step on a device")
+def noise_is_that_of_the_first_token(patch: Patch) -> None:
+    real = _Draws.noise
+
+    def noise(self: _Draws, outputs: Lengths, proposal: Any, device: torch.device) -> Any:
+        return real(self, outputs if device.type == "cpu" else outputs * 0, proposal, device)
+
+    patch.setattr(_Draws, "noise", noise)
+
+
+@mutant("copies of steps", "each array that layers read is a copy of its own")
+def arrays_of_layers_are_not_sent_with_the_step(patch: Patch) -> None:
+    patch.setattr(ModelRunner, "_derive", lambda self, batches: None)
