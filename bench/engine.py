@@ -30,6 +30,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from machine_limit import least_seconds, rates
+
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
 NAMES = {
@@ -233,7 +236,9 @@ def measure(options: argparse.Namespace, folder: Path, dtype: str, console: Cons
                     run = workers[engine].ask("run", prompts=shape.prompts(repeat, mode), new=shape.new)
                     runs[engine][mode].append(run | {"load": round(load, 2)})
     compare_tokens(runs)
-    return {"runs": runs, "absent": absent, "engines": about}
+    machine = rates(dtype, options.threads)
+    least = {mode: least_seconds(shape, dtype, mode, machine) for mode in MODES}
+    return {"runs": runs, "absent": absent, "engines": about, "machine": machine, "least_seconds": least}
 
 
 def _slow(modes: dict[str, list[dict[str, Any]]], patience: float) -> bool:
@@ -297,19 +302,20 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         f"{result['repeats']} repeats; Quire's cache: {result['kv_dtype']}",
         caption="tok/s: output tokens per wall second, median (lowest to highest). CPU s: of a batch, all threads, "
         "median (lowest to highest). x Quire: rate over Quire's by wall and by CPU time, below 1 is slower. Equal: "
-        "tokens as generate's, up to where a request first differs. Reused: prompt tokens from the cache.",
+        "tokens as generate's, up to where a request first differs. Reused: prompt tokens from the cache. Of the "
+        "limit: the least time for this batch, by the machine's matrix rate and rate of reads, over the measured one.",
     )
     table.add_column("dtype")
     table.add_column("mode")
     table.add_column("engine", no_wrap=True)
-    for name in ("tok/s", "CPU s", "x Quire", "CPU", "equal", "reused"):
+    for name in ("tok/s", "CPU s", "x Quire", "CPU", "equal", "reused", "of the limit"):
         table.add_column(name, justify="right", no_wrap=True)
     prompt_tokens = shape["requests"] * (shape["shared"] + shape["own"])
     for dtype, found in result["measured"].items():
         for mode in MODES:
             for engine in result["order"]:
                 if engine in found["absent"]:
-                    table.add_row(dtype, mode, NAMES[engine], "absent", *[""] * 5)
+                    table.add_row(dtype, mode, NAMES[engine], "absent", *[""] * 6)
                     continue
                 row = found["summary"][engine][mode]
                 equal = f"{row['equal_tokens']}/{row['compared_tokens']}" if "equal_tokens" in row else ""
@@ -323,9 +329,13 @@ def print_table(result: dict[str, Any], console: Console) -> None:
                     f"{row['to_quire_cpu']:.2f}" if "to_quire_cpu" in row else "",
                     equal,
                     f"{row['hit_tokens']:,.0f} of {prompt_tokens:,}",
+                    f"{found['least_seconds'][mode] / row['seconds']:.0%}",
                 )
             table.add_section()
     console.print(table)
+    for dtype, found in result["measured"].items():
+        machine = found["machine"]
+        console.print(f"{dtype}: {machine['flops'] / 1e9:.0f} GFLOP/s, reads {machine['bytes'] / 1e9:.1f} GB/s at most")
     for engine, why in {
         name: why for found in result["measured"].values() for name, why in found["absent"].items()
     }.items():
