@@ -268,15 +268,29 @@ void product(int m, const float* a, int64_t lda, const float* b, int64_t ldb, in
         if (columns) product<ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
 }
 
+// Vectors that are read soon, fetched beside products, a line at a time: many at once would wait for each other.
+struct Ahead {
+    const uint8_t* const* at;
+    int64_t offset;
+};
+
 // Scores of Q queries with T tokens in place, the last of `left` in place of those that are missing.
-template <class S, int Q, int T>
-void dots(const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds) {
+template <class S, int Q, int T, bool FETCH>
+void dots(const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds, const Ahead& ahead) {
     vf sum[Q * T] = {};
     const S* key[T];
-    UNROLL for (int j = 0; j < T; j++) key[j] = (const S*)(keys[std::min(j, left - 1)] + offset);
+    const S* soon[T];
+    UNROLL for (int j = 0; j < T; j++) {
+        int which = std::min(j, left - 1);
+        key[j] = (const S*)(keys[which] + offset);
+        if (FETCH) soon[j] = (const S*)(ahead.at[which] + ahead.offset);
+    }
     for (int d = 0; d < dim; d += W) {
         vf right[T];
-        UNROLL for (int j = 0; j < T; j++) right[j] = load(key[j] + d);
+        UNROLL for (int j = 0; j < T; j++) {
+            if (FETCH && d * sizeof(S) % 64 == 0) __builtin_prefetch(soon[j] + d, 0, 2);
+            right[j] = load(key[j] + d);
+        }
         UNROLL for (int i = 0; i < Q; i++) {
             vf left = load(query + i * ldq + d);
             UNROLL for (int j = 0; j < T; j++) sum[i * T + j] += left * right[j];
@@ -287,42 +301,56 @@ void dots(const float* query, int64_t ldq, const uint8_t* const* keys, int64_t o
 }
 // Scores of m queries with STEP tokens.
 template <class S>
-void all_dots(int m, const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds) {
+void all_dots(int m, const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds, const Ahead& ahead) {
     int i = 0;
     for (; m - i > 2; i += 4)
-        for (int t = 0; t < std::min(STEP, left); t += W / 4)
-            dots<S, 4, W / 4>(query + i * ldq, ldq, keys + t, offset, left - t, dim, scores + i * lds + t, lds);
-    for (; i < m; i += 2)
-        dots<S, 2, W / 2>(query + i * ldq, ldq, keys, offset, left, dim, scores + i * lds, lds);
+        for (int t = 0; t < std::min(STEP, left); t += W / 4) {
+            Ahead these{ahead.at + t, ahead.offset};
+            auto some = i ? dots<S, 4, W / 4, false> : dots<S, 4, W / 4, true>;
+            some(query + i * ldq, ldq, keys + t, offset, left - t, dim, scores + i * lds + t, lds, these);
+        }
+    for (; i < m; i += 2) {
+        auto some = i ? dots<S, 2, W / 2, false> : dots<S, 2, W / 2, true>;
+        some(query + i * ldq, ldq, keys, offset, left, dim, scores + i * lds, lds, ahead);
+    }
 }
 
 // out [Q, N * W] = out * factors + weights * values in place.
-template <class S, int Q, int N>
-void weigh(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int tokens, float* out, int64_t ldo, const float* factors) {
+template <class S, int Q, int N, bool FETCH>
+void weigh(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int tokens, float* out, int64_t ldo, const float* factors, const Ahead& ahead) {
     vf sum[Q][N];
     UNROLL for (int i = 0; i < Q; i++)
         UNROLL for (int j = 0; j < N; j++) sum[i][j] = load(out + i * ldo + j * W) * factors[i];
     for (int t = 0; t < tokens; t++) {
-        const S* value = (const S*)(values[t] + offset) + at;
+        const S *value = (const S*)(values[t] + offset) + at, *soon = FETCH ? (const S*)(ahead.at[t] + ahead.offset) + at : nullptr;
         vf right[N];
-        UNROLL for (int j = 0; j < N; j++) right[j] = load(value + j * W);
+        UNROLL for (int j = 0; j < N; j++) {
+            if (FETCH && j * W * sizeof(S) % 64 == 0) __builtin_prefetch(soon + j * W, 0, 2);
+            right[j] = load(value + j * W);
+        }
         UNROLL for (int i = 0; i < Q; i++)
             UNROLL for (int j = 0; j < N; j++) sum[i][j] += weights[i * ldw + t] * right[j];
     }
     UNROLL for (int i = 0; i < Q; i++)
         UNROLL for (int j = 0; j < N; j++) store(out + i * ldo + j * W, sum[i][j]);
 }
-template <class S, int Q, int N = NV>
-void weigh_all(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
-    for (; dim - at >= N * W; at += N * W) weigh<S, Q, N>(weights, ldw, values, offset, at, tokens, out + at, ldo, factors);
+template <class S, int Q, bool FETCH, int N = NV>
+void weigh_all(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int dim, int tokens, float* out, int64_t ldo, const float* factors, const Ahead& ahead) {
+    for (; dim - at >= N * W; at += N * W) weigh<S, Q, N, FETCH>(weights, ldw, values, offset, at, tokens, out + at, ldo, factors, ahead);
     if constexpr (N > 1)
-        if (at < dim) weigh_all<S, Q, N - 1>(weights, ldw, values, offset, at, dim, tokens, out, ldo, factors);
+        if (at < dim) weigh_all<S, Q, FETCH, N - 1>(weights, ldw, values, offset, at, dim, tokens, out, ldo, factors, ahead);
 }
 template <class S>
-void all_weighed(int m, const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int dim, int tokens, float* out, int64_t ldo, const float* factors) {
+void all_weighed(int m, const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int dim, int tokens, float* out, int64_t ldo, const float* factors, const Ahead& ahead) {
     int i = 0;
-    for (; m - i > 2; i += 4) weigh_all<S, 4>(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i);
-    for (; i < m; i += 2) weigh_all<S, 2>(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i);
+    for (; m - i > 2; i += 4) {
+        auto some = i ? weigh_all<S, 4, false> : weigh_all<S, 4, true>;
+        some(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i, ahead);
+    }
+    for (; i < m; i += 2) {
+        auto some = i ? weigh_all<S, 2, false> : weigh_all<S, 2, true>;
+        some(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i, ahead);
+    }
 }
 
 // -- a task
@@ -334,7 +362,7 @@ class Worker {
           dim(call.key.width + call.key_tail.width), value_dim(call.value.rows ? call.value.width : dim),
           dim_up(round_up(dim, W)), value_up(round_up(value_dim, W)) {
         auto plain = [](const Field& field) { return field.format <= F16 && field.width % W == 0; };
-        key_bytes = dim * (call.key.format == F32 ? 4 : 2), value_bytes = value_dim * (call.value.format == F32 ? 4 : 2);
+        key_bytes = dim * (call.key.format == F32 ? 4 : 2);
         in_place = plain(call.key) && !call.key_tail.width && call.value.rows && plain(call.value);
     }
 
@@ -356,7 +384,8 @@ class Worker {
         int64_t most = call.slots ? read_slots(task) : 0;
         int stop = call.slots ? int(most) : task.stop;
         if (!call.slots) read_pages(task, task.first, std::min(block, stop - task.first), next_slots);
-        for (int first = call.slots ? 0 : task.first; first < stop; first += block) {
+        const int begin = call.slots ? 0 : task.first;
+        for (int first = begin; first < stop; first += block) {
             int tokens = std::min(block, stop - first);
             num_next = std::clamp(stop - first - block, 0, block);
             if (call.slots) {
@@ -367,7 +396,7 @@ class Worker {
                 found = slots, found_next = next_slots;
             }
             bool masks = !call.slots && masked(task, first, tokens);
-            if (direct) score(task, tokens);
+            if (direct) score(task, tokens, first == begin);
             for (int head = 0; head < task.heads; head++) attend(task, head, first, tokens, masks);
         }
         finish(task);
@@ -378,14 +407,14 @@ class Worker {
     const Plan& plan;
     float *partial, *peaks;
     int group, dim, value_dim, dim_up, value_up, m = 0, m_up = 0, block = 0;
-    int key_bytes = 0, value_bytes = 0;  // of a vector, where it is read in place
+    int key_bytes = 0;  // of a vector, where it is read in place
     bool in_place, direct = false;
     float *queries, *outs, *scores, *rows, *columns, *values, *tops, *totals, *factors;
     int64_t slots[PACKED], next_slots[PACKED];
     const int64_t *found, *found_next;  // slots of the tokens of this block and of the next one
     int num_next = 0;
     std::vector<int64_t> chosen;
-    const uint8_t *key_at[PACKED + STEP], *value_at[PACKED + STEP];
+    const uint8_t *key_at[DIRECT], *value_at[DIRECT], *next_at[DIRECT];
     static thread_local Scratch scratch;
 
     static void prefetch(const uint8_t* from, int bytes) {
@@ -431,26 +460,26 @@ class Worker {
         return false;
     }
 
-    // Scores of a block in place. A token's keys of all heads are read together, as they lie in memory; those of the
-    // next tokens, and the values, are fetched meanwhile: pages are scattered, and each would begin with a wait.
-    void score(const Task& task, int tokens) {
+    // Scores of a block in place. A token's keys of all heads are read together, as they lie in memory. Values are
+    // fetched beside them, and keys of the next block beside values: pages are scattered, and each would begin with a wait.
+    void score(const Task& task, int tokens, bool is_first) {
         const Field &key = call.key, &value = call.value;
-        for (int i = 0; i < tokens + std::min(STEP, num_next); i++) {
-            int64_t slot = i < tokens ? found[i] : found_next[i - tokens];
-            key_at[i] = key.rows + slot * key.token + task.head * key.head;
-            value_at[i] = value.rows + slot * value.token + task.head * value.head;
+        for (int i = 0; i < tokens; i++) {
+            key_at[i] = key.rows + found[i] * key.token + task.head * key.head;
+            value_at[i] = value.rows + found[i] * value.token + task.head * value.head;
+            next_at[i] = i < num_next ? key.rows + found_next[i] * key.token + task.head * key.head : key_at[i];
         }
+        for (int i = 0; i < tokens && is_first; i++) prefetch(key_at[i], task.heads * key_bytes);
         for (int t = 0; t < tokens; t += STEP)
             for (int head = 0; head < task.heads; head++) {
                 int64_t offset = head * key.head;
-                for (int i = t + STEP; i < std::min(t + 2 * STEP, tokens + num_next); i++) prefetch(key_at[i] + offset, key_bytes);
-                for (int i = t; i < std::min(t + STEP, tokens); i++) prefetch(value_at[i] + head * value.head, value_bytes);
+                Ahead ahead{value_at + t, head * value.head};
                 const float* query = queries + head * m_up * int64_t(dim_up);
                 float* to = scores + head * m_up * int64_t(block) + t;
                 switch (key.format) {
-                case F32: all_dots<float>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block); break;
-                case BF16: all_dots<bf16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block); break;
-                default: all_dots<f16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block);
+                case F32: all_dots<float>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block, ahead); break;
+                case BF16: all_dots<bf16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block, ahead); break;
+                default: all_dots<f16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block, ahead);
                 }
             }
     }
@@ -470,10 +499,11 @@ class Worker {
             return;
         }
         int64_t offset = head * call.value.head;
+        Ahead ahead{next_at, head * call.key.head};
         switch (call.value.format) {
-        case F32: all_weighed<float>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors); break;
-        case BF16: all_weighed<bf16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors); break;
-        default: all_weighed<f16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors);
+        case F32: all_weighed<float>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors, ahead); break;
+        case BF16: all_weighed<bf16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors, ahead); break;
+        default: all_weighed<f16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors, ahead);
         }
     }
 
