@@ -32,6 +32,7 @@ from tests.kernels.bounds_case import check_bounds
 from tests.kernels.native.native_case import check_native
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
+from tests.kernels.triton.test_write import check_write as check_triton_write
 from tests.kernels.triton.triton_case import check_step as check_triton
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
@@ -120,6 +121,9 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         lambda: test_packing.test_layers_with_another_formula_keep_their_own_code("gelu"),
         test_packing.test_another_scale_of_logits_keeps_the_code_around_the_layers,
         test_packing.test_captured_layers_are_kept_of_a_fused_model,
+    ],
+    "triton writes": [
+        lambda name=name: check_triton_write(name, torch.float32) for name in FORMATS if name != "bfloat16"
     ],
     "holds": [check_holds],
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],

@@ -147,3 +147,37 @@ _tasks(
     "stops = np.minimum(firsts + sizes[owners], self.stops[owners])\n        order",
     "stops = np.minimum(firsts + sizes[owners] + 1, self.stops[owners])\n        order",
 )
+
+
+# -- writes
+
+
+def _write(name: str, wrong: str, right_text: str, wrong_text: str) -> None:
+    def apply(patch: Patch) -> None:
+        pytest.importorskip("triton")
+        from quire.kernels.triton import write
+
+        patch.setattr(write, "write_rows", _load("write", name, right_text, wrong_text).write_rows)
+
+    apply.__name__ = name
+    mutant("triton writes", wrong)(apply)
+
+
+_write(
+    "scales_have_no_heads",
+    "the scales of all heads are stored over those of the first",
+    "places = scales + (slot * scale_token)[:, None] + head * scale_head + block[None, :]",
+    "places = scales + (slot * scale_token)[:, None] + 0 * head + block[None, :]",
+)
+_write(
+    "rows_go_to_slots_in_order",
+    "encoded rows are stored in the first slots of the pool, which are other tokens'",
+    "places = rows + (slot * token)[:, None] + head * head_stride + at[None, :]",
+    "places = rows + (row * token)[:, None] + head * head_stride + at[None, :]",
+)
+_write(
+    "a_new_row_is_exact",
+    "on a GPU a token is exact in the step that computes it and rounded after it",
+    "        number = number.to(source.dtype.element_ty)\n",
+    "        number = given\n",
+)

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, LatentFields, PagedField
-from quire.kernels.triton import attention
+from quire.kernels.triton import attention, write
 from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layers import formatted, fp8_row
@@ -57,6 +57,8 @@ CONFIGS = {
     "float32": Config((8, 4), (128, 128), torch.float32),
     "float32-256": Config((4, 2), (256, 256), torch.float32),
     "fp8": Config((8, 4), (128, 128), kv_format=KV_FORMATS["fp8_e4m3"]),
+    "e5m2": Config((8, 4), (128, 128), kv_format=KV_FORMATS["fp8_e5m2"]),
+    "fp4": Config((8, 4), (128, 128), kv_format=KV_FORMATS["fp4_e2m1"]),
     "mxfp8": Config((8, 4), (128, 128), kv_format=KV_FORMATS["mxfp8"]),
     "nvfp4": Config((8, 4), (128, 128), kv_format=KV_FORMATS["nvfp4"]),
     "trees": Config((8, 4), (128, 128), trees=True),
@@ -91,8 +93,8 @@ class _Compiled:
         self._kernel, self._found = kernel, found
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        def launch(**given: Any) -> None:
-            self._found(self._kernel.__name__, self._kernel.warmup(grid=(1,), **given), given)
+        def launch(*first: Any, **given: Any) -> None:
+            self._found(self._kernel.__name__, self._kernel.warmup(*first, grid=(1,), **given), given)
 
         return launch
 
@@ -106,7 +108,7 @@ def _field(name: str, dims: tuple[int, ...], config: Config, kv_format: KVFormat
 
 
 def compile_config(config: Config, found: Callable[[str, Any, dict[str, Any]], None]) -> None:
-    """A step of decodes and chunks, and selected tokens of latents."""
+    """Writes and attention of a step of decodes and chunks, and selected tokens of latents."""
     (kv_heads, group), (first, second) = config.heads, config.dims
     if config.latents:
         fields: Any = LatentFields(
@@ -122,10 +124,14 @@ def compile_config(config: Config, found: Callable[[str, Any, dict[str, Any]], N
     batch = PagedBatch.of(frames, contexts - [1, 100], contexts, config.page_size, parents)
     attention.attend_tasks = _Compiled(attention.attend_tasks, found)
     attention.merge_parts = _Compiled(attention.merge_parts, found)
+    write.write_tiles = _Compiled(write.write_tiles, found)
     kernel = attention.TritonAttention(torch.device("cpu"), programs=264)
     width = first + second if config.latents else first
     query = torch.zeros(101, kv_heads * group, width, dtype=config.dtype)
     sinks = torch.zeros(kv_heads * group)
+    key = fields.parts()[0]
+    new = torch.zeros(101, kv_heads, first, dtype=config.dtype)
+    write.write_rows(key, torch.from_numpy(batch.slots).long(), new[:, 0] if config.latents else new)
     kernel.pages(query, fields.parts(), batch.arrays, scale=0.1, softcap=config.softcap, sinks=sinks)
     if config.latents:
         slots = torch.zeros(101, 2048, dtype=torch.int64)
@@ -146,7 +152,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
 def compiled(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
     """What was compiled of each configuration."""
     triton.runtime.driver.set_active(_Driver(GPUTarget("cuda", capability, 32)))
-    real = attention.attend_tasks, attention.merge_parts
+    real = attention.attend_tasks, attention.merge_parts, write.write_tiles
     for name in names:
         lines: list[dict[str, Any]] = []
 
@@ -171,7 +177,7 @@ def compiled(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
             )
 
         compile_config(CONFIGS[name], found)
-        attention.attend_tasks, attention.merge_parts = real
+        attention.attend_tasks, attention.merge_parts, write.write_tiles = real
         yield from lines
 
 

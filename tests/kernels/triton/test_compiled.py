@@ -20,9 +20,9 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 MOST_SPILLED = 336
 """Bytes of a thread's stack: large tiles of sm_80, whose products have their operands in registers too."""
 
-QUICK = ("plain-128", "latents-64", "fp8")
+QUICK = ("plain-128", "latents-64", "nvfp4")
 SLOW = (
-    *("plain-64", "plain-80", "plain-256", "widths", "widest", "float32", "float32-256", "mxfp8", "nvfp4"),
+    *("plain-64", "plain-80", "plain-256", "widths", "widest", "float32", "float32-256", "fp8", "mxfp8", "e5m2", "fp4"),
     *("trees", "latents", "latents-128", "latents-fp8", "latents-float32"),
 )
 
@@ -42,6 +42,7 @@ def compiled(capability: int, names: tuple[str, ...]) -> list[dict[str, object]]
 def check(capability: int, names: tuple[str, ...]) -> None:
     kernels = compiled(capability, names)
     assert {kernel["config"] for kernel in kernels} == set(names)
+    assert {kernel["kernel"] for kernel in kernels} == {"attend_tasks", "merge_parts", "write_tiles"}
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], f"does not fit: {kernel}"
         assert kernel["stack"] <= MOST_SPILLED, f"spills: {kernel}"
@@ -52,7 +53,7 @@ def check(capability: int, names: tuple[str, ...]) -> None:
             continue
         if kernel["M"] < 64:
             assert kernel["mma"] > 0, f"no tensor cores: {kernel}"
-            assert kernel["stack"] == 0 or kernel["config"] == "nvfp4", f"decode spills: {kernel}"
+            assert kernel["stack"] == 0 or kernel["config"] in ("nvfp4", "fp4"), f"decode spills: {kernel}"
         elif capability == 90:
             assert kernel["wgmma"] > 0, f"no wgmma: {kernel}"
         elif capability == 100:
@@ -65,6 +66,6 @@ def test_sm_90_without_a_gpu():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", list(SHARED))
-@pytest.mark.parametrize("names", [QUICK, SLOW[:5], SLOW[5:9], SLOW[9:]], ids=["quick", "dims", "formats", "latents"])
+@pytest.mark.parametrize("names", [QUICK, SLOW[:5], SLOW[5:11], SLOW[11:]], ids=["quick", "dims", "formats", "latents"])
 def test_every_kind_for_every_architecture(capability, names):
     check(capability, names)

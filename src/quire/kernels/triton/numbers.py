@@ -181,10 +181,12 @@ def _to_e2m1(number):
 def encoded(number, FORMAT: tl.constexpr):
     """Stored bytes of float32 `[N, WIDE]`, already divided by their scales."""
     if FORMAT == E2M1:
-        return _to_e2m1(number)
-    if FORMAT == E4M3:
-        return _to_e4m3(number)
-    return _to_e5m2(number)
+        code = _to_e2m1(number)
+    elif FORMAT == E4M3:
+        code = _to_e4m3(number)
+    else:
+        code = _to_e5m2(number)
+    return code
 
 
 @triton.jit
@@ -195,21 +197,22 @@ def scale_code(blocks, SCALE: tl.constexpr, FORMAT: tl.constexpr):
     largest = tl.max(size, 2)  # sizes are ordered as their bits are
     is_nan = largest >= 0x7F800000
     amax = largest.to(tl.float32, bitcast=True)
+    REACH: tl.constexpr = 6.0 if FORMAT == E2M1 else 448.0
     if SCALE == E8M0:
         least = tl.maximum(largest, 1 << 23)
         if FORMAT == E2M1:
             power = (least >> 23) - 126 - 3 + ((least & 0x7FFFFF) > 0x600000).to(tl.int32)
         else:
             power = (least >> 23) - 126 - 9 + ((least & 0x7FFFFF) > 0x680000).to(tl.int32)
-        return tl.where(is_nan, 255, tl.maximum(power + 127, 0)).to(tl.uint8)
-    if FORMAT == E2M1:
-        scale = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+        code = tl.where(is_nan, 255, tl.maximum(power + 127, 0)).to(tl.uint8)
+    elif SCALE == FLOAT32:
+        scale = tl.div_rn(amax, tl.full(amax.shape, REACH, tl.float32))
+        code = tl.where(is_nan, float("nan"), tl.maximum(scale, 1.1754943508222875e-38))
     else:
-        scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
-    if SCALE == FLOAT32:
-        return tl.where(is_nan, float("nan"), tl.maximum(scale, 1.1754943508222875e-38))
-    least = tl.where(amax > 7.0 / 512, 2.0 / 512, 1.0 / 512)
-    return _to_e4m3(tl.where(is_nan, float("nan"), tl.maximum(scale, least)))
+        scale = tl.div_rn(amax, tl.full(amax.shape, REACH, tl.float32))
+        least = tl.where(amax > 7.0 / 512, 2.0 / 512, 1.0 / 512)
+        code = _to_e4m3(tl.where(is_nan, float("nan"), tl.maximum(scale, least)))
+    return code
 
 
 class StoredField:
