@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.races import Clock, Races, join
+
 DEVICE = torch.device("cuda", 0)
 SOURCE = str(Path(__file__).parents[1] / "src" / "quire")
 POISON = 0x7F
@@ -100,12 +102,13 @@ class Noted:
 
 
 class FakeStream:
-    """A stream: work that is done when the host waits for it."""
+    """A stream: work that is done when the host waits for it. `clock` is what its next work follows."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.number = next(_numbers)
         self.pending: list[Callable[[], None]] = []
         self.done = 0
+        self.clock: Clock = {}
 
     def reach(self, end: int) -> None:
         """Do the work up to number `end`."""
@@ -116,6 +119,7 @@ class FakeStream:
 
     def synchronize(self) -> None:
         FakeCuda.current().note("stream.synchronize")
+        FakeCuda.current().races.join_host(self.clock)
         self.reach(len(self.pending))
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -125,6 +129,7 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         self.pending.append(event.reach)
+        join(self.clock, event.clock)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
@@ -137,10 +142,12 @@ class FakeEvent:
 
     def __init__(self, **_: Any) -> None:
         self._at: tuple[FakeStream, int] | None = None
+        self.clock: Clock = {}
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or FakeCuda.current().stream
         self._at = stream, len(stream.pending)
+        self.clock = dict(stream.clock)
 
     def reach(self) -> None:
         if self._at is not None:
@@ -151,6 +158,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         FakeCuda.current().note("event.synchronize")
+        FakeCuda.current().races.join_host(self.clock)
         self.reach()
 
 
@@ -165,10 +173,12 @@ class FakeCuda:
     def __init__(self) -> None:
         self.noted: list[Noted] = []
         self._watching = threading.local()
-        self._pinned: list[tuple[int, int, Tensor]] = []
+        self._pinned: dict[int, Tensor] = {}  # by address; none is freed, so that no address means two things
+        self._registered: list[tuple[int, int]] = []
         self._default = FakeStream()
         self._of_thread = threading.local()
         self.num_copies = 0  # to the device, while watched
+        self.races = Races()
 
     @classmethod
     def current(cls) -> FakeCuda:
@@ -254,7 +264,7 @@ class FakeCuda:
         target = _target(function, args, kwargs)
         if kwargs.get("pin_memory"):
             made = function(*args, **{**kwargs, "pin_memory": False})
-            self._pinned.append((made.data_ptr(), made.data_ptr() + made.nbytes, made))
+            self._pinned[made.untyped_storage().data_ptr()] = made
             return made
         if not on_device and target is not DEVICE:
             return function(*args, **kwargs)
@@ -266,6 +276,7 @@ class FakeCuda:
         if packet in _COPIES and (crossed := self._cross(packet, args, kwargs, target)) is not None:
             return crossed[0]
         self._check(packet, args, tensors, on_device)
+        self.races.operator(self.stream, function, args, kwargs)
         inner = {id(each.inner): each for each in on_device}
         bare = tree_map(_bare, args)
         if packet is _aten.histc and not bare[0].is_floating_point():  # which only CUDA has
@@ -295,6 +306,7 @@ class FakeCuda:
             if isinstance(into, OnDevice) == isinstance(source, OnDevice):
                 return None
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            self.races.copy(self.stream, into, source)
             if isinstance(into, OnDevice):
                 self._sent(source, waits)
                 into.inner.copy_(source)
@@ -307,6 +319,7 @@ class FakeCuda:
         waits = not _asks(args, kwargs)
         kept = {name: value for name, value in kwargs.items() if name == "dtype" and value is not None}
         dtype = next((each for each in [*args[1:], *kept.values()] if isinstance(each, torch.dtype)), source.dtype)
+        self.races.copy(self.stream, None, source)
         if target is DEVICE:
             self._sent(source, waits)
             return (OnDevice(source.detach().clone().to(dtype)),)
@@ -338,6 +351,7 @@ class FakeCuda:
         if waits or not self._is_pinned(into):
             self.note("a copy to the host that waits")
             self.stream.reach(len(self.stream.pending))
+            self.races.join_host(self.stream.clock)
             into.copy_(source.inner)
             return
         value = source.inner.detach().clone()
@@ -346,10 +360,12 @@ class FakeCuda:
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         at = tensor.data_ptr()
-        return any(start <= at < stop for start, stop, _ in self._pinned)
+        return tensor.untyped_storage().data_ptr() in self._pinned or any(
+            start <= at < stop for start, stop in self._registered
+        )
 
     def _register(self, address: int, num_bytes: int, flags: int) -> int:
-        self._pinned.append((address, address + num_bytes, torch.empty(0)))
+        self._registered.append((address, address + num_bytes))
         return 0
 
 

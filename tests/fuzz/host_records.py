@@ -35,6 +35,8 @@ class HostRecords:
     frames by group, `loaded` those of all.
     """
 
+    queues = False
+
     def __init__(self, plan: MemoryPlan, keys: PageKeys, frames: Sequence[int]) -> None:
         self._keys = keys
         self._carried = [reach_of(group.reach, plan.page_size).in_place for group in plan.groups]

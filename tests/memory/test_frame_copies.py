@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.memory.frame_copies import FrameCopies, StagedFrames
+from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES, check_record
@@ -135,31 +135,6 @@ def test_layouts_of_odd_sizes_and_frames_in_any_order(
     layout: PageLayout, order: tuple[list[int], list[int]], seed: int
 ) -> None:
     check_round_trip("odd", layout, order, seed)
-
-
-@settings(max_examples=60, deadline=None)
-@given(odd_layouts(), orders(), st.booleans())
-def test_staged_frames_are_the_same_bytes(
-    layout: PageLayout, order: tuple[list[int], list[int]], by_layer: bool
-) -> None:
-    """What an accelerator's frames go through, with ordinary memory as the device, in batches of one and of all."""
-    rng = np.random.default_rng(1)
-    device, records = ids(order[0]), ids(order[1])
-    with both(layout) as (first, second, host):
-        fill(first, rng)
-        FrameCopies([first], host).to_host(0, device, records)
-        expected = host.rows(0).copy()
-        host.rows(0)[:, HEADER_BYTES:] = 0
-        staged = StagedFrames(first, host.rows(0))
-        if by_layer:
-            staged._batch = 1
-        staged.to_host(device, records)
-        assert np.array_equal(host.rows(0), expected)
-        back = StagedFrames(second, host.rows(0))
-        for layer in FrameCopies([second], host).layers() if by_layer else (None,):
-            back.to_device(device, records, layer)
-        layers = {layer for field in layout.fields for layer in field.layers}
-        assert_frames(pieces_of(second), pieces_of(first), {int(f): int(f) for f in device}, layers, "staged")
 
 
 def test_groups_have_records_of_their_own() -> None:

@@ -31,6 +31,8 @@ class ArrayCopies:
     """Group g has the layers `owned[g]`, of `widths[g]` bytes each. A record is 16 bytes of digest and the payload, in
     rows a little longer than that. `log` has every call; a call named in `failing` raises; one in `held` waits."""
 
+    queues = False
+
     def __init__(
         self,
         owned: Sequence[Sequence[int]] = ((0, 2), (1,)),

@@ -20,6 +20,7 @@ from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_opti
 from quire.engine.device import free_bytes, open_device
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
+from quire.engine.frame_staging import ComputeStream
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
 from quire.engine.runner import Launched, ModelRunner
 from quire.engine.sampler import Sampler
@@ -106,7 +107,10 @@ class EngineCore:
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
-        self.tiers = EngineTiers(config, self.plan, self.pools, storage, host) if host is not None else None
+        self.compute = ComputeStream(self.device) if self.device.type == "cuda" else None
+        self.tiers: EngineTiers | None = None
+        if host is not None:
+            self.tiers = EngineTiers(config, self.plan, self.pools, storage, host, self.compute)
         self.wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
             if self.tiers is not None:
@@ -151,7 +155,7 @@ class EngineCore:
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
-        where = (self.device, self.pools, self.latents, self.backend)
+        where = (self.device, self.pools, self.latents, self.backend, self.compute)
         self.runner = ModelRunner(self.model, self.cache, self._sampler(), *where)
         self.scheduler = Scheduler(
             self.cache,

@@ -14,6 +14,7 @@ from quire.cache import KVCache, RunningBatch
 from quire.cache.running import Lengths, Rows
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
+from quire.engine.frame_staging import ComputeStream
 from quire.engine.hisparse import HostedLatents
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
@@ -98,6 +99,7 @@ class ModelRunner:
         pools: tuple[Pool, ...],
         latents: HostedLatents | None = None,
         backend: AttentionBackend = DEFAULT,
+        compute: ComputeStream | None = None,
     ) -> None:
         self.drafter: ModelDrafter | HeadDrafter | None = None
         """What follows each step on the same pages."""
@@ -105,6 +107,7 @@ class ModelRunner:
         self._cache = cache
         self._sampler = sampler
         self._device = device
+        self._compute = compute
         self.pools = pools
         self.backend = backend
         self._hisparse = hisparse = latents.coordinator if latents is not None else None
@@ -123,6 +126,7 @@ class ModelRunner:
         """Start a step. `previous` is the step in flight, whose tokens this one may continue."""
         began = time.perf_counter()
         fence = self._cache.open_fence()
+        self._mark()
         try:
             loads = self._loads(step)
             waits = not all(load.done for load in loads)
@@ -178,6 +182,12 @@ class ModelRunner:
                 move_rows(pool, batch.slots[sources], batch.slots[targets])
             if self.drafter is not None:
                 self.drafter.moved(launched.step, sources, targets)
+            self._mark()
+
+    def _mark(self) -> None:
+        """Copies between tiers follow what was launched until now, but for steps in flight."""
+        if self._compute is not None:
+            self._compute.mark()
 
     def _loads(self, step: Step) -> tuple[Transfer, ...]:
         """Loads to the device that are in flight for the requests of a step."""

@@ -12,6 +12,7 @@ import torch
 
 from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
+from quire.engine.frame_staging import ComputeStream, FrameStaging
 from quire.engine.hisparse import HostedLatents, warn_of_loss
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.engine.runner import build_pools
@@ -67,7 +68,8 @@ def _tier_memory(config: EngineConfig, plan: MemoryPlan, device: torch.device, p
 
 
 class EngineTiers:
-    """Owns `host`, the mover's threads and the store, until `close`. If it raises, the caller still owns the store."""
+    """Owns `host`, the mover's threads and the store, until `close`. If it raises, the caller still owns the store.
+    Copies run beside the steps on `compute`, if the device has streams."""
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class EngineTiers:
         pools: Sequence[Pool],
         storage: Storage,
         host: HostPool,
+        compute: ComputeStream | None = None,
         *,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,7 +89,8 @@ class EngineTiers:
             record_bytes = tuple(self.host.format(group).num_bytes for group in range(len(frames)))
             sized = config.model_copy(update={"storage_size": storage.num_bytes})
             self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self.host.num_bytes)
-            self.mover = ThreadMover(FrameCopies(pools, self.host), self.store)
+            staged = None if compute is None else FrameStaging(compute).frames
+            self.mover = ThreadMover(FrameCopies(pools, self.host, staged, queues=staged is not None), self.store)
             undo.pop_all()
         self.break_even = BreakEven(seconds, on_change=_log_link)
         self.settings = TierSettings(

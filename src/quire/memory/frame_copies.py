@@ -6,9 +6,8 @@ piece, the entries of a layer, for each frame, field and layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from torch import Tensor
 from quire.memory.host_pool import HostPool
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
-from quire.memory.record import HEADER_BYTES, Rows
+from quire.memory.record import HEADER_BYTES, QueuedCopy, Rows
 from quire.spec.ids import Ids
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,22 +26,34 @@ _SMALL_PIECE = 8 * 2**10
 """Bytes. Long pieces are copied by numpy, which writes without reading the target first, and short ones by torch, whose
 loop costs less per piece."""
 
-_STAGE_BYTES = 32 * 2**20
+
+class GroupCopies(Protocol):
+    """Copies of one group. Its methods are those of `FrameCopies`."""
+
+    def to_host(self, device_frames: Ids, host_frames: Ids) -> None: ...
+
+    def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> QueuedCopy | None: ...
+
+
+Frames = Callable[[Pool, Rows], GroupCopies]
 
 
 class FrameCopies:
     """Copies between `pools[i]`, the device's frames of the group at index i, and the records of that group in `host`.
     Its methods are those of `Copies`. Calls let other threads run meanwhile. Two calls at once may share a frame only
     if both read it. Frame 0 is never copied. A call is fastest if frames that are neighbours on the device are also
-    neighbours on the host."""
+    neighbours on the host. `frames` makes what copies the frames of a pool and records; by default the device is the
+    CPU. `queues`: it copies to the device on a stream of its own."""
 
-    def __init__(self, pools: Sequence[Pool], host: HostPool) -> None:
+    def __init__(
+        self, pools: Sequence[Pool], host: HostPool, frames: Frames | None = None, *, queues: bool = False
+    ) -> None:
         self._pools = tuple(pools)
         self._host = host
+        self.queues = queues
+        of = frames or HostedFrames
         self._copies = [
-            (HostedFrames if pool.device.type == "cpu" else StagedFrames)(pool, host.rows(group))
-            if not isinstance(pool, HostedPool)
-            else None  # its frames are the records
+            of(pool, host.rows(group)) if not isinstance(pool, HostedPool) else None  # its frames are the records
             for group, pool in enumerate(pools)
         ]
         for group, pool in enumerate(pools):
@@ -62,10 +73,12 @@ class FrameCopies:
         if (copies := self._copies[group]) is not None:
             copies.to_host(device_frames, host_frames)
 
-    def to_device(self, group: int, device_frames: Ids, host_frames: Ids, layer: int | None = None) -> None:
+    def to_device(
+        self, group: int, device_frames: Ids, host_frames: Ids, layer: int | None = None
+    ) -> QueuedCopy | None:
         self._check(group, device_frames, host_frames)
-        if (copies := self._copies[group]) is not None:
-            copies.to_device(device_frames, host_frames, layer)
+        copies = self._copies[group]
+        return None if copies is None else copies.to_device(device_frames, host_frames, layer)
 
     def seal(self, group: int, host_frames: Ids, keys: Sequence[bytes]) -> None:
         self._host.format(group).seal(self._host.rows(group), host_frames, keys)
@@ -94,7 +107,7 @@ class HostedFrames:
     def __init__(self, pool: Pool, rows: Rows) -> None:
         self._all: list[tuple[_Side, _Side]] = []  # on the device and on the host
         self._of_layer: dict[int, list[tuple[_Side, _Side]]] = {}
-        for layers, offset, pieces in _fields(pool):
+        for layers, offset, pieces in fields_of(pool):
             num_layers, _, size = pieces.shape
             host = rows[:, offset : offset + num_layers * size].reshape(len(rows), num_layers, size)
             assert np.shares_memory(host, rows)
@@ -103,17 +116,17 @@ class HostedFrames:
                 self._of_layer.setdefault(layer, []).append(_sides(pieces.numpy()[index], host[:, index]))
 
     def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
-        runs = _runs(device_frames, host_frames)
+        runs = runs_of(device_frames, host_frames)
         for device, host in self._all:
             _copy(device, host, runs)
 
     def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
-        runs = _runs(host_frames, device_frames)
+        runs = runs_of(host_frames, device_frames)
         for device, host in self._all if layer is None else self._of_layer.get(layer, []):
             _copy(host, device, runs)
 
 
-def _fields(pool: Pool) -> Iterator[tuple[tuple[int, ...], int, Tensor]]:
+def fields_of(pool: Pool) -> Iterator[tuple[tuple[int, ...], int, Tensor]]:
     """Per field: its layers, its offset in a record, and its pieces, uint8 `[layers, frames, bytes]`, a view."""
     offset = HEADER_BYTES
     for field, tensor in pool.tensors:
@@ -140,7 +153,7 @@ def _copy(source: _Side, target: _Side, runs: Sequence[tuple[int, int, int]]) ->
             target.pieces[start : start + count] = source.pieces[first : first + count]
 
 
-def _runs(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
+def runs_of(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
     """`(first source, first target, count)` of runs that ascend by one on both sides."""
     if not len(sources):
         return []
@@ -158,73 +171,3 @@ def _runs(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
 def _breaks(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     found: npt.NDArray[np.int64] = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     return found
-
-
-class StagedFrames:
-    """Copies of one group whose device is not the host. Its methods are those of `FrameCopies`.
-
-    A batch of frames is gathered into (or scattered from) a buffer `[frames, bytes]` on the device. Each batch crosses
-    in one asynchronous copy on a stream of its own, which first waits for the caller's stream. Copies overlap only if
-    `rows` are pinned. Tests run the gathering on the CPU; the streams have not run on a GPU yet.
-    """
-
-    def __init__(self, pool: Pool, rows: Rows) -> None:
-        self._device = pool.device
-        self._fields = list(_fields(pool))
-        size = HEADER_BYTES + pool.layout.bytes_per_frame
-        self._rows = torch.from_numpy(rows)[:, :size]
-        self._batch = max(1, _STAGE_BYTES // size)
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
-        with self._on_stream():
-            for device, host in self._batches(device_frames, host_frames):
-                gathered = [
-                    pieces.index_select(1, device).transpose(0, 1).reshape(len(host), -1)
-                    for _, _, pieces in self._fields
-                ]
-                staged = torch.cat(gathered, dim=1)
-                for index, frame in enumerate(host):
-                    self._rows[frame, HEADER_BYTES:].copy_(staged[index], non_blocking=True)
-
-    def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> None:
-        with self._on_stream():
-            for device, host in self._batches(device_frames, host_frames):
-                for start, pieces in self._wanted(layer):
-                    size = pieces.shape[0] * pieces.shape[2]
-                    staged = torch.empty((len(host), size), dtype=torch.uint8, device=self._device)
-                    for index, frame in enumerate(host):
-                        staged[index].copy_(self._rows[frame, start : start + size], non_blocking=True)
-                    pieces.index_copy_(1, device, staged.view(len(host), pieces.shape[0], -1).transpose(0, 1))
-
-    def _wanted(self, layer: int | None) -> Iterator[tuple[int, Tensor]]:
-        """Offset in a record, and pieces `[layers, frames, bytes]`, of each field, for all layers or one."""
-        for layers, offset, pieces in self._fields:
-            if layer is None:
-                yield offset, pieces
-            elif layer in layers:
-                index = layers.index(layer)
-                yield offset + index * pieces.shape[2], pieces[index : index + 1]
-
-    def _batches(self, device_frames: Ids, host_frames: Ids) -> Iterator[tuple[Tensor, list[int]]]:
-        for start in range(0, len(host_frames), self._batch):
-            chosen = slice(start, start + self._batch)
-            device = torch.from_numpy(np.asarray(device_frames[chosen], dtype=np.int64)).to(self._device)
-            yield device, host_frames[chosen].tolist()
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            # Also after an error: rows must not be reused while a queued copy writes them.
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-            done.synchronize()

@@ -21,6 +21,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,17 @@ from quire.spec.record_size import HEADER_BYTES as HEADER_BYTES
 
 Rows = npt.NDArray[np.uint8]
 """Records in memory: uint8 `[num_frames + 1, stride]`, C-contiguous. Row i holds the record of frame i."""
+
+
+class QueuedCopy(Protocol):
+    """A copy of records to the device that runs beside the steps there."""
+
+    def order(self) -> None:
+        """What steps compute from now on follows it. The host does not wait."""
+
+    def wait(self) -> None:
+        """The host waits until it is complete."""
+
 
 _MAGIC = b"QUR1"
 _HEAD = struct.Struct("<4sHHQ16s")

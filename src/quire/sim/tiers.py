@@ -194,6 +194,8 @@ class SimulatedCopies(Copies):
     """Copies between `frames` of a simulated device, by group, and `host_frames` records of each group, which have
     `record_bytes` on a real device. Without `frames`, in a replay without checks, records have a header only."""
 
+    queues = False
+
     def __init__(
         self, frames: Sequence[Frames] | None, host_frames: Sequence[int], record_bytes: Sequence[int]
     ) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from graphlib import TopologicalSorter
 
 from quire.errors import InvalidInput
+from quire.memory.record import QueuedCopy
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.tombstones import delete_scope, tombstones_over
@@ -72,12 +73,24 @@ class TransferExecutor:
         """Copy the pages before the first that is corrupt in any group; later ones are corrupt or missing."""
         copies, whole = self._copies, transfer.units
         found = [copies.defects(units.group, units.host, units.pages) for units in whole]
-        is_good = transfer.are_good = not any(map(any, found))
+        is_good = not any(map(any, found))
         ends = [len(units) for units in whole] if is_good else _ends_before_corruption(whole, found)
         transfer.defects = tuple(
             (*defects[:end], *(defect or MISSING for defect in defects[end:]))
             for defects, end in zip(found, ends, strict=True)
         )
+        if copies.queues:
+            yield from self._queue(transfer, ends, is_good)
+        else:
+            yield from self._copy(transfer, ends, is_good)
+        if is_good:
+            copied = [units for units in whole if not units.in_place]
+            transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in copied)
+
+    def _copy(self, transfer: Transfer, ends: Sequence[int], is_good: bool) -> Iterator[None]:
+        """Layer by layer, which steps follow."""
+        copies, whole = self._copies, transfer.units
+        transfer.are_good = is_good
         yield
         for layer in copies.layers():
             for units, end in zip(whole, ends, strict=True):
@@ -86,9 +99,24 @@ class TransferExecutor:
             if is_good:
                 transfer.announce_layer(layer)
             yield
-        if is_good:
-            copied = [units for units in whole if not units.in_place]
-            transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in copied)
+
+    def _queue(self, transfer: Transfer, ends: Sequence[int], is_good: bool) -> Iterator[None]:
+        """All layers beside the steps, which may be launched when all copies are queued."""
+        queued: list[QueuedCopy] = []
+        try:
+            for units, end in zip(transfer.units, ends, strict=True):
+                if end and not units.in_place:
+                    copy = self._copies.to_device(units.group, units.device[:end], units.host[:end], None)
+                    queued += [copy] if copy is not None else []
+            if is_good:
+                transfer.queued = tuple(queued)
+                for layer in self._copies.layers():
+                    transfer.announce_layer(layer)
+                transfer.are_good = True
+                yield
+        finally:
+            for copy in queued:
+                copy.wait()
 
     # -- between host and store
 

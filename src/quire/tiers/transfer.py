@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import MoveFailed, QuireError
+from quire.memory.record import QueuedCopy
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
 
@@ -158,6 +159,7 @@ class Transfer:
     over: bool = False  # no piece is left
     are_good: bool = False  # LOAD: all records
     kept_pages: int = 0  # pages that a stopped transfer still moves
+    queued: Sequence[QueuedCopy] = ()  # LOAD: copies that no step follows yet
     is_driven: bool = False  # `wait_layer` itself does the pieces up to its layer
     _raised: str = ""
     _arrived: set[int] = field(default_factory=set)
@@ -187,13 +189,17 @@ class Transfer:
         self.stopping = True
 
     def wait_layer(self, layer: int) -> None:
-        """Wait for the bytes of one layer. Raises MoveFailed if they will not arrive."""
+        """Wait for the bytes of one layer, or let what is computed from now on follow copies that are queued. Raises
+        MoveFailed if they will not arrive."""
         while self.is_driven and not self.done and layer not in self._arrived:
             self.advance()
             if self.over:
                 self.end()
         with self._changed:
             self._changed.wait_for(lambda: self.done or self.error or layer in self._arrived)
+        queued, self.queued = self.queued, ()
+        for copy in queued:
+            copy.order()
         if self.error or (self.done and not self.is_whole):
             wrong = [defect for defects in self.defects for defect in defects if defect]
             raise MoveFailed(self.error or f"a {self.lane} was given up: {wrong[0]}.")
@@ -254,8 +260,11 @@ class Copies(Protocol):
     def to_host(self, group: int, device: Ids, host: Ids, /) -> None:
         """Copy whole frames; returns when the copy is complete. The headers are wrong until `seal`."""
 
-    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None, /) -> None:
-        """Copy one layer of frames, or all (None); returns when the copy is complete. A group may lack the layer."""
+    queues: bool
+    """Whether `to_device` queues copies of all layers, and returns before they are complete."""
+
+    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None, /) -> QueuedCopy | None:
+        """Copy one layer of frames, or all (None). A group may lack the layer."""
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes], /) -> None:
         """Write the headers, with these keys, of records whose payload is complete."""

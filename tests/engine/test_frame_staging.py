@@ -1,0 +1,276 @@
+"""Copies between tiers beside the steps of a device: the same bytes, and no race, whatever stream the steps run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cache.request_kv import RequestKV
+from quire.engine.core import EngineCore
+from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedFrames
+from quire.engine.runner import Launched
+from quire.kernels.batch import PagedBatch
+from quire.memory.frame_copies import FrameCopies
+from quire.memory.host_pool import HostPool
+from quire.memory.pool import Pool
+from quire.memory.record import HEADER_BYTES
+from quire.models.hf import LoadedModel
+from quire.scheduler.step import Step
+from quire.spec.group import GroupSpec
+from quire.spec.ids import Ids
+from quire.spec.layout import DType, Field, PageLayout
+from quire.tiers.mover import ThreadMover
+from quire.tiers.transfer import Transfer
+from quire.upload import to_device
+from tests.engine.running import run
+from tests.engine.test_fake_cuda import on_device, ours, watched
+from tests.engine.tiered import GREEDY, OTHERS, PROMPTS, case_of, small
+from tests.fake_cuda import FakeCuda, FakeStream
+from tests.memory.test_frame_copies import FRAMES, fill, ids, odd_layouts, orders
+
+CUDA = torch.device("cuda")
+
+
+@settings(max_examples=40, deadline=None)
+@given(odd_layouts(), orders(), st.booleans())
+def test_staged_frames_are_the_same_bytes(
+    layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool
+) -> None:
+    """There and back, in batches of one and of all, beside what an engine on the CPU writes."""
+    device, records, group = ids(order[0]), ids(order[1]), GroupSpec(name="g", layout=layout)
+    with FakeCuda().installed() as cuda:
+        plain = Pool(layout, FRAMES, device="cpu")
+        fill(plain, np.random.default_rng(1))
+        pools = [Pool(layout, FRAMES, device=CUDA) for _ in range(2)]
+        for (_, tensor), (_, source) in zip(pools[0].tensors, plain.tensors, strict=True):
+            tensor.copy_(source)
+        with (
+            closing(HostPool([group], [FRAMES])) as expected,
+            closing(HostPool([group], [FRAMES], pinned=True)) as host,
+        ):
+            FrameCopies([plain], expected).to_host(0, device, records)
+            staging = FrameStaging(ComputeStream(CUDA))
+            for pool in pools:
+                copies = FrameCopies([pool], host, staging.frames, queues=True)
+                frames: Any = copies._copies[0]
+                frames._batch = 1 if one_by_one else frames._batch
+                if pool is pools[0]:
+                    copies.to_host(0, device, records)
+                    end = HEADER_BYTES + layout.bytes_per_frame
+                    found, wanted = (pool.rows(0)[order[1], HEADER_BYTES:end] for pool in (host, expected))
+                    assert np.array_equal(found, wanted)
+                else:
+                    queued = copies.to_device(0, device, records)
+                    assert queued is not None
+                    queued.wait()
+        for (_, tensor), (_, source) in zip(pools[1].tensors, plain.tensors, strict=True):
+            there = tensor.inner.view(torch.uint8)
+            assert torch.equal(there[:, order[0]], source.view(torch.uint8)[:, order[0]])
+            others = sorted({*range(FRAMES + 1)} - {*order[0]})
+            assert not there[:, others].any()
+        assert cuda.noted == []
+
+
+@contextmanager
+def handing_on(cuda: FakeCuda) -> Iterator[None]:
+    """Threads of movers know the device. What a thread has waited for is known to another one only from the moment at
+    which it hands a transfer on: submitted, announced, checked or ended."""
+    races, known = cuda.races, {}
+    real = {name: getattr(Transfer, name) for name in ("advance", "announce_layer", "end", "wait_layer")}
+    submit, finished, threads = ThreadMover.submit, ThreadMover.finished, ThreadMover._run
+    ready = RequestKV.is_ready.fget
+
+    def handed(transfer: Transfer) -> dict[int, int]:
+        return known.setdefault(id(transfer), (transfer, {}))[1]
+
+    def wrapped(name: str, *, gives: bool, takes: bool) -> Any:
+        def call(transfer: Transfer, *args: Any) -> Any:
+            if takes:
+                races.join_host(handed(transfer))
+            if name == "wait_layer" and not transfer.done and args[0] not in transfer._arrived:
+                cuda.note("the host waits for a load")
+            if gives:
+                handed(transfer).update(races.host)
+            found = real[name](transfer, *args)
+            if takes:
+                races.join_host(handed(transfer))
+            return found
+
+        return call
+
+    def submits(mover: ThreadMover, transfer: Transfer) -> bool:
+        handed(transfer).update(races.host)
+        return submit(mover, transfer)
+
+    def finishes(mover: ThreadMover) -> list[Transfer]:
+        ended = finished(mover)
+        for transfer in ended:
+            races.join_host(handed(transfer))
+        return ended
+
+    def is_ready(kv: RequestKV) -> bool:
+        for transfer in kv.loads:
+            if transfer.done:  # it says so when the mover has waited
+                races.join_host(handed(transfer))
+        return ready(kv)
+
+    def runs(mover: ThreadMover, channel: Any) -> None:
+        with cuda.entered():
+            threads(mover, channel)
+
+    changes = {
+        "advance": wrapped("advance", gives=False, takes=True),
+        "announce_layer": wrapped("announce_layer", gives=True, takes=False),
+        "end": wrapped("end", gives=True, takes=False),
+        "wait_layer": wrapped("wait_layer", gives=False, takes=True),
+    }
+    with (
+        patch.multiple(Transfer, **changes),
+        patch.multiple(ThreadMover, submit=submits, finished=finishes, _run=runs),
+        patch.object(RequestKV, "is_ready", property(is_ready)),
+    ):
+        yield
+
+
+def seals(cuda: FakeCuda) -> Any:
+    """Seals and checks of records are accesses of the host."""
+    seal, defects = FrameCopies.seal, FrameCopies.defects
+
+    def noted(real: Any, *, writes: bool) -> Any:
+        def call(copies: FrameCopies, group: int, host: Ids, keys: Any) -> Any:
+            for frame in host.tolist():
+                row = torch.from_numpy(copies.rows(group)[frame : frame + 1])
+                cuda.races.by_host(row, "a check of the host", writes=writes)
+            return real(copies, group, host, keys)
+
+        return call
+
+    return patch.multiple(FrameCopies, seal=noted(seal, writes=True), defects=noted(defects, writes=False))
+
+
+def tiered_on(model: LoadedModel, cuda: FakeCuda, **settings: Any) -> EngineCore:
+    """A starved engine with host memory, whose pools and records are watched."""
+    core = small(model, device="cuda", attention_backend="torch", host=8.0, **settings)
+    for pool in core.pools:
+        for layout, tensor in pool.tensors:
+            cuda.races.watch_frames(f"{layout.name} of frame", tensor)
+    assert core.tiers is not None
+    for group in range(len(core.pools)):
+        cuda.races.watch_rows("record", core.tiers.host.rows(group))
+    return core
+
+
+def check_tiers(name: str = "llama_gqa") -> None:
+    """Prompts that push each other off the device and come back, on a stream that is not the default one."""
+    case, cuda = case_of(name), FakeCuda()
+    with cuda.installed(), handing_on(cuda), seals(cuda), torch.cuda.stream(FakeStream()), watched(cuda):
+        core = tiered_on(on_device(name), cuda)
+        try:
+            for prompts, expected in (
+                (PROMPTS, case.expected),
+                (OTHERS, case.others),
+                (PROMPTS[1:3], case.expected[1:3]),
+            ):
+                assert run(core, prompts, GREEDY, str(len(prompts))) == expected
+        finally:
+            found = core.statistics()
+            core.close()
+    assert found["tiers"]["loaded_bytes"] > 0 and found["tiers"]["saved_bytes"] > 0
+    assert cuda.races.accesses > 1000
+    assert cuda.races.found == []
+    assert ours(cuda) == []
+
+
+def test_engines_over_tiers_have_no_race() -> None:
+    check_tiers()
+
+
+@contextmanager
+def staged(cuda: FakeCuda) -> Iterator[tuple[ComputeStream, FrameCopies, Pool, HostPool]]:
+    """A pool and records of six frames, watched, and copies between them beside a stream that is not the default."""
+    layout = PageLayout(2, (Field(name="k", shape=(8,), dtype=DType.FLOAT32, layers=(0, 1)),))
+    with cuda.installed(), torch.cuda.stream(FakeStream()):
+        compute, pool = ComputeStream(CUDA), Pool(layout, 6, device=CUDA)
+        with closing(HostPool([GroupSpec(name="g", layout=layout)], [6], pinned=True)) as host:
+            cuda.races.watch_frames("k of frame", pool.tensors[0][1])
+            cuda.races.watch_rows("record", host.rows(0))
+            yield compute, FrameCopies([pool], host, FrameStaging(compute).frames, queues=True), pool, host
+
+
+def write(pool: Pool, frame: int, value: float) -> None:
+    """As a step does."""
+    pool.tensors[0][1].index_copy_(1, to_device(np.array([frame]), CUDA), torch.full((2, 1, 2, 8), value, device=CUDA))
+
+
+def check_marks() -> None:
+    """Copies follow what was launched before the mark, and only that."""
+    for marks in (True, False):
+        cuda = FakeCuda()
+        with staged(cuda) as (compute, copies, pool, host):
+            write(pool, 2, 1.0)
+            if marks:
+                compute.mark()
+            write(pool, 3, 2.0)
+            copies.to_host(0, ids([2]), ids([4]))
+            assert (host.rows(0)[4, HEADER_BYTES : HEADER_BYTES + 128].view(np.float32) == 1.0).all()
+        assert (cuda.races.found == []) is marks
+
+
+def check_loads() -> None:
+    """What is computed from a frame follows the load of it, and the host follows a copy that failed."""
+    for follows in (True, False):
+        cuda = FakeCuda()
+        with staged(cuda) as (_, copies, pool, host):
+            queued = copies.to_device(0, ids([5]), ids([1]))
+            assert queued is not None
+            if follows:
+                queued.order()
+            pool.tensors[0][1].index_select(1, to_device(np.array([5]), CUDA))
+        assert (cuda.races.found == []) is follows
+    cuda = FakeCuda()
+    with staged(cuda) as (_, copies, pool, host):
+        views = StagedFrames._views
+        with patch.object(StagedFrames, "_views", side_effect=MemoryError), pytest.raises(MemoryError):
+            copies.to_device(0, ids([5, 6]), ids([1, 2]))
+        assert StagedFrames._views is views
+        cuda.races.by_host(torch.from_numpy(host.rows(0)[1:3]), "another load", writes=True)
+    assert cuda.races.found == []
+
+
+def check_moves() -> None:
+    """A save follows drafts that were moved, for which the host does not wait."""
+    cuda = FakeCuda()
+    with cuda.installed(), handing_on(cuda), torch.cuda.stream(FakeStream()):
+        core = tiered_on(on_device("llama_gqa"), cuda)
+        try:
+            launched: list[Launched] = []
+            launch = core.runner.launch
+
+            def noted(step: Step, previous: Launched | None) -> Launched:
+                launched.append(launch(step, previous))
+                return launched[-1]
+
+            with patch.object(core.runner, "launch", noted):
+                run(core, PROMPTS[:1], GREEDY)
+            batch = launched[0].batches[0]
+            assert isinstance(batch, PagedBatch)
+            core.runner.move(launched[0], np.array([0]), np.array([1]))
+            assert core.tiers is not None
+            copies: Any = core.tiers.mover._executor._copies
+            copies.to_host(0, batch.slots[1:2] // batch.page_size, ids([1]))
+        finally:
+            core.close()
+    assert cuda.races.found == []
+
+
+@pytest.mark.parametrize("check", [check_marks, check_loads, check_moves])
+def test_what_copies_follow(check: Callable[[], None]) -> None:
+    check()

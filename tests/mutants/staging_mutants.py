@@ -1,0 +1,90 @@
+"""Mistakes of copies between tiers that run beside the steps of a device: each is an order that is not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy
+from quire.engine.runner import ModelRunner
+from quire.tiers.executor import TransferExecutor
+from quire.tiers.transfer import Transfer
+from tests.mutants.mutants import Patch, mutant
+
+
+@mutant("staging", "a step reads pages that are still being loaded")
+def steps_do_not_follow_loads(patch: Patch) -> None:
+    patch.setattr(StagedCopy, "order", lambda self: None)
+
+
+@mutant("staging", "a load counts as done while it is queued, and later steps read its pages too early")
+def loads_are_done_when_they_are_queued(patch: Patch) -> None:
+    patch.setattr(StagedCopy, "wait", lambda self: None)
+
+
+@mutant("staging", "a save takes what a page had before its drafts were moved")
+def copies_do_not_follow_steps(patch: Patch) -> None:
+    patch.setattr(ComputeStream, "mark", lambda self: None)
+
+
+@mutant("staging", "a page is saved before the drafts that were accepted have been moved into it")
+def moved_drafts_are_not_marked(patch: Patch) -> None:
+    real = ModelRunner.move
+
+    def move(self: ModelRunner, *given: object) -> None:
+        with Patch.context() as inside:
+            inside.setattr(ModelRunner, "_mark", lambda self: None)
+            real(self, *given)  # type: ignore[arg-type]
+
+    patch.setattr(ModelRunner, "move", move)
+
+
+@mutant("staging", "tiers wait for the default stream, on which nothing runs when steps are captured on another one")
+def the_default_stream_is_taken_for_that_of_steps(patch: Patch) -> None:
+    real = ComputeStream.__init__
+
+    def init(self: ComputeStream, device: torch.device) -> None:
+        real(self, device)
+        self.stream = torch.cuda.default_stream(device)
+
+    patch.setattr(ComputeStream, "__init__", init)
+
+
+@mutant("staging", "a record is sealed, and stored, before its bytes have arrived")
+def saves_are_complete_when_they_are_queued(patch: Patch) -> None:
+    @contextmanager
+    def copying(self: FrameStaging, copied: torch.cuda.Event) -> Iterator[None]:
+        if self.compute.marked is not None:
+            self._stream.wait_event(self.compute.marked)
+        copied.record(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    patch.setattr(FrameStaging, "copying", copying)
+
+
+@mutant("staging", "records of a load that failed half way are reused while a copy reads them")
+def a_failed_copy_is_not_waited_for(patch: Patch) -> None:
+    @contextmanager
+    def copying(self: FrameStaging, copied: torch.cuda.Event) -> Iterator[None]:
+        if self.compute.marked is not None:
+            self._stream.wait_event(self.compute.marked)
+        with torch.cuda.stream(self._stream):
+            yield
+        copied.record(self._stream)
+
+    patch.setattr(FrameStaging, "copying", copying)
+
+
+@mutant("staging", "the host waits for the bytes of each layer, and the device for the host")
+def steps_begin_before_loads_are_queued(patch: Patch) -> None:
+    real = TransferExecutor._queue
+
+    def queue(self: TransferExecutor, transfer: Transfer, ends: object, is_good: bool) -> Iterator[None]:
+        transfer.are_good = is_good
+        yield
+        yield from real(self, transfer, ends, is_good)  # type: ignore[arg-type]
+
+    patch.setattr(TransferExecutor, "_queue", queue)
