@@ -131,7 +131,7 @@ class StagedFrames:
         """The part of each field in `staged` `[frames, layers, piece]`, and its pieces `[layers, frames, piece]`."""
         for start, pieces in self._fields:
             layers, _, size = pieces.shape
-            yield staged[:, start : start + layers * size].unflatten(1, (layers, size)), pieces
+            yield staged[:, start : start + layers * size].view(len(staged), layers, size), pieces
 
     def _batches(
         self, device_frames: Ids, host_frames: Ids

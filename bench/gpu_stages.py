@@ -1,0 +1,575 @@
+"""The stages of `gpu_first.py`: what each computes and checks. A stage that finds something wrong raises."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What stages compute."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    requests: int
+    prompt: int
+    new: int
+    copied_bytes: int
+    contexts: tuple[tuple[int, int], ...]  # of decode attention: sequences, tokens of each
+
+
+TOY = Sizes(64, 2, 4, 2, 96, 256, 3, 40, 6, 1 << 20, ((2, 40),))
+SMALL = Sizes(1024, 8, 16, 8, 2816, 32_000, 8, 600, 24, 1 << 28, ((8, 1024),))
+LLAMA_8B = Sizes(4096, 32, 32, 8, 14_336, 128_256, 64, 1024, 64, 1 << 30, ((1, 8192), (16, 8192), (64, 8192)))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of one run. `large` are the sizes of stages that measure."""
+
+    device: str
+    small: Sizes
+    large: Sizes
+    dtype: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+# -- models and engines
+
+
+def model_of(sizes: Sizes, dtype: str, device: str) -> Any:
+    """A random Llama, made on the CPU and moved, or made on the device if it is large. The same for all devices."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from quire.models.hf import LoadedModel
+
+    config = LlamaConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=16_384,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    with torch.device(device if sizes.hidden >= LLAMA_8B.hidden else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=1.0 if "embed" in name else 2.0 * parameter.shape[1] ** -0.5)
+    return LoadedModel(model.to(device), name="random", check=False)
+
+
+def engine_of(model: Any, options: Options, sizes: Sizes, device: str | None = None, **settings: Any) -> Any:
+    """An engine with room for all requests of `sizes`."""
+    from quire.engine.config import engine_config
+    from quire.engine.core import EngineCore
+
+    settings = {
+        "page_size": 16,
+        "max_model_len": 2 * (sizes.prompt + sizes.new) + 32,
+        "max_running_requests": sizes.requests,
+        "target_itl_ms": "off",
+        "kv_memory": 16 << 30 if sizes.hidden >= LLAMA_8B.hidden else 64 << 20,
+        **settings,
+    }
+    return EngineCore(engine_config(model="random", device=device or options.device, **settings), model=model)
+
+
+def prompts_of(sizes: Sizes, seed: int = 0) -> list[list[int]]:
+    """Prompts that begin alike."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(1, sizes.vocab, sizes.prompt // 2).tolist()
+    return [shared + rng.integers(1, sizes.vocab, sizes.prompt // 2).tolist() for _ in range(sizes.requests)]
+
+
+def generate(core: Any, prompts: Sequence[Sequence[int]], new: int, name: str = "r", **params: Any) -> list[list[int]]:
+    """The tokens of each prompt."""
+    import numpy as np
+
+    from quire.engine.messages import EngineRequest
+    from quire.scheduler.sampling_params import SamplingParams
+
+    chosen = SamplingParams(**{"temperature": 0, "max_tokens": new, "ignore_eos": True, **params})
+    found: dict[str, list[int]] = {}
+    for at, prompt in enumerate(prompts):
+        request = EngineRequest(
+            request_id=f"{name}-{at}", prompt=np.array(prompt, dtype=np.int32).tobytes(), params=chosen
+        )
+        core.add(request)
+        found[request.request_id] = []
+    while core.has_work():
+        for output in core.step():
+            assert not output.error, output.error
+            found[output.request_id].extend(output.token_ids)
+    return list(found.values())
+
+
+def finish(device: str) -> None:
+    """Wait for the device."""
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def milliseconds(work: Callable[[], object], device: str, most_s: float = 1.0) -> float:
+    """Of one call, at best, after one that is not counted."""
+    work()
+    finish(device)
+    best, until = float("inf"), time.perf_counter() + most_s
+    for _ in range(50):
+        began = time.perf_counter()
+        work()
+        finish(device)
+        best = min(best, time.perf_counter() - began)
+        if time.perf_counter() > until:
+            break
+    return best * 1e3
+
+
+def rate(num_bytes: int, work: Callable[[], object], options: Options) -> float:
+    """GB per second of a call that moves so many bytes."""
+    return round(num_bytes / milliseconds(work, options.device) / 1e6, 1)
+
+
+# -- stages
+
+
+def versions(options: Options) -> Found:
+    """Everything is imported, and what is missing is named."""
+    import numpy as np
+    import torch
+    import transformers
+
+    wanted = ("msgspec", "pydantic", "xxhash", "prometheus_client", "fastapi", "uvicorn", "triton", "tokenizers")
+    found: Found = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda,
+        "missing": [name for name in wanted if importlib.util.find_spec(name) is None],
+    }
+    if importlib.util.find_spec("triton") is not None:
+        import triton
+
+        found["triton"] = triton.__version__
+    import quire.engine.core  # noqa: F401 (that it can be imported is the question)
+
+    if options.is_cuda:
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = {
+            "name": properties.name,
+            "capability": list(torch.cuda.get_device_capability(0)),
+            "gib": round(properties.total_memory / 2**30, 1),
+            "processors": properties.multi_processor_count,
+        }
+        assert float(torch.ones(4, device="cuda").sum()) == 4.0
+    return found
+
+
+def pool(options: Options) -> Found:
+    """Pools, uploads and page tables; rates of plain copies."""
+    import numpy as np
+    import torch
+
+    from quire.memory.pool import DevicePageTables, Pool
+    from quire.memory.residency import PageTableChanges
+    from quire.spec.layout import DType, Field, PageLayout
+    from quire.upload import Upload, to_device
+
+    device = torch.device(options.device)
+    layout = PageLayout(
+        16, tuple(Field(name=name, shape=(2, 64), dtype=DType.BFLOAT16, layers=(0, 1)) for name in "kv")
+    )
+    made = Pool(layout, 64, device=device)
+    rows = made.layer("k", 1).flatten(0, 1)
+    slots = to_device(np.array([17, 900, 33]), device)
+    rows.index_copy_(0, slots, torch.full((3, 2, 64), 2.0, dtype=torch.bfloat16, device=device))
+    assert rows[900].float().mean().item() == 2.0 and made.layer("k", 0).abs().max().item() == 0
+    upload = Upload(device, 4096)
+    arrays = [np.arange(9, dtype=np.int32), np.linspace(0, 1, 7), np.zeros((2, 0)), np.array([[True, False]])]
+    with upload.collecting():
+        sent = [to_device(array, device) for array in arrays]
+    assert all(np.array_equal(tensor.cpu().numpy(), array) for tensor, array in zip(sent, arrays, strict=True))
+    tables = DevicePageTables(2, 4, 8, device=device)
+    changes = PageTableChanges(np.array([3, 9], np.int32), np.array([[5, 6], [7, 8]], np.int32))
+    tables.apply(tables.sent(changes))
+    assert tables.tables[1, 1, 1].item() == 8 and tables.tables[0, 0, 3].item() == 5
+    found: Found = {"upload_copies": upload.num_copies, "pool_bytes": made.num_bytes}
+    size = options.large.copied_bytes
+    there, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    found["device_gb_s"] = rate(2 * size, lambda: there.copy_(other), options)
+    if options.is_cuda:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        found["to_device_gb_s"] = rate(size, lambda: there.copy_(host, non_blocking=True), options)
+        found["to_host_gb_s"] = rate(size, lambda: host.copy_(there, non_blocking=True), options)
+    return found
+
+
+def kernels(options: Options) -> Found:
+    """Attention of the chosen backend beside torch's operators on the CPU in float32, and the time of decodes."""
+    import torch
+
+    from quire.kernels.backend import AttentionBackend
+
+    found: Found = {"cases": {}}
+    device = torch.device(options.device)
+    backend = AttentionBackend("auto", device)
+    found["backend"] = backend.about()
+    cases: dict[str, dict[str, Any]] = {
+        "decodes": {"news": [1, 1, 1], "contexts": [37, 5, 130]},
+        "chunk": {"news": [40], "contexts": [70]},
+        "mixed": {"news": [1, 33, 1], "contexts": [64, 90, 200]},
+        "drafts": {"news": [4, 3], "contexts": [50, 81]},
+        "window": {"news": [1, 20], "contexts": [90, 60], "window": 24},
+        "softcap": {"news": [1, 9], "contexts": [44, 30], "softcap": 20.0},
+        "sinks": {"news": [1, 9], "contexts": [44, 30], "sinks": True},
+    }
+    for dtype in ("float32", "bfloat16"):
+        limit = 2e-5 if dtype == "float32" and not options.is_cuda else 2e-2
+        for name, case in cases.items():
+            errors = _attention_error(case, dtype, device, backend)
+            found["cases"][f"{name} {dtype}"] = errors
+            assert errors <= limit, f"{name} in {dtype} is off by {errors}"
+    found["calls"], found["fallbacks"] = dict(backend.calls), dict(backend.fallbacks)
+    found["decode_ms"] = {}
+    for sequences, context in options.large.contexts:
+        elapsed, num_bytes = _decode_time(options.large, sequences, context, options, backend)
+        rate = round(num_bytes / elapsed / 1e6, 1)
+        found["decode_ms"][f"{sequences} x {context}"] = {"ms": round(elapsed, 4), "gb_s": rate}
+    return found
+
+
+def _paged(news: Sequence[int], contexts: Sequence[int], heads: tuple[int, int, int], backend: Any) -> Any:
+    """A batch on scattered pages of 16 tokens, and how many frames it needs."""
+    import numpy as np
+
+    from quire.kernels.batch import PagedBatch
+
+    width = -(-max(contexts) // 16)
+    frames = 1 + np.random.default_rng(1).permutation(len(contexts) * width).astype(np.int32).reshape(-1, width)
+    stops = np.array(contexts, dtype=np.int64)
+    batch = PagedBatch.of(frames, stops - np.array(news), stops, 16)
+    batch.backend = backend
+    return batch, int(frames.max())
+
+
+def _attention_error(case: dict[str, Any], dtype: str, device: Any, backend: Any) -> float:
+    import torch
+
+    from quire.kernels.attention import paged_attention
+    from quire.kernels.backend import AttentionBackend
+    from quire.kernels.fields import KVFields, PagedField
+
+    heads, kv_heads, dim = 8, 2, 64
+    news, contexts = case["news"], case["contexts"]
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator)
+
+    outs = []
+    query, new_key, new_value = (
+        random(sum(news), heads, dim),
+        random(sum(news), kv_heads, dim),
+        random(sum(news), kv_heads, dim),
+    )
+    sinks = random(heads) if case.get("sinks") else None
+    stored: list[Any] = []
+    for where, kind, chosen in (
+        ("cpu", torch.float32, AttentionBackend("torch")),
+        (device, getattr(torch, dtype), backend),
+    ):
+        batch, most = _paged(news, contexts, (heads, kv_heads, dim), chosen)
+        if not stored:
+            stored = [random(most + 1, 16, kv_heads, dim) for _ in range(2)]
+        narrow = getattr(torch, dtype)
+        fields = KVFields(*(PagedField(each.to(narrow).to(kind).to(where)) for each in stored))
+        key, value = fields.write(
+            batch.slots_on(torch.device(where)), *(each.to(narrow).to(kind).to(where) for each in (new_key, new_value))
+        )
+        out = paged_attention(
+            query.to(narrow).to(kind).to(where),
+            key,
+            value,
+            fields,
+            batch,
+            scale=dim**-0.5,
+            window=case.get("window", 0),
+            softcap=case.get("softcap"),
+            sinks=None if sinks is None else sinks.to(where),
+        )
+        outs.append(out.float().cpu())
+    assert outs[1].isfinite().all(), "not a number"
+    return float((outs[0] - outs[1]).abs().max())
+
+
+def _decode_time(sizes: Sizes, sequences: int, context: int, options: Options, backend: Any) -> tuple[float, int]:
+    """Milliseconds of decode attention of one layer, and the bytes of keys and values that it reads."""
+    import torch
+
+    from quire.kernels.attention import paged_attention
+    from quire.kernels.fields import KVFields, PagedField
+
+    dim, device, dtype = sizes.hidden // sizes.heads, torch.device(options.device), getattr(torch, options.dtype)
+    batch, most = _paged([1] * sequences, [context] * sequences, (sizes.heads, sizes.kv_heads, dim), backend)
+    fields = KVFields(
+        *(PagedField(torch.randn(most + 1, 16, sizes.kv_heads, dim, dtype=dtype, device=device)) for _ in range(2))
+    )
+    query = torch.randn(sequences, sizes.heads, dim, dtype=dtype, device=device)
+    new = torch.randn(sequences, sizes.kv_heads, dim, dtype=dtype, device=device)
+    elapsed = milliseconds(
+        lambda: paged_attention(query, new, new, fields, batch, scale=dim**-0.5), options.device, most_s=2.0
+    )
+    return elapsed, 2 * sequences * context * sizes.kv_heads * dim * dtype.itemsize
+
+
+def model(options: Options) -> Found:
+    """Greedy tokens of the CPU in float32, on the device in float32; cold and from cached pages."""
+    sizes = options.small
+    prompts = prompts_of(sizes)
+    expected = generate(engine_of(model_of(sizes, "float32", "cpu"), options, sizes, "cpu"), prompts, sizes.new)
+    core = engine_of(model_of(sizes, "float32", options.device), options, sizes)
+    cold, warm = (generate(core, prompts, sizes.new, name) for name in ("cold", "warm"))
+    core.audit()
+    same = [_common(a, b) for a, b in zip(cold, expected, strict=True)]
+    found = {"requests": len(prompts), "tokens": sizes.new, "same": same, "warm_is_cold": warm == cold}
+    statistics = core.statistics()
+    found |= {"hit_tokens": statistics["hit_tokens"], "attention": statistics["attention"]}
+    assert found["hit_tokens"] > 0, "nothing was found in the cache"
+    # Sums in another order may turn a near tie; a mistake turns most requests early.
+    assert sum(same) >= 0.8 * sizes.new * len(prompts), f"tokens differ: {same}"
+    return found
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    return next((at for at, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), len(left))
+
+
+def sampler(options: Options) -> Found:
+    """Every kind of sampling from the same logits; the noise must be the same bits."""
+    import numpy as np
+    import torch
+
+    from quire.engine.sampler import Sampler
+    from quire.scheduler.request import Request
+    from quire.scheduler.sampling_params import SamplingParams
+    from quire.scheduler.step import TERMS, Places, terms_of
+
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"seed": 1},
+        {"seed": 2, "top_k": 7},
+        {"seed": 3, "top_p": 0.8},
+        {"seed": 4, "min_p": 0.05, "logit_bias": {5: 2.0}},
+        {"seed": 5, "top_p": 0.95, "temperature": 1.4, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"seed": 6, "top_k": 1500},
+        {"temperature": 0, "logprobs": 4},
+    ]
+    many = [kinds[at % len(kinds)] for at in range(8 * len(kinds))]
+    requests = [
+        Request(str(at), np.arange(1, 9, dtype=np.int32), SamplingParams(**kind), max_tokens=9)
+        for at, kind in enumerate(many)
+    ]
+    places = Places(np.array(list(map(terms_of, requests)), dtype=TERMS), np.zeros(len(many), np.int64), requests)
+    logits = torch.randn(len(many), options.large.vocab, generator=torch.Generator().manual_seed(1)) * 3
+    drawn = {}
+    for where in ("cpu", options.device):
+        made, there = Sampler([2]), logits.to(where)
+        drawn[where] = made.draw(there.clone(), places).tokens.cpu()
+    same = int((drawn["cpu"] == drawn[options.device]).sum())
+    elapsed = milliseconds(lambda: made.draw(there.clone(), places), options.device)
+    assert same >= len(many) - 1, f"{same} of {len(many)} draws are the same"
+    return {"draws": len(many), "same": same, "ms": round(elapsed, 3)}
+
+
+@contextmanager
+def _no_waits(options: Options, core: Any) -> Iterator[list[float]]:
+    """Launches raise if they wait for the device; their host seconds."""
+    import torch
+
+    launch, seconds = core.runner.launch, []
+
+    def timed(*given: Any) -> Any:
+        began = time.perf_counter()
+        if options.is_cuda:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(*given)
+        finally:
+            if options.is_cuda:
+                torch.cuda.set_sync_debug_mode("default")
+            seconds.append(time.perf_counter() - began)
+
+    core.runner.launch = timed
+    try:
+        yield seconds
+    finally:
+        core.runner.launch = launch
+
+
+def overlap(options: Options) -> Found:
+    """No launch waits for the device; the host time of a launch; steps with and without overlap."""
+    sizes = options.small
+    loaded = model_of(sizes, options.dtype, options.device)
+    found: Found = {}
+    tokens = {}
+    for overlaps in (True, False):
+        core = engine_of(loaded, options, sizes, overlap=overlaps)
+        generate(core, prompts_of(sizes), sizes.new, "first")
+        with _no_waits(options, core) as seconds:
+            began = time.perf_counter()
+            tokens[overlaps] = generate(core, prompts_of(sizes), sizes.new)
+            elapsed = time.perf_counter() - began
+        name = "overlap" if overlaps else "in turn"
+        found[name] = {
+            "launch_ms": round(sorted(seconds)[len(seconds) // 2] * 1e3, 3),
+            "tokens_s": round(sizes.requests * sizes.new / elapsed, 1),
+        }
+    assert tokens[True] == tokens[False], "overlap changes tokens"
+    return found
+
+
+def tiers(options: Options) -> Found:
+    """Frames to host memory and back, byte for byte, and their rates; an engine that loads what it has saved."""
+    import numpy as np
+    import torch
+
+    from quire.engine.frame_staging import ComputeStream, FrameStaging
+    from quire.memory.frame_copies import FrameCopies
+    from quire.memory.host_pool import HostPool
+    from quire.memory.pool import Pool
+    from quire.spec.group import GroupSpec
+    from quire.spec.layout import DType, Field, PageLayout
+
+    sizes, device = options.large, torch.device(options.device)
+    shape = (sizes.kv_heads, sizes.hidden // sizes.heads)
+    fields = (Field(name=name, shape=shape, dtype=DType.BFLOAT16, layers=tuple(range(sizes.layers))) for name in "kv")
+    layout = PageLayout(16, tuple(fields))
+    count = max(4, sizes.copied_bytes // layout.bytes_per_frame)
+    made = Pool(layout, count, device=device)
+    for _, tensor in made.tensors:
+        tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype, device=device))
+    group = GroupSpec(name="full", layout=layout)
+    host = HostPool([group], [count], pinned=options.is_cuda)
+    staged = FrameStaging(ComputeStream(device)).frames if options.is_cuda else None
+    copies = FrameCopies([made], host, staged, queues=staged is not None)
+    frames = np.arange(1, count + 1, dtype=np.int32)
+    before = [tensor.clone() for _, tensor in made.tensors]
+    found: Found = {"frame_bytes": layout.bytes_per_frame, "frames": count, "pinned": host.pinned}
+
+    def load() -> None:
+        queued = copies.to_device(0, frames, frames)
+        if queued is not None:
+            queued.wait()
+
+    for name, work in (("to_host", lambda: copies.to_host(0, frames, frames)), ("to_device", load)):
+        found[f"{name}_gb_s"] = rate(count * layout.bytes_per_frame, work, options)
+        if name == "to_host":
+            for _, tensor in made.tensors:
+                tensor[:, 1:].zero_()
+            finish(options.device)
+    same = all(torch.equal(tensor[:, 1:], was[:, 1:]) for (_, tensor), was in zip(made.tensors, before, strict=True))
+    assert same, "frames came back with other bytes"
+    host.close()
+    return found | _tiered_engine(options)
+
+
+def _tiered_engine(options: Options) -> Found:
+    """A starved engine gives the tokens of an ample one."""
+    sizes = options.small
+    loaded = model_of(sizes, "float32", options.device)
+    many = [prompts_of(sizes, seed) for seed in (0, 1, 2, 3, 0)]
+    ample = engine_of(loaded, options, sizes)
+    expected = [generate(ample, prompts, sizes.new, str(at)) for at, prompts in enumerate(many)]
+    per_token = sizes.layers * 2 * sizes.kv_heads * (sizes.hidden // sizes.heads) * 4
+    tight = per_token * (sizes.requests + 1) * (sizes.prompt + sizes.new + 32)
+    core = engine_of(loaded, options, sizes, kv_memory=tight, host_memory=16 * tight, load="always")
+    try:
+        found = [generate(core, prompts, sizes.new, str(at)) for at, prompts in enumerate(many)]
+        while core.has_moves():
+            core.step()
+        statistics = core.statistics()["tiers"]
+    finally:
+        core.close()
+    assert found == expected, "tokens differ with tiers"
+    assert statistics["loaded_bytes"] > 0, "nothing was loaded"
+    return {"saved_bytes": statistics["saved_bytes"], "loaded_bytes": statistics["loaded_bytes"]}
+
+
+def throughput(options: Options) -> Found:
+    """Tokens per second of an engine: a batch with new prompts, and the same again from cached pages."""
+    sizes = options.large
+    core = engine_of(model_of(sizes, options.dtype, options.device), options, sizes)
+    prompts = prompts_of(sizes)
+    generate(core, prompts[:1], 4, "first")
+    found: Found = {"requests": sizes.requests, "prompt": sizes.prompt, "new": sizes.new}
+    for name, some in (("cold", prompts), ("warm", prompts)):
+        began = time.perf_counter()
+        generate(core, some, sizes.new, name)
+        elapsed = time.perf_counter() - began
+        found[name] = {"seconds": round(elapsed, 3), "tokens_s": round(sizes.requests * sizes.new / elapsed, 1)}
+    return found | {"attention": core.statistics()["attention"]}
+
+
+def profile(options: Options) -> Found:
+    """Where the time of decode steps goes: operators of the host, kernels of the device."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    sizes = options.small
+    core = engine_of(model_of(sizes, options.dtype, options.device), options, sizes)
+    generate(core, prompts_of(sizes), 4, "first")
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if options.is_cuda else [])
+    with torch.profiler.profile(activities=activities) as profiler:
+        generate(core, prompts_of(sizes), sizes.new)
+        finish(options.device)
+    averages = profiler.key_averages()
+    by = "self_device_time_total" if options.is_cuda else "self_cpu_time_total"
+    rows = sorted(averages, key=lambda row: -getattr(row, by))[:25]
+    return {
+        "by": by,
+        "rows": [[row.key[:80], row.count, round(row.self_cpu_time_total), round(getattr(row, by))] for row in rows],
+    }
+
+
+STAGES: dict[str, tuple[Callable[[Options], Found], float]] = {
+    "versions": (versions, 90),
+    "pool": (pool, 40),
+    "kernels": (kernels, 150),
+    "model": (model, 90),
+    "sampler": (sampler, 40),
+    "overlap": (overlap, 60),
+    "tiers": (tiers, 60),
+    "throughput": (throughput, 150),
+    "profile": (profile, 60),
+}
+"""By name: what it does, and the seconds that it may take."""
