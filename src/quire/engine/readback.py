@@ -18,7 +18,7 @@ class Readback:
         if device.type != "cpu":
             self._drawn = None if drawn is None else drawn.moved(_to_pinned)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> Drawn | None:
         """The draws, in host memory; None if the step has none. Returns when the device has computed the step."""
