@@ -111,7 +111,7 @@ def attend_tasks(
         position = begin + tl.arange(0, N)
         there = position < stop
         if SELECTED:
-            slot = tl.load(slots + (program // PARTS) * selected + position, mask=there, other=-1)
+            slot = tl.load(slots + (program // PARTS) * selected + position, mask=there, other=-1).to(tl.int64)
             there = slot >= 0
             seen = valid[:, None] & there[None, :]
         else:

@@ -6,11 +6,13 @@ Conversions use integers alone, so that they run on devices without instructions
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quire.kernels.fields import PagedField
 from quire.spec.layout import DType
@@ -213,6 +215,11 @@ def scale_code(blocks, SCALE: tl.constexpr, FORMAT: tl.constexpr):
         least = tl.where(amax > 7.0 / 512, 2.0 / 512, 1.0 / 512)
         code = _to_e4m3(tl.where(is_nan, float("nan"), tl.maximum(scale, least)))
     return code
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes the device of a tensor the current one of this thread: Triton launches there, whatever its arguments."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 class StoredField:

@@ -15,6 +15,7 @@ from quire.kernels.triton.numbers import (
     PLAIN,
     UNSCALED,
     StoredField,
+    device_of,
     encoded,
     from_e2m1,
     from_e4m3,
@@ -42,7 +43,7 @@ def write_tiles(
     valid, dim = row < count, tl.arange(0, WIDE)
     inside = valid[:, None] & (dim < WIDTH)[None, :]
     given = tl.load(source + (row * source_row)[:, None] + head * source_head + dim[None, :], mask=inside, other=0)
-    slot = tl.load(slots + row, mask=valid, other=0)
+    slot = tl.load(slots + row, mask=valid, other=0).to(tl.int64)
     if FORMAT == PLAIN:
         stored = given.to(rows.dtype.element_ty)
         tl.store(rows + (slot * token)[:, None] + head * head_stride + dim[None, :], stored, mask=inside)
@@ -88,8 +89,9 @@ def write_rows(field: PagedField, slots: Tensor, rows: Tensor) -> Tensor:
     n = max(1, min(_NUMBERS // stored.wide, triton.next_power_of_2(max(len(rows), 1))))
     constants: dict[str, Any] = {name.removeprefix("_"): given for name, given in stored.constants("").items()}
     if len(rows):
-        write_tiles[(triton.cdiv(len(rows), n), stored.heads)](
-            *(heads_of, *heads_of.stride()[:2], *stored.arguments, slots, seen, len(rows), stored.heads),
-            **{**constants, "N": n, "SEEN": seen is not rows, "enable_fp_fusion": False},
-        )
+        with device_of(rows):
+            write_tiles[(triton.cdiv(len(rows), n), stored.heads)](
+                *(heads_of, *heads_of.stride()[:2], *stored.arguments, slots, seen, len(rows), stored.heads),
+                **{**constants, "N": n, "SEEN": seen is not rows, "enable_fp_fusion": False},
+            )
     return seen
