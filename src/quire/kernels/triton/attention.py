@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.fields import PagedField
 from quire.kernels.page_arrays import PageArrays
 from quire.kernels.triton.attend import attend_tasks, merge_parts
-from quire.kernels.triton.numbers import StoredField
+from quire.kernels.triton.numbers import StoredField, device_of
 from quire.kernels.triton.tasks import KEYS, MIN_PIECE, Blocks, plan_tasks, to_device
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -205,18 +205,20 @@ class _Call:
         """Compute tasks."""
         unused = dict.fromkeys((*self.names, "table", "slots"), self.part_lse)
         numbers = {"first_task": 0, "table_row": 0, "selected": 0, "size": 1}
-        attend_tasks[(num_tasks, self.programs)](
-            **{**unused, **numbers, **self.constants, **self.arguments, **self.shared, **given},
-            M=tile.m,
-            N=tile.n,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=True,
-        )
+        with device_of(self.query):
+            attend_tasks[(num_tasks, self.programs)](
+                **{**unused, **numbers, **self.constants, **self.arguments, **self.shared, **given},
+                M=tile.m,
+                N=tile.n,
+                STAGES=tile.stages,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                enable_fp_fusion=True,
+            )
 
     def merge(self, num_rows: int, merges: Tensor, parts: int) -> None:
         """Merge the parts of rows."""
         wide = triton.next_power_of_2(self.width)
         given = {"merges": merges, "heads": self.heads, "PARTS": parts, "WIDTH": self.width, "WIDE": wide}
-        merge_parts[(num_rows, self.heads)](**self.shared, **given, enable_fp_fusion=True)
+        with device_of(self.query):
+            merge_parts[(num_rows, self.heads)](**self.shared, **given, enable_fp_fusion=True)
