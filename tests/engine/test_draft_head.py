@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.engine.core import EngineCore
+from quire.engine.device import plan_for
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel
 from quire.spec.events import Namespace
@@ -230,7 +231,8 @@ def test_its_features_are_planned(target: LoadedModel, head: LoadedHead, kind: s
     vectors = page_size + STEPS + 1 + 1  # a page, the drafts with the token before them, and one
     expected = 2 * core.plan.max_requests * vectors * target.hidden_size * 4
     assert core.plan.feature_bytes == expected == core.capacity.memory.feature_bytes
-    core.config = core.config.model_copy(update={"kv_memory": None, "max_running_requests": 4096})
-    with patch("quire.engine.core.free_bytes", return_value=2**28):
-        plan = core._plan()
+    config = core.config.model_copy(update={"kv_memory": None, "max_running_requests": 4096})
+    assert core.draft is not None
+    with patch("quire.engine.device.free_bytes", return_value=2**28):
+        plan = plan_for(config, core.model.spec, core.draft.spec, core.device)
     assert plan.kv_bytes + plan.memory.feature_bytes == 2**28

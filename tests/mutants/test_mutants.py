@@ -12,6 +12,8 @@ from quire.errors import QuireError
 from quire.plan import planner
 from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
+from tests.canary.machine import run_canary
+from tests.canary.test_chain import check_chains
 from tests.engine import (
     drafted,
     test_channel,
@@ -42,6 +44,7 @@ from tests.memory.test_idle_frames import check_idle_order
 from tests.models import test_packing
 from tests.mutants import (
     bounds_mutants,
+    canary_mutants,
     chunk_mutants,
     device_mutants,
     draft_mutants,
@@ -222,6 +225,12 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_frame_staging.check_moves,
         test_frame_staging.check_tiers,
     ],
+    "canary": [
+        lambda seed=seed, how=how: run_canary(seed, 120, everything=how[0], late=how[1])
+        for seed in range(20)
+        for how in ((True, 0), (False, 0), (False, 3))
+    ],
+    "canary chains": [check_chains],
     "channels": [test_channel.check_messages],
     "readers": [test_async_engine.check_a_slow_reader],
     "served": [test_transfer_faults.test_peers_are_served_between_steps],
@@ -353,6 +362,7 @@ def test_names_and_sentences_are_all_different() -> None:
         hisparse_mutants.padding_is_read,
         output_mutants.words_are_decoded_alone,
         triton_mutants.a_row_sees_the_token_after_it,
+        canary_mutants.damaged_frames_are_free_again,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

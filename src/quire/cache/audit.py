@@ -51,7 +51,7 @@ class GroupSnapshot:
     num_free: int
     num_evictable: int
     num_pinned: int = 0
-    carried: list[int] = field(default_factory=list)  # frames of requests that belong to no page
+    carried: list[int] = field(default_factory=list)  # frames of requests, or quarantined, that belong to no page
     pins: list[int] = field(default_factory=list)  # of each page
     idle: list[int] = field(default_factory=list)  # pages with idle frames, ascending
     readers: list[int] = field(default_factory=list)  # a page for each request, hold and step in flight that reads it
@@ -96,7 +96,7 @@ class Snapshot:
             out = [page for page, frame in enumerate(column) if frame]
         else:
             out = frames.allocator.ids.is_out(_ALL).nonzero()[0].tolist()
-        found = GroupSnapshot(group, column, out, group.num_free, group.num_evictable)
+        found = GroupSnapshot(group, column, out, group.num_free, group.num_evictable, carried=[*group.quarantined])
         if not group.table.reclaims:
             return found
         found.readers += self.parts.holds.readers(group.index, Tier.DEVICE).tolist()

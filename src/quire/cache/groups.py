@@ -62,6 +62,7 @@ class GroupBase:
         self.frames = frames
         self.table: Column = frames.table
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
+        self.quarantined: list[int] = []  # frames whose bytes changed by themselves, the oldest first
         self._tree = tree
 
     @property

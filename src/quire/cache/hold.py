@@ -82,8 +82,7 @@ class Fences:
     """Steps in flight, in launch order, and what waits until all steps that were open at its release have closed.
 
     A waiting lease protects its pages, so evicted pages can be reused at once. `step_seconds` is the recent duration of
-    a step from launch to settling, a moving average.
-    """
+    a step from launch to settling, a moving average."""
 
     step_seconds = 0.0
 

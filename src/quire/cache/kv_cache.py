@@ -72,8 +72,7 @@ class KVCache:
     to a device. `offload` moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
 
     `num_changes` grows when pages are freed or cached: a request that did not fit may fit then. Only the thread of the
-    step loop may use a cache.
-    """
+    step loop may use a cache."""
 
     def __init__(
         self,
@@ -297,6 +296,8 @@ class KVCache:
         for each, first, end in fresh:
             new_from = first + (len(ours) if each is kv else 0)
             self.offload.committed(each, self.rows.pages[each.row, :end], first, new_from)
+            for hears in self.parts.committed:
+                hears(each, self.rows.pages[each.row, :end], new_from)
         self._retire(ours, released=released)
 
     def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:

@@ -32,8 +32,8 @@ class CacheParts:
     `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
     runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.audit.Snapshot`, and
-    `withheld` return ids that are neither free nor those of pages.
-    """
+    `withheld` return ids that are neither free nor those of pages. `committed` hear of a request, its pages as a view
+    of its row, and the first of these that is newly cached."""
 
     plan: MemoryPlan
     frames: Residency
@@ -51,6 +51,7 @@ class CacheParts:
     step_seconds: Callable[[], float]
     checks: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
     withheld: list[Callable[[], Sequence[int]]] = field(default_factory=list)
+    committed: list[Callable[[RequestKV, Ids, int], None]] = field(default_factory=list)
 
 
 class RetentionPort:
@@ -89,6 +90,7 @@ class Offload:
 
     def choose(self, found: Match, limit: int) -> Choice:
         """How many of the first `limit` pages of a match to reuse, and which to load. Changes nothing."""
+        limit = self._parts.damaged.before(found.pages[:limit])
         if not self._partial:
             return Choice(limit)
         return Choice(*resume_point(self._partial, found.pages[:limit]))

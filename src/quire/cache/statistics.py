@@ -78,11 +78,11 @@ def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
     return FrameCounts(
         total=group.num_frames,
         free=group.num_free,
-        private=group.num_frames - group.num_free - group.num_cached - moving,
+        private=group.num_frames - group.num_free - group.num_cached - moving - len(group.quarantined),
         cached=group.num_cached,
         evictable=group.num_evictable,
         moving=moving,
-        quarantined=0,
+        quarantined=len(group.quarantined),
         dropped=group.dropped_frames,
         revived=group.revived_frames,
         left=group.left,

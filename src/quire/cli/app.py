@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
+from quire.cli.audit import audit
 from quire.cli.command import command
 from quire.cli.demo import demo
 from quire.cli.doctor import DoctorSettings, doctor
@@ -35,7 +36,7 @@ command(app, positional="model")(up)
 command(app)(generate)
 command(app)(record_selections)
 command(app, positional="model")(plan)
-for body in (replay, explain, demo, doctor):
+for body in (replay, explain, audit, demo, doctor):
     command(app)(body)
 for part in (inspect, verify, gc, bench):
     command(store)(part)

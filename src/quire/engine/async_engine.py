@@ -305,6 +305,8 @@ class AsyncEngine:
             return Health(healthy=False, reason=str(self._death))
         if self._draining:
             return Health(healthy=False, reason="the server is shutting down.")
+        if violation := self.last_statistics.get("violation"):
+            return Health(healthy=False, reason=f"{violation}; requests that run end, and no other is admitted.")
         waited_s = time.monotonic() - self._progress_s
         if self._streams and waited_s > self._stall_after_s:
             work = "has work but makes no progress" if self._has_work else "does not answer"

@@ -345,6 +345,21 @@ class EngineConfig(Settings):
         gt=0,
         le=3600,
     )
+    canary: str = setting(
+        "1%",
+        "Share of the time in which cached pages on the device are looked at again: 1%, off, or all (each page at each "
+        "step).",
+        group=_MEMORY,
+        metavar="SHARE",
+        pattern=r"^(off|all|[0-4]?[0-9](\.[0-9]+)?%)$",
+    )
+    canary_reports: str | None = setting(
+        None,
+        "Folder for a file about each damaged page.",
+        group=_MEMORY,
+        metavar="DIR",
+        otherwise="the log, and GET /v1/cache/audit",
+    )
     overlap: bool | None = setting(
         None, "Schedule a step while one is in flight.", group=_SCHEDULING, otherwise="where the device is not the CPU"
     )

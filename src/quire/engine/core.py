@@ -15,13 +15,23 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths
+from quire.canary.finding import Finding
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
-from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options, plan_settings
-from quire.engine.device import free_bytes, open_device
+from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
+from quire.engine.device import open_device, plan_for
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
 from quire.engine.frame_staging import ComputeStream
-from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs, TokenLogprobs, TokenOutput
+from quire.engine.messages import (
+    EngineRequest,
+    Later,
+    RetainRequest,
+    StepOutputs,
+    TokenLogprobs,
+    TokenOutput,
+    output_of,
+)
+from quire.engine.proof import Proof
 from quire.engine.runner import Launched, ModelRunner
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers, build_memory
@@ -36,9 +46,6 @@ from quire.observe.histogram import Histogram
 from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Flushed, Stored
 from quire.offload.retention import Granted, RetainedList
-from quire.plan.draft import with_draft_model
-from quire.plan.plan import Plan
-from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
@@ -102,7 +109,7 @@ class EngineCore:
         self.model = model
         self.draft = draft if draft is not None else load_draft(config, model)
         self.eos_token_ids = tuple(model.eos_token_ids)
-        self.capacity = self._plan()
+        self.capacity = plan_for(config, model.spec, self.draft.spec if self.draft is not None else None, self.device)
         self.plan = self.capacity.memory
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
@@ -173,6 +180,7 @@ class EngineCore:
             else:
                 self.runner.drafter = ModelDrafter(self.draft, *shared)
         self.speculator = speculator_of(config.speculative_config, self.plan, self.runner.drafter)
+        self.proof = Proof(config, self.cache, self.scheduler, self.runner, len(self.model.spec.calls))
         if self.transfer is not None:
             assert self.offload.tiers is not None
             self.transfer.start(self.offload.tiers, self._prefill, self.abort)
@@ -222,6 +230,7 @@ class EngineCore:
 
     def add(self, message: EngineRequest) -> None:
         """Queue a sequence. Raises QuireError if it can never run; nothing has changed then."""
+        self.proof.check_admits()
         try:
             self.scheduler.add(self._request(message))
         except QuireError:
@@ -249,6 +258,8 @@ class EngineCore:
     def has_moves(self) -> bool:
         """Whether transfers between tiers are in flight, so that `step` should be called now and then."""
         below = self.offload.tiers if self.tiers is not None else None
+        if self.proof.is_due:
+            return True
         if self.transfer is not None and below is not None and self.transfer.is_due:
             return True
         return below is not None and (not below.mover.idle or below.deletion.is_due or below.archiver.is_due)
@@ -297,6 +308,7 @@ class EngineCore:
         for request in step.admitted:
             self.queue_s.observe(time.perf_counter() - self._queued.pop(request.request_id))
             self._explain(request, outputs)
+        self.proof.admitted(step.admitted)
         if not len(step) and self._in_flight is None and not len(outputs):
             self.offload.ahead.wait_moves(_MOVES_S)
         launched = self._launch(step, outputs)
@@ -308,9 +320,18 @@ class EngineCore:
             self._in_flight = None
             if self.speculator is not None and not launched.waits and not step.computes_prompts:
                 self.speculator.measured(len(step), step.num_tokens - len(step), time.perf_counter() - began)
+        if findings := self.proof.look(idle=launched is None):
+            self._contain(findings, outputs)
         if self.transfer is not None:
             outputs.noted = [each for each in outputs.noted if not is_for_peer(each, self.transfer)]
         return outputs
+
+    def _contain(self, findings: list[Finding], outputs: StepOutputs) -> None:
+        """Cached pages are damaged: who read them is computed again, after the step in flight."""
+        if self._in_flight is not None:
+            self._settle(self._in_flight, outputs)
+            self._in_flight = None
+        outputs.noted += self.proof.contain(findings, self._fail)
 
     def _launch(self, step: Step, outputs: StepOutputs) -> Launched | None:
         if not len(step):
@@ -383,7 +404,7 @@ class EngineCore:
             return
         self.explanations.add(request.request_id, request.explanation)
         if request.explain:
-            outputs.noted.append(_output(request, explanation=request.explanation))
+            outputs.noted.append(output_of(request, explanation=request.explanation))
 
     def _report(self, found: Settled, logprobs: dict[str, list[TokenLogprobs]], outputs: StepOutputs) -> None:
         """Report the tokens of each request; most have one token and nothing else to report."""
@@ -397,7 +418,7 @@ class EngineCore:
             for at in sorted(apart):
                 request, count = found.requests[at], int(found.counts[at])
                 self._ends["finished"] += request.finish_reason is not None
-                told = _output(
+                told = output_of(
                     request,
                     token_ids=tokens[stops[at] - count : stops[at]],
                     logprobs=logprobs[ids[at]][:count] if ids[at] in logprobs else None,
@@ -491,6 +512,7 @@ class EngineCore:
             cache["tiers"] |= self.tiers.statistics()
         return {
             **cache,
+            **self.proof.statistics(),
             **{f"{name}_requests": count for name, count in self._ends.items()},
             "output_tokens": self._output_tokens,
             "steps": self._steps,
@@ -531,6 +553,14 @@ class EngineCore:
         """Check every invariant of the cache. Raises AuditFailure."""
         self.cache.audit()
 
+    def audit_cache(self) -> Later[dict[str, Any]]:
+        """Audit the cache beside steps (`Proof.audit`)."""
+        return self.proof.audit()
+
+    def history(self) -> dict[str, Any]:
+        """How full the pools were (`History.to_dict`)."""
+        return self.proof.history.to_dict()
+
     # -- inside
 
     def _request(self, message: EngineRequest) -> Request:
@@ -560,34 +590,6 @@ class EngineCore:
             explain=message.explain,
             is_for_peer=message.is_for_peer,
         )
-
-    def _plan(self) -> Plan:
-        spec, config = self.model.spec, self.config
-        settings = plan_settings(config)
-        if self.draft is not None:
-            spec, settings = with_draft_model(spec, settings, self.draft.spec)
-        if config.kv_memory is not None:
-            return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
-        free = free_bytes(self.device)
-        plan = make_plan(spec, replace(settings, kv_memory=free))
-        if features := plan.memory.feature_bytes:
-            plan = make_plan(spec, replace(settings, kv_memory=free - features))
-        # No size was given, so the pools get no more bytes than all requests at their longest can use.
-        useful = plan.bytes_for(config.max_running_requests * plan.context)
-        return plan if plan.kv_bytes <= useful else make_plan(spec, replace(settings, kv_memory=useful))
-
-
-def _output(request: Request, **more: Any) -> TokenOutput:
-    return TokenOutput(
-        request_id=request.request_id,
-        num_cached_tokens=request.num_cached,
-        num_host_tokens=request.num_host,
-        num_storage_tokens=request.num_storage,
-        num_peer_tokens=request.num_peer,
-        num_draft_tokens=request.num_drafted,
-        num_accepted_tokens=request.num_accepted,
-        **more,
-    )
 
 
 def _refuse_adapter(name: str) -> None:

@@ -1,15 +1,21 @@
-"""The device of an engine, and the bytes of its pools when no size is given."""
+"""The device of an engine, its plan, and the bytes of its pools when no size is given."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, plan_settings
 from quire.engine.cores import available_cores
 from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.library import use_native
+from quire.plan.draft import with_draft_model
+from quire.plan.plan import Plan
+from quire.plan.planner import make_plan
+from quire.spec.model import ModelSpec
 
 _AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
 _AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
@@ -52,3 +58,19 @@ def resolve_device(name: str) -> torch.device:
             f"device '{name}' was asked for, and this machine has no CUDA device.", fix="use --device cpu."
         )
     return device
+
+
+def plan_for(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, device: torch.device) -> Plan:
+    """The plan of an engine whose models are loaded. Raises PlanError."""
+    settings = plan_settings(config)
+    if draft is not None:
+        spec, settings = with_draft_model(spec, settings, draft)
+    if config.kv_memory is not None:
+        return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
+    free = free_bytes(device)
+    plan = make_plan(spec, replace(settings, kv_memory=free))
+    if features := plan.memory.feature_bytes:
+        plan = make_plan(spec, replace(settings, kv_memory=free - features))
+    # No size was given, so the pools get no more bytes than all requests at their longest can use.
+    useful = plan.bytes_for(config.max_running_requests * plan.context)
+    return plan if plan.kv_bytes <= useful else make_plan(spec, replace(settings, kv_memory=useful))

@@ -16,6 +16,7 @@ import numpy as np
 from quire import errors
 from quire.errors import InvalidInput, QuireError
 from quire.observe.explain import Explanation
+from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 
@@ -92,6 +93,20 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     status: int = 500
     explanation: Explanation | None = None
+
+
+def output_of(request: Request, **more: Any) -> TokenOutput:
+    """An output of a request with its counts of cached and drafted tokens, and `more` fields."""
+    return TokenOutput(
+        request_id=request.request_id,
+        num_cached_tokens=request.num_cached,
+        num_host_tokens=request.num_host,
+        num_storage_tokens=request.num_storage,
+        num_peer_tokens=request.num_peer,
+        num_draft_tokens=request.num_drafted,
+        num_accepted_tokens=request.num_accepted,
+        **more,
+    )
 
 
 class StepOutputs(msgspec.Struct):

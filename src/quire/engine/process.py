@@ -99,6 +99,8 @@ class Core(Protocol):
     def flush(self, namespace: Namespace | None) -> Later[Flushed]: ...
     def set_weights_epoch(self, epoch: int) -> Flushed: ...
     def set_role(self, role: str) -> str: ...
+    def audit_cache(self) -> Later[dict[str, Any]]: ...
+    def history(self) -> dict[str, Any]: ...
 
 
 class Verb(NamedTuple):
@@ -121,6 +123,7 @@ VERBS = {
     name: Verb.of(getattr(Core, name))
     for name in (
         *("add", "statistics", "explain", "retain", "release", "retained", "flush", "set_weights_epoch", "set_role"),
+        *("audit_cache", "history"),
     )
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.cache import KVCache, RunningBatch
 from quire.cache.running import Lengths, Rows
+from quire.canary import Canary
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
 from quire.engine.frame_staging import ComputeStream
@@ -103,6 +104,7 @@ class ModelRunner:
     ) -> None:
         self.drafter: ModelDrafter | HeadDrafter | None = None
         """What follows each step on the same pages."""
+        self.canary: Canary | None = None
         self._model = model
         self._cache = cache
         self._sampler = sampler
@@ -145,6 +147,9 @@ class ModelRunner:
             self._tables.apply(changes)
             if future is not None:
                 ids[future[0]] = future[1][future[2]]
+            if self.canary is not None:
+                new = () if step.is_decode else step.requests
+                self.canary.launched(step.positions, step.batch.serials, step.counts, new, batches)
             if self._hisparse is not None:
                 self._hisparse.admit(step.batch.rows, step.batch.serials)
             running = RunningForward(self.pools, batches, hisparse=self._hisparse)
@@ -177,9 +182,11 @@ class ModelRunner:
     def move(self, launched: Launched, sources: Rows, targets: Rows) -> None:
         """What a step has written at the flat places `sources` belongs at `targets` of it: drafts that were right."""
         if len(sources):
-            for pool, batch in zip(self.pools, launched.batches, strict=True):
+            for group, (pool, batch) in enumerate(zip(self.pools, launched.batches, strict=True)):
                 assert isinstance(batch, PagedBatch), "states are of chains"
                 move_rows(pool, batch.slots[sources], batch.slots[targets])
+                if self.canary is not None:
+                    self.canary.moved(group, batch.slots[sources], batch.slots[targets])
             if self.drafter is not None:
                 self.drafter.moved(launched.step, sources, targets)
             self._mark()

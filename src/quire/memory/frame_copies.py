@@ -1,8 +1,7 @@
 """FrameCopies: frames between device pools and the host pool, byte for byte.
 
 The device stores a field by layer, `[layers, frames, entries]`; the host stores records by frame. A copy moves one
-piece, the entries of a layer, for each frame, field and layer.
-"""
+piece, the entries of a layer, for each frame, field and layer."""
 
 from __future__ import annotations
 

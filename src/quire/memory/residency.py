@@ -34,6 +34,8 @@ class State(IntFlag):
     DAMAGED = 4  # its bytes are wrong
     FETCHED = 8  # loaded from a store and not used by a request yet
     TOUCHED = 16  # its use was reported to the store in this period
+    WATCHED = 32  # the canary knows that it is cached
+    STAMPED = 64  # and what its bytes were
 
 
 _ABSENT = int(State.ABSENT)  # numpy converts a member of an enumeration more slowly

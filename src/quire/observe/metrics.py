@@ -29,6 +29,9 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "hit_tokens": "Prompt tokens that came from the cache.",
     "output_tokens": "Generated tokens.",
+    "audits": "Audits of the whole cache, in pieces beside steps.",
+    "whole_audits": "Of these, audits during which nothing changed, so that lost pages would have shown.",
+    "shortages": "Steps after which memory was short: a request waited for pages, or was preempted.",
     "evicted_pages": "Cached pages given up for others.",
     "preemptions": "Times a running request had to give its pages back.",
     "finished_requests": "Requests that ended by themselves.",
@@ -94,6 +97,24 @@ HISPARSE_GAUGES = {
     "device_buffer_size": "Tokens of the hot buffer of a request.",
     "host_bytes": "Bytes of latents, or of keys and values, in host memory.",
     "hot_bytes": "Bytes of all hot buffers on the device.",
+}
+
+CANARY_COUNTERS = {
+    "seconds": "Seconds that the canary has taken.",
+    "stamped_pages": "Frames of cached pages that got a stamp.",
+    "hit_pages": "Frames that were looked at because a request began on them.",
+    "swept_pages": "Frames that a sweep looked at.",
+    "sweeps": "Sweeps over all cached pages that have ended.",
+    "found_pages": "Frames that were not what they had been.",
+    "quarantined_frames": "Of these, frames that were set aside.",
+    "recomputed_requests": "Requests that were computed again because they had read such a page.",
+}
+
+CANARY_GAUGES = {
+    "share": "Share of the time that the canary may take.",
+    "waiting_pages": "Frames that wait for a stamp.",
+    "sweep_seconds": "Seconds that the last sweep took.",
+    "sweep_steps": "Steps during the last sweep.",
 }
 
 TIER_COUNTERS = {
@@ -189,6 +210,18 @@ class EngineCollector(Collector):
                 yield _counter(f"hisparse_{key}", text, found[key])
             for key, text in HISPARSE_GAUGES.items():
                 yield _gauge(f"hisparse_{key}", text, found[key])
+        if "highest" in statistics:
+            marks = {(each["tier"], each["group"], each["state"]): each["frames"] for each in statistics["highest"]}
+            text = 'The most frames of a group in a tier that were in a state at once; "used" ones cannot be evicted.'
+            yield _gauge("frames_highest", text, marks, "tier", "group", "state")
+            yield _gauge(
+                "invariant_broken", "1 after an invariant of the cache was broken.", bool(statistics["violation"])
+            )
+        if found := statistics.get("canary"):
+            for key, text in CANARY_COUNTERS.items():
+                yield _counter(f"canary_{key}", text, found[key])
+            for key, text in CANARY_GAUGES.items():
+                yield _gauge(f"canary_{key}", text, found[key])
         if tiers:
             yield from _tiers(tiers, statistics["hit_tokens"])
             yield from _store(tiers)

@@ -37,8 +37,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     Frames with wrong bytes are `quarantined`, oldest first and at most `max_quarantined`: memory that fails once may
     fail again. `still_read` has frames without a page that a transfer still reads, and whether to quarantine each of
-    them afterwards.
-    """
+    them afterwards."""
 
     are_page_ids = False
 

@@ -40,8 +40,7 @@ class RequestedPrefix:
     groups read in part         |-- where they are missing, from what the page after `start` pages needs on --|
 
     Every group can resume after `start` pages already. `lease` pins the known pages, and later the pages cached after
-    them. `keys` are those of the pages from `known` on.
-    """
+    them. `keys` are those of the pages from `known` on."""
 
     def __init__(
         self, tiers: Tiering, groups: Sequence[GroupCache], lease: Lease, start: int, keys: Sequence[bytes]

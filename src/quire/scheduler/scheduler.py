@@ -130,6 +130,11 @@ class Scheduler:
         return self._waiting
 
     @property
+    def lacks_room(self) -> bool:
+        """Whether the first waiting request waits for pages."""
+        return self._lacks_room and bool(self._waiting)
+
+    @property
     def has_requests(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._requests)
@@ -182,6 +187,11 @@ class Scheduler:
     def requests(self) -> Iterable[Request]:
         """Requests that wait or run."""
         return self._requests.values()
+
+    def compute_again(self, request: Request, reason: str) -> None:
+        """A running request waits again, and none of its pages that are not cached yet ever are: they were computed
+        from damaged ones. No step may be in flight. Its tokens stay."""
+        self._put_back(request, reason, damaged=True)
 
     # -- one step
 
@@ -394,11 +404,11 @@ class Scheduler:
         self.num_preemptions += 1
         self._put_back(request, "was preempted: older requests needed its pages")
 
-    def _put_back(self, request: Request, reason: str) -> None:
+    def _put_back(self, request: Request, reason: str, *, damaged: bool = False) -> None:
         """A running request waits again, without memory."""
         kv, settled = request.kv, request.num_settled
         assert kv is not None and not request.pending
-        failed = kv.has_failed
+        failed = damaged or kv.has_failed
         self._rows.unbind(request)
         request.kv = None
         self._cache.finish(kv, None if failed else request.tokens[:settled], returns=True)

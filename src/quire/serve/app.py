@@ -22,6 +22,7 @@ from quire.serve.completions import completions_router
 from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.openapi import ERRORS, describe
+from quire.serve.proof import proof_router
 from quire.serve.retention import retention_router
 from quire.serve.sse import ClientGone
 
@@ -48,6 +49,7 @@ def create_app(
     app.include_router(chat_router(service))
     app.include_router(_router(service))
     app.include_router(retention_router(service))
+    app.include_router(proof_router(service))
     add_gate(app, metrics.responses, api_key=api_key, cors_origins=cors_origins)
     return app
 

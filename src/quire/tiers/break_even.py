@@ -115,8 +115,7 @@ class BreakEven:
 
     `on_change(lane, why)` is called when a lane turns off, and with an empty `why` when it turns on: at most once a
     minute per lane. The time of a FETCH includes the LOOK before it and the LOAD after it. A LOAD that was never
-    measured counts as fast as a SAVE, but that turns no lane on.
-    """
+    measured counts as fast as a SAVE, but that turns no lane on."""
 
     def __init__(
         self,

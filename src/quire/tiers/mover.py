@@ -257,8 +257,7 @@ class _Channel:
 
     With the device, inward transfers go first and are not interrupted; outward ones pause after each piece and keep
     their place. With a remote, which may be slow, both directions take turns while nothing goes outward; an inward
-    transfer pauses after each piece if others wait, and goes to the end. Outward ones run one at a time, in order.
-    """
+    transfer pauses after each piece if others wait, and goes to the end. Outward ones run one at a time, in order."""
 
     def __init__(self, is_remote: bool) -> None:
         self.running: list[Transfer] = []

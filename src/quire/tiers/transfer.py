@@ -127,8 +127,7 @@ class Transfer:
 
     The submitter holds every frame named here until `Mover.finished` returns the transfer, and reads results only then.
     `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any thread at any time. A transfer
-    that `expired` has failed; it is `done` when nothing uses its frames any more, perhaps much later.
-    """
+    that `expired` has failed; it is `done` when nothing uses its frames any more, perhaps much later."""
 
     lane: Lane
     units: Sequence[Units]

@@ -1,0 +1,157 @@
+"""The audit in pieces beside the audit of tests: it finds what that finds, and nothing while the cache changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quire.cache import KVCache
+from quire.canary.auditor import Audit, Auditor
+from quire.canary.laws import broken_law
+from quire.errors import OutOfPages
+from quire.spec.group import ReachSpec
+from quire.testing import small_plan
+from quire.testing.choices import Choices
+
+
+class Life:
+    """Random requests of one cache with windows and states, and an auditor."""
+
+    def __init__(self, seed: int, num_pages: int = 24) -> None:
+        self.choices = Choices.seeded(seed)
+        reaches = (ReachSpec(), ReachSpec(kind="window", tokens=6))
+        self.cache = KVCache(small_plan(num_pages, 2, groups=("full", "window"), reaches=reaches))
+        self.changes = 0
+        self.auditor = Auditor(self.cache.parts, lambda: self.changes)
+        self.open: list[tuple[object, np.ndarray]] = []
+
+    def change(self) -> None:
+        choices, cache = self.choices, self.cache
+        self.changes += 1
+        if len(self.open) < 4 and choices.chance(50):
+            tokens = np.array([choices.below(2) for _ in range(choices.between(3, 14))], dtype=np.int32)
+            self.open.append((cache.begin(tokens), tokens))
+        elif self.open:
+            kv, tokens = self.open.pop(choices.below(len(self.open)))
+            try:
+                cache.extend([kv], [len(tokens) - cache.rows.allocated(kv)])  # type: ignore[list-item,arg-type]
+                cache.finish(kv, tokens)  # type: ignore[arg-type]
+            except OutOfPages:
+                cache.finish(kv)  # type: ignore[arg-type]
+
+    def audit(self, pieces: int = 10**6) -> Audit:
+        for _ in range(pieces):
+            done = self.auditor.advance(0.0)
+            if done is not None:
+                return done
+        raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_cache_that_is_well_passes(seed: int) -> None:
+    life = Life(seed)
+    for _ in range(150):
+        life.change()
+        life.cache.audit()
+        assert broken_law(life.cache.parts) == ""
+        if life.choices.chance(30):
+            done = life.audit()
+            assert done.whole and not done.faults, done.faults
+            assert done.pages >= life.cache.tree.num_pages and done.pieces >= 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_changes_between_pieces_are_no_faults(seed: int) -> None:
+    life = Life(seed, num_pages=40)
+    ended = whole = 0
+    for _ in range(400):
+        life.change()
+        done = life.auditor.advance(0.0)
+        assert broken_law(life.cache.parts) == ""
+        if done is not None:
+            assert not done.faults, done.faults
+            ended, whole = ended + 1, whole + done.whole
+    assert ended >= 20 and not whole
+
+
+def _lose_a_page(cache: KVCache) -> None:
+    cache.evict(1)
+    cache.pages.ids.take(1)
+
+
+def _share_a_frame(cache: KVCache) -> None:
+    column = cache.groups[0].table
+    pages = column.frame.nonzero()[0]
+    column.frame[pages[0]] = column.frame[pages[1]]
+
+
+def _free_a_frame(cache: KVCache) -> None:
+    column = cache.groups[0].table
+    cache.groups[0].frames.allocator.free_pages(column.frame[column.frame.nonzero()[0][:1]])  # type: ignore[union-attr]
+
+
+def _lengthen_a_node(cache: KVCache) -> None:
+    next(cache.tree.nodes()).key += b"\0\0\0\0"
+
+
+def _count_a_lease(cache: KVCache) -> None:
+    next(cache.tree.nodes()).leases += 1
+
+
+def _cache_a_page_twice(cache: KVCache) -> None:
+    node = max(cache.tree.nodes(), key=lambda each: each.num_pages)
+    node.run = node.run[:4] * node.num_pages
+
+
+def _unpin(cache: KVCache) -> None:
+    cache.groups[1].table.pins[int(cache.groups[1].table.frame.nonzero()[0][0])] -= 5
+
+
+def _count_pages(cache: KVCache) -> None:
+    cache.tree.num_pages += 1
+
+
+def _bind_the_padding(cache: KVCache) -> None:
+    cache.groups[0].table.frame[0] = 1
+
+
+DAMAGE = (
+    *(_lose_a_page, _share_a_frame, _free_a_frame, _lengthen_a_node, _count_a_lease, _cache_a_page_twice),
+    *(_unpin, _count_pages, _bind_the_padding),
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_broken_is_found(damage: Callable[[KVCache], None]) -> None:
+    life = Life(3)
+    for _ in range(40):
+        life.change()
+    while life.open:
+        kv, _ = life.open.pop()
+        life.cache.finish(kv)  # type: ignore[arg-type]
+    assert life.cache.tree.num_pages > 3
+    assert not life.audit().faults
+    damage(life.cache)
+    assert life.audit().faults or broken_law(life.cache.parts)
+
+
+def test_faults_are_named_and_bounded() -> None:
+    life = Life(1, num_pages=100)
+    for _ in range(200):
+        life.change()
+    for node in life.cache.tree.nodes():
+        node.leases += 1
+    done = life.audit()
+    assert 1 <= len(done.faults) <= 32
+    assert "leases is held" in done.faults[0]
+
+
+def test_an_audit_is_due_after_a_change() -> None:
+    life = Life(2)
+    assert life.auditor.is_due
+    life.audit()
+    assert not life.auditor.is_due
+    life.change()
+    assert life.auditor.is_due

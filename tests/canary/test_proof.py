@@ -1,0 +1,110 @@
+"""What an engine does about broken laws, audits that are asked for, and memory that is short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.engine.messages import EngineRequest
+from quire.errors import EngineDead
+from quire.scheduler.sampling_params import SamplingParams
+from tests.engine.running import run, tight_core
+from tests.engine.tiered import Case, case_of
+
+PROMPTS = [list(range(first, first + 30)) for first in (1, 60, 120)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def dense() -> Case:
+    return case_of("llama_gqa")
+
+
+def request(name: str, prompt: list[int]) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=np.array(prompt, dtype=np.int32).tobytes(), params=GREEDY)
+
+
+def audited(core: EngineCore) -> dict[str, Any]:
+    """The answer to an audit that is asked for now, after some steps."""
+    later = core.audit_cache()
+    assert core.has_moves()
+    for _ in range(1000):
+        if (found := later.poll(True)) is not None:
+            return found
+        core.step()
+    raise AssertionError("it never ends")
+
+
+def test_an_audit_is_whole_when_the_engine_rests(dense: Case) -> None:
+    core = tight_core(dense.model, num_tokens=400, page_size=4)
+    run(core, PROMPTS, GREEDY)
+    found = audited(core)
+    assert found["ended"] and found["whole"] and not found["faults"] and not found["violation"]
+    assert found["pages"] >= core.cache.tree.num_pages > 0 and found["nodes"] >= 3
+    json.dumps(found)
+
+
+def test_an_audit_beside_requests_ends_and_is_not_whole(dense: Case) -> None:
+    core = tight_core(dense.model, num_tokens=400, page_size=4)
+    for at, prompt in enumerate(PROMPTS):
+        core.add(request(f"r{at}", prompt))
+    core.step()
+    core.proof.auditor._seconds = iter(np.arange(0.0, 1e6, 1.0)).__next__  # a piece takes a second: one for each step
+    found = audited(core)
+    assert found["ended"] and not found["whole"] and not found["faults"]
+    assert core.has_work()
+
+
+def test_a_broken_law_stops_admission_and_requests_that_run_end(dense: Case, tmp_path: Path) -> None:
+    core = tight_core(dense.model, num_tokens=400, page_size=4, canary_reports=str(tmp_path))
+    core.add(request("runs", PROMPTS[0]))
+    core.step()
+    core.cache.groups[0].table.frame[0] = 3  # the padding page
+    ends = list(core.step().noted)
+    assert "padding page" in core.statistics()["violation"]
+    with pytest.raises(EngineDead, match="padding page"):
+        core.add(request("late", PROMPTS[1]))
+    core.cache.groups[0].table.frame[0] = 0
+    while core.has_work():
+        ends += core.step()
+    assert [end.finish_reason for end in ends if end.finish_reason] == ["length"]
+    assert core.statistics()["violation"], "it stays"
+    [path] = tmp_path.glob("violation-*.json")
+    evidence = json.loads(path.read_text())
+    assert "padding page" in evidence["faults"][0]
+    assert [each["request"] for each in evidence["requests"]] == ["runs"]
+
+
+def test_an_idle_engine_finds_a_lost_page(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tight_core(dense.model, num_tokens=400, page_size=4)
+    run(core, PROMPTS, GREEDY)
+    core.cache.pages.ids.take(1)
+    monkeypatch.setattr("quire.engine.proof._IDLE_AFTER_S", 0.0)
+    for _ in range(1000):
+        assert core.has_moves() or core.proof.auditor.num_whole
+        core.step()
+        if core.proof.violation:
+            break
+    assert "no owner" in core.proof.violation
+
+
+def test_what_held_memory_when_it_was_short(dense: Case) -> None:
+    core = tight_core(dense.model, num_tokens=64, page_size=4)
+    for at, prompt in enumerate(PROMPTS):
+        core.add(request(f"r{at}", prompt))
+    for _ in range(5):
+        core.step()
+    found = core.history()
+    assert found["num_shortages"] >= 1
+    short = found["shortages"][0]
+    assert short["why"] and short["requests"][0]["request"] == "r0" and short["requests"][0]["pages"] >= 8
+    assert short["frames"]["full"]["free"] <= 16
+    while core.has_work():
+        core.step()
+    highest = {(each["tier"], each["group"], each["state"]): each["frames"] for each in core.history()["highest"]}
+    assert 8 <= highest["device", "full", "used"] <= 16
