@@ -27,8 +27,9 @@ from quire.scheduler.step import Step
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout
+from quire.tiers.executor import TransferExecutor
 from quire.tiers.mover import ThreadMover
-from quire.tiers.transfer import Transfer
+from quire.tiers.transfer import Lane, Transfer, Units
 from quire.upload import to_device
 from tests.engine.running import run
 from tests.engine.test_fake_cuda import on_device, ours, watched
@@ -245,6 +246,30 @@ def check_loads() -> None:
     assert cuda.races.found == []
 
 
+def check_queueing() -> None:
+    """A load is checked when all its copies are queued: a step that reads it finds every layer, and waits for none."""
+    cuda, key = FakeCuda(), bytes(range(32))
+    with staged(cuda) as (_, copies, pool, host):
+        copies.to_host(0, ids([2]), ids([4]))
+        copies.seal(0, ids([4]), [key])
+        load = Transfer(Lane.LOAD, [Units(0, ids([5]), ids([4]), (key,))])
+        load.pieces = TransferExecutor(copies, None).run(load)
+        while not load.checked:
+            load.advance()
+            assert not load.over
+        assert load._arrived == {0, 1} and len(load.queued) == 1
+        with cuda.watched():
+            load.wait_layer(0)
+        assert load.queued == () and cuda.noted == []
+        pool.tensors[0][1].index_select(1, to_device(np.array([5]), CUDA))
+        while not load.over:
+            load.advance()
+        load.end()
+        assert load.is_whole
+        cuda.races.by_host(torch.from_numpy(host.rows(0)[4:5]), "another save", writes=True)
+    assert cuda.races.found == []
+
+
 def check_moves() -> None:
     """A save follows drafts that were moved, for which the host does not wait."""
     cuda = FakeCuda()
@@ -271,6 +296,6 @@ def check_moves() -> None:
     assert cuda.races.found == []
 
 
-@pytest.mark.parametrize("check", [check_marks, check_loads, check_moves])
+@pytest.mark.parametrize("check", [check_marks, check_loads, check_queueing, check_moves])
 def test_what_copies_follow(check: Callable[[], None]) -> None:
     check()

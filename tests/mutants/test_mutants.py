@@ -222,6 +222,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "staging": [
         test_frame_staging.check_marks,
         test_frame_staging.check_loads,
+        test_frame_staging.check_queueing,
         test_frame_staging.check_moves,
         test_frame_staging.check_tiers,
     ],
