@@ -7,7 +7,7 @@ import math
 _MOST_S = 0.02
 """Never saved up more: a burst of checks delays no step by more than this."""
 
-LEAST_S = 0.0003
+LEAST_S = 0.002
 """Work begins when so much is saved up."""
 
 _NEWEST = 0.2

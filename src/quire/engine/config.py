@@ -346,7 +346,7 @@ class EngineConfig(Settings):
         le=3600,
     )
     canary: str = setting(
-        "1%",
+        "off",
         "Share of the time in which cached pages on the device are looked at again: 1%, off, or all (each page at each "
         "step).",
         group=_MEMORY,
