@@ -105,6 +105,9 @@ class Producer:
     def has_work(self) -> bool:
         return self._left > 0
 
+    def has_checks(self) -> bool:
+        return False
+
     def has_moves(self) -> bool:
         return False
 

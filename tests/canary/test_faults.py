@@ -151,7 +151,7 @@ def test_a_small_share_finds_it_too(
         sweeps, steps = canary.num_sweeps, 0
         while canary.num_sweeps < sweeps + 2:
             now[0] += 0.5
-            assert core.has_moves()
+            assert core.has_checks()
             core.step()
             steps += 1
         return steps

@@ -32,7 +32,7 @@ def request(name: str, prompt: list[int]) -> EngineRequest:
 def audited(core: EngineCore) -> dict[str, Any]:
     """The answer to an audit that is asked for now, after some steps."""
     later = core.audit_cache()
-    assert core.has_moves()
+    assert core.has_checks()
     for _ in range(1000):
         if (found := later.poll(True)) is not None:
             return found
@@ -86,7 +86,7 @@ def test_an_idle_engine_finds_a_lost_page(dense: Case, monkeypatch: pytest.Monke
     core.cache.pages.ids.take(1)
     monkeypatch.setattr("quire.engine.proof._IDLE_AFTER_S", 0.0)
     for _ in range(1000):
-        assert core.has_moves() or core.proof.auditor.num_whole
+        assert core.has_checks() or core.proof.auditor.num_whole
         core.step()
         if core.proof.violation:
             break

@@ -34,6 +34,9 @@ class Core:
     def has_work(self) -> bool:
         return False
 
+    def has_checks(self) -> bool:
+        return False
+
     def has_moves(self) -> bool:
         return False
 

@@ -52,6 +52,9 @@ class EchoCore:
     def has_work(self) -> bool:
         return bool(self._running)
 
+    def has_checks(self) -> bool:
+        return False
+
     def has_moves(self) -> bool:
         return False
 

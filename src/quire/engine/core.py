@@ -255,11 +255,13 @@ class EngineCore:
         """Whether `step` has work or reports."""
         return self.scheduler.has_requests or self._in_flight is not None or bool(self._ended)
 
+    def has_checks(self) -> bool:
+        """Whether a check of memory is due, so that `step` should be called although there is no work."""
+        return self.proof.is_due
+
     def has_moves(self) -> bool:
         """Whether transfers between tiers are in flight, so that `step` should be called now and then."""
         below = self.offload.tiers if self.tiers is not None else None
-        if self.proof.is_due:
-            return True
         if self.transfer is not None and below is not None and self.transfer.is_due:
             return True
         return below is not None and (not below.mover.idle or below.deletion.is_due or below.archiver.is_due)

@@ -86,6 +86,7 @@ class Core(Protocol):
     def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
     def step(self) -> StepOutputs: ...
     def has_work(self) -> bool: ...
+    def has_checks(self) -> bool: ...
     def has_moves(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -306,7 +307,7 @@ class StepLoop:
         while self._running:
             for command in self._link.commands(self._patience_ms()):
                 self._obey(command)
-            if self._core.has_work() or self._core.has_moves():
+            if self._core.has_work() or self._core.has_moves() or self._core.has_checks():
                 self._step()
             self._answer_later()
             self._beat()
@@ -316,7 +317,7 @@ class StepLoop:
     def _patience_ms(self) -> int:
         """How long to wait for commands: without limit if idle, not at all while steps have results."""
         if not self._core.has_work():
-            return _REST_MS if self._core.has_moves() else int(BEAT_S * 1000)
+            return _REST_MS if self._core.has_moves() or self._core.has_checks() else int(BEAT_S * 1000)
         return _REST_MS if self._num_empty_steps >= _EMPTY_STEPS_BEFORE_REST else 0
 
     def _step(self) -> None:
