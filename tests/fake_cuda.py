@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -240,6 +241,7 @@ class FakeCuda:
                     stack.enter_context(patch.object(torch.cuda, name, value))
                 stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
                 stack.enter_context(patch.object(Tensor, "to", _to))
+                _device_constructors()  # remembers `torch.tensor`, for all that loads a model later
                 stack.enter_context(patch.object(torch, "tensor", _tensor))
                 stack.enter_context(self.entered())
                 yield self

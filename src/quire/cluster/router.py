@@ -93,7 +93,7 @@ class Router:
         app.add_api_route("/health", self._health, response_model=None)
         app.add_api_route("/metrics", self._metrics, response_model=None)
         app.add_api_route("/v1/cache/explain/{request_id}", self._explain, response_model=None)
-        for name in ("statistics", "retained"):
+        for name in ("statistics", "retained", "audit", "history"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
         for name in ("release", "flush", "epoch"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
