@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine import core
+from quire.engine import device
 from quire.engine.config import plan_settings
 from quire.engine.core import EngineCore
 from quire.errors import UnsupportedModel
@@ -43,7 +43,7 @@ def selecting_core(
         host_to_device_ratio=None if tokens is None else 1,
     )
     more = {"hisparse": asked, "max_total_tokens": tokens}
-    with patch.object(core, "plan_settings", lambda config: replace(plan_settings(config), **more)):
+    with patch.object(device, "plan_settings", lambda config: replace(plan_settings(config), **more)):
         return core_for(model, **{"max_running_requests": 8, **settings})
 
 
