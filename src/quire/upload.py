@@ -53,7 +53,7 @@ class Upload:
         """Copy what was placed, behind the work that the device has."""
         if self._used and self._pinned is not None and self._arrived is not None:
             count = min(self._used, len(self._pinned))
-            # Torch keeps the pinned memory, which nobody holds from here on, until this copy has read it.
+            # Torch keeps the pinned memory, which nothing holds from here on, until this copy has read it.
             self._arrived[:count].copy_(self._pinned[:count], non_blocking=True)
             self.sent += count
             self.num_copies += 1
