@@ -147,7 +147,7 @@ def read_trace(path: Path, count: int, steps_apart: int = 4) -> list[Arrival]:
     Requests have `prompt` and `output`, a conversation (`conv` or `session`) and maybe `arrive` and `think`, in steps.
     Those without `arrive` come one every `steps_apart` steps, and never before the turn before them has ended.
     """
-    return arrivals(list(_module(path).make_trace())[:count], steps_apart)
+    return arrivals(list(module_of(path).make_trace())[:count], steps_apart)
 
 
 def arrivals(requests: list[Any], steps_apart: int = 4) -> list[Arrival]:
@@ -225,7 +225,8 @@ def ideal_hits(trace: list[Arrival], page: int) -> int:
     return found
 
 
-def _module(path: Path) -> ModuleType:
+def module_of(path: Path) -> ModuleType:
+    """A Python file as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")

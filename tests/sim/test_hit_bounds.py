@@ -115,6 +115,19 @@ def test_no_choice_is_better_than_the_optimum(requests: list[TraceRequest], page
     assert found == best_of_all_choices(requests, page_size, pool_pages) * page_size
 
 
+def check_optimum(seed: int) -> None:
+    """As the test above, on requests that are drawn without a library, for mutants."""
+    source = random.Random(seed)
+    drawn = [(source.randint(2, 4), source.randint(0, 2), source.choice(["", "", "salt"])) for _ in range(8)]
+    requests = [
+        request(number, source.choices((0, 1), k=prompt), source.choices((0, 1), k=output), salt=salt)
+        for number, (prompt, output, salt) in enumerate(drawn)
+    ]
+    for page_size, pool_pages in ((1, 6), (1, 7), (2, 3)):
+        hits = HitBounds(trace_of(requests), page_size).optimal_hits(pool_pages * page_size)
+        assert sum(hits) == best_of_all_choices(requests, page_size, pool_pages) * page_size
+
+
 def test_the_tiny_traces_make_the_optimum_choose() -> None:
     """What the comparison above is worth: often the pool is too small for the ideal and large enough for some hits, and
     often LRU is not the best."""

@@ -9,7 +9,7 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.sim.hit_bounds import HitBounds
-from quire.sim.trace import Trace, open_trace
+from quire.sim.trace import Trace, TraceRequest, open_trace
 from quire.sim.trace_request import VOCABULARY, Text, text_seed, tokens_of
 from quire.sim.workloads import WORKLOADS
 from tests.sim.tiny_traces import digest
@@ -20,6 +20,7 @@ PINNED_DIGESTS = {
     "sessions": "9427bece5f980141",
     "alternating": "e1d43e0badfd8c39",
     "agents": "3195110df598fbae",
+    "agent-sessions": "f9802b7ef6980d01",
     "rag-scan": "14b99be9032f657d",
     "mixed-prefixes": "07ec5fca6ef6e4a7",
     "match-unit": "a5abbede46af623e",
@@ -52,9 +53,10 @@ def test_a_text_is_a_prefix_of_a_longer_one_and_like_no_other() -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_is_drawn_from_its_seed(name: str) -> None:
-    trace = open_trace(name, seed=7, limit=400)
-    assert digest(trace) == digest(trace) == digest(open_trace(name, seed=7, limit=400))
-    assert digest(trace) != digest(open_trace(name, seed=8, limit=400))
+    limit = 60 if name == "agent-sessions" else 400  # its prompts are long
+    trace = open_trace(name, seed=7, limit=limit)
+    assert digest(trace) == digest(trace) == digest(open_trace(name, seed=7, limit=limit))
+    assert digest(trace) != digest(open_trace(name, seed=8, limit=limit))
     arrivals = [each.arrival for each in trace]
     assert arrivals == sorted(arrivals) and arrivals[0] == 0.0
     before: set[str] = set()
@@ -129,6 +131,73 @@ def test_agents_come_back_at_once_or_after_minutes() -> None:
     assert (gaps < 1).mean() == pytest.approx(0.86, abs=0.03)
     assert (gaps < 10).mean() == pytest.approx(0.95, abs=0.02)
     assert gaps.max() > 60
+
+
+def agent_sessions(seed: int = 3) -> list[TraceRequest]:
+    return list(open_trace("agent-sessions:sessions=20", seed=seed))
+
+
+def test_sessions_of_agents_share_prompts_and_projects() -> None:
+    """Ten sessions have two of the three prompts at most; each begins with one of these."""
+    first = [each for each in agent_sessions() if not each.after]
+    assert len(first) == 20
+    openings = Counter(each.prompt[:6000].tobytes() for each in first)
+    assert 2 <= len(openings) <= 3 and openings.most_common(1)[0][1] >= 7
+    assert len({each.prompt.tobytes() for each in first}) == 20
+
+
+def test_turns_of_agents_append_to_what_was_said_or_begin_with_a_summary() -> None:
+    found = {each.request_id: each for each in agent_sessions()}
+    appended, rewritten, forked, fresh = [], 0, 0, 0
+    for each in found.values():
+        if not each.after:
+            continue
+        before = found[each.after]
+        if before.session.count("/") > each.session.count("/"):  # a sub-agent has ended
+            own, turn = each.request_id.rsplit(".", 1)
+            before = found[f"{own}.{int(turn) - 1}"]
+        said = np.concatenate((before.prompt, before.output))
+        repeats = len(each.prompt) > len(said) and (each.prompt[: len(said)] == said).all()
+        if each.session != before.session:
+            forked, fresh = forked + repeats, fresh + (not repeats)
+        elif repeats:
+            appended.append(len(each.prompt) - len(said))
+        else:
+            rewritten += 1
+            assert len(each.prompt) < len(before.prompt) / 2, "a summary is shorter"
+            assert (each.prompt[:6000] == before.prompt[:6000]).all()
+            assert bytes(before.output) in bytes(each.prompt)
+    summaries = [tokens for tokens in appended if tokens <= 400]
+    turns = [tokens for tokens in appended if tokens > 400]
+    assert len(summaries) == rewritten > 3
+    assert 500 <= min(turns) < 600 and 5500 < max(turns) <= 6000
+    assert 20 < forked < 2 * fresh < 4 * forked
+
+
+def test_gaps_of_agents_are_seconds_for_tools_and_minutes_for_people() -> None:
+    found = {each.request_id: each for each in agent_sessions()}
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    for each in found.values():
+        if each.after and found[each.after].session == each.session:
+            gaps[found[each.after].calls_tool].append(each.think)
+    tool, person = np.array(gaps[True]), np.array(gaps[False])
+    assert tool.min() >= 0.3 and tool.max() <= 30 and person.min() >= 20 and person.max() <= 1200
+    assert np.median(tool) == pytest.approx(3.0, rel=0.2) and 100 < np.median(person) < 240
+    assert len(tool) / (len(tool) + len(person)) == pytest.approx(0.87, abs=0.03)
+    ends = {(each.calls_tool, int(each.output[-1])) for each in found.values()}
+    assert len(ends) == len({end for _, end in ends}) == 2, "as a model ends its answers"
+
+
+def test_sessions_of_agents_end_without_a_word() -> None:
+    """Some end with a call whose result never comes; nothing else tells that a session has ended."""
+    requests = agent_sessions()
+    last: dict[str, TraceRequest] = {}
+    for each in sorted(requests, key=lambda each: int(each.request_id.rsplit(".", 1)[1])):
+        last[each.session] = each
+    ends = [each.calls_tool for session, each in last.items() if "/" not in session]
+    assert len(ends) == 20 and 2 <= sum(ends) <= 9
+    turns = Counter(each.session for each in requests if "/" not in each.session).values()
+    assert min(turns) >= 10 and max(turns) > 50
 
 
 def test_a_scan_leaves_one_prompt_worth_keeping() -> None:

@@ -15,16 +15,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
-import numpy.typing as npt
 
-from quire.errors import InvalidInput
-from quire.sim.prefix_hash import page_digests
+from quire.sim.paged_trace import PagedRequest, PagedTrace, PageKeys, paged_requests
 from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-
-_Keys = npt.NDArray[np.int32] | npt.NDArray[np.uint64]
-"""A key for each page: its token if a page is one token, otherwise a 64-bit hash of its tokens."""
 
 _NEVER = -1
 
@@ -32,14 +27,11 @@ _NEVER = -1
 class HitBounds:
     """The bounds of one trace in pages of `page_size` tokens.
 
-    Requests whose client leaves while they wait are not counted. If a client leaves later, the tokens that it saw are
-    counted. Memory: 8 bytes for each different page, 4 if a page is one token. Raises InvalidInput for pages of no
-    tokens.
+    Its requests are those of `paged_requests`; a `PagedTrace` has pages of this size. Memory: 8 bytes for each
+    different page, 4 if a page is one token. Raises InvalidInput for pages of no tokens.
     """
 
-    def __init__(self, trace: Iterable[TraceRequest], page_size: int) -> None:
-        if page_size < 1:
-            raise InvalidInput(f"a page of {page_size} tokens holds nothing.", fix="use a page size of at least 1.")
+    def __init__(self, trace: Iterable[TraceRequest] | PagedTrace, page_size: int) -> None:
         self._page_size = page_size
         self._uses: list[_PageUse] = []
         self._roots: dict[Namespace, _Node] = {}
@@ -48,9 +40,8 @@ class HitBounds:
         """Hits of a cache that never evicts."""
         self.working_set_tokens = 0
         """Different whole pages of all prompts and outputs, which that cache holds at the end."""
-        for request in trace:
-            if request.abort_after != 0:
-                self._add(request)
+        for request in trace if isinstance(trace, PagedTrace) else paged_requests(trace, page_size):
+            self._add(request)
 
     @property
     def ideal_hit_rate(self) -> float:
@@ -58,7 +49,12 @@ class HitBounds:
         return self.ideal_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def optimal_hit_tokens(self, pool_tokens: int) -> int:
-        """The most prompt tokens that any eviction policy could hit in a pool of `pool_tokens`, knowing the future.
+        """The most prompt tokens that any eviction policy could hit in a pool of `pool_tokens` (`optimal_hits`)."""
+        return sum(self.optimal_hits(pool_tokens))
+
+    def optimal_hits(self, pool_tokens: int) -> list[int]:
+        """What each request hits, in tokens, if as much as possible is hit in a pool of `pool_tokens`, knowing the
+        future. Requests that do not fit the pool, or do not run, have no entry.
 
         Why this is the optimum. A page that is used twice is worth keeping in between if the second use looks it up
         (other uses write it anyway). It is then worth one page. While a request is served its own pages are in the
@@ -79,8 +75,10 @@ class HitBounds:
         pool_pages = pool_tokens // self._page_size
         uses = [use for use in self._uses if use.held_pages <= pool_pages]
         furthest: list[tuple[int, int, _Node]] = []  # minus the request that looks it up, minus its end; may be stale
-        num_kept, hits = 0, 0
+        num_kept = 0
+        found = []
         for use, upcoming in zip(uses, _next_lookups(uses), strict=True):
+            hits = 0
             for node in use.nodes():
                 hits += node.kept
                 num_kept -= node.kept
@@ -98,32 +96,23 @@ class HitBounds:
                     node.kept = len(node.keys)
                     num_kept += len(node.keys)
                     heappush(furthest, (-lookup, -node.end, node))
-        return hits * self._page_size
+            found.append(hits * self._page_size)
+        return found
 
-    def _add(self, request: TraceRequest) -> None:
+    def _add(self, request: PagedRequest[PageKeys] | PagedRequest[Ids]) -> None:
+        keys, lookup = request.pages, request.lookup_pages
         root = self._roots.get(request.namespace)
         if root is None:
-            root = self._roots[request.namespace] = _Node(None, self._keys(request.prompt[:0]), 0)
-        tokens = np.concatenate((request.prompt, request.output[: request.abort_after]))
-        keys = self._keys(tokens)
-        lookup = (len(request.prompt) - 1) // self._page_size
+            root = self._roots[request.namespace] = _Node(None, keys[:0], 0)
         node, known = root.descend(keys)
         if known < len(keys):
             rest = node.children[int(keys[known])] = _Node(node, keys[known:].copy(), len(keys))
             node = rest
         node.split_above(lookup)
-        held = max(len(keys), -(-(len(tokens) - 1) // self._page_size))
-        self.prompt_tokens += len(request.prompt)
+        self.prompt_tokens += request.prompt_tokens
         self.ideal_hit_tokens += min(known, lookup) * self._page_size
         self.working_set_tokens += (len(keys) - known) * self._page_size
-        self._uses.append(_PageUse(node, lookup, held))
-
-    def _keys(self, tokens: Ids) -> _Keys:
-        """Of each whole page. Two different pages have the same key about once in 2 ** 64 comparisons."""
-        if self._page_size == 1:
-            return tokens
-        whole = len(tokens) - len(tokens) % self._page_size
-        return page_digests(tokens[:whole].reshape(-1, self._page_size).astype(np.uint64))
+        self._uses.append(_PageUse(node, lookup, request.held_pages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +142,14 @@ class _Node:
     """
 
     parent: _Node | None
-    keys: _Keys
+    keys: PageKeys
     end: int
     """Pages from the beginning of the prefix to the end of this node."""
     children: dict[int, _Node] = field(default_factory=dict)
     kept: int = 0
     """Pages that the optimum keeps until the next lookup; none once all requests are done."""
 
-    def descend(self, keys: _Keys) -> tuple[_Node, int]:
+    def descend(self, keys: PageKeys) -> tuple[_Node, int]:
         """The node that ends where `keys` and the tree diverge, split there if needed, and the number of its pages."""
         node, at = self, 0
         while at < len(keys):

@@ -56,6 +56,8 @@ class TraceRequest(Generic[Tokens]):
     """The client leaves after this many output tokens; 0: while it waits, so the request never runs."""
     acceptance: float | None = None
     """The chance of a draft to be accepted, if those before it are."""
+    calls_tool: bool | None = None
+    """Whether the output calls a tool, whose result the next turn of the session brings; None: unknown."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt):

@@ -36,6 +36,7 @@ class _Row(msgspec.Struct, omit_defaults=True):
     priority: int = 0
     abort_after: Annotated[int, Meta(ge=0)] | None = None
     acceptance: Annotated[float, Meta(ge=0, le=1)] | None = None
+    calls_tool: bool | None = None
 
     def draft(self, number: int) -> Draft:
         return TraceRequest(
@@ -50,6 +51,7 @@ class _Row(msgspec.Struct, omit_defaults=True):
             priority=self.priority,
             abort_after=self.abort_after,
             acceptance=self.acceptance,
+            calls_tool=self.calls_tool,
         )
 
 
@@ -84,6 +86,7 @@ def write_trace(trace: Trace, path: Path) -> None:
                 priority=request.priority,
                 abort_after=request.abort_after,
                 acceptance=request.acceptance,
+                calls_tool=request.calls_tool,
             )
             file.write(msgspec.json.encode(row) + b"\n")
 

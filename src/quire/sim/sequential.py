@@ -1,0 +1,94 @@
+"""replay_in_order: one request at a time through the tree of the cache, without scheduler, steps and tokens.
+
+Each request is matched, leased and evicted for as in the engine: first for its prompt, then for its output, which both
+become cached. It ends before the next one begins, as in `HitBounds`. So policies are compared with each other and with
+the optimum by what they evict alone, much faster than in `Replay`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.prefix.policy import EvictionPolicy
+from quire.prefix.radix_cache import RadixCache
+from quire.sim.paged_trace import PagedRequest, PagedTrace
+from quire.spec.ids import Ids
+
+_REMEMBERED = 4  # times the pool: evicted pages that the tree remembers, as in `KVCache`
+_NO_TAIL: Ids = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequentialResult:
+    """Hits of one replay. A request that the pool can never hold is refused, and hits nothing."""
+
+    hit_tokens: npt.NDArray[np.int64]
+    """Of each request."""
+    refused: npt.NDArray[np.bool_]
+    """Of each request."""
+    evicted_pages: int
+    cpu_seconds: float
+    """CPU time of the whole replay, which is that of the tree and the policy."""
+
+    def hit_rate(self, trace: PagedTrace) -> float:
+        """Share of the trace's prompt tokens that were found cached."""
+        return float(self.hit_tokens.sum() / trace.prompt_tokens.sum())
+
+
+class SequentialReplay:
+    """A tree of page ids and a pool of `pool_pages` pages of `page_size` tokens, empty at first.
+
+    `now`, which the tree reads as its clock, is the arrival of the current request in seconds."""
+
+    def __init__(self, pool_pages: int, page_size: int, policy: EvictionPolicy) -> None:
+        self.now = 0.0
+        self.evicted_pages = 0
+        self.tree = RadixCache(1, policy, remembered=_REMEMBERED * pool_pages, seconds=lambda: self.now)
+        self.tree.longest_grown //= page_size
+        self._page_size = page_size
+        self._pool_pages = pool_pages
+
+    def serve(self, request: PagedRequest[Ids]) -> int | None:
+        """Serve a request to its end. Returns how many pages it hits; None if the pool can never hold it."""
+        if request.held_pages > self._pool_pages:
+            return None
+        self.now = request.arrival
+        tree, pages = self.tree, request.pages
+        match = tree.match(request.namespace, pages[: request.lookup_pages])
+        lease = tree.lease(match, priority=request.priority)
+        self._make_room(-(-request.prompt_tokens // self._page_size) - match.num_pages)
+        prompt = pages[match.num_pages : request.prompt_pages]
+        tree.insert(lease, prompt, prompt)  # the ids of frames do not matter
+        self._make_room(request.held_pages - request.prompt_pages)
+        output = pages[request.prompt_pages :]
+        tree.insert(lease, output, output)
+        tree.ended(lease, _NO_TAIL, request.output_tokens)
+        tree.release(lease)
+        return match.num_pages
+
+    def _make_room(self, num_pages: int) -> None:
+        missing = num_pages - (self._pool_pages - self.tree.num_pages)
+        if missing > 0:
+            self.evicted_pages += len(self.tree.evict(missing))
+
+
+def replay_in_order(
+    trace: PagedTrace, pool_tokens: int, policy: EvictionPolicy, *, progress: Callable[[int], None] = lambda ended: None
+) -> SequentialResult:
+    """Replay a trace with a new `policy` in a pool of whole pages. `progress` is called with the number of requests
+    that have ended, whenever one has."""
+    replay = SequentialReplay(pool_tokens // trace.page_size, trace.page_size, policy)
+    hits = np.zeros(len(trace), dtype=np.int64)
+    refused = np.zeros(len(trace), dtype=np.bool_)
+    began = time.thread_time()
+    for at, request in enumerate(trace):
+        found = replay.serve(request)
+        refused[at] = found is None
+        hits[at] = (found or 0) * trace.page_size
+        progress(at + 1)
+    return SequentialResult(hits, refused, replay.evicted_pages, time.thread_time() - began)
