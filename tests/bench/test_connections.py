@@ -1,0 +1,21 @@
+"""What a small crowd of idle and slow connections costs, so that the measurement cannot rot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.programs import run_program
+
+BENCH = Path(__file__).parents[2] / "bench" / "connections.py"
+
+
+def test_a_crowd_that_asks_for_nothing_takes_little(tmp_path: Path) -> None:
+    """It fails by itself where the client is not answered, or the crowd takes more of a core than is allowed."""
+    written = tmp_path / "result.json"
+    done = run_program(BENCH, "--toy", "--json", written)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(written.read_text())
+    assert result["idle"] + result["slow"] > 50
+    assert all(count >= 3 for count in result["requests"])
+    assert result["whole_ms"]["beside"]["median"] > 0
