@@ -6,12 +6,14 @@
 
 Each stage is a process of its own with its own time limit: one that hangs, crashes or breaks the device ends alone.
 Each prints one line of JSON as soon as it ends, also to `--json`: its name, `ok`, seconds, and what it found or how it
-failed. The exit status is 1 if a stage failed. Nothing is downloaded; models have random weights.
+failed, with what it had found until then. The exit status is 1 if a stage failed. Nothing is downloaded; models have
+random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -21,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
@@ -29,6 +32,10 @@ from gpu_stages import LLAMA_8B, SMALL, STAGES, TOY, Found, Options  # noqa: E40
 
 TAIL = 1500
 """Characters of an error that are printed."""
+KILLED_S = 10.0
+"""For a process that was killed to end: one that waits in a driver may never."""
+NO_FORK = ("re-initialize CUDA", "initialization error")
+"""CUDA says this in a process that was forked after another use of it."""
 
 
 # -- processes
@@ -40,46 +47,64 @@ def run_stage(name: str, options: Options, limit_s: float) -> Found:
     stage, _ = STAGES[name]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder) / "answer", Path(folder) / "log"
+        answer, log, told = (Path(folder) / name for name in ("answer", "log", "told"))
         child = os.fork()
         if not child:
-            _work(stage, options, answer, log)
-        ended, status = False, 0
-        while not ended and time.perf_counter() - began < limit_s:
-            ended, status = (found := os.waitpid(child, os.WNOHANG))[0] == child, found[1]
-            time.sleep(0.01)
+            _work(stage, replace(options, told=told), answer, log, limit_s)
+        ended, status = _ended(child, limit_s)
         if not ended:
             os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            _ended(child, KILLED_S)
         seconds = round(time.perf_counter() - began, 2)
         said = json.loads(answer.read_text()) if answer.exists() else None
+        before = {"found": json.loads(told.read_text())} if told.exists() else {}
         if said is None:
             why = f"no answer in {limit_s:g} s" if not ended else f"ended with status {status}"
-            said = {"ok": False, "error": why, "log": log.read_text(errors="replace")[-TAIL:] if log.exists() else ""}
-    return {"stage": name, "seconds": seconds, **said}
+            said = {"ok": False, "error": why, "log": _last(log.read_text(errors="replace")) if log.exists() else ""}
+    return {"stage": name, "seconds": seconds, **before, **said}
 
 
-def _work(stage: Callable[[Options], Found], options: Options, answer: Path, log: Path) -> None:
+def _last(log: str) -> str:
+    """The end of a log, or the innermost calls of a stage that hangs (`faulthandler`)."""
+    hangs = log.rfind("Timeout (")
+    return log[-TAIL:] if hangs < 0 else log[hangs : hangs + TAIL]
+
+
+def _ended(child: int, limit_s: float) -> tuple[bool, int]:
+    """Whether a process ends until then, and its status."""
+    until = time.perf_counter() + limit_s
+    while time.perf_counter() < until:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found == child:
+            return True, status
+        time.sleep(0.01)
+    return False, 0
+
+
+def _work(stage: Callable[[Options], Found], options: Options, answer: Path, log: Path, limit_s: float) -> None:
     """In the child: the answer is a file that is there when it is whole."""
-    os.setsid()
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     try:
-        said = {"ok": True, "found": stage(options)}
-    except BaseException as error:  # whatever it is, it is told
-        where = "".join(traceback.format_exception(error))[-TAIL:]
-        said = {"ok": False, "error": f"{type(error).__name__}: {error}"[:TAIL], "log": where}
-    part = answer.with_suffix(".part")
-    part.write_text(json.dumps(said, default=str))
-    part.rename(answer)
-    os._exit(0)
+        os.setsid()
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        faulthandler.dump_traceback_later(0.75 * limit_s, file=2)  # where it hangs, if it does
+        try:
+            said = json.dumps({"ok": True, "found": stage(options)}, default=str)
+        except BaseException as error:  # whatever it is, it is told
+            where = "".join(traceback.format_exception(error))[-TAIL:]
+            said = json.dumps({"ok": False, "error": f"{type(error).__name__}: {error}"[:TAIL], "log": where})
+        part = answer.with_suffix(".part")
+        part.write_text(said)
+        part.rename(answer)
+    finally:
+        os._exit(0)  # never on in what the parent does
 
 
-def run_versions(arguments: Sequence[str], limit_s: float) -> Found:
-    """The first stage, in a new interpreter: an import may crash, and this process imports the same next."""
+def run_anew(name: str, arguments: Sequence[str], limit_s: float) -> Found:
+    """A stage in a new interpreter. The first one is: an import may crash, and this process imports the same next."""
     began = time.perf_counter()
-    command = [sys.executable, __file__, *arguments, "--stage", "versions"]
+    command = [sys.executable, __file__, *arguments, "--stage", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
         said: Found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
@@ -87,7 +112,7 @@ def run_versions(arguments: Sequence[str], limit_s: float) -> Found:
             said = {"ok": False, "error": f"ended with status {done.returncode}", "log": done.stderr[-TAIL:]}
     except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
         said = {"ok": False, "error": f"{type(error).__name__}: {error}"[:TAIL]}
-    return {"stage": "versions", "seconds": round(time.perf_counter() - began, 2), **said}
+    return {"stage": name, "seconds": round(time.perf_counter() - began, 2), **said}
 
 
 def options_of(parsed: argparse.Namespace) -> Options:
@@ -123,9 +148,11 @@ def main() -> None:
         if limit <= 1:
             line: Found = {"stage": name, "ok": False, "error": "no time was left"}
         elif name == "versions":
-            line = run_versions(given, limit)
+            line = run_anew(name, given, limit)
         else:
             line = run_stage(name, options, limit)
+            if any(words in line.get("error", "") for words in NO_FORK):
+                line = run_anew(name, given, min(STAGES[name][1], max(until - time.perf_counter(), 1.0)))
         failed |= not line["ok"]
         text = json.dumps(line)
         print(text, flush=True)
@@ -138,7 +165,9 @@ def main() -> None:
 
 
 def _import() -> None:
-    """What stages use, before they are forked. Nothing here may start CUDA or threads."""
+    """What stages use, before they are forked. Nothing here may start CUDA or threads; a library that asks whether
+    there is a GPU must be answered without starting it."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
     import transformers.models.llama  # noqa: F401
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
@@ -38,16 +42,24 @@ LLAMA_8B = Sizes(4096, 32, 32, 8, 14_336, 128_256, 64, 1024, 64, 1 << 30, ((1, 8
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one run. `large` are the sizes of stages that measure."""
+    """Of one run. `large` are the sizes of stages that measure. `told` is the file of `tell`."""
 
     device: str
     small: Sizes
     large: Sizes
     dtype: str
+    told: Path | None = None
 
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")
+
+    def tell(self, found: Found) -> None:
+        """Keep what a stage has found until now: it is printed also if the stage fails or has no time left."""
+        if self.told is not None:
+            part = self.told.with_suffix(".part")
+            part.write_text(json.dumps(found, default=str))
+            part.rename(self.told)
 
 
 # -- models and engines
@@ -180,6 +192,9 @@ def versions(options: Options) -> Found:
         import triton
 
         found["triton"] = triton.__version__
+        # It compiles what launches kernels, by these.
+        found["compiler"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        found["python_headers"] = (Path(sysconfig.get_path("include")) / "Python.h").exists()
     import quire.engine.core  # noqa: F401 (that it can be imported is the question)
 
     if options.is_cuda:
@@ -199,7 +214,8 @@ def pool(options: Options) -> Found:
     import numpy as np
     import torch
 
-    from quire.memory.pool import DevicePageTables, Pool
+    from quire.engine.page_tables import DevicePageTables
+    from quire.memory.pool import Pool
     from quire.memory.residency import PageTableChanges
     from quire.spec.layout import DType, Field, PageLayout
     from quire.upload import Upload, to_device
@@ -248,26 +264,109 @@ def kernels(options: Options) -> Found:
         "chunk": {"news": [40], "contexts": [70]},
         "mixed": {"news": [1, 33, 1], "contexts": [64, 90, 200]},
         "drafts": {"news": [4, 3], "contexts": [50, 81]},
+        "branches": {"news": [6, 1], "contexts": [50, 20], "parents": [-1, 0, 0, 1, 1, 2, -1]},
         "window": {"news": [1, 20], "contexts": [90, 60], "window": 24},
         "softcap": {"news": [1, 9], "contexts": [44, 30], "softcap": 20.0},
         "sinks": {"news": [1, 9], "contexts": [44, 30], "sinks": True},
     }
+    wrong = []
     for dtype in ("float32", "bfloat16"):
         limit = 2e-5 if dtype == "float32" and not options.is_cuda else 2e-2
         for name, case in cases.items():
             errors = _attention_error(case, dtype, device, backend)
             found["cases"][f"{name} {dtype}"] = errors
-            assert errors <= limit, f"{name} in {dtype} is off by {errors}"
+            options.tell(found)
+            if not errors <= limit:
+                wrong.append(f"{name} in {dtype} is off by {errors}")
     found["calls"], found["fallbacks"] = dict(backend.calls), dict(backend.fallbacks)
     found["decode_ms"] = {}
     for sequences, context in options.large.contexts:
         elapsed, num_bytes = _decode_time(options.large, sequences, context, options, backend)
         rate = round(num_bytes / elapsed / 1e6, 1)
         found["decode_ms"][f"{sequences} x {context}"] = {"ms": round(elapsed, 4), "gb_s": rate}
+        options.tell(found)
+    assert not wrong, "; ".join(wrong)
     return found
 
 
-def _paged(news: Sequence[int], contexts: Sequence[int], heads: tuple[int, int, int], backend: Any) -> Any:
+def moves(options: Options) -> Found:
+    """Page tables, frames, rows and tokens of host memory, moved by kernels: the same bits as by torch's operators."""
+    import numpy as np
+    import torch
+
+    from quire.kernels.backend import AttentionBackend
+    from quire.kernels.moves import TORCH, HostEntries, Pieces
+    from quire.memory.host_pool import HostPool
+    from quire.memory.hosted_pool import HostedPool
+    from quire.spec.group import GroupSpec
+    from quire.spec.layout import DType, Field, PageLayout
+
+    device = torch.device(options.device)
+    interprets = not options.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"
+    made = AttentionBackend("triton" if interprets else "auto", device).moves
+    found: Found = {"moves": type(made).__name__}
+    tables = torch.zeros(2, 257, 512, dtype=torch.int32, device=device)
+    other = tables.clone()
+    places = np.random.default_rng(1).permutation(2 * 257)[:300]
+    changes = torch.from_numpy(np.stack((places, places + 1, places + 2)).astype(np.int32)).to(device)
+    made.set_entries(tables, changes)
+    TORCH.set_entries(other, changes)
+    assert torch.equal(tables, other), "page tables differ"
+    found["set_entries_us"] = round(milliseconds(lambda: made.set_entries(tables, changes), options.device) * 1e3, 1)
+    options.tell(found)
+
+    sizes = options.large
+    piece = 16 * sizes.kv_heads * (sizes.hidden // sizes.heads) * 2  # of 16 tokens of one layer
+    count = max(2, min(64, sizes.copied_bytes // (2 * sizes.layers * piece)))
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Any:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    pool = [random(sizes.layers, count + 1, piece).to(device) for _ in range(2)]
+    pieces = Pieces.of([(at * sizes.layers * piece, each) for at, each in enumerate(pool)], 2 * sizes.layers * piece)
+    rows = torch.randperm(count, generator=generator).to(device) + 1
+    records = [torch.empty(count, pieces.record_words, dtype=pieces.word, device=device) for _ in range(2)]
+    for each, record in zip((made, TORCH), records, strict=True):
+        each.gather(pieces, rows, record)
+    assert torch.equal(*records), "records differ"
+    before = [each.clone() for each in pool]
+    made.move(pieces, rows.flip(0), rows)
+    made.scatter(pieces, rows, records[0])
+    assert all(torch.equal(each, was) for each, was in zip(pool, before, strict=True)), "frames differ"
+    moved = 2 * records[0].nbytes
+    found["gather_gb_s"] = rate(moved, lambda: made.gather(pieces, rows, records[0]), options)
+    found["scatter_gb_s"] = rate(moved, lambda: made.scatter(pieces, rows, records[0]), options)
+    options.tell(found)
+
+    layer = torch.zeros(9, 1, 8, 16, 32, dtype=torch.bfloat16, device=device)
+    states = torch.randn(4, 8, 16, 32, generator=generator).bfloat16().float().to(device)
+    kept, sources = torch.tensor([7, 2, 5, 1], device=device), torch.tensor([5, 0, 7, 2], device=device)
+    made.write_states(layer, kept, states)
+    assert torch.equal(layer[kept, 0].float(), states), "states are stored as others"
+    for wanted in (None, torch.float32):
+        both = (each.read_states(layer, sources, wanted) for each in (made, TORCH))
+        assert torch.equal(*both), "states differ"
+
+    # DeepSeek's latents in FP8, of one layer, in records of host memory that is registered with CUDA.
+    layout = PageLayout(64, (Field(name="latents", shape=(1, 656), dtype=DType.UINT8, layers=(0,)),))
+    memory = HostPool([GroupSpec(name="hosted", layout=layout)], [64], pinned=options.is_cuda)
+    host = HostedPool(layout, memory, 0, reader=device).layer("latents", 0)
+    host.copy_(random(*host.shape))
+    tokens = 64 if interprets else 2048
+    frames, offsets = np.divmod(np.random.default_rng(1).permutation(65 * 64)[:tokens], 64)
+    targets, hot = torch.arange(tokens, device=device), torch.zeros(tokens // 64, 64, 1, 656, dtype=torch.uint8)
+    hots = [HostEntries([(host, hot.to(device).clone())]) for _ in range(2)]
+    for each, entries in zip((made, TORCH), hots, strict=True):
+        each.swap_in(entries, frames, offsets, targets)
+    assert torch.equal(hots[0].parts[0][1], hots[1].parts[0][1]), "hot buffers differ"
+    found["swap_in_aligned"] = hots[0].is_aligned
+    found["swap_in_gb_s"] = rate(tokens * 656, lambda: made.swap_in(hots[0], frames, offsets, targets), options)
+    memory.close()
+    return found
+
+
+def _paged(news: Sequence[int], contexts: Sequence[int], backend: Any, parents: Sequence[int] | None = None) -> Any:
     """A batch on scattered pages of 16 tokens, and how many frames it needs."""
     import numpy as np
 
@@ -276,7 +375,8 @@ def _paged(news: Sequence[int], contexts: Sequence[int], heads: tuple[int, int, 
     width = -(-max(contexts) // 16)
     frames = 1 + np.random.default_rng(1).permutation(len(contexts) * width).astype(np.int32).reshape(-1, width)
     stops = np.array(contexts, dtype=np.int64)
-    batch = PagedBatch.of(frames, stops - np.array(news), stops, 16)
+    follows = None if parents is None else np.array(parents, dtype=np.int32)
+    batch = PagedBatch.of(frames, stops - np.array(news), stops, 16, follows)
     batch.backend = backend
     return batch, int(frames.max())
 
@@ -307,7 +407,7 @@ def _attention_error(case: dict[str, Any], dtype: str, device: Any, backend: Any
         ("cpu", torch.float32, AttentionBackend("torch")),
         (device, getattr(torch, dtype), backend),
     ):
-        batch, most = _paged(news, contexts, (heads, kv_heads, dim), chosen)
+        batch, most = _paged(news, contexts, chosen, case.get("parents"))
         if not stored:
             stored = [random(most + 1, 16, kv_heads, dim) for _ in range(2)]
         narrow = getattr(torch, dtype)
@@ -327,8 +427,89 @@ def _attention_error(case: dict[str, Any], dtype: str, device: Any, backend: Any
             sinks=None if sinks is None else sinks.to(where),
         )
         outs.append(out.float().cpu())
-    assert outs[1].isfinite().all(), "not a number"
-    return float((outs[0] - outs[1]).abs().max())
+    return float((outs[0] - outs[1]).abs().max())  # NaN if one is
+
+
+def formats(options: Options) -> Found:
+    """Rows written in each format, with the bits of torch's operators on the CPU, and read again; latents, and selected
+    tokens of these."""
+    import torch
+
+    from quire.kernels.backend import AttentionBackend
+    from quire.spec.kv_format import KV_FORMATS
+
+    device = torch.device(options.device)
+    backend, found, wrong = AttentionBackend("auto", device), Found(), []
+    for name, kv_format in KV_FORMATS.items():
+        if kv_format.encodes:
+            error, same = _format_error(kv_format, device, backend)
+            found[name] = {"error": error, "same_bits": same}
+            options.tell(found)
+            if not (same and error <= 1e-4):
+                wrong.append(f"{name} is off by {error}" + ("" if same else ", and has other bits"))
+    found["latents"], found["selected"] = _latent_errors(device, backend)
+    options.tell(found)
+    wrong += [f"{name} are off by {found[name]}" for name in ("latents", "selected") if not found[name] <= 1e-4]
+    found["calls"], found["fallbacks"] = dict(backend.calls), dict(backend.fallbacks)
+    assert not wrong, "; ".join(wrong)
+    return found
+
+
+def _format_error(kv_format: Any, device: Any, backend: Any) -> tuple[float, bool]:
+    """Of attention in float32 over stored rows, and whether these have the same bits."""
+    import torch
+
+    from quire.kernels.attention import paged_attention
+    from quire.kernels.backend import AttentionBackend
+    from quire.kernels.fields import KVFields, PagedField
+    from quire.spec.layers import formatted
+
+    heads, kv_heads, dim = 8, 2, 128
+    outs, bits = [], []
+    for where, chosen in ((torch.device("cpu"), AttentionBackend("torch")), (device, backend)):
+        generator = torch.Generator().manual_seed(3)
+        batch, most = _paged([1, 20], [90, 60], chosen)
+        slots, made = torch.arange((most + 1) * 16, device=where), []
+        for name in "kv":
+            frames = [
+                torch.zeros(most + 1, 16, *part.shape, dtype=getattr(torch, part.dtype.value), device=where)
+                for part in formatted(name, (kv_heads, dim), kv_format, group="full")
+            ]
+            scales = frames[1] if len(frames) > 1 else None
+            made.append(PagedField(frames[0], scales, kv_format, name=name, writer=chosen.writer))
+            made[-1].write(slots, torch.randn(len(slots), kv_heads, dim, generator=generator).to(where) * 3)
+            bits.append([each.cpu().view(torch.uint8) for each in frames])
+        fields, own = KVFields(*made), batch.slots_on(where)
+        new = (rows.clone() for rows in fields.gather(own, torch.float32))
+        query = torch.randn(len(own), heads, dim, generator=generator).to(where)
+        outs.append(paged_attention(query, *new, fields, batch, scale=dim**-0.5).cpu())
+    same = all(torch.equal(a, b) for at in (0, 1) for a, b in zip(bits[at], bits[at + 2], strict=True))
+    return float((outs[0] - outs[1]).abs().max()), same
+
+
+def _latent_errors(device: Any, backend: Any) -> tuple[float, float]:
+    """Of attention in float32 over latents, all of them and selected ones."""
+    import torch
+
+    from quire.kernels.attention import attend_selected, paged_attention
+    from quire.kernels.backend import AttentionBackend
+    from quire.kernels.fields import LatentFields, PagedField
+
+    heads, widths = 16, (128, 32)
+    outs = []
+    for where, chosen in ((torch.device("cpu"), AttentionBackend("torch")), (device, backend)):
+        generator = torch.Generator().manual_seed(3)
+        batch, most = _paged([1, 20], [700, 60], chosen)
+        pools = [torch.randn(most + 1, 16, width, generator=generator).to(where) for width in widths]
+        fields = LatentFields(*(PagedField(pool, name=name) for pool, name in zip(pools, "lr", strict=True)))
+        new = torch.cat(pools, -1).flatten(0, 1)[batch.slots_on(where)].unsqueeze(1)
+        query = torch.randn(len(new), heads, sum(widths), generator=generator).to(where)
+        slots = torch.randint(0, (most + 1) * 16, (len(new), 600), generator=generator)
+        hidden = torch.rand(slots.shape, generator=generator) < 0.3
+        selected, _ = attend_selected(query, fields, slots.to(where), hidden.to(where), scale=0.1, backend=chosen)
+        outs.append((paged_attention(query, new, new, fields, batch, scale=0.1).cpu(), selected.cpu()))
+    latents, chosen_ones = (float((a - b).abs().max()) for a, b in zip(*outs, strict=True))
+    return latents, chosen_ones
 
 
 def _decode_time(sizes: Sizes, sequences: int, context: int, options: Options, backend: Any) -> tuple[float, int]:
@@ -339,15 +520,19 @@ def _decode_time(sizes: Sizes, sequences: int, context: int, options: Options, b
     from quire.kernels.fields import KVFields, PagedField
 
     dim, device, dtype = sizes.hidden // sizes.heads, torch.device(options.device), getattr(torch, options.dtype)
-    batch, most = _paged([1] * sequences, [context] * sequences, (sizes.heads, sizes.kv_heads, dim), backend)
+    batch, most = _paged([1] * sequences, [context] * sequences, backend)
     fields = KVFields(
         *(PagedField(torch.randn(most + 1, 16, sizes.kv_heads, dim, dtype=dtype, device=device)) for _ in range(2))
     )
     query = torch.randn(sequences, sizes.heads, dim, dtype=dtype, device=device)
     new = torch.randn(sequences, sizes.kv_heads, dim, dtype=dtype, device=device)
-    elapsed = milliseconds(
-        lambda: paged_attention(query, new, new, fields, batch, scale=dim**-0.5), options.device, most_s=2.0
-    )
+    calls = 10 if options.is_cuda else 1  # the host's part of one call would count
+
+    def attend() -> None:
+        for _ in range(calls):
+            paged_attention(query, new, new, fields, batch, scale=dim**-0.5)
+
+    elapsed = milliseconds(attend, options.device, most_s=2.0) / calls
     return elapsed, 2 * sequences * context * sizes.kv_heads * dim * dtype.itemsize
 
 
@@ -454,7 +639,41 @@ def overlap(options: Options) -> Found:
             "launch_ms": round(sorted(seconds)[len(seconds) // 2] * 1e3, 3),
             "tokens_s": round(sizes.requests * sizes.new / elapsed, 1),
         }
+        options.tell(found)
     assert tokens[True] == tokens[False], "overlap changes tokens"
+    return found
+
+
+def graphs(options: Options) -> Found:
+    """Decode steps as CUDA graphs: the tokens of eager steps, the host time of a launch, tokens per second of both, and
+    the memory of graphs beside what is planned."""
+    sizes = options.small
+    loaded = model_of(sizes, options.dtype, options.device)
+    found: Found = {}
+    tokens = {}
+    for name, off in (("graphs", False), ("eager", True)):
+        began = time.perf_counter()
+        core = engine_of(loaded, options, sizes, disable_cuda_graph=off)
+        start_s = time.perf_counter() - began
+        generate(core, prompts_of(sizes), sizes.new, "first")
+        with _no_waits(options, core) as seconds:
+            began = time.perf_counter()
+            tokens[name] = generate(core, prompts_of(sizes), sizes.new)
+            elapsed = time.perf_counter() - began
+        found[name] = {
+            "start_s": round(start_s, 2),
+            "launch_ms": round(sorted(seconds)[len(seconds) // 2] * 1e3, 3),
+            "tokens_s": round(sizes.requests * sizes.new / elapsed, 1),
+            "statistics": core.statistics()["cuda_graphs"],
+        }
+        options.tell(found)
+    same = [_common(a, b) for a, b in zip(tokens["graphs"], tokens["eager"], strict=True)]
+    found["same"] = same
+    # Sums of attention are merged in another order, which may turn a near tie.
+    assert sum(same) >= 0.8 * sizes.new * sizes.requests, f"graphs change tokens: {same}"
+    if options.is_cuda:
+        statistics = found["graphs"]["statistics"]
+        assert statistics["replays"] > 0, f"nothing was replayed: {statistics}"
     return found
 
 
@@ -497,10 +716,25 @@ def tiers(options: Options) -> Found:
             for _, tensor in made.tensors:
                 tensor[:, 1:].zero_()
             finish(options.device)
+    if options.is_cuda:
+        found["parts"] = _parts(copies, frames, options)
+    options.tell(found)
     same = all(torch.equal(tensor[:, 1:], was[:, 1:]) for (_, tensor), was in zip(made.tensors, before, strict=True))
     assert same, "frames came back with other bytes"
     host.close()
     return found | _tiered_engine(options)
+
+
+def _parts(copies: Any, frames: Any, options: Options) -> Found:
+    """Milliseconds until each part of a load has come: layers of a step wait for these, and for no later ones."""
+    finish(options.device)
+    began = time.perf_counter()
+    queued = copies.to_device(0, frames, frames)
+    queued_ms, waited = round((time.perf_counter() - began) * 1e3, 3), []
+    for event in queued._events:
+        event.synchronize()
+        waited.append(round((time.perf_counter() - began) * 1e3, 3))
+    return {"queued_ms": queued_ms, "arrived_ms": waited}
 
 
 def _tiered_engine(options: Options) -> Found:
@@ -537,6 +771,7 @@ def throughput(options: Options) -> Found:
         generate(core, some, sizes.new, name)
         elapsed = time.perf_counter() - began
         found[name] = {"seconds": round(elapsed, 3), "tokens_s": round(sizes.requests * sizes.new / elapsed, 1)}
+        options.tell(found)
     return found | {"attention": core.statistics()["attention"]}
 
 
@@ -565,11 +800,14 @@ STAGES: dict[str, tuple[Callable[[Options], Found], float]] = {
     "versions": (versions, 90),
     "pool": (pool, 40),
     "kernels": (kernels, 150),
+    "moves": (moves, 40),
     "model": (model, 90),
     "sampler": (sampler, 40),
     "overlap": (overlap, 60),
+    "graphs": (graphs, 60),
     "tiers": (tiers, 60),
     "throughput": (throughput, 150),
     "profile": (profile, 60),
+    "formats": (formats, 120),
 }
 """By name: what it does, and the seconds that it may take."""

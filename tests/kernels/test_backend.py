@@ -14,12 +14,16 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A device as torch would describe it, and whether triton is installed."""
+    """A device as torch would describe it, and whether triton and a compiler are installed."""
 
-    def describe(capability=(9, 0), triton=True):
+    def describe(capability=(9, 0), triton=True, compiler=True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
         monkeypatch.setattr(backend, "find_spec", lambda name: object() if triton and name == "triton" else None)
+        monkeypatch.setattr(
+            backend.shutil, "which", lambda name: "/usr/bin/gcc" if compiler and name == "gcc" else None
+        )
+        monkeypatch.delenv("CC", raising=False)
 
     return describe
 
@@ -34,7 +38,11 @@ def test_cuda_has_triton_kernels(gpu):
 
 @pytest.mark.parametrize(
     ("device", "reason"),
-    [({"triton": False}, "triton is not installed"), ({"capability": (7, 5)}, "NVIDIA H200 has 7.5")],
+    [
+        ({"triton": False}, "triton is not installed"),
+        ({"capability": (7, 5)}, "NVIDIA H200 has 7.5"),
+        ({"compiler": False}, "needs a C compiler"),
+    ],
 )
 def test_without_them_auto_is_torch_and_a_demand_is_refused(gpu, device, reason):
     gpu(**device)

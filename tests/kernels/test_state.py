@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.state import StateBatch, StateRun, read_states, write_states
+from quire.kernels.moves import TORCH
+from quire.kernels.state import StateBatch, StateRun
 
 CPU = torch.device("cpu")
 
@@ -69,8 +70,8 @@ def test_pieces_have_rows_and_a_place_for_their_state(pieces):
 
 def test_reading_and_writing():
     pool = torch.full((5, 1, 2, 3), torch.nan, dtype=torch.bfloat16)
-    write_states(pool, torch.tensor([3, 1]), torch.arange(12.0).view(2, 2, 3))
-    read = read_states(pool, torch.tensor([1, 0, 3]))
+    TORCH.write_states(pool, torch.tensor([3, 1]), torch.arange(12.0).view(2, 2, 3))
+    read = TORCH.read_states(pool, torch.tensor([1, 0, 3]))
     assert read.tolist() == [
         [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]],
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],

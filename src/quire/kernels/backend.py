@@ -11,6 +11,7 @@ backend joins by a class with the methods of `AttentionKernel`, and a reason for
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from quire.errors import InvalidInput
 from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField, Writer
+from quire.kernels.moves import TORCH, Moves
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
 from quire.kernels.page_arrays import PageArrays
@@ -97,12 +99,21 @@ class AttentionBackend:
 
         return write_rows
 
+    @cached_property
+    def moves(self) -> Moves:
+        """What copies numbers on the device."""
+        if self._word != "triton" or self._lacks():
+            return TORCH
+        from quire.kernels.triton.moves import TritonMoves
+
+        return TritonMoves()
+
     def check(self) -> None:
         """Raise InvalidInput if a kernel was demanded, and is not there."""
         if self._chosen in ("native", "triton") and (lacks := self._lacks()):
             raise InvalidInput(
                 f"attention by {self._chosen} kernels is not possible: {lacks}",
-                fix="leave --attention-backend out; torch's operators compute it then.",
+                fix="leave --attention-backend out: then the fastest that is there is taken.",
             )
 
     def _lacks(self) -> str:
@@ -124,8 +135,13 @@ class AttentionBackend:
         return f"Triton kernels, compiled for {_name_of(self._device)} when they are first used"
 
     def statistics(self) -> dict[str, Any]:
-        """The line of `about`, calls by backend, and fallbacks by reason."""
-        return {"backend": self.about(), "calls": dict(self.calls), "fallbacks": dict(self.fallbacks)}
+        """The line of `about`, threads of this process, calls by backend, and fallbacks by reason."""
+        return {
+            "backend": self.about(),
+            "threads": torch.get_num_threads(),
+            "calls": dict(self.calls),
+            "fallbacks": dict(self.fallbacks),
+        }
 
     def kernel(self, query: Tensor, reader: KVReader, *, refused: str = "") -> AttentionKernel | None:
         """The kernel if it can compute a call; None for torch's operators. Counts the call. `refused` is the reason of
@@ -168,6 +184,8 @@ def _triton_lacks(device: torch.device) -> str:
         return (
             f"Triton kernels need compute capability 8.0, and {_name_of(device)} has {'.'.join(map(str, capability))}."
         )
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler, gcc or clang, to launch kernels, and there is none."
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,15 +13,19 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.backend import DEFAULT, AttentionBackend
-from quire.kernels.page_arrays import PageArrays
+from quire.kernels.page_arrays import PageArrays, StepTable
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.segments import MAX_BATCHED_ROWS, Sequences, Slots, StepPlan, Trees, flatten_ranges
+from quire.kernels.state import StateBatch
 from quire.spec.ids import Ids
 from quire.upload import to_device
 
 T = TypeVar("T")
 Builds = dict[Hashable, Callable[["PagedBatch"], Any]]
 """What layers derive from a batch, by name."""
+
+Asked = tuple[Builds, dict[Hashable, Callable[[PageArrays], Any]]]
+"""What layers derive from a batch, and from its arrays."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,7 +42,8 @@ class PagedBatch:
     `[R]`, distinct and not negative, identify sequences between batches: their places by default. `parents` int32
     `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past. Such a row sees the
     past, the rows that it follows and itself; its position counts these. Without it, each row follows the one before
-    it. Slots are in the order of rows all the same. `backend` computes attention.
+    it. Slots are in the order of rows all the same. `backend` computes attention. `table` has `frames` on the device.
+    `fixed` as in `PageArrays`.
     """
 
     query_starts: Ids
@@ -50,6 +55,8 @@ class PagedBatch:
     ids: Slots | None = None
     parents: Ids | None = None
     backend: AttentionBackend = DEFAULT
+    table: StepTable | None = None
+    fixed: bool = False
     _derived: dict[object, Any] = field(default_factory=dict, repr=False, init=False)
     builds: Builds = field(default_factory=dict, repr=False, init=False)
 
@@ -80,7 +87,15 @@ class PagedBatch:
     @cached_property
     def arrays(self) -> PageArrays:
         """What kernels that read pages themselves take of this batch."""
-        return PageArrays(self.query_starts, self.context_lens, self.frames, self.parents, self.page_size)
+        return PageArrays(
+            self.query_starts,
+            self.context_lens,
+            self.frames,
+            self.parents,
+            self.page_size,
+            self.table,
+            fixed=self.fixed,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -137,6 +152,8 @@ class PagedBatch:
 
         Plans are kept between parts with the same `name`, of which a batch has one, and for no other.
         """
+        if self.fixed and len(sequences) == len(self.context_lens):
+            return np.arange(self.num_rows), self  # a graph derives nothing of parts
         starts, stops = self.query_starts[sequences].astype(np.int64), self.query_starts[sequences + 1].astype(np.int64)
         rows = flatten_ranges(starts, stops)
         own_starts = np.concatenate(([0], np.cumsum(stops - starts)))
@@ -154,8 +171,26 @@ class PagedBatch:
             ids=sequences if self.ids is None else self.ids[sequences],
             parents=parents,
             backend=self.backend,
+            table=None if self.table is None else self.table.part(sequences),
         )
         return rows, batch
+
+    def padded(self, size: int) -> PagedBatch:
+        """This batch, in which each sequence has one new token, and further such sequences up to `size`, of one token
+        each, in the first slot of frame 0: for a CUDA graph of `size` rows. The last row of `table` has frame 0."""
+        more = size - self.num_rows
+        assert self.num_rows == len(self.context_lens) <= size and self.parents is None
+        zeros = np.zeros(more, dtype=np.int32)
+        return PagedBatch(
+            query_starts=np.arange(size + 1, dtype=np.int32),
+            context_lens=np.concatenate((self.context_lens, zeros + 1)),
+            frames=np.concatenate((self.frames, np.zeros((more, self.frames.shape[1]), dtype=np.int32))),
+            slots=np.concatenate((self.slots, zeros)),
+            page_size=self.page_size,
+            backend=self.backend,
+            table=None if self.table is None else self.table.padded(size),
+            fixed=True,
+        )
 
     def derived(self, name: Hashable, build: Callable[[PagedBatch], T]) -> T:
         """The result of `build` for this batch; built on first use, then shared by all layers of the step."""
@@ -165,7 +200,20 @@ class PagedBatch:
         found: T = self._derived[name]
         return found
 
-    def derive(self, builds: Builds) -> None:
-        """Derive now what layers will ask for, so that its arrays are in one copy (`Upload.collecting`)."""
-        for name, build in builds.items():
-            self.derived(name, build)
+    @property
+    def asked(self) -> Asked:
+        """What layers have derived from this batch."""
+        return self.builds, self.arrays.builds
+
+
+def derive(batches: Sequence[PagedBatch | StateBatch], asked: Sequence[Asked | None], device: torch.device) -> None:
+    """Derive now what layers will ask for, so that its arrays are in one copy (`Upload.collecting`). `asked` is what
+    they asked of other batches; None: not known."""
+    for batch, known in zip(batches, asked, strict=True):
+        if isinstance(batch, StateBatch):
+            batch.runs(device)
+        elif known is not None:
+            for name, build in known[0].items():
+                batch.derived(name, build)
+            for name, of_arrays in known[1].items():
+                batch.arrays.derived(name, of_arrays)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.moves import TORCH, Moves
 from quire.kernels.segments import row_index
 from quire.spec.ids import Ids
 from quire.upload import to_device
@@ -35,18 +36,29 @@ class StateBatch:
     state in frame `sources[i]` (int32; 0: none, the state is all zeros) and write theirs to frame `targets[i]`, which
     may be the same frame. The pieces of one sequence are neighbours, in order, and a piece may read the state that the
     piece before it wrote: a sequence that stores a checkpoint is cut there. No other two pieces of a step share a frame
-    that one of them writes. Rows from `starts[-1]` on are padding.
+    that one of them writes. Rows from `starts[-1]` on are padding, and so are the last `pads` pieces, which read none
+    and write to frame 0. `moves` reads and writes states.
     """
 
     starts: Ids
     sources: Ids
     targets: Ids
+    pads: int = field(default=0, kw_only=True)
+    moves: Moves = field(default=TORCH, kw_only=True)
     _runs: dict[torch.device, tuple[StateRun, ...]] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
         assert len(self.starts) == len(self.sources) + 1 == len(self.targets) + 1
         assert (np.diff(self.starts) > 0).all(), "a piece has rows"
-        assert (self.targets > 0).all(), "frame 0 holds no state"
+        assert (self.targets[: len(self.targets) - self.pads] > 0).all(), "frame 0 holds no state"
+
+    def padded(self, size: int) -> StateBatch:
+        """This batch, whose pieces have one row each, and pads up to `size`: for a CUDA graph of `size` rows."""
+        pads = size - len(self.sources)
+        assert self.starts[-1] == len(self.sources) <= size
+        more = np.zeros(pads, dtype=np.int32)
+        sources, targets = (np.concatenate((frames, more)) for frames in (self.sources, self.targets))
+        return StateBatch(np.arange(size + 1, dtype=np.int32), sources, targets, pads=pads, moves=self.moves)
 
     def runs(self, device: torch.device) -> tuple[StateRun, ...]:
         """The pieces as runs, each after those whose states it reads. Built once per step.
@@ -86,15 +98,3 @@ class StateBatch:
         for piece in np.flatnonzero(follows).tolist():
             rounds[piece + 1] = rounds[piece] + 1
         return rounds
-
-
-def read_states(pool_layer: Tensor, sources: Tensor) -> Tensor:
-    """States `[pieces, *shape]`, a copy, of `pool_layer` `[frames, 1, *shape]`; zeros if the source is frame 0."""
-    states = pool_layer[sources, 0]
-    absent = (sources == 0).view(-1, *(1,) * (states.dim() - 1))
-    return states.masked_fill_(absent, 0)
-
-
-def write_states(pool_layer: Tensor, targets: Tensor, states: Tensor) -> None:
-    """Store `states` `[pieces, *shape]` in frames `targets` of `pool_layer`, converted to its element type."""
-    pool_layer[targets, 0] = states.to(pool_layer.dtype)

@@ -1,4 +1,4 @@
-"""Workspace: scratch tensors kept between calls, because fresh ones of some megabytes cost a page fault per 4 KiB."""
+"""Workspace: scratch tensors kept between calls, because fresh ones of a CPU cost a page fault per 4 KiB."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Workspace(threading.local):
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-        """An uninitialised tensor of `shape`."""
+        """An uninitialised tensor of `shape`; a new one on a GPU, whose allocator keeps memory itself, and whose graphs
+        would go on to use what was replaced by a larger one."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
         key = (name, dtype, device)
         size = math.prod(shape)
         buffer = self._buffers.get(key)

@@ -16,6 +16,16 @@ SHAPES = (
     Shape(kv_heads=3, group=1, key_dim=20, value_dim=12),
     Shape(kv_heads=2, group=4, key_dim=128, value_dim=128),
 )
+NARROW = tuple(
+    Shape(kv_heads=heads, group=group, key_dim=key_dim, value_dim=value_dim, dtype=torch.bfloat16)
+    for heads, group, key_dim, value_dim in (
+        (2, 1, 32, 32),
+        (1, 3, 64, 96),
+        (3, 2, 48, 64),
+        (2, 4, 64, 48),
+        (1, 8, 128, 128),
+    )
+)
 
 
 def check_native(seed: int, threads: int = 3) -> None:
@@ -39,6 +49,26 @@ def check_native(seed: int, threads: int = 3) -> None:
             assert case.error(scale=0.3, window=int(rng.integers(2, 70)), chunked=True) < 1e-4
         assert case.error(scale=0.3, softcap=4.0) < 1e-4
         assert case.error(scale=0.3, sinks=torch.linspace(-2, 3, shape.kv_heads * shape.group)) < 1e-4
+    finally:
+        paged_case.BACKEND = before
+        torch.set_num_threads(threads_before)
+
+
+def check_narrow(seed: int, threads: int = 1) -> None:
+    """A step of decodes and short chunks in bfloat16, with odd numbers of tokens, and some options. Where the CPU
+    multiplies bfloat16, queries and weights are bfloat16 too."""
+    rng = np.random.default_rng(seed)
+    shape = NARROW[seed % len(NARROW)]
+    mix = [(int(rng.integers(3, 300)), count) for count in (1, 1, 2, 3)]
+    before, threads_before = paged_case.BACKEND, torch.get_num_threads()
+    paged_case.BACKEND = AttentionBackend("native")
+    torch.set_num_threads(threads)
+    try:
+        case = PagedCase(mix, page_size=int(rng.choice([1, 5, 16])), shape=shape, seed=seed)
+        scale = shape.key_dim**-0.5
+        assert case.error(scale=scale) < 2e-2
+        assert case.error(scale=scale, window=int(rng.integers(2, 70))) < 2e-2
+        assert case.error(scale=scale, softcap=4.0, sinks=torch.linspace(-2, 3, shape.kv_heads * shape.group)) < 2e-2
     finally:
         paged_case.BACKEND = before
         torch.set_num_threads(threads_before)

@@ -10,7 +10,7 @@ import torch
 from quire.kernels import backend
 from quire.kernels.native import library
 from quire.kernels.native.library import Native, build, native, sources
-from tests.kernels.native.native_case import check_native
+from tests.kernels.native.native_case import check_narrow, check_native
 from tests.kernels.paged_case import PagedCase, Shape
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().reason)
@@ -22,14 +22,21 @@ def test_every_kind_of_step_equals_the_reference(seed, threads):
     check_native(seed, threads)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("seed", range(15))
+def test_steps_in_bfloat16_are_as_close_as_their_numbers(seed, threads):
+    check_narrow(seed, threads)
+
+
 @pytest.mark.skipif("-march=native" not in library._FLAGS, reason="another architecture")
-@pytest.mark.parametrize("march", ["-march=haswell", "-march=x86-64"])
+@pytest.mark.parametrize("march", ["-march=skylake-avx512", "-march=haswell", "-march=x86-64"])
 def test_narrower_vectors_give_the_same(march, monkeypatch, tmp_path):
     monkeypatch.setattr(library, "_FLAGS", tuple(flag.replace("-march=native", march) for flag in library._FLAGS))
     path = build(sources(), tmp_path)
     monkeypatch.setattr(backend, "native", lambda: Native(ctypes.CDLL(str(path)), path))
     for seed in range(8):
         check_native(seed)
+        check_narrow(seed)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
@@ -40,9 +47,22 @@ def test_all_sizes_of_heads(dim, dtype):
     assert case.error(scale=dim**-0.5) < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
 
 
-def test_a_shared_run_is_read_once_and_nothing_is_planned():
-    """Rows of a shared run are one task; without the run, the same bytes are read for each of them."""
+def test_a_shared_run_needs_no_plan():
     case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048)
     case.batch.backend = backend.AttentionBackend("native")
     case.batch.planner = None
     assert case.error(scale=0.3) < 1e-5
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_piece_of_a_context_that_was_never_written_shows(threads):
+    """All scores of a piece are NaN then, and it has no largest one, like a piece of which a row sees nothing."""
+    case = PagedCase([(2000, 1)], page_size=16)
+    case.batch.backend = backend.AttentionBackend("native")
+    case.keys.flatten(0, 1)[case.slots[0][:1024]] = torch.nan
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert case.attend(scale=0.3).isnan().all()
+    finally:
+        torch.set_num_threads(before)

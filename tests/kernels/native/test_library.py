@@ -63,6 +63,19 @@ def test_it_is_compiled_once_and_found_without_a_compiler(tmp_path, monkeypatch)
 
 
 @compiles
+@compiles
+def test_a_compiler_may_have_arguments(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "env LC_ALL=C c++")
+    assert build(SMALL, tmp_path).exists()
+
+
+@compiles
+def test_libraries_of_older_versions_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.kernels.native.library._MOST_KEPT", 2)
+    built = [build({**SMALL, "answer.cpp": SMALL["answer.cpp"] + f"// {at}"}, tmp_path) for at in range(4)]
+    assert [path.exists() for path in built] == [False, False, True, True]
+
+
 def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
     counted = compiler(tmp_path / "cxx", f'echo x >> {tmp_path}/calls\nexec c++ "$@"')
     monkeypatch.setenv("CXX", str(counted))
@@ -95,6 +108,15 @@ def test_a_library_that_does_not_load_is_no_library(fresh, monkeypatch, tmp_path
     odd = compiler(tmp_path / "cxx", 'for last; do :; done\nwhile [ "$1" != -o ]; do shift; done\necho odd > "$2"')
     monkeypatch.setenv("CXX", str(odd))
     assert native().library is None and native().reason
+
+
+@compiles
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_damaged_library_is_compiled_again(fresh, monkeypatch, size):
+    monkeypatch.setattr(library, "sources", lambda: SMALL)
+    path = build(SMALL, fresh)
+    path.write_bytes(path.read_bytes()[:size])
+    assert native().path == path and native().library.answer() == 42
 
 
 def test_a_cache_that_cannot_be_written(fresh, monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for devices that are not there, as a launch would specialise them.
 
-    python -m tests.kernels.triton.compiled 90 plain-128 latents    # compute capability, names of configurations
+    python -m tests.kernels.triton.compiled 90 plain-128 moves    # compute capability, names of configurations
 
 The host code runs on tensors of the CPU; each launch is compiled in its place. One JSON line for each kernel.
 """
@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, LatentFields, PagedField
-from quire.kernels.triton import attention, write
+from quire.kernels.moves import HostEntries, Pieces
+from quire.kernels.triton import attention, moves, write
 from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layers import formatted, fp8_row
@@ -138,6 +139,61 @@ def compile_config(config: Config, found: Callable[[str, Any, dict[str, Any]], N
         kernel.selected(query, fields.parts(), slots, slots > 0, scale=0.1, softcap=None)
 
 
+def compile_moves(found: Callable[[str, Any, dict[str, Any]], None]) -> None:
+    """One launch of each move."""
+    names = ("set_table_entries", "move_pieces", "swap_in_entries", "read_rows", "write_rows")
+    real = {name: getattr(moves, name) for name in names}
+    try:
+        for name in names:
+            setattr(moves, name, _Compiled(real[name], found))
+        made = moves.TritonMoves()
+        made.set_entries(torch.zeros(2, 65, 512, dtype=torch.int32), torch.zeros(3, 300, dtype=torch.int32))
+        frames = np.arange(4)
+        rows = torch.from_numpy(frames)
+        for size in (32768, 2056, 13):  # bytes of a piece: of vectors, of words, of neither
+            pool = torch.zeros(2, 9, size, dtype=torch.uint8)
+            pieces = Pieces.of([(16 if size > 13 else 3, pool)], 2 * size + (16 if size > 13 else 5))
+            records = torch.zeros(4, pieces.record_words, dtype=pieces.word)
+            made.gather(pieces, rows, records)
+            made.scatter(pieces, rows, records)
+        states = torch.zeros(9, 1, 64, 64, 128, dtype=torch.bfloat16)
+        made.write_states(states, rows, made.read_states(states, rows, torch.float32))
+        for size in (656, 1152, 40):
+            host, hot = (torch.zeros(9, 16, 1, size, dtype=torch.uint8) for _ in range(2))
+            made.swap_in(HostEntries([(host, hot)]), frames, frames, rows)
+    finally:
+        for name in names:
+            setattr(moves, name, real[name])
+
+
+def compile_steps(found: Callable[[str, Any, dict[str, Any]], None]) -> None:
+    """Launches of several steps, with other numbers of rows and arrays that begin at other places."""
+    config = Config((1, 16), (64, 16), latents=True)
+    fields = LatentFields(_field("l", (64,), config, None), _field("r", (16,), config, None))
+    attention.attend_tasks = _Compiled(attention.attend_tasks, found)
+    attention.merge_parts = _Compiled(attention.merge_parts, found)
+    kernel = attention.TritonAttention(torch.device("cpu"), programs=264)
+    for count in (1, 3, 40, 130, 300):
+        slots = torch.zeros(count, 2048, dtype=torch.int64)
+        query = torch.zeros(count, 16, 80, dtype=config.dtype)
+        kernel.selected(query, fields.parts(), slots, slots > 0, scale=0.1, softcap=None)
+    names = ("swap_in_entries", "read_rows", "write_rows")
+    real = {name: getattr(moves, name) for name in names}
+    try:
+        for name in names:
+            setattr(moves, name, _Compiled(real[name], found))
+        made, rows = moves.TritonMoves(), torch.arange(4)
+        states = torch.zeros(9, 1, 64, 128, dtype=torch.bfloat16)
+        host, hot = (torch.zeros(9, 16, 1, 656, dtype=torch.uint8) for _ in range(2))
+        entries = HostEntries([(host, hot)])
+        for some in (rows[:2], rows[1:2], rows[1:4]):
+            made.write_states(states, some, made.read_states(states, some))
+            made.swap_in(entries, some.numpy(), some.numpy(), some)
+    finally:
+        for name in names:
+            setattr(moves, name, real[name])
+
+
 def _usage(cubin: bytes) -> dict[str, int]:
     """Registers, and bytes of the stack, where spilled registers are."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -162,25 +218,30 @@ def compiled(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
                 {
                     "config": name,
                     "kernel": kernel,
-                    **{key: given.get(key) for key in ("M", "N", "STAGES", "SELECTED")},
+                    "hash": code.hash,
+                    **{key: given.get(key) for key in ("M", "N", "STAGES", "SELECTED", "ALIGNED", "SIZE")},
                     "shared": code.metadata.shared,
                     **_usage(code.asm["cubin"]),
                     "cp_async": len(re.findall(r"cp\.async\.c[ga]", ptx)),
                     "cp_async_16": len(
                         re.findall(r"cp\.async\.c[ga]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
                     ),
-                    "loads_16": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+                    "loads_16": len(re.findall(r"ld\.global\S*\.(?:v4\.b32|v2\.b64)", ptx)),
+                    "stores_16": len(re.findall(r"st\.global\S*\.(?:v4\.b32|v2\.b64)", ptx)),
                     "mma": len(re.findall(r"\bmma\.sync", ptx)),
                     "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
                     "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
                 }
             )
 
-        compile_config(CONFIGS[name], found)
+        if name in ("moves", "steps"):
+            (compile_moves if name == "moves" else compile_steps)(found)
+        else:
+            compile_config(CONFIGS[name], found)
         attention.attend_tasks, attention.merge_parts, write.write_tiles = real
         yield from lines
 
 
 if __name__ == "__main__":
-    for line in compiled(int(sys.argv[1]), sys.argv[2:] or list(CONFIGS)):
+    for line in compiled(int(sys.argv[1]), sys.argv[2:] or [*CONFIGS, "moves"]):
         print(json.dumps(line), flush=True)

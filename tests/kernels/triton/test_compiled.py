@@ -20,7 +20,8 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 MOST_SPILLED = 336
 """Bytes of a thread's stack: large tiles of sm_80, whose products have their operands in registers too."""
 
-QUICK = ("plain-128", "latents-64", "nvfp4")
+QUICK = ("plain-128", "latents-64", "nvfp4", "moves")
+MOVES = {"set_table_entries", "move_pieces", "swap_in_entries", "read_rows", "write_rows"}
 SLOW = (
     *("plain-64", "plain-80", "plain-256", "widths", "widest", "float32", "float32-256", "fp8", "mxfp8", "e5m2", "fp4"),
     *("trees", "latents", "latents-128", "latents-fp8", "latents-float32"),
@@ -42,10 +43,17 @@ def compiled(capability: int, names: tuple[str, ...]) -> list[dict[str, object]]
 def check(capability: int, names: tuple[str, ...]) -> None:
     kernels = compiled(capability, names)
     assert {kernel["config"] for kernel in kernels} == set(names)
-    assert {kernel["kernel"] for kernel in kernels} == {"attend_tasks", "merge_parts", "write_tiles"}
+    wanted = {"attend_tasks", "merge_parts", "write_tiles"} | (MOVES if "moves" in names else set())
+    assert {kernel["kernel"] for kernel in kernels} == wanted
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], f"does not fit: {kernel}"
         assert kernel["stack"] <= MOST_SPILLED, f"spills: {kernel}"
+        if kernel["kernel"] in MOVES:
+            assert kernel["stack"] == 0 and kernel["shared"] <= 16 * 2**10, f"keeps programs from others: {kernel}"
+            if kernel["ALIGNED"]:
+                assert kernel["loads_16"] > 0 and kernel["stores_16"] > 0, (
+                    f"copies less than 16 bytes at once: {kernel}"
+                )
         if kernel["kernel"] != "attend_tasks":
             continue
         assert kernel["cp_async_16"] > 0, f"no asynchronous copies of 16 bytes: {kernel}"
@@ -62,6 +70,15 @@ def check(capability: int, names: tuple[str, ...]) -> None:
 
 def test_sm_90_without_a_gpu():
     check(90, QUICK)
+
+
+def test_nothing_is_compiled_again_for_another_step():
+    """A compilation takes a second or more, in which no step is launched."""
+    hashes: dict[object, set[object]] = {}
+    for kernel in compiled(90, ("steps",)):
+        hashes.setdefault(kernel["kernel"], set()).add(kernel["hash"])
+    wanted = {"attend_tasks", "merge_parts", "swap_in_entries", "read_rows", "write_rows"}
+    assert {name: len(found) for name, found in hashes.items()} == dict.fromkeys(wanted, 1)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@
 #include <omp.h>
 #include <vector>
 
-#include "vectors.h"
+#include "in_place.h"
 
 struct Field {  // vectors of tokens: those of slot s and head h begin at rows + s * token + h * head, in bytes
     const uint8_t* rows;
@@ -39,7 +39,6 @@ struct Call {
 namespace {
 
 constexpr int DIRECT = 32, PACKED = 64;  // tokens of a block read in place, or unpacked
-constexpr int STEP = W / 2;  // tokens whose keys are read together, of all heads
 constexpr int MOST_DIRECT = 8;  // queries of a head that read keys in place
 constexpr int MOST_QUERIES = 256;  // queries of a head in one task
 constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
@@ -171,7 +170,8 @@ void cut_tasks(const Call& call, Plan& plan) {
             total += cost(block);
         }
     }
-    int64_t limit = call.threads > 1 ? std::max<int64_t>(1, total / (4 * call.threads)) : INT64_MAX;
+    // Costs are added to it.
+    int64_t limit = call.threads > 1 ? std::max<int64_t>(1, total / (4 * call.threads)) : INT64_MAX / 2;
     for (const Task& task : by_rows) {
         // Many queries: a head at a time stays in the cache.
         int heads = task.count * group > MOST_DIRECT ? 1 : task.heads;
@@ -268,91 +268,6 @@ void product(int m, const float* a, int64_t lda, const float* b, int64_t ldb, in
         if (columns) product<ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
 }
 
-// Vectors that are read soon, fetched beside products, a line at a time: many at once would wait for each other.
-struct Ahead {
-    const uint8_t* const* at;
-    int64_t offset;
-};
-
-// Scores of Q queries with T tokens in place, the last of `left` in place of those that are missing.
-template <class S, int Q, int T, bool FETCH>
-void dots(const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds, const Ahead& ahead) {
-    vf sum[Q * T] = {};
-    const S* key[T];
-    const S* soon[T];
-    UNROLL for (int j = 0; j < T; j++) {
-        int which = std::min(j, left - 1);
-        key[j] = (const S*)(keys[which] + offset);
-        if (FETCH) soon[j] = (const S*)(ahead.at[which] + ahead.offset);
-    }
-    for (int d = 0; d < dim; d += W) {
-        vf right[T];
-        UNROLL for (int j = 0; j < T; j++) {
-            if (FETCH && d * sizeof(S) % 64 == 0) __builtin_prefetch(soon[j] + d, 0, 2);
-            right[j] = load(key[j] + d);
-        }
-        UNROLL for (int i = 0; i < Q; i++) {
-            vf left = load(query + i * ldq + d);
-            UNROLL for (int j = 0; j < T; j++) sum[i * T + j] += left * right[j];
-        }
-    }
-    vf found = sums<W>(sum);
-    UNROLL for (int i = 0; i < Q; i++) std::memcpy(scores + i * lds, (float*)&found + i * T, 4 * T);
-}
-// Scores of m queries with STEP tokens.
-template <class S>
-void all_dots(int m, const float* query, int64_t ldq, const uint8_t* const* keys, int64_t offset, int left, int dim, float* scores, int64_t lds, const Ahead& ahead) {
-    int i = 0;
-    for (; m - i > 2; i += 4)
-        for (int t = 0; t < std::min(STEP, left); t += W / 4) {
-            Ahead these{ahead.at + t, ahead.offset};
-            auto some = i ? dots<S, 4, W / 4, false> : dots<S, 4, W / 4, true>;
-            some(query + i * ldq, ldq, keys + t, offset, left - t, dim, scores + i * lds + t, lds, these);
-        }
-    for (; i < m; i += 2) {
-        auto some = i ? dots<S, 2, W / 2, false> : dots<S, 2, W / 2, true>;
-        some(query + i * ldq, ldq, keys, offset, left, dim, scores + i * lds, lds, ahead);
-    }
-}
-
-// out [Q, N * W] = out * factors + weights * values in place.
-template <class S, int Q, int N, bool FETCH>
-void weigh(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int tokens, float* out, int64_t ldo, const float* factors, const Ahead& ahead) {
-    vf sum[Q][N];
-    UNROLL for (int i = 0; i < Q; i++)
-        UNROLL for (int j = 0; j < N; j++) sum[i][j] = load(out + i * ldo + j * W) * factors[i];
-    for (int t = 0; t < tokens; t++) {
-        const S *value = (const S*)(values[t] + offset) + at, *soon = FETCH ? (const S*)(ahead.at[t] + ahead.offset) + at : nullptr;
-        vf right[N];
-        UNROLL for (int j = 0; j < N; j++) {
-            if (FETCH && j * W * sizeof(S) % 64 == 0) __builtin_prefetch(soon + j * W, 0, 2);
-            right[j] = load(value + j * W);
-        }
-        UNROLL for (int i = 0; i < Q; i++)
-            UNROLL for (int j = 0; j < N; j++) sum[i][j] += weights[i * ldw + t] * right[j];
-    }
-    UNROLL for (int i = 0; i < Q; i++)
-        UNROLL for (int j = 0; j < N; j++) store(out + i * ldo + j * W, sum[i][j]);
-}
-template <class S, int Q, bool FETCH, int N = NV>
-void weigh_all(const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int at, int dim, int tokens, float* out, int64_t ldo, const float* factors, const Ahead& ahead) {
-    for (; dim - at >= N * W; at += N * W) weigh<S, Q, N, FETCH>(weights, ldw, values, offset, at, tokens, out + at, ldo, factors, ahead);
-    if constexpr (N > 1)
-        if (at < dim) weigh_all<S, Q, FETCH, N - 1>(weights, ldw, values, offset, at, dim, tokens, out, ldo, factors, ahead);
-}
-template <class S>
-void all_weighed(int m, const float* weights, int64_t ldw, const uint8_t* const* values, int64_t offset, int dim, int tokens, float* out, int64_t ldo, const float* factors, const Ahead& ahead) {
-    int i = 0;
-    for (; m - i > 2; i += 4) {
-        auto some = i ? weigh_all<S, 4, false> : weigh_all<S, 4, true>;
-        some(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i, ahead);
-    }
-    for (; i < m; i += 2) {
-        auto some = i ? weigh_all<S, 2, false> : weigh_all<S, 2, true>;
-        some(weights + i * ldw, ldw, values, offset, 0, dim, tokens, out + i * ldo, ldo, factors + i, ahead);
-    }
-}
-
 // -- a task
 
 class Worker {
@@ -364,12 +279,17 @@ class Worker {
         auto plain = [](const Field& field) { return field.format <= F16 && field.width % W == 0; };
         key_bytes = dim * (call.key.format == F32 ? 4 : 2);
         in_place = plain(call.key) && !call.key_tail.width && call.value.rows && plain(call.value);
+#if defined(__AVX512BF16__)
+        auto pairs = [](int32_t format, int width) { return format == BF16 && width % Paired::NUMBERS == 0; };
+        paired = in_place && pairs(call.query_format, dim) && pairs(call.key.format, dim) && pairs(call.value.format, value_dim);
+#endif
     }
 
     void run(const Task& task) {
         m = task.count * group;
         m_up = round_up(m, 4);
         direct = in_place && m <= MOST_DIRECT;
+        narrow = direct && paired;
         block = direct ? DIRECT : PACKED;
         size_t heads = task.heads, all = heads * m_up;
         float* at = scratch.take(all * (dim_up + value_up + 2) + m_up * (size_t(block) * (direct ? heads : 1) + 1) + (direct ? 0 : PACKED * (2 * dim_up + value_up)));
@@ -409,6 +329,7 @@ class Worker {
     int group, dim, value_dim, dim_up, value_up, m = 0, m_up = 0, block = 0;
     int key_bytes = 0;  // of a vector, where it is read in place
     bool in_place, direct = false;
+    bool paired = false, narrow = false;  // bfloat16 is multiplied as it is, where it is read in place
     float *queries, *outs, *scores, *rows, *columns, *values, *tops, *totals, *factors;
     int64_t slots[PACKED], next_slots[PACKED];
     const int64_t *found, *found_next;  // slots of the tokens of this block and of the next one
@@ -427,8 +348,11 @@ class Worker {
                 float* to = queries + (head * m_up + i) * int64_t(dim_up);
                 if (i < m) {
                     int row = plan.rows[task.rows_at + i / group], which = (task.head + head) * group + i % group;
-                    decode(call.query + row * call.query_row + which * call.query_head, call.query_format, dim, to);
+                    const uint8_t* from = call.query + row * call.query_row + which * call.query_head;
+                    if (narrow) std::memcpy(to, from, 2 * dim);
+                    else decode(from, call.query_format, dim, to);
                 }
+                if (narrow && i < m) continue;
                 std::fill(to + (i < m ? dim : 0), to + dim_up, 0.0f);
             }
     }
@@ -462,6 +386,16 @@ class Worker {
 
     // Scores of a block in place. A token's keys of all heads are read together, as they lie in memory. Values are
     // fetched beside them, and keys of the next block beside values: pages are scattered, and each would begin with a wait.
+    template <class P> void score(const Task& task, int tokens) {
+        for (int t = 0; t < tokens; t += STEP)
+            for (int head = 0; head < task.heads; head++) {
+                Ahead ahead{value_at + t, head * call.value.head};
+                const float* query = queries + head * m_up * int64_t(dim_up);
+                float* to = scores + head * m_up * int64_t(block) + t;
+                all_dots<P>(m, query, dim_up, key_at + t, head * call.key.head, tokens - t, dim, to, block, ahead);
+            }
+    }
+
     void score(const Task& task, int tokens, bool is_first) {
         const Field &key = call.key, &value = call.value;
         for (int i = 0; i < tokens; i++) {
@@ -470,18 +404,14 @@ class Worker {
             next_at[i] = i < num_next ? key.rows + found_next[i] * key.token + task.head * key.head : key_at[i];
         }
         for (int i = 0; i < tokens && is_first; i++) prefetch(key_at[i], task.heads * key_bytes);
-        for (int t = 0; t < tokens; t += STEP)
-            for (int head = 0; head < task.heads; head++) {
-                int64_t offset = head * key.head;
-                Ahead ahead{value_at + t, head * value.head};
-                const float* query = queries + head * m_up * int64_t(dim_up);
-                float* to = scores + head * m_up * int64_t(block) + t;
-                switch (key.format) {
-                case F32: all_dots<float>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block, ahead); break;
-                case BF16: all_dots<bf16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block, ahead); break;
-                default: all_dots<f16>(m, query, dim_up, key_at + t, offset, tokens - t, dim, to, block, ahead);
-                }
-            }
+#if defined(__AVX512BF16__)
+        if (narrow) return score<Paired>(task, tokens);
+#endif
+        switch (key.format) {
+        case F32: return score<Widened<float>>(task, tokens);
+        case BF16: return score<Widened<bf16>>(task, tokens);
+        default: score<Widened<f16>>(task, tokens);
+        }
     }
 
     void attend(const Task& task, int head, int first, int tokens, bool masks) {
@@ -498,13 +428,19 @@ class Worker {
             product<true>(m, weights, block, values, value_up, tokens, value_up, out, value_up, factors);
             return;
         }
-        int64_t offset = head * call.value.head;
-        Ahead ahead{next_at, head * call.key.head};
+#if defined(__AVX512BF16__)
+        if (narrow) return weigh<Paired>(head, tokens, weights, out);
+#endif
         switch (call.value.format) {
-        case F32: all_weighed<float>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors, ahead); break;
-        case BF16: all_weighed<bf16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors, ahead); break;
-        default: all_weighed<f16>(m, weights, block, value_at, offset, value_dim, tokens, out, value_up, factors, ahead);
+        case F32: return weigh<Widened<float>>(head, tokens, weights, out);
+        case BF16: return weigh<Widened<bf16>>(head, tokens, weights, out);
+        default: weigh<Widened<f16>>(head, tokens, weights, out);
         }
+    }
+
+    template <class P> void weigh(int head, int tokens, const float* weights, float* out) {
+        Ahead ahead{next_at, head * call.key.head};
+        all_weighed<P>(m, weights, block, value_at, head * call.value.head, value_dim, tokens, out, value_up, factors, ahead);
     }
 
     static void read_row(const Field& field, int64_t slot, int head, float* to) {
@@ -557,33 +493,50 @@ class Worker {
     int position_of(const Task& task, int n) const { return plan.position[call.starts[task.sequence] + n]; }
 
     void soften(int tokens, float* top, float* total, float* scores) {
+        int i = 0;
+        for (; m - i > 2; i += 4) soften_rows<4>(i, tokens, top, total, scores);
+        for (; i < m; i += 2) soften_rows<2>(i, tokens, top, total, scores);
+        for (i = m; i < m_up; i++) factors[i] = 0, std::fill_n(scores + i * int64_t(block), round_up(tokens, W), 0.0f);
+    }
+
+    // Weights of R rows, from the `at`-th on, in place of their scores. Rows are side by side: each waits for its own steps.
+    template <int R> void soften_rows(int at, int tokens, float* top, float* total, float* scores) {
         int up = round_up(tokens, W);
-        for (int i = 0; i < m; i++) {
-            float* score = scores + i * int64_t(block);
-            for (int t = tokens; t < up; t++) score[t] = NOTHING;
-            vf most = splat(NOTHING);
-            for (int t = 0; t < up; t += W) {
-                vf s = load(score + t) * call.scale;
-                if (call.softcap != 0) {
-                    s = tanh_of(s / call.softcap) * call.softcap;
-                    for (int j = 0; j < W; j++)
-                        if (score[t + j] == NOTHING) s[j] = NOTHING;
-                }
-                store(score + t, s);
-                most = larger(s, most);
-            }
-            float peak = std::max(top[i], max_of(most)), base = peak == NOTHING ? 0.0f : peak;
-            factors[i] = top[i] == NOTHING ? 0.0f : std::exp(top[i] - base);
-            vf sum = {};
-            for (int t = 0; t < up; t += W) {
-                vf weight = exp_of(load(score + t) - base);
-                store(score + t, weight);
-                sum += weight;
-            }
-            total[i] = total[i] * factors[i] + sum_of(sum);
-            top[i] = peak;
+        float* score[R];
+        vf found[R];
+        UNROLL for (int i = 0; i < R; i++) {
+            score[i] = scores + (at + i) * int64_t(block);
+            std::fill(score[i] + tokens, score[i] + up, NOTHING);
+            found[i] = splat(NOTHING);
         }
-        for (int i = m; i < m_up; i++) factors[i] = 0, std::fill_n(scores + i * int64_t(block), up, 0.0f);
+        for (int t = 0; t < up; t += W)
+            UNROLL for (int i = 0; i < R; i++) {
+                vf given = load(score[i] + t), s = given * call.scale;
+                if (call.softcap != 0) s = choose(given == NOTHING, given, tanh_of(s / call.softcap) * call.softcap);
+                store(score[i] + t, s);
+                found[i] = larger(s, found[i]);
+            }
+        alignas(64) float bases[W];
+        vf before = load_some<R>(top + at), peak = larger(reduced<Largest, R>(found), before);
+        store(bases, choose(peak == NOTHING, vf{}, peak));
+        vf factor = choose(before == NOTHING, vf{}, exp_of(before - load(bases)));
+        UNROLL for (int i = 0; i < R; i++) found[i] = vf{};
+        for (int t = 0; t < up; t += W)
+            UNROLL for (int i = 0; i < R; i++) {
+                vf weight = exp_of(load(score[i] + t) - bases[i]);
+#if defined(__AVX512BF16__)
+                if (narrow) {
+                    auto bits = narrowed(weight);
+                    std::memcpy((uint16_t*)score[i] + t, &bits, sizeof bits);
+                    found[i] += widen(__builtin_convertvector(bits, vu));
+                    continue;
+                }
+#endif
+                store(score[i] + t, weight);
+                found[i] += weight;
+            }
+        vf sum = load_some<R>(total + at) * factor + reduced<Sum, R>(found);
+        std::memcpy(top + at, &peak, 4 * R), std::memcpy(total + at, &sum, 4 * R), std::memcpy(factors + at, &factor, 4 * R);
     }
 
     void finish(const Task& task) {
@@ -621,7 +574,7 @@ class Worker {
             std::fill(sum.begin(), sum.end(), 0.0f);
             for (int part = plan.part[row]; part < plan.part[row] + plan.parts[row]; part++) {
                 int64_t at = part * call.heads + head;
-                if (peaks[2 * at] == NOTHING) continue;
+                if (peaks[2 * at + 1] == 0) continue;  // not for a top of NOTHING: NaN has that, too
                 float peak = std::max(top, peaks[2 * at]), before = top == NOTHING ? 0 : std::exp(top - peak);
                 float weight = std::exp(peaks[2 * at] - peak);
                 total = total * before + peaks[2 * at + 1] * weight;

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,6 +32,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 _FLAGS = ("-std=c++17", "-O3", _NATIVE, "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _BUILD_S = 600.0
+_MOST_KEPT = 8  # libraries in the cache
 _LOST = "attention and what surrounds it run on torch's operators, which are slower"
 
 
@@ -64,7 +66,12 @@ def native() -> Native:
 def _loaded() -> Native:
     try:
         path = build(sources(), cache_folder())
-        return Native(ctypes.CDLL(str(path)), path)
+        try:
+            return Native(ctypes.CDLL(str(path)), path)
+        except OSError as error:
+            logger.warning("'%s' cannot be loaded and is compiled again: %s", path, error)
+            path.unlink()
+            return Native(ctypes.CDLL(str(build(sources(), cache_folder()))), path)
     except (NoLibrary, OSError) as error:
         logger.warning("no native kernels, so that %s: %s", _LOST, error)
         return Native(reason=str(error))
@@ -132,26 +139,40 @@ def _cpu() -> list[str]:
 def _refuse_foreign(folder: Path) -> None:
     """Raise NoLibrary if another user can write libraries there: this process would run their code."""
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise NoLibrary(f"other users can write to '{folder}'; take it from them, or set XDG_CACHE_HOME.")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise NoLibrary(f"'{folder}' is of user {status.st_uid}; set XDG_CACHE_HOME to a folder of your own.")
+    if status.st_mode & 0o022:
+        raise NoLibrary(f"other users can write to '{folder}'; `chmod go-w {folder}` ends that.")
 
 
 def _compile(texts: Mapping[str, str], path: Path, openmp: Path) -> None:
     """Compile all sources side by side, and link them as `path` in one step."""
-    given = os.environ.get("CXX")
-    compiler = next((found for name in ([given] if given else _COMPILERS) if (found := shutil.which(name))), None)
+    given = shlex.split(os.environ.get("CXX", ""))  # it may have arguments, such as `ccache g++`
+    choices = [given] if given else [[name] for name in _COMPILERS]
+    compiler = next((words for words in choices if shutil.which(words[0])), None)
     if compiler is None:
-        raise NoLibrary(f"there is no C++ compiler ({given or 'c++'}); install one, such as the package g++.")
+        raise NoLibrary(f"there is no C++ compiler ({' '.join(given) or 'c++'}); install one, such as the package g++.")
     logger.info("compiling native kernels for this CPU, once")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         folder = Path(scratch)
         for name, text in texts.items():
             (folder / name).write_text(text)
         units = [name for name in texts if name.endswith(".cpp")]
-        _run_all([[compiler, *_FLAGS, "-c", name, "-o", f"{name}.o"] for name in units], folder)
+        _run_all([[*compiler, *_FLAGS, "-c", name, "-o", f"{name}.o"] for name in units], folder)
         objects = [f"{name}.o" for name in units]
-        _run_all([[compiler, "-shared", "-o", path.name, *objects, str(openmp)]], folder)
+        _run_all([[*compiler, "-shared", "-o", path.name, *objects, str(openmp)]], folder)
+        with (folder / path.name).open("rb") as linked:
+            os.fsync(linked.fileno())  # else a crash of the machine may leave the name without the bytes
         (folder / path.name).replace(path)
+    _remove_old(path.parent)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the libraries of older versions. Processes that have loaded one keep it."""
+    found = sorted(folder.glob("*.so"), key=lambda each: each.stat().st_mtime, reverse=True)
+    for path in found[_MOST_KEPT:]:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".lock").unlink(missing_ok=True)
 
 
 def _run_all(commands: list[list[str]], folder: Path) -> None:

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int W = 16;  // floats in a vector
@@ -36,6 +39,11 @@ template <class V> INLINE V load_as(const void* from) {
     return found;
 }
 INLINE vf load(const float* from) { return load_as<vf>(from); }
+template <int N> INLINE vf load_some(const float* from) {
+    vf found = {};
+    std::memcpy(&found, from, 4 * N);
+    return found;
+}
 INLINE void store(float* to, vf what) { std::memcpy(to, &what, sizeof what); }
 INLINE vf splat(float x) { return vf{} + x; }
 INLINE vf as_float(vu bits) { return (vf)bits; }
@@ -143,6 +151,19 @@ INLINE uint16_t to_f16(float x) {
 
 // -- functions of vectors
 
+#if defined(__AVX512BF16__)
+INLINE vf dot_pairs(vf sum, vu a, vu b) {  // each lane of `a` and `b` is a pair of bfloat16
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+INLINE vh narrowed(vf x) { return (vh)_mm512_cvtneps_pbh((__m512)x); }
+template <int HALF> INLINE vu paired(vu a, vu b) {  // numbers of one half of two rows, in turns
+    typedef uint16_t vhh __attribute__((vector_size(W * 4)));
+    vhh order;
+    for (int i = 0; i < 2 * W; i++) order[i] = uint16_t(i % 2 * 2 * W + HALF * W + i / 2);
+    return (vu)_mm512_permutex2var_epi16((__m512i)a, (__m512i)order, (__m512i)b);
+}
+#endif
+
 INLINE vf exp_of(vf x) {
     vf bounded = choose(x < -87.3f, splat(-87.3f), choose(x > 88.0f, splat(88.0f), x));
     vf shifted = bounded * 1.44269504f + 0x1.8p23f;
@@ -157,18 +178,33 @@ INLINE vf exp_of(vf x) {
 }
 INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (exp_of(x + x) + 1.0f); }
 
-template <int L, int... I> INLINE vf merged(vf a, vf b, std::integer_sequence<int, I...>) {
-    // Lanes are segments of L; each becomes the sum of its halves, those of `a` and `b` in turn.
-    vf low = __builtin_shufflevector(a, b, ((I / (L / 2)) % 2 * W + I / L * L + I % (L / 2))...);
-    vf high = __builtin_shufflevector(a, b, ((I / (L / 2)) % 2 * W + I / L * L + I % (L / 2) + L / 2)...);
-    return low + high;
+// Reductions of several vectors at once. `Join` is commutative.
+struct Sum {
+    INLINE vf join(vf a, vf b) { return a + b; }
+};
+struct Largest {
+    INLINE vf join(vf a, vf b) { return larger(a, b); }
+};
+template <class Join, int L, int... I> INLINE vf merged(vf a, vf b, std::integer_sequence<int, I...>) {
+    // Lanes are segments of L; each becomes the join of its halves, those of `a` and `b` in turn.
+    constexpr int H = L / 2;
+    vf kept = __builtin_shufflevector(a, b, (I / H % 2 * W + I)...);  // no lane moves
+    vf moved = __builtin_shufflevector(a, b, (I / H % 2 * (W - H) + I + (I / H % 2 ? 0 : H))...);
+    return Join::join(kept, moved);
 }
-template <int L> INLINE vf sums(vf* v) {  // the sums of L vectors of W / L segments each
+template <int DISTANCE, int... I> INLINE vf turned(vf a, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, a, ((I + DISTANCE) % W)...);
+}
+template <class Join, int L, int DISTANCE = W / 2> INLINE vf folded(vf v) {  // of W / L segments
+    if constexpr (DISTANCE < L) return v;
+    else return folded<Join, L, DISTANCE / 2>(Join::join(v, turned<DISTANCE>(v, std::make_integer_sequence<int, W>{})));
+}
+template <class Join, int R, int L = R> INLINE vf reduced(vf* v) {  // lane i is the reduction of vector i of R
     if constexpr (L == 1) {
-        return v[0];
+        return folded<Join, R>(v[0]);
     } else {
-        UNROLL for (int i = 0; i < L / 2; i++) v[i] = merged<L>(v[i], v[i + L / 2], std::make_integer_sequence<int, W>{});
-        return sums<L / 2>(v);
+        UNROLL for (int i = 0; i < L / 2; i++) v[i] = merged<Join, L>(v[i], v[i + L / 2], std::make_integer_sequence<int, W>{});
+        return reduced<Join, R, L / 2>(v);
     }
 }
 template <int HALF, int... I> INLINE vf zipped(vf a, vf b, std::integer_sequence<int, I...>) {
@@ -187,14 +223,4 @@ INLINE void transpose(const float* from, int64_t from_row, float* to, int64_t to
         UNROLL for (int i = 0; i < W; i++) rows[i] = next[i];
     }
     UNROLL for (int i = 0; i < W; i++) store(to + i * to_row, rows[i]);
-}
-INLINE float sum_of(vf v) {
-    float found = 0;
-    for (int i = 0; i < W; i++) found += v[i];
-    return found;
-}
-INLINE float max_of(vf v) {
-    float found = v[0];
-    for (int i = 1; i < W; i++) found = v[i] > found || v[i] != v[i] ? v[i] : found;
-    return found;
 }

@@ -53,15 +53,15 @@ def _store(
     tl.store(parts + of_part, sums, mask=part)
 
 
-@triton.jit(do_not_specialize=["first_task", "table_row", "selected", "size"])
+@triton.jit(do_not_specialize=["first_task", "table_row", "selected", "size", "num_parts"])
 def attend_tasks(
     query, query_row, query_head, out, lse, parts, part_lse, sinks,
     key, key_token, key_head, key_scales, key_scale_token, key_scale_head,
     tail, tail_token, tail_head, tail_scales, tail_scale_token, tail_scale_head,
     value, value_token, value_head, value_scales, value_scale_token, value_scale_head,
     tasks, first_task, task_rows, places, lows, highs, branches, pasts, sees, table, table_row,
-    slots, scale, softcap, heads, selected, size,
-    PARTS: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    slots, scale, softcap, heads, selected, size, num_parts,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KEY_FORMAT: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr,
     KEY_WIDE: tl.constexpr, TAIL_FORMAT: tl.constexpr, TAIL_SCALE: tl.constexpr, TAIL_BLOCK: tl.constexpr,
     TAIL_WIDTH: tl.constexpr, TAIL_WIDE: tl.constexpr, VALUE_FORMAT: tl.constexpr, VALUE_SCALE: tl.constexpr,
@@ -70,8 +70,8 @@ def attend_tasks(
 ):
     """Attention of each task's rows over its keys: finished where the row's place is -1, else a part at that place.
 
-    TAIL_WIDTH 0: keys are one field. VALUE_WIDTH 0: values are the keys. SELECTED: program p is part `p % PARTS` of row
-    `p // PARTS`, which reads its own `slots` that are not negative, `size` in a part.
+    TAIL_WIDTH 0: keys are one field. VALUE_WIDTH 0: values are the keys. SELECTED: program p is part `p % num_parts` of
+    row `p // num_parts`, which reads its own `slots` that are not negative, `size` in a part.
     """
     BLOCKS: tl.constexpr = (GROUP + LANES - 1) // LANES
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -81,11 +81,11 @@ def attend_tasks(
     head = kv_head * GROUP + in_group
     low, high, branch, past = lane, lane, lane, lane
     if SELECTED:
-        first = (program % PARTS).to(tl.int32) * size
+        first = (program % num_parts).to(tl.int32) * size
         stop = tl.minimum(first + size, selected)
         valid = (lane < LANES) & (in_group < GROUP)
-        row = lane.to(tl.int64) * 0 + program // PARTS
-        place = lane * 0 + (tl.where(PARTS > 1, program, -1)).to(tl.int32)
+        row = lane.to(tl.int64) * 0 + program // num_parts
+        place = lane * 0 + (tl.where(num_parts > 1, program, -1)).to(tl.int32)
     else:
         tasks += (program + first_task) * 5
         at, count = tl.load(tasks), tl.load(tasks + 1)
@@ -111,7 +111,7 @@ def attend_tasks(
         position = begin + tl.arange(0, N)
         there = position < stop
         if SELECTED:
-            slot = tl.load(slots + (program // PARTS) * selected + position, mask=there, other=-1).to(tl.int64)
+            slot = tl.load(slots + (program // num_parts) * selected + position, mask=there, other=-1).to(tl.int64)
             there = slot >= 0
             seen = valid[:, None] & there[None, :]
         else:
@@ -156,7 +156,7 @@ def attend_tasks(
 # fmt: on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def merge_parts(
     out,
     lse,
@@ -165,17 +165,18 @@ def merge_parts(
     sinks,
     merges,
     heads,
-    PARTS: tl.constexpr,
+    num_parts,
+    SELECTED: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """One row and head from its parts. `merges` int32 `[n, 3]` are rows, first places and numbers of parts; with PARTS,
-    row r has that many from place `r * PARTS` on."""
+    """One row and head from its parts. `merges` int32 `[n, 3]` are rows, first places and numbers of parts; if
+    SELECTED, row r has `num_parts` from place `r * num_parts` on."""
     program, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if PARTS:
-        row, begin, count = program, program * PARTS, PARTS
+    if SELECTED:
+        row, begin, count = program, program * num_parts, num_parts
     else:
         row = tl.load(merges + program * 3).to(tl.int64)
         begin = tl.load(merges + program * 3 + 1).to(tl.int64)

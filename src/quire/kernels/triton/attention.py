@@ -88,12 +88,12 @@ class TritonAttention:
             (TritonAttention, window, chunked, blocks, device),
             lambda arrays: plan_tasks(arrays, window, blocks, device, chunked=chunked),
         )
-        (table,) = arrays.derived((TritonAttention, device), lambda arrays: to_device((arrays.frames,), device))
+        table, row = _table_of(arrays, device)
         call.prepare(plan.num_parts, sinks, keep_lse=keep_lse)
         if plan.num_rows < len(query):
             call.out[plan.num_rows :].zero_()
         found = {name: plan.arrays[name] for name in call.names}
-        common = {**found, "table": table, "table_row": arrays.frames.shape[1], "PAGE": arrays.page_size}
+        common = {**found, "table": table, "table_row": row, "PAGE": arrays.page_size}
         for tile, first, stop in ((call.small, 0, plan.num_small), (call.large, plan.num_small, plan.num_tasks)):
             if first < stop:
                 call.launch(tile, stop - first, {**common, "first_task": first, "TREES": plan.trees})
@@ -119,13 +119,21 @@ class TritonAttention:
         size = max(MIN_PIECE, triton.cdiv(triton.cdiv(selected, wanted), KEYS) * KEYS)
         num_parts = max(1, triton.cdiv(selected, size))
         call.prepare(rows * num_parts if num_parts > 1 else 0, None, keep_lse=True)
-        own = {"slots": slots, "selected": selected, "size": size, "PARTS": num_parts}
+        own = {"slots": slots, "selected": selected, "size": size, "num_parts": num_parts}
         if rows:
             call.launch(call.small, rows * num_parts, {**own, "SELECTED": True})
         if num_parts > 1:
             call.merge(rows, slots, num_parts)
         assert call.lse is not None
         return call.out, call.lse
+
+
+def _table_of(arrays: PageArrays, device: torch.device) -> tuple[Tensor, int]:
+    """Page tables on the device, and the entries from row to row. Those of an engine are there; others are sent."""
+    if arrays.table is not None:
+        return arrays.table.device, arrays.table.device.stride(0)
+    (sent,) = arrays.derived((TritonAttention, device), lambda arrays: to_device((arrays.frames,), device))
+    return sent, arrays.frames.shape[1]
 
 
 class _Call:
@@ -160,7 +168,6 @@ class _Call:
         self.constants: dict[str, Any] = {
             "GROUP": self.group,
             "LANES": self.lanes,
-            "PARTS": 1,
             "PAGE": 1,
             "SELECTED": False,
             "TREES": False,
@@ -204,7 +211,7 @@ class _Call:
     def launch(self, tile: Tile, num_tasks: int, given: dict[str, Any]) -> None:
         """Compute tasks."""
         unused = dict.fromkeys((*self.names, "table", "slots"), self.part_lse)
-        numbers = {"first_task": 0, "table_row": 0, "selected": 0, "size": 1}
+        numbers = {"first_task": 0, "table_row": 0, "selected": 0, "size": 1, "num_parts": 1}
         with device_of(self.query):
             attend_tasks[(num_tasks, self.programs)](
                 **{**unused, **numbers, **self.constants, **self.arguments, **self.shared, **given},
@@ -216,9 +223,11 @@ class _Call:
                 enable_fp_fusion=True,
             )
 
-    def merge(self, num_rows: int, merges: Tensor, parts: int) -> None:
-        """Merge the parts of rows."""
+    def merge(self, num_rows: int, merges: Tensor, num_parts: int) -> None:
+        """Merge the parts of rows: as many of each if there is a number, else those of `merges`."""
         wide = triton.next_power_of_2(self.width)
-        given = {"merges": merges, "heads": self.heads, "PARTS": parts, "WIDTH": self.width, "WIDE": wide}
+        given = {"merges": merges, "heads": self.heads, "num_parts": num_parts}
         with device_of(self.query):
-            merge_parts[(num_rows, self.heads)](**self.shared, **given, enable_fp_fusion=True)
+            merge_parts[(num_rows, self.heads)](
+                **{**self.shared, **given}, SELECTED=num_parts > 0, WIDTH=self.width, WIDE=wide, enable_fp_fusion=True
+            )

@@ -9,6 +9,7 @@ has a part for each, at places that follow each other.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire import upload
 from quire.kernels.page_arrays import PageArrays
-from quire.kernels.segments import Slots, Trees, flatten_ranges, shared_runs
+from quire.kernels.segments import Slots, Trees, flatten_ranges
 
 MIN_PIECE = 256
 """Keys from which a task is cut."""
@@ -32,11 +34,12 @@ _NAMES = ("tasks", "task_rows", "places", "lows", "highs", "branches", "pasts", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskPlan:
-    """Tasks on the device. Of `tasks` int32 `[n, 5]` (first of `task_rows`, their number, first key, end of the keys,
-    sequence) the first `num_small` have few rows. `task_rows` and `places` int32 are the rows of tasks, and where their
-    parts are stored: -1 if a row has no other. `lows`, `highs` `[T]` are the first and last position that a row sees.
-    Rows of trees have a bit of `sees` from word `branches[row]` on for each row of their sequence, which begins after
-    `pasts[row]` tokens; others have -1 there. `merges` int32 `[m, 3]`: row, first place, number of parts."""
+    """Tasks on the device. Of `tasks` int32 `[n, 5]` (first of `task_rows`, their number, first key, end of keys, row
+    of the page table) the first `num_small` have few rows. `task_rows` and `places` int32 are the rows of tasks, and
+    where their parts are stored: -1 if a row has no other. `lows`, `highs` `[T]` are the first and last position that a
+    row sees. Rows of trees have a bit of `sees` from word `branches[row]` on for each row of their sequence, which
+    begins after `pasts[row]` tokens; others have -1 there. `merges` int32 `[m, 3]`: row, first place, number of
+    parts."""
 
     arrays: dict[str, Tensor]
     num_small: int
@@ -59,17 +62,29 @@ class Blocks:
 
 
 def plan_tasks(arrays: PageArrays, window: int, blocks: Blocks, device: torch.device, *, chunked: bool) -> TaskPlan:
-    """The plan for attention with `window` (0: everything), in one copy to `device`."""
+    """The plan for attention with `window` (0: everything), in one copy to `device`.
+
+    If the arrays are `fixed`, each of R sequences has one row, and all sizes follow from R and `blocks`: tasks without
+    rows fill the space, every row has a part, and shared runs that find no space are read by each sequence.
+    """
     starts, contexts = arrays.starts.astype(np.int64), arrays.contexts.astype(np.int64)
     sees = _Sight.of(arrays, starts, contexts, window, chunked=chunked)
-    tasks = _tasks(arrays, starts, contexts, sees, blocks)
-    tasks = tasks.cut(blocks)
-    places, merges, num_parts = tasks.places(len(sees.lows))
-    table = np.stack((tasks.at, tasks.counts, tasks.firsts, tasks.stops, tasks.sequences), axis=1)
-    parts = (table, tasks.rows, places, sees.lows, sees.highs, sees.branches, sees.pasts, sees.words, merges)
+    tasks = _tasks(arrays, starts, contexts, sees, blocks, (window, chunked)).cut(blocks)
+    space = _Space.of(len(contexts), blocks) if arrays.fixed else None
+    if space is not None and not space.holds(tasks):
+        tasks = _tasks(arrays, starts, contexts, sees, blocks, None).cut(blocks)
+    places, merges, num_parts = tasks.places(len(sees.lows), whole=space is None)
+    tables = tasks.sequences if arrays.table is None else arrays.table.rows[tasks.sequences]
+    table = np.stack((tasks.at, tasks.counts, tasks.firsts, tasks.stops, tables), axis=1)
+    num_small, rows = int(np.count_nonzero(~tasks.large)), tasks.rows
+    if space is not None:
+        table = np.concatenate((_filled(table[:num_small], space.small), _filled(table[num_small:], space.large)))
+        rows, places = _filled(rows, space.rows), _filled(places, space.rows)
+        num_small, num_parts = space.small, space.rows
+    parts = (table, rows, places, sees.lows, sees.highs, sees.branches, sees.pasts, sees.words, merges)
     return TaskPlan(
         arrays=dict(zip(_NAMES, to_device(parts, device), strict=True)),
-        num_small=int(np.count_nonzero(~tasks.large)),
+        num_small=num_small,
         num_tasks=len(table),
         num_parts=num_parts,
         num_merges=len(merges),
@@ -79,17 +94,45 @@ def plan_tasks(arrays: PageArrays, window: int, blocks: Blocks, device: torch.de
 
 
 def to_device(parts: tuple[npt.NDArray[np.integer], ...], device: torch.device) -> list[Tensor]:
-    """Arrays as int32 tensors in one copy, of pinned memory if the device is CUDA; each begins at 16 bytes."""
+    """Arrays as int32 tensors in one copy (`upload.to_device`); each begins at 16 bytes."""
     sizes = [-(-part.size // _ALIGNED) * _ALIGNED for part in parts]
     ends = np.cumsum(sizes)
-    packed = torch.empty(max(int(ends[-1]), 1), dtype=torch.int32, pin_memory=device.type == "cuda")
-    host: _Int32 = packed.numpy()
+    packed: _Int32 = np.zeros(max(int(ends[-1]), 1), dtype=np.int32)
     for part, end, size in zip(parts, ends.tolist(), sizes, strict=True):
-        host[end - size : end - size + part.size] = part.reshape(-1)
-    sent = packed.to(device, non_blocking=True)
+        packed[end - size : end - size + part.size] = part.reshape(-1)
+    sent = upload.to_device(packed, device)
     return [
         sent[end - size : end - size + part.size] for part, end, size in zip(parts, ends.tolist(), sizes, strict=True)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Tasks of few rows, tasks of many, and rows of all tasks together, that a plan of fixed sizes has space for."""
+
+    small: int
+    large: int
+    rows: int
+
+    @classmethod
+    def of(cls, num_rows: int, blocks: Blocks) -> _Space:
+        """For so many sequences of one row. Without shared runs, cutting makes at most `pieces` more of them; some
+        shared runs have space too."""
+        pieces = _ceil(blocks.wanted, blocks.programs)
+        small = num_rows + num_rows // 2 + pieces
+        large = num_rows // blocks.small + pieces if num_rows > blocks.small else 0
+        return cls(small, large, small * blocks.small + large * blocks.large)
+
+    def holds(self, tasks: _Tasks) -> bool:
+        num_large = int(np.count_nonzero(tasks.large))
+        return len(tasks.large) - num_large <= self.small and num_large <= self.large
+
+
+def _filled(array: Slots, length: int) -> Slots:
+    """`array` and zeros up to a length: tasks without rows and keys."""
+    found = np.zeros((length, *array.shape[1:]), dtype=np.int64)
+    found[: len(array)] = array
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,13 +217,14 @@ class _Tasks:
             numbers=numbers,
         )
 
-    def places(self, num_rows: int) -> tuple[Slots, Slots, int]:
-        """Where each of `rows` stores its part, the merges `[m, 3]`, and the number of parts."""
+    def places(self, num_rows: int, *, whole: bool = True) -> tuple[Slots, Slots, int]:
+        """Where each of `rows` stores its part, the merges `[m, 3]`, and the number of parts. A row of one part has no
+        place if it may be `whole`."""
         by_entry = np.zeros(int(self.entries.max(initial=-1)) + 1, dtype=np.int64)
         row_of = np.zeros_like(by_entry)
         by_entry[self.entries], row_of[self.entries] = np.repeat(self.pieces, self.counts), self.rows
         parts = np.bincount(row_of, weights=by_entry, minlength=num_rows).astype(np.int64)
-        several = np.flatnonzero(parts > 1)
+        several = np.flatnonzero(parts > whole)
         if not len(several):
             return np.full(len(self.rows), -1, dtype=np.int64), np.zeros((0, 3), dtype=np.int64), 0
         begins = np.full(num_rows, -1, dtype=np.int64)
@@ -195,16 +239,17 @@ class _Tasks:
         return np.where(begins[self.rows] >= 0, places, -1), merges, int(parts[several].sum())
 
 
-def _tasks(arrays: PageArrays, starts: Slots, contexts: Slots, sees: _Sight, blocks: Blocks) -> _Tasks:
-    """Tasks before they are cut."""
+def _tasks(arrays: PageArrays, starts: Slots, contexts: Slots, sees: _Sight, blocks: Blocks, name: Hashable) -> _Tasks:
+    """Tasks before they are cut. `name` says which attention of a batch this is; None: runs that sequences share are
+    read by each of them."""
     counts = np.diff(starts)
     done = np.zeros_like(contexts)
     shared: list[tuple[Slots, int, int, int]] = []
-    if len(counts) > 1:
+    if len(counts) > 1 and name is not None:
         full = (contexts - counts) // arrays.page_size
         late = np.concatenate(([0], np.cumsum(sees.lows > 0)))  # a window has moved past the first token
         full = np.where((counts == 0) | (late[starts[1:]] > late[starts[:-1]]), 0, full)
-        for members, first, stop in shared_runs(arrays.frames, full, arrays.page_size):
+        for members, first, stop in arrays.shared_runs(full, name):
             rows = flatten_ranges(starts[members], starts[members + 1])
             shared.append((rows, first * arrays.page_size, stop * arrays.page_size, int(members[0])))
             done[members] = stop * arrays.page_size

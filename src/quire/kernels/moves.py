@@ -1,0 +1,184 @@
+"""Moves: what copies numbers on a device. Torch's operators, or one kernel launch for each move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.fields import bytes_of, entries_of
+from quire.kernels.segments import Slots
+from quire.upload import to_device
+
+_VECTOR = 16
+"""Bytes that a device loads at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What belongs to a row, a frame or a slot of a pool, in all fields and layers. `parts` are the tensors of fields,
+    `[layers, rows, words]` views that are contiguous in words, and the place of each in a record of `record_words`,
+    which has its layers one after the other. Words are uint8 or int64. Tensors must stay where they are."""
+
+    parts: Sequence[tuple[int, Tensor]]
+    record_words: int
+
+    @classmethod
+    def of(cls, fields: Sequence[tuple[int, Tensor]], record_bytes: int) -> Pieces:
+        """From places in bytes, and views of bytes; words are as wide as these allow."""
+        numbers = [number for place, part in fields for number in (place, part.shape[2], *part.stride()[:2])]
+        word = torch.int64 if all(number % 8 == 0 for number in (record_bytes, *numbers)) else torch.uint8
+        size = word.itemsize
+        return cls([(place // size, part.view(word)) for place, part in fields], record_bytes // size)
+
+    @property
+    def word(self) -> torch.dtype:
+        """The type of words."""
+        return self.parts[0][1].dtype
+
+    @cached_property
+    def widest(self) -> int:
+        """Words of the largest piece."""
+        return max(part.shape[2] for _, part in self.parts)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """On the device, int64 `[pieces, 4]`: for each field and layer the address of row 0, bytes from row to row,
+        the place in a record and the number of words."""
+        size = self.word.itemsize
+        found = [
+            (layer.data_ptr(), layer.stride(0) * size, place + at * part.shape[2], part.shape[2])
+            for place, part in self.parts
+            for at, layer in enumerate(part)
+        ]
+        return to_device(np.array(found, dtype=np.int64), self.parts[0][1].device)
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Whether pieces begin and end where a device loads most at once, if their records do."""
+        size = self.word.itemsize
+        return all(
+            number % _VECTOR == 0
+            for place, part in self.parts
+            for number in (part.data_ptr(), *(size * each for each in (place, part.shape[2], *part.stride()[:2])))
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HostEntries:
+    """Entries that are copied from frames in host memory to slots on the device. `parts` are by field the host's
+    `[frames, entries, ..., width]`, whose entries are contiguous, and the device's `[frames, entries, ..., width]`,
+    contiguous."""
+
+    parts: Sequence[tuple[Tensor, Tensor]]
+
+    @cached_property
+    def entry_bytes(self) -> tuple[int, ...]:
+        """By field."""
+        return tuple(target[0, 0].numel() * target.element_size() for _, target in self.parts)
+
+    @cached_property
+    def word(self) -> torch.dtype:
+        """The widest that sizes and addresses of all fields allow."""
+        return torch.int64 if self._divides(8) else torch.uint8
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Whether entries begin and end where a device loads most at once."""
+        return self._divides(_VECTOR)
+
+    def _divides(self, size: int) -> bool:
+        return all(
+            number % size == 0
+            for (source, target), entry in zip(self.parts, self.entry_bytes, strict=True)
+            for number in (source.data_ptr(), source.stride(0) * source.element_size(), target.data_ptr(), entry)
+        )
+
+    @cached_property
+    def table(self) -> Tensor:
+        """On the device, int64 `[fields, 4]`: the address of frame 0 on the host, bytes from frame to frame, the
+        address of slot 0 on the device, and the bytes of an entry."""
+        found = [
+            (source.data_ptr(), source.stride(0) * source.element_size(), target.data_ptr(), entry)
+            for (source, target), entry in zip(self.parts, self.entry_bytes, strict=True)
+        ]
+        return to_device(np.array(found, dtype=np.int64), self.parts[0][1].device)
+
+
+class Moves(Protocol):
+    """Moves of one device. Indices are in range, and targets of one move differ, unless a method says otherwise."""
+
+    def set_entries(self, tables: Tensor, changes: Tensor) -> None:
+        """Set entries of `tables` int32 `[groups, rows, width]`, contiguous. Entry `changes[0, i]` of the `rows *
+        width` of group g becomes `changes[1 + g, i]`; `changes` is int32 `[1 + groups, n]`, contiguous."""
+
+    def gather(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
+        """Write the pieces of `rows` int64 `[n]` to `records` `[n, record_words]`, contiguous; other words stay."""
+
+    def scatter(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
+        """The other way. Pieces of other rows stay."""
+
+    def move(self, pieces: Pieces, sources: Tensor, targets: Tensor) -> None:
+        """Copy the pieces of row `sources[i]` to row `targets[i]`, int64 `[n]`. All are read before any is written."""
+
+    def read_states(self, layer: Tensor, sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """States `[n, *shape]`, a copy, of frames `sources` int64 `[n]` of `layer` `[frames, 1, *shape]`; zeros if the
+        source is frame 0. They are converted to `dtype` if there is one."""
+
+    def write_states(self, layer: Tensor, targets: Tensor, states: Tensor) -> None:
+        """Store `states` `[n, *shape]` in frames `targets` int64 `[n]` of `layer`, converted to its element type."""
+
+    def swap_in(self, entries: HostEntries, frames: Slots, places: Slots, targets: Tensor) -> None:
+        """Copy entry `places[i]` of the host's frame `frames[i]`, int64 `[n]`, to slot `targets[i]`, in all fields."""
+
+
+class TorchMoves:
+    """Torch's operators, for any device. Its methods are those of `Moves`."""
+
+    def set_entries(self, tables: Tensor, changes: Tensor) -> None:
+        tables.flatten(1).index_copy_(1, changes[0].long(), changes[1:])
+
+    def gather(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
+        for place, part in pieces.parts:
+            _part_of(records, place, part).copy_(part.index_select(1, rows).transpose(0, 1))
+
+    def scatter(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
+        for place, part in pieces.parts:
+            part.index_copy_(1, rows, _part_of(records, place, part).transpose(0, 1))
+
+    def move(self, pieces: Pieces, sources: Tensor, targets: Tensor) -> None:
+        for _, part in pieces.parts:
+            part[:, targets] = part[:, sources]
+
+    def read_states(self, layer: Tensor, sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        states = layer[sources, 0]
+        absent = (sources == 0).view(-1, *(1,) * (states.dim() - 1))
+        states = states.masked_fill_(absent, 0)
+        return states if dtype is None else states.to(dtype)
+
+    def write_states(self, layer: Tensor, targets: Tensor, states: Tensor) -> None:
+        layer[targets, 0] = states.to(layer.dtype)
+
+    def swap_in(self, entries: HostEntries, frames: Slots, places: Slots, targets: Tensor) -> None:
+        for source, target in entries.parts:
+            rows = entries_of(source)[frames, places]
+            if target.device.type == "cpu":
+                own = entries_of(target)
+                own.reshape(-1, *own.shape[2:])[targets.numpy()] = rows
+            else:
+                flat = target.flatten(0, 1).view(torch.uint8)
+                flat.index_copy_(0, targets, bytes_of(rows).to(target.device))
+
+
+def _part_of(records: Tensor, place: int, part: Tensor) -> Tensor:
+    """Where a field is in `records`: `[n, layers, words]`."""
+    layers, _, size = part.shape
+    return records[:, place : place + layers * size].view(len(records), layers, size)
+
+
+TORCH = TorchMoves()

@@ -1,0 +1,129 @@
+"""The Triton kernels of attention by torch's operators, with the kernels' arguments: for a device in Python, which has
+no kernels. Shapes follow from sizes alone, as in a kernel, so that a graph can record it.
+
+Plans of tasks, page tables by row and the order of launches are those of `TritonAttention`; what is computed here is
+another program, in float32. Trees and selected tokens are not emulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionBackend
+from quire.kernels.codec import decode
+from quire.kernels.fields import PagedField
+from quire.kernels.moves import TORCH
+from quire.kernels.triton import attention
+from quire.kernels.triton.attention import Tile, TritonAttention, _Call
+
+
+class EmulatedCall(_Call):
+    """`_Call`, whose launches are operators."""
+
+    def __init__(self, query: Tensor, parts: Any, scale: float, softcap: float | None, *, trees: bool = False) -> None:
+        super().__init__(query, parts, scale, softcap, trees=trees)
+        assert not trees
+        self._parts = parts
+
+    def launch(self, tile: Tile, num_tasks: int, given: dict[str, Any]) -> None:
+        assert not given.get("SELECTED")
+        device, query = self.query.device, self.query
+        first, lanes = given["first_task"], torch.arange(self.rows_of(tile), device=device)
+        tasks = given["tasks"].view(-1, 5)[first : first + num_tasks].long()
+        at, count, begin, stop, table_row = tasks.unbind(1)
+        valid = lanes < count[:, None]
+        entry = (at[:, None] + lanes).clamp(max=len(given["task_rows"]) - 1)
+        row = torch.where(valid, given["task_rows"][entry], 0).long()
+        place = torch.where(valid, given["places"][entry], -1).long()
+        table, page = given["table"].view(-1, given["table_row"]), given["PAGE"]
+        position = torch.arange(table.shape[1] * page, device=device)
+        there = (position >= begin[:, None]) & (position < stop[:, None])
+        slots = table.index_select(0, table_row).long()[..., None] * page + torch.arange(page, device=device)
+        slots = torch.where(there, slots.flatten(1), 0)
+        key, value = self._read(slots)
+        score = torch.einsum("nmhd,nlhd->nmhl", query[row].float(), key) * self.arguments["scale"]
+        if self.constants["SOFTCAP"]:
+            score = self.arguments["softcap"] * torch.tanh(score / self.arguments["softcap"])
+        seen = (position >= given["lows"][row][..., None]) & (position <= given["highs"][row][..., None])
+        seen &= there[:, None] & valid[..., None]
+        score = score.masked_fill(~seen[:, :, None], float("-inf"))
+        peak = score.amax(-1, keepdim=True)
+        weight = torch.exp(score - torch.where(peak == float("-inf"), 0.0, peak))
+        total = weight.sum(-1, keepdim=True)
+        lse = (peak + total.log()).squeeze(-1)
+        if self.sinks is not None:
+            sink = torch.exp(self.sinks[None, None, :, None] - torch.where(peak == float("-inf"), 0.0, peak))
+            total = total + torch.where((place < 0)[..., None, None], sink, 0.0)
+        found = torch.einsum("nmhl,nlhd->nmhd", weight, value) / torch.where(total > 0, total, 1.0)
+        for into, lses, where in ((self.out, self.lse, valid & (place < 0)), (self.parts, self.part_lse, place >= 0)):
+            index = torch.where(where, row if into is self.out else place, len(into)).flatten()
+            _store(into, index, found.flatten(0, 1))
+            if lses is not None:
+                _store(lses, index, lse.flatten(0, 1))
+
+    def merge(self, num_rows: int, merges: Tensor, parts: int) -> None:
+        assert not parts
+        row, begin, count = merges.view(-1, 3)[:num_rows].long().unbind(1)
+        place = torch.arange(len(self.parts), device=merges.device)
+        mine = ((place >= begin[:, None]) & (place < (begin + count)[:, None]))[..., None]
+        score = self.part_lse[None].masked_fill(~mine, float("-inf"))
+        base = score.amax(1, keepdim=True)
+        base = torch.where(base == float("-inf"), 0.0, base)
+        weight = torch.exp(score - base)
+        total = weight.sum(1)
+        values = torch.where(mine[..., None], self.parts[None], 0.0)
+        acc = (weight[..., None] * values).sum(1)
+        if self.lse is not None:
+            _store(self.lse, row, base.squeeze(1) + total.log())
+        if self.sinks is not None:
+            total = total + torch.exp(self.sinks - base.squeeze(1))
+        _store(self.out, row, acc / torch.where(total > 0, total, 1.0)[..., None])
+
+    def _read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[tasks, tokens, heads, dim]` of all query heads, float32."""
+        key, tail, value = (None if part is None else self._rows(part, slots) for part in self._parts)
+        assert key is not None
+        if tail is not None:
+            key = torch.cat((key, tail), dim=-1)
+        return key, key if value is None else value
+
+    def _rows(self, part: PagedField, slots: Tensor) -> Tensor:
+        assert part.stored is not None
+        rows, scales, kv_format = part.stored
+        plain = rows.index_select(0, slots.flatten())
+        if kv_format is not None:
+            factors = None if scales is None else scales.index_select(0, slots.flatten())
+            plain = decode(plain, factors, kv_format, torch.float32)
+        plain = plain.unsqueeze(1) if plain.dim() == 2 else plain
+        return plain.float().repeat_interleave(self.heads // plain.shape[1], dim=1).unflatten(0, slots.shape)
+
+
+def _store(into: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Write rows to their places; those whose place is the length of `into` are not written."""
+    wide = torch.zeros((len(into) + 1, *into.shape[1:]), dtype=into.dtype, device=into.device)
+    wide.index_copy_(0, index, rows.to(into.dtype))
+    written = torch.zeros(len(into) + 1, dtype=torch.bool, device=into.device)
+    written.index_fill_(0, index, True)
+    mask = written[:-1].view(-1, *(1,) * (into.dim() - 1))
+    into.copy_(torch.where(mask, wide[:-1], into))
+
+
+@contextmanager
+def emulated_kernels(programs: int = 6) -> Iterator[None]:
+    """Backends of the Triton kernels compute by operators inside the block; `programs` keep the device busy."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(attention, "_Call", EmulatedCall))
+        given = {
+            (AttentionBackend, "writer"): None,
+            (AttentionBackend, "moves"): TORCH,
+            (TritonAttention, "_programs"): programs,
+        }
+        for (kind, name), value in given.items():
+            stack.enter_context(patch.object(kind, name, PropertyMock(return_value=value)))
+        yield
