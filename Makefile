@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 READY  := $(VENV)/.quire-ready
-TORCH  := 2.13.0
+TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Connectors of transfers and stores, without dependencies: pip would resolve torch anew. Their tests skip without them.
 LIBRARIES := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 CHECK  := $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -19,7 +19,7 @@ help:            ## this list
 
 setup: $(READY)  ## make .venv and install Quire with its development tools
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	@echo "==> Setting up $(VENV) (once; a few minutes on a slow connection: torch is 200 MB)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Quire needs Python 3.11 or newer; set PYTHON=..."; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -76,7 +76,7 @@ def loaded(way: str, dtype: str) -> LoadedModel:
     for layer in model.module.modules():
         fused: Any = layer.__dict__.get("forward")
         if way == "packed" and isinstance(fused, FusedLayer):
-            layer.__dict__["forward"] = fused._own
+            layer.__dict__["forward"] = fused.own
     return model
 
 

@@ -107,6 +107,8 @@ def vllm_client(job: Job) -> dict[str, Any]:
     _run(command, job.folder / "vllm-client.log", VLLM_TARGET_DEVICE="cpu", VLLM_NO_USAGE_STATS="1")
     found = json.loads(result.read_text())
     good = [i for i, error in enumerate(found["errors"]) if not error]
+    if not good:
+        raise RuntimeError(f"vllm bench serve: no answer: {found['errors'][0]}")
     starts = [found["start_times"][i] for i in good]
     return sample(
         began=min(starts),

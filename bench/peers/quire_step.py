@@ -21,10 +21,10 @@ from quire.cache.running import Lengths
 from quire.engine.config import EngineConfig, engine_config, plan_settings
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
+from quire.engine.page_tables import DevicePageTables
 from quire.engine.runner import ModelRunner
 from quire.engine.sampler import Drawn
 from quire.kernels.batch import PagedBatch
-from quire.memory.pool import DevicePageTables
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
 from quire.plan.planner import make_plan

@@ -114,7 +114,7 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
 
     places = [
         (core.runner, "launch", watch.timed("batch to tensors", phased_launch)),
-        (core.runner._model, "run", watch.timed("other model code", core.runner._model.run)),
+        (core.runner.model, "run", watch.timed("other model code", core.runner.model.run)),
         (core.runner._sampler, "draw", watch.timed("sampler", core.runner._sampler.draw)),
         (core.scheduler, "schedule", watch.timed("schedule, allocate", core.scheduler.schedule)),
         (core.scheduler, "settle", watch.timed("settle, commit", core.scheduler.settle)),
@@ -123,8 +123,8 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
         (KVFields, "write", watch.timed("key and value writes", KVFields.write)),
         (PagedBatch, "plan", watch.timed("attention plan", PagedBatch.plan)),
     ]
-    head = core.runner._model.module.lm_head._product
-    for product in core.runner._model.packing.products:
+    head = core.runner.model.module.lm_head._product
+    for product in core.runner.model.packing.products:
         part = "lm_head" if product is head else "linear layers"
         places.append((product, "compute", watch.timed(part, product.compute)))
     with ExitStack() as stack:

@@ -168,6 +168,38 @@ class WrongKey(InvalidInput):
     status = 401
 
 
+class NotAllowed(InvalidInput):
+    """A request with a key that may not do this."""
+
+    code = "QUIRE-AUTH-02"
+    status = 403
+
+
+class TooSlow(InvalidInput):
+    """A request that was not sent, or not answered, by its deadline."""
+
+    code = "QUIRE-SERVE-04"
+    status = 408
+
+
+class Overloaded(QuireError):
+    """More requests than the server takes at once. It may succeed after `retry_after_s`."""
+
+    code = "QUIRE-SERVE-03"
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, fix: str = "") -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message, fix=fix or f"send the request again in {retry_after_s:.0f} s.")
+
+
+class HeaderTooLarge(InvalidInput):
+    """Headers longer than the server reads."""
+
+    code = "QUIRE-BODY-02"
+    status = 431
+
+
 class BodyTooLarge(InvalidInput):
     """A request body larger than the server reads."""
 
@@ -183,10 +215,11 @@ class StepFailed(QuireError, RuntimeError):
 
 
 class EngineDead(QuireError, RuntimeError):
-    """The engine process has ended; no request can progress."""
+    """The engine process has ended; no request can progress. With `retry_after_s` another one starts."""
 
     code = "QUIRE-ENGINE-01"
     status = 503
+    retry_after_s: float | None = None
 
 
 class AuditFailure(QuireError):

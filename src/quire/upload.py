@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,16 +63,103 @@ class Upload:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Arrays that this thread gives to `to_device` inside the block are placed, and sent at its end."""
-        before, _collecting.upload = _collecting.upload, self
         try:
-            yield
+            with _collected_by(self):
+                yield
         finally:
-            _collecting.upload = before
             self.send()  # also after an error: what was placed may be kept for the next step
 
 
+class FixedUpload:
+    """Arrays that each time have the same types and shapes, at the same addresses on `device`: what a CUDA graph reads.
+
+    They are like those that `fill` sends. After a block of `collecting`, `packed` has their bytes, and `take` copies
+    the tensor of these (`to_device`) to their addresses, behind the work that the device has. `tensors` are there.
+    """
+
+    def __init__(self, device: torch.device, fill: Callable[[], object]) -> None:
+        measuring = _Measuring(device)
+        with _collected_by(measuring):
+            fill()
+        self._kinds = measuring.kinds
+        self.packed: npt.NDArray[np.uint8] = np.zeros(max(measuring.used, _ALIGNED), dtype=np.uint8)
+        self._there = torch.zeros(len(self.packed), dtype=torch.uint8, device=device)
+        self.tensors = [
+            self._there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in measuring.placed
+        ]
+        self._starts = [start for start, _ in measuring.placed]
+        self._placed = 0
+
+    def place(self, array: npt.NDArray[Any]) -> Tensor:
+        """As `Upload.place`. Raises OtherShapes if the array is not like that of the first time."""
+        at, kind = self._placed, (array.dtype, array.shape)
+        if at == len(self._kinds) or kind != self._kinds[at]:
+            raise OtherShapes(f"array {at} is {kind[0]} {list(kind[1])}")
+        start = self._starts[at]
+        self.packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._placed += 1
+        return self.tensors[at]
+
+    def take(self, sent: Tensor) -> None:
+        """See this class."""
+        self._there.copy_(sent)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """As `Upload.collecting`. Raises OtherShapes if arrays are missing."""
+        self._placed = 0
+        with _collected_by(self):
+            yield
+        if self._placed != len(self._kinds):
+            raise OtherShapes(f"{self._placed} arrays, of {len(self._kinds)}")
+
+
+class OtherShapes(Exception):
+    """Arrays are not like those that were promised."""
+
+
+class _Measuring:
+    """Where arrays would be, and tensors like them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.used = 0
+        self.kinds: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
+        self.placed: list[tuple[int, Tensor]] = []
+
+    def place(self, array: npt.NDArray[Any]) -> Tensor:
+        like = torch.from_numpy(np.zeros(array.shape, dtype=array.dtype))
+        self.kinds.append((array.dtype, array.shape))
+        self.placed.append((self.used, like))
+        self.used = -(-(self.used + like.nbytes) // _ALIGNED) * _ALIGNED
+        return torch.empty(like.shape, dtype=like.dtype, device=self._device)
+
+
+class _Refusing:
+    def place(self, array: npt.NDArray[Any]) -> Tensor:
+        raise OtherShapes(f"an array of the host, {array.dtype} {list(array.shape)}, where there can be none")
+
+
+def refusing_arrays() -> AbstractContextManager[None]:
+    """Arrays that this thread sends inside the block raise OtherShapes: a CUDA graph would keep their values."""
+    return _collected_by(_Refusing())
+
+
+_Collector = Upload | FixedUpload | _Measuring | _Refusing
+
+
+@contextmanager
+def _collected_by(upload: _Collector) -> Iterator[None]:
+    before, _collecting.upload = _collecting.upload, upload
+    try:
+        yield
+    finally:
+        _collecting.upload = before
+
+
 class _Collecting(threading.local):
-    upload: Upload | None = None
+    upload: _Collector | None = None
 
 
 _collecting = _Collecting()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.errors import EngineDead
+from quire.offload.host_groups import HostGroup
 from quire.scheduler.sampling_params import SamplingParams
 from tests.engine.running import run, tight_core
-from tests.engine.tiered import Case, case_of
+from tests.engine.tiered import Case, below_only, case_of, settle, small
 
 PROMPTS = [list(range(first, first + 30)) for first in (1, 60, 120)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -108,3 +110,37 @@ def test_what_held_memory_when_it_was_short(dense: Case) -> None:
         core.step()
     highest = {(each["tier"], each["group"], each["state"]): each["frames"] for each in core.history()["highest"]}
     assert 8 <= highest["device", "full", "used"] <= 16
+
+
+def _share_a_host_frame(core: EngineCore) -> None:
+    column = _host(core).table.frame
+    pages = column.nonzero()[0]
+    column[pages[-1]] = column[pages[0]]
+
+
+def _free_a_host_frame(core: EngineCore) -> None:
+    host = _host(core)
+    host.allocator.free_pages(host.table.frame[host.table.frame.nonzero()[0][:1]])
+
+
+def _lose_a_copy(core: EngineCore) -> None:
+    page, _ = below_only(core)[0]
+    _host(core).table.frame[page] = 0
+
+
+def _host(core: EngineCore) -> HostGroup:
+    assert core.offload.tiers is not None
+    return core.offload.tiers.hosts[0]
+
+
+@pytest.mark.parametrize("damage", [_share_a_host_frame, _free_a_host_frame, _lose_a_copy])
+def test_broken_tables_of_host_memory_are_found(dense: Case, damage: Callable[[EngineCore], None]) -> None:
+    core = small(dense.model)
+    dense.check(core)
+    settle(core)
+    assert len(below_only(core)) > 2
+    assert not audited(core)["faults"]
+    damage(core)
+    found = audited(core)
+    assert found["faults"] and found["violation"]
+    core.close()

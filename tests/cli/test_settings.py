@@ -127,7 +127,6 @@ def test_what_users_of_others_type_works(
         (("--trust-remote-code",), "never runs code"),
         (("--disable-radix-cache",), "--no-prefix-caching"),
         (("--hicache-size", "10"), "--host-memory"),
-        (("--enforce-eager",), "runs eagerly.type nothing in its place"),
         (("--max-model-len", "long"), "number of tokens"),
         (("MODEL", "--model", "other"), "given twice"),
     ],

@@ -12,6 +12,8 @@ from openai import OpenAI
 
 from quire.cluster.router import Router, open_client
 from quire.cluster.upstream import Upstream
+from quire.serve.config import ServerConfig
+from quire.serve.keys import Keys
 from quire.serve.server import HttpServer, bind, url_of
 from tests.serve.live_server import LiveServer
 
@@ -47,8 +49,8 @@ class LiveRouter(LiveServer):
 
     async def _run(self) -> None:
         async with open_client() as client:
-            router = Router(self.upstreams, client, api_key=self._api_key)
-            self._http = HttpServer(router.app, drain_s=0)
+            router = Router(self.upstreams, client, keys=Keys(self._api_key))
+            self._http = HttpServer(router.app, ServerConfig(drain_s=0))
             serving = await self._http.begin(self._listener)
             watching = asyncio.create_task(router.watch())
             await serving

@@ -13,7 +13,7 @@ import pytest
 from openai import APIError, APIStatusError
 
 from quire.cluster.upstream import Upstream, beginning, preferred
-from quire.serve.gate import MAX_BODY_BYTES
+from quire.serve.config import LEAST_BODY_BYTES, MOST_BODY_BYTES
 from tests.cluster.live_router import LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 
@@ -79,16 +79,17 @@ def test_the_id_of_a_request_is_the_same_everywhere(router: LiveRouter) -> None:
 
 
 def test_a_body_may_be_as_large_as_a_servers(router: LiveRouter) -> None:
-    status, answer = router.request("/v1/completions", {"prompt": "a" * (MAX_BODY_BYTES - 100)})
+    status, answer = router.request("/v1/completions", {"prompt": "a" * (LEAST_BODY_BYTES - 100)})
     assert (status, answer["error"]["code"]) == (400, "QUIRE-CONTEXT-01"), "the server got it, and refused it"
-    status, answer = router.request("/v1/completions", {"prompt": "a" * MAX_BODY_BYTES})
-    assert (status, answer["error"]["code"]) == (413, "QUIRE-BODY-01")
+    for num_bytes in (LEAST_BODY_BYTES, MOST_BODY_BYTES):  # too much for the servers, and for the router
+        status, answer = router.request("/v1/completions", {"prompt": "a" * num_bytes})
+        assert (status, answer["error"]["code"]) == (413, "QUIRE-BODY-01")
 
 
 def test_a_key_is_asked_for_and_passed_on() -> None:
     headers = {"Authorization": "Bearer schlüssel".encode().decode("latin-1")}
     with (
-        LiveServer.echo("--api-key", "schlüssel") as server,
+        LiveServer.echo(api_key="schlüssel") as server,
         LiveRouter([server], api_key="schlüssel") as router,
         LiveRouter([server]) as open_router,
     ):
@@ -107,6 +108,8 @@ def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: 
     assert status == 200
     assert [row["url"] for row in found["processes"]] == [server.summary["url"] for server in servers]
     assert all("running_requests" in row["answer"] for row in found["processes"])
+    status, found = router.request("/v1/sessions")
+    assert status == 200 and [row["answer"]["sessions"] for row in found["processes"]] == [[], []]
     status, text = router.request("/metrics")
     assert status == 200
     assert text.count("# TYPE quire_steps counter") + text.count("# TYPE quire_steps_total counter") == 1
@@ -133,7 +136,8 @@ def test_answers_are_counted_by_the_names_that_a_server_gives_its_routes(
 
     described = servers[0].request("/openapi.json")[1]["paths"]
     for path, methods in described.items():
-        router.request(path.replace("{name}", "echo"), {} if "post" in methods else None)
+        method = next(iter(methods)).upper()
+        router.request(path.replace("{name}", "echo"), {} if method == "POST" else None, method=method)
     router.request("/nowhere")
     servers[0].request("/v1/models/echo")
     named = {path.replace("{name}", "{name:path}") for path in described}
@@ -166,6 +170,9 @@ def test_turns_of_a_conversation_have_one_beginning() -> None:
     assert key(*first) == key(*first, ("assistant", "A lady."), ("user", "And?"))
     assert key(*first) != key(first[0], ("user", "Who is Harriet?"))
     assert key(*first) != key(*first, cache_salt="mine")
+    first, second = (beginning(json.dumps({"prompt": each, "session_id": "s"}).encode()) for each in ("one", "two"))
+    assert first == second != beginning(b'{"prompt": "one", "session_id": "t"}')
+    assert beginning(b'{"prompt": "one", "session_id": null}') == beginning(b'{"prompt": "one"}')
     assert beginning(b'{"prompt": [1, 2, 3]}') == beginning(b'{"prompt_token_ids": [1, 2, 3]}') != beginning(b"{}")
     assert beginning(b"{bad") == beginning(b"[" * 100_000) == beginning(b'{"messages": 1}') == beginning(b"\xff") == b""
 
@@ -256,7 +263,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
 
 
 def test_a_server_is_passed_over_while_it_is_stopped_and_when_its_engine_is_dead(servers: list[LiveServer]) -> None:
-    with LiveServer.echo() as first, LiveRouter([first, servers[0]]) as router:
+    with LiveServer.echo(max_restarts=0) as first, LiveRouter([first, servers[0]]) as router:
         os.kill(first.process.pid, signal.SIGSTOP)
         wait_until(lambda: not router.upstreams[0].is_healthy)
         assert router.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from quire.cache.request_kv import RequestKV
+from quire.engine import frame_staging
 from quire.engine.core import EngineCore
-from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedFrames
+from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy
 from quire.engine.runner import Launched
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
+from quire.kernels.moves import TORCH, Moves, Pieces, TorchMoves
+from quire.memory import pinned
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
@@ -33,21 +37,65 @@ from quire.tiers.transfer import Lane, Transfer, Units
 from quire.upload import to_device
 from tests.engine.running import run
 from tests.engine.test_fake_cuda import on_device, ours, watched
-from tests.engine.tiered import GREEDY, OTHERS, PROMPTS, case_of, small
+from tests.engine.tiered import GREEDY, OTHERS, PROMPTS, Case, case_of, small
 from tests.fake_cuda import FakeCuda, FakeStream
 from tests.memory.test_frame_copies import FRAMES, fill, ids, odd_layouts, orders
 
 CUDA = torch.device("cuda")
 
 
+class Interpreted:
+    """Gathers and scatters of Triton kernels, by the interpreter, on the numbers of the device in Python."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("triton")
+        self._moves = AttentionBackend("triton").moves
+
+    def gather(self, pieces: Pieces, rows: torch.Tensor, records: torch.Tensor) -> None:
+        self._moves.gather(*_inner(pieces, rows, records))
+
+    def scatter(self, pieces: Pieces, rows: torch.Tensor, records: torch.Tensor) -> None:
+        self._moves.scatter(*_inner(pieces, rows, records))
+
+
+def _inner(pieces: Pieces, *tensors: Any) -> Any:
+    own = Pieces([(place, vars(part)["inner"]) for place, part in pieces.parts], pieces.record_words)
+    return own, *(tensor.inner for tensor in tensors)
+
+
 @settings(max_examples=40, deadline=None)
-@given(odd_layouts(), orders(), st.booleans())
+@given(odd_layouts(), orders(), st.booleans(), st.booleans(), st.booleans())
 def test_staged_frames_are_the_same_bytes(
-    layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool
+    layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool, by_layer: bool, sliced: bool
 ) -> None:
-    """There and back, in batches of one and of all, beside what an engine on the CPU writes."""
+    check_staged(TORCH, layout, order, one_by_one=one_by_one, by_layer=by_layer, sliced=sliced)
+
+
+@settings(max_examples=6, deadline=None, phases=[Phase.generate])
+@given(odd_layouts(), orders(), st.booleans(), st.booleans())
+def test_kernels_stage_the_same_bytes(
+    layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool, by_layer: bool
+) -> None:
+    check_staged(cast(Moves, Interpreted()), layout, order, one_by_one=one_by_one, by_layer=by_layer, sliced=False)
+
+
+def check_staged(
+    moves: Moves,
+    layout: PageLayout,
+    order: tuple[list[int], list[int]],
+    *,
+    one_by_one: bool,
+    by_layer: bool,
+    sliced: bool,
+) -> None:
+    """There and back, in batches of one and of all, layer by layer or at once, from memory that was registered in many
+    slices or in one, beside what an engine on the CPU writes."""
     device, records, group = ids(order[0]), ids(order[1]), GroupSpec(name="g", layout=layout)
-    with FakeCuda().installed() as cuda:
+    with (
+        FakeCuda().installed() as cuda,
+        patch.object(frame_staging, "_LEAST_COPY", 1 if by_layer else 1 << 30),
+        patch.object(pinned, "_SLICE", 1 if sliced else 1 << 30),
+    ):
         plain = Pool(layout, FRAMES, device="cpu")
         fill(plain, np.random.default_rng(1))
         pools = [Pool(layout, FRAMES, device=CUDA) for _ in range(2)]
@@ -58,7 +106,7 @@ def test_staged_frames_are_the_same_bytes(
             closing(HostPool([group], [FRAMES], pinned=True)) as host,
         ):
             FrameCopies([plain], expected).to_host(0, device, records)
-            staging = FrameStaging(ComputeStream(CUDA))
+            staging = FrameStaging(ComputeStream(CUDA, moves))
             for pool in pools:
                 copies = FrameCopies([pool], host, staging.frames, queues=True)
                 frames: Any = copies._copies[0]
@@ -159,7 +207,7 @@ def seals(cuda: FakeCuda) -> Any:
 
 def tiered_on(model: LoadedModel, cuda: FakeCuda, **settings: Any) -> EngineCore:
     """A starved engine with host memory, whose pools and records are watched."""
-    core = small(model, device="cuda", attention_backend="torch", host=8.0, **settings)
+    core = small(model, **{"device": "cuda", "attention_backend": "torch", "host": 8.0, **settings})
     for pool in core.pools:
         for layout, tensor in pool.tensors:
             cuda.races.watch_frames(f"{layout.name} of frame", tensor)
@@ -169,21 +217,31 @@ def tiered_on(model: LoadedModel, cuda: FakeCuda, **settings: Any) -> EngineCore
     return core
 
 
+@contextmanager
+def by_layer() -> Iterator[None]:
+    """Each layer of a load is a part of its own."""
+    with patch.object(frame_staging, "_LEAST_COPY", 1):
+        yield
+
+
+def check_turns(core: EngineCore, case: Case) -> dict[str, Any]:
+    """Prompts that push each other off the device and come back have their tokens; statistics of the engine, which is
+    closed."""
+    try:
+        for prompts, expected in ((PROMPTS, case.expected), (OTHERS, case.others), (PROMPTS[1:3], case.expected[1:3])):
+            assert run(core, prompts, GREEDY, str(len(prompts))) == expected
+    finally:
+        found = core.statistics()
+        core.close()
+    return found
+
+
 def check_tiers(name: str = "llama_gqa") -> None:
     """Prompts that push each other off the device and come back, on a stream that is not the default one."""
     case, cuda = case_of(name), FakeCuda()
-    with cuda.installed(), handing_on(cuda), seals(cuda), torch.cuda.stream(FakeStream()), watched(cuda):
+    with cuda.installed(), handing_on(cuda), seals(cuda), torch.cuda.stream(FakeStream()), watched(cuda), by_layer():
         core = tiered_on(on_device(name), cuda)
-        try:
-            for prompts, expected in (
-                (PROMPTS, case.expected),
-                (OTHERS, case.others),
-                (PROMPTS[1:3], case.expected[1:3]),
-            ):
-                assert run(core, prompts, GREEDY, str(len(prompts))) == expected
-        finally:
-            found = core.statistics()
-            core.close()
+        found = check_turns(core, case)
     assert found["tiers"]["loaded_bytes"] > 0 and found["tiers"]["saved_bytes"] > 0
     assert cuda.races.accesses > 1000
     assert cuda.races.found == []
@@ -226,22 +284,25 @@ def check_marks() -> None:
 
 
 def check_loads() -> None:
-    """What is computed from a frame follows the load of it, and the host follows a copy that failed."""
-    for follows in (True, False):
+    """What is computed from a layer of a frame follows the load of that layer, and of no later one; and the host
+    follows a copy that failed."""
+    for follows in ((0, 1), (1,), (0,), ()):
         cuda = FakeCuda()
-        with staged(cuda) as (_, copies, pool, host):
+        with by_layer(), staged(cuda) as (compute, copies, pool, host):
             queued = copies.to_device(0, ids([5]), ids([1]))
-            assert queued is not None
-            if follows:
-                queued.order()
+            assert isinstance(queued, StagedCopy) and len(queued._events) == 2
+            for layer in follows:
+                queued.order(layer)
+                known, events = compute.stream.clock, [event.clock for event in queued._events]
+                for number, event in enumerate(events):
+                    waits = all(known.get(stream, 0) >= time for stream, time in event.items())
+                    assert waits is (number <= layer), "a layer waits for its own copies alone"
             pool.tensors[0][1].index_select(1, to_device(np.array([5]), CUDA))
-        assert (cuda.races.found == []) is follows
+        assert (cuda.races.found == []) is (1 in follows)
     cuda = FakeCuda()
     with staged(cuda) as (_, copies, pool, host):
-        views = StagedFrames._views
-        with patch.object(StagedFrames, "_views", side_effect=MemoryError), pytest.raises(MemoryError):
+        with patch.object(TorchMoves, "scatter", side_effect=MemoryError), pytest.raises(MemoryError):
             copies.to_device(0, ids([5, 6]), ids([1, 2]))
-        assert StagedFrames._views is views
         cuda.races.by_host(torch.from_numpy(host.rows(0)[1:3]), "another load", writes=True)
     assert cuda.races.found == []
 
@@ -259,8 +320,9 @@ def check_queueing() -> None:
             assert not load.over
         assert load._arrived == {0, 1} and len(load.queued) == 1
         with cuda.watched():
-            load.wait_layer(0)
-        assert load.queued == () and cuda.noted == []
+            for layer in (0, 1):
+                load.wait_layer(layer)
+        assert cuda.noted == []
         pool.tensors[0][1].index_select(1, to_device(np.array([5]), CUDA))
         while not load.over:
             load.advance()

@@ -13,6 +13,7 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.errors import ModelCheckFailed
+from quire.kernels.backend import AttentionBackend
 from quire.models.check import check_forward
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
@@ -72,6 +73,23 @@ def test_tokens_are_those_of_latents_on_the_device(kind: str, sizes: tuple[int, 
     assert sum(table.nbytes for table in tables) == core.plan.slot_table_bytes
     assert min(hisparse[name] for name in ("hit_tokens", "swapped_tokens", "swapped_bytes", "backed_up_tokens")) > 0
     core.close()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_kernels_swap_in_the_same_tokens() -> None:
+    """By the interpreter; all else is computed by torch."""
+    pytest.importorskip("triton")
+    model, found = model_of("deepseek_v32"), []
+    settings = {"page_size": 16, "kv_dtype": "fp8_e4m3", "attention_backend": "torch"}
+    few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for word in ("torch", "triton"):
+        core = hosted_core(model, 16, **settings)
+        assert core.latents is not None
+        core.latents.coordinator.moves = AttentionBackend(word).moves
+        tokens = run(core, prompts_of(40, 90), few)
+        found.append((tokens, {**core.statistics()["hisparse"]}))
+        core.close()
+    assert found[0] == found[1] and found[0][1]["swapped_tokens"] > 0
 
 
 def test_a_model_is_checked_on_hot_buffers_before_it_serves(

@@ -120,7 +120,7 @@ ANSWERS = {name for name, found in vars(openapi).items() if isinstance(found, ty
 def _openapi() -> dict[str, Any]:
     from quire.serve.app import create_app
 
-    engine = SimpleNamespace(context_length=2048, last_statistics={}, health=None)
+    engine = SimpleNamespace(context_length=2048, last_statistics={}, start_statistics={}, health=None)
     return create_app(cast(Any, engine), model_name="quire-bundled").openapi()
 
 

@@ -6,8 +6,12 @@ What is cached of every page, in every group, is what its place in the tree prom
 
 from __future__ import annotations
 
+from itertools import count
+
 from quire.cache import KVCache
 from quire.cache.audit import GroupSnapshot, RequestSnapshot, Snapshot, audit
+from quire.canary.auditor import Auditor
+from quire.offload import offload_of
 from quire.prefix.node import Node, nodes_below
 from tests.fuzz.device import Device
 from tests.fuzz.names import Names, Page
@@ -32,13 +36,18 @@ class Watch:
         self._known: list[Page | None] = []  # by page id: what the tree promises, and what requests own
         self._expected: list[tuple[int, int, int]] = [(-1, -1, -1)]  # what the model said of requests
         self._executed = 0
+        self._changes = count()
         self.snapshot, self.raw = audit(cache.parts), raw_data(cache)
         self._read_tree(self.snapshot)
+        tiers = offload_of(cache).tiers
+        self._auditor = Auditor(cache.parts, self._changes.__next__, tiers.hosts if tiers is not None else ())
 
     def check(self) -> None:
         """All of it. O(pages) in small numbers, and less where little has changed since the last check."""
         before, model, executed = self.raw, self._model, self._device.num_executed
         snapshot = self.snapshot = audit(self._cache.parts)
+        done = self._auditor.advance(0.0)  # one piece of the audit of servers, while the cache goes on changing
+        assert done is None or not done.faults, done.faults
         raw = self.raw = raw_data(self._cache)
         tree, rows = raw.tree != before.tree, raw.requests != before.requests
         device = executed != self._executed

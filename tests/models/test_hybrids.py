@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelCheckFailed
 from quire.kernels.batch import PagedBatch
+from quire.kernels.moves import TorchMoves
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.models import mixers
@@ -259,15 +260,19 @@ def test_the_language_model_of_a_wrapper(kind, tmp_path):
 
 
 BREAKS = {
-    "no state is written": ("write_states", lambda original: lambda layer, targets, states: None, "never written"),
+    "no state is written": (
+        "write_states",
+        lambda original: lambda moves, layer, targets, states: None,
+        "never written",
+    ),
     "states begin from zeros": (
         "read_states",
-        lambda original: lambda layer, sources: torch.zeros_like(original(layer, sources)),
+        lambda original: lambda *given: torch.zeros_like(original(*given)),
         "differs by",
     ),
     "states are halved": (
         "write_states",
-        lambda original: lambda layer, targets, states: original(layer, targets, states * 0.5),
+        lambda original: lambda moves, layer, targets, states: original(moves, layer, targets, states * 0.5),
         "differs by",
     ),
 }
@@ -276,7 +281,7 @@ BREAKS = {
 @covering(broken=BREAKS, name=["bamba", "mamba", "olmo_hybrid", "lfm2"])
 def test_the_check_at_load_notices(broken, name, monkeypatch):
     function, change, said = BREAKS[broken]
-    monkeypatch.setattr(mixers, function, change(getattr(mixers, function)))
+    monkeypatch.setattr(TorchMoves, function, change(getattr(TorchMoves, function)))
     with pytest.raises(ModelCheckFailed, match=said):
         load(name)
 

@@ -92,6 +92,16 @@ def test_layers_with_another_formula_keep_their_own_code(kind: str) -> None:
     assert error(model, **PLAIN[kind]) < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["silu", "gelu", "relu"])
+def test_another_activation_shows_beside_large_rows(kind: str) -> None:
+    """In bfloat16, where layers add little to what they are given."""
+    module = build_tiny("llama_gqa", hidden_act=kind)
+    with torch.no_grad():
+        module.model.embed_tokens.weight.mul_(30)
+    model = LoadedModel(module.to(torch.bfloat16), name="tiny", check=False)
+    assert model.num_fused == (model.num_layers if kind == "silu" else 0)
+
+
 def test_layers_that_share_an_input_are_one_product() -> None:
     model = tiny()
     assert [len(product.layers) for product in model.packing.products] == [3, 1, 2, 1] * model.num_layers + [1]
@@ -191,6 +201,34 @@ def assert_rounded_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """To the order of sums. That seldom changes a number in bfloat16; a rounding too few or too many does."""
     torch.testing.assert_close(found, wanted)
     assert found.dtype is torch.float32 or (found != wanted).float().mean() < 0.01
+
+
+def test_products_have_few_numbers_of_rows() -> None:
+    """oneDNN compiles code for each; the rows of each number are those of the plain product."""
+    layer = torch.nn.Linear(64, 128)
+    plain = layer.weight.detach().clone(), layer.bias.detach().clone()
+    layer.__class__ = CpuLinear
+    product = Product([layer], frozenset())  # type: ignore[list-item]
+    assert product.pack()
+    real, computed = linear._packed_linear, []
+
+    def packed(rows: torch.Tensor, *rest: Any) -> Any:
+        computed.append(rows.numel() // 64)
+        return real(rows, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(linear, "_packed_linear", packed)
+        for count in (1, 32, 33, 34, 65, 127, 300):
+            rows = torch.randn(count, 64)
+            wanted = torch.nn.functional.linear(rows, *plain)
+            for given in (rows, rows[None], rows.repeat(1, 2)[:, :64]):
+                found = product.compute(given)
+                assert found.shape == (*given.shape[:-1], 128)
+                assert torch.allclose(found.reshape(count, 128), wanted, atol=1e-5)
+    assert sorted(set(computed)) == [1, 32, 34, 68, 128, 304]
+    numbers = [linear.padded_rows(count) for count in range(1, 2049)]
+    assert len(set(numbers)) == 128
+    assert all(count <= number <= count * 17 / 16 for count, number in enumerate(numbers, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,8 +8,9 @@ import torch
 
 from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
+from quire.kernels.moves import TORCH
 from quire.memory.pool import Pool
-from quire.models.forward import move_rows
+from quire.models.forward import slots_of
 from quire.models.hf import LoadedModel
 from tests.memory.layouts import PAGE_SIZES, layouts
 from tests.tiny_hybrids import build_hybrid
@@ -66,9 +67,9 @@ def test_a_draft_has_the_logits_of_its_own_text(name: str) -> None:
             path.insert(0, TREE[path[0]])
         wanted = model.plain_logits(torch.tensor([*prompt.tolist(), *(tokens[at] for at in path)]))[-1]
         assert (logits[row] - wanted).abs().max() < 1e-3
-    sources, targets = (text.slots(np.array(rows)) for rows in (FIRST, range(len(FIRST))))
+    sources, targets = (torch.from_numpy(text.slots(np.array(rows))).long() for rows in (FIRST, range(len(FIRST))))
     for pool in text.pools:
-        move_rows(pool, sources, targets)
+        TORCH.move(slots_of(pool), sources, targets)
     accepted = [*prompt.tolist(), *(tokens[at] for at in FIRST), 7]
     wanted = model.plain_logits(torch.tensor(accepted))[-1]
     assert (text.run([7], len(accepted) - 1)[0] - wanted).abs().max() < 1e-3
@@ -98,11 +99,11 @@ def test_accepted_rows_move_in_every_layout(page_size: int) -> None:
         before = {(f.name, layer): pool.layer(f.name, layer).clone() for f in layout.fields for layer in f.layers}
         whole = all(field.per == 1 for field in layout.fields)
         if whole:
-            move_rows(pool, sources, targets)
+            TORCH.move(slots_of(pool), torch.from_numpy(sources).long(), torch.from_numpy(targets).long())
             moved += 1
         else:
             with pytest.raises(UnsupportedModel, match="cannot be moved"):
-                move_rows(pool, sources, targets)
+                slots_of(pool)
         for (field, layer), tensor in before.items():
             expected = tensor.view(torch.uint8).clone()
             if whole:

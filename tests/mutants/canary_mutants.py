@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.canary import budget as budgets
 from quire.canary import chain as chains
+from quire.canary.auditor import Auditor
+from quire.canary.budget import Budget
 from quire.canary.canary import Canary
 from quire.canary.containment import Containment
 from quire.canary.digest import FrameDigests
@@ -69,6 +72,27 @@ def writes_to_cached_pages_are_not_seen(patch: Patch) -> None:
 @mutant("canary", "under load nothing is looked at again that no request begins on")
 def nothing_is_swept(patch: Patch) -> None:
     patch.setattr(Canary, "_pieces", lambda canary: iter(()))
+
+
+@mutant("audits", "two requests write to one frame, and the audit sees each of their pages in another piece")
+def pieces_forget_the_frames_of_others(patch: Patch) -> None:
+    whole = Auditor._slice
+
+    def slice_of(auditor: Auditor, frames: Any, at: slice) -> int:
+        auditor._page_of[:] = 0
+        return whole(auditor, frames, at)
+
+    patch.setattr(Auditor, "_slice", slice_of)
+
+
+@mutant("canary budget", "a budget of 1 % takes 2 % of short steps")
+def what_steps_need_is_free(patch: Patch) -> None:
+    patch.setattr(Budget, "beside", lambda budget, seconds: None)
+
+
+@mutant("canary budget", "with short steps all that is earned goes to them, and no page is ever looked at again")
+def steps_take_everything(patch: Patch) -> None:
+    patch.setattr(budgets, "_MOST_BESIDE", 1.0)
 
 
 @mutant("canary", "a page that is only in a branch of the tree is never looked at again")

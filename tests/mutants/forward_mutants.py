@@ -45,6 +45,11 @@ def biases_are_not_packed(patch: Patch) -> None:
     patch.setattr(linear, "_packed_linear", lambda rows, weight, bias, *rest: real(rows, weight, None, *rest))
 
 
+@mutant("packing", "oneDNN compiles products for each number of rows")
+def every_number_of_rows_is_compiled(patch: Patch) -> None:
+    patch.setattr(linear, "padded_rows", lambda count: count)
+
+
 @mutant("packing", "a product that oneDNN computes wrongly is used")
 def packed_products_are_not_compared(patch: Patch) -> None:
     patch.setattr(linear, "CLOSE", dict.fromkeys(linear.CLOSE, float("inf")))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.kernels import backend, hidden_states
 from quire.kernels.native import library
-from quire.kernels.native.library import Native, build, sources
+from quire.kernels.native.library import Native, _cpu, build, sources
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -23,12 +23,13 @@ def _changed(
         texts = sources()
         assert texts[source].count(right_text) == 1, f"the source of {name} has changed"
         texts[source] = texts[source].replace(right_text, wrong_text)
-        texts = {each: text for each, text in texts.items() if each == source or each.endswith(".h")}
+        unit = source if source.endswith(".cpp") else "attention.cpp"
+        texts = {each: text for each, text in texts.items() if each == unit or each.endswith(".h")}
         patch.setattr(library, "_FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in library._FLAGS))
         with tempfile.TemporaryDirectory() as folder:
             path = build(texts, Path(folder))
             loaded = ctypes.CDLL(str(path))
-        user = backend if source == "attention.cpp" else hidden_states
+        user = backend if unit == "attention.cpp" else hidden_states
         patch.setattr(user, "native", lambda: Native(loaded, path))
 
     apply.__name__ = name
@@ -100,8 +101,8 @@ _changed(
 _changed(
     "a_new_peak_scales_nothing",
     "what was added before a larger score came keeps its weight",
-    "std::exp(top[i] - base);",
-    "1.0f;",
+    "exp_of(before - load(bases))",
+    "splat(1.0f)",
 )
 _changed(
     "sinks_are_left_out_of_the_sum",
@@ -109,6 +110,34 @@ _changed(
     "total + std::exp(call.sinks[head] - top)",
     "total",
 )
+_changed(
+    "a_peak_is_that_of_another_row",
+    "the largest score of a row is taken from half of its tokens",
+    "folded<Join, L, DISTANCE / 2>(Join::join(v, turned<DISTANCE>(",
+    "folded<Join, L, DISTANCE / 2>(Join::join(v, turned<0 * DISTANCE>(",
+    source="vectors.h",
+)
+_changed(
+    "a_block_ends_with_tokens_that_are_none",
+    "what fills the last vector of scores takes weight from the tokens",
+    "std::fill(score[i] + tokens, score[i] + up, NOTHING);",
+    "std::fill(score[i] + tokens, score[i] + up, 0.0f);",
+)
+if any(" avx512_bf16" in line for line in _cpu()):
+    _pairs = partial(_changed, source="in_place.h", killer="native bfloat16")
+    _pairs(
+        "weights_of_a_pair_are_swapped",
+        "in bfloat16, a value is weighed with the weight of its neighbour",
+        "first = load_as<vu>(values[0] + at + j * W), second = load_as<vu>(values[1] + at + j * W)",
+        "first = load_as<vu>(values[1] + at + j * W), second = load_as<vu>(values[0] + at + j * W)",
+    )
+    _pairs(
+        "sizes_that_are_no_pairs_are_paired",
+        "in bfloat16, values of heads of 48 numbers are read as if they had 64",
+        "format == BF16 && width % Paired::NUMBERS == 0",
+        "format == BF16",
+        source="attention.cpp",
+    )
 
 
 # -- functions on rows of hidden states

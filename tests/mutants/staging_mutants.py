@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy
+from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy, StagedFrames
 from quire.engine.runner import ModelRunner
+from quire.memory import pinned
+from quire.memory.pinned import PinnedSlices
 from quire.tiers.executor import TransferExecutor
 from quire.tiers.transfer import Transfer
 from tests.mutants.mutants import Patch, mutant
@@ -16,7 +18,43 @@ from tests.mutants.mutants import Patch, mutant
 
 @mutant("staging", "a step reads pages that are still being loaded")
 def steps_do_not_follow_loads(patch: Patch) -> None:
-    patch.setattr(StagedCopy, "order", lambda self: None)
+    patch.setattr(StagedCopy, "order", lambda self, layer: None)
+
+
+@mutant("staging", "a step reads later layers of pages that are still being loaded")
+def steps_follow_the_first_layers_alone(patch: Patch) -> None:
+    real = StagedCopy.order
+
+    def order(self: StagedCopy, layer: int) -> None:
+        real(self, layer)
+        self._followed = len(self._events)
+
+    patch.setattr(StagedCopy, "order", order)
+
+
+@mutant("staging", "a step begins only when the last layer of its pages has come")
+def steps_follow_all_layers_at_once(patch: Patch) -> None:
+    patch.setattr(StagedCopy, "order", lambda self, layer: self._compute.stream.wait_event(self._events[-1]))
+
+
+@mutant("staging", "the host takes a load for complete when its first layers have come")
+def the_host_waits_for_the_first_layers(patch: Patch) -> None:
+    patch.setattr(StagedCopy, "wait", lambda self: self._events[0].synchronize())
+
+
+@mutant("pinned", "CUDA refuses copies of neighbours that were registered by two calls")
+def copies_cross_slices(patch: Patch) -> None:
+    patch.setattr(StagedFrames, "_within_slices", lambda self, runs: runs)
+
+
+@mutant("pinned", "the memory of a closed engine stays locked")
+def slices_stay_registered(patch: Patch) -> None:
+    patch.setattr(PinnedSlices, "close", lambda self: None)
+
+
+@mutant("pinned", "neighbouring slices share a page of the system, which CUDA refuses to register twice")
+def slices_share_a_page(patch: Patch) -> None:
+    patch.setattr(pinned, "_SYSTEM_PAGE", 64)
 
 
 @mutant("staging", "a load counts as done while it is queued, and later steps read its pages too early")

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from quire.errors import QuireError
+from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.plan import planner
+from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from tests import mutants as shipped
 from tests.cache.test_hold import check_holds
 from tests.canary.machine import run_canary
+from tests.canary.test_auditor import check_frames_that_move
+from tests.canary.test_budget import check_short_steps
 from tests.canary.test_chain import check_chains
 from tests.engine import (
     drafted,
@@ -21,22 +27,27 @@ from tests.engine import (
     test_draft_trees,
     test_fake_cuda,
     test_frame_staging,
+    test_graphs,
     test_hisparse,
     test_mtp,
+    test_page_tables,
     test_transfer,
     test_transfer_faults,
     test_upload,
+    test_watchdog,
     tiered,
 )
 from tests.engine.test_draft_model import check_drafts_for_itself, check_pages_are_complete, tiny_target, undrafted
 from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
 from tests.kernels.bounds_case import check_bounds
-from tests.kernels.native.native_case import check_native
+from tests.kernels.native.native_case import check_narrow, check_native
 from tests.kernels.planner_case import check_plans
 from tests.kernels.stored_case import FORMATS, check_stored
+from tests.kernels.triton import test_fixed_plans, test_moves
 from tests.kernels.triton.test_write import check_write as check_triton_write
 from tests.kernels.triton.triton_case import check_step as check_triton
+from tests.memory import test_pinned
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
@@ -48,15 +59,20 @@ from tests.mutants import (
     chunk_mutants,
     device_mutants,
     draft_mutants,
+    eviction_mutants,
     forward_mutants,
+    graph_mutants,
     hisparse_mutants,
     hold_mutants,
     hot_slot_mutants,
     hybrid_mutants,
+    liveness_mutants,
     native_mutants,
     output_mutants,
     peer_mutants,
     plan_mutants,
+    security_mutants,
+    session_mutants,
     speculation_mutants,
     staging_mutants,
     step_mutants,
@@ -69,7 +85,9 @@ from tests.offload.test_never_slower import check_link
 from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
-from tests.scheduler import test_chunk_budget
+from tests.prefix.test_policy_models import KEYS, check_policy
+from tests.scheduler import test_chunk_budget, test_sessions
+from tests.scheduler.session_machine import run_sessions
 from tests.scheduler.step_machine import run_steps
 from tests.scheduler.test_hybrid_reuse import (
     check_one_state,
@@ -78,16 +96,42 @@ from tests.scheduler.test_hybrid_reuse import (
     test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part,
     test_windows_go_before_pages_and_come_back,
 )
-from tests.serve import test_async_engine, test_output
+from tests.serve import (
+    test_async_engine,
+    test_connections,
+    test_output,
+    test_restart,
+    test_shares,
+    test_tokenising,
+)
+from tests.serve.test_tenants import check_all_keys_are_compared
+from tests.sim import test_sequential
+from tests.sim.test_hit_bounds import check_optimum, test_of_a_prompt_the_last_token_is_computed
 from tests.sparse.test_hot_slots import check_hot_slots
 from tests.speculative import test_ngram, test_verify
 from tests.tiers import test_lanes
+from tests.tiers.stores.test_directory_foreign import by_hard_link, by_symbolic_link, check_a_slab_is_not_followed
 from tests.transfer import test_control, test_handshake, test_receiving
 from tests.transfer.protocol_model import explore
 from tests.transfer.test_protocol import SMALL
 
 NOTICED = (AssertionError, QuireError, pytest.fail.Exception)
 """What a check raises. A mutant that ends in another error has only become invalid code."""
+
+
+def in_folder(run: Callable[[Path], None]) -> None:
+    with TemporaryDirectory() as folder:
+        run(Path(folder))
+
+
+def with_patches(run: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        run(patches)
+
+
+def bundled_tokenizer() -> Tokenizer:
+    return load_tokenizer(str(BUNDLED_MODELS[DEFAULT_MODEL]))
+
 
 REUSE: tuple[Callable[[], object], ...] = (
     test_checkpoints_never_take_the_place_of_a_request,
@@ -96,16 +140,36 @@ REUSE: tuple[Callable[[], object], ...] = (
     lambda: check_one_state("state"),
     lambda: check_shared_prefixes("window and state", 16, 48),
 )
+SESSIONS: tuple[Callable[[], object], ...] = (
+    lambda: test_sessions.test_a_turn_computes_its_new_tokens_and_no_other("state", overlap=True, share_prefixes=True),
+    lambda: test_sessions.test_an_edit_before_begins_on_the_cached_prefix("state", 36),
+    test_sessions.test_an_edit_in_the_last_page_goes_on_where_it_differs,
+    test_sessions.test_another_tenant_has_other_sessions,
+    test_sessions.test_the_budget_ends_the_session_that_was_not_used_for_the_longest_time,
+    test_sessions.test_sessions_give_way_before_a_request_is_preempted_or_waits,
+    lambda: test_sessions.test_a_flush_ends_sessions_and_what_runs_is_not_held(share_prefixes=True),
+    test_sessions.test_a_session_is_closed,
+    *(lambda seed=seed: run_sessions(seed, 60) for seed in range(30)),
+)
 DRAFTED = ("none", "alternating", "all right")
 RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
     "policies": [check_eviction_orders],
+    "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
+    "page replays": [
+        lambda: test_sequential.check_small_pool(5),
+        lambda: test_sequential.check_small_pool(9),
+        test_of_a_prompt_the_last_token_is_computed,
+        test_sequential.test_the_pool_is_never_exceeded_and_every_page_is_evictable_at_the_end,
+    ],
+    "optimum": [lambda seed=seed: check_optimum(seed) for seed in range(20)],
     "idle": [check_idle_order],
     "reuse": REUSE,
     "stored": [lambda seed=seed: check_stored(seed) for seed in range(2 * len(FORMATS))],
     "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
+    "native bfloat16": [lambda seed=seed: check_narrow(seed) for seed in range(10)],
     "native": [lambda seed=seed: check_native(seed) for seed in range(12)],
     "triton": [lambda seed=seed: check_triton(seed) for seed in range(12)],
     "row functions": [
@@ -120,6 +184,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         lambda: test_packing.test_the_plain_weight_is_freed(tied=True),
         lambda: test_packing.test_new_weights_are_computed_with_at_once_and_packed_again(tied=False),
         test_packing.test_an_embedding_changed_alone_is_packed_again,
+        test_packing.test_products_have_few_numbers_of_rows,
     ],
     "fused layers": [
         lambda: test_packing.test_fused_layers_equal_the_plain_model("qwen3", native=True),
@@ -130,7 +195,22 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "triton writes": [
         lambda name=name: check_triton_write(name, torch.float32) for name in FORMATS if name != "bfloat16"
     ],
+    "table entries": [lambda count=count: test_page_tables.check_entries(count) for count in (1, 700)],
+    "moves": [
+        *(lambda seed=seed: test_moves.check_moves(seed) for seed in range(5)),
+        test_moves.test_words_are_as_wide_as_sizes_allow,
+    ],
+    "moved states": [
+        lambda case=case: test_moves.check_states(*case)
+        for case in (((2, 3, 5), torch.float32, None), ((4, 700), torch.float16, torch.float32))
+    ],
+    "swapped entries": [lambda seed=seed: test_moves.check_swap_in(seed) for seed in range(5)],
+    "page tables": [
+        lambda seed=seed: test_page_tables.check_tables("cpu", test_page_tables.moves_of("cpu", "apart"), 1000, seed)
+        for seed in (3, 4)
+    ],
     "holds": [check_holds],
+    "sessions": SESSIONS,
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
     "links": [lambda seed=seed: check_link(seed) for seed in range(12)],
@@ -226,14 +306,41 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_frame_staging.check_moves,
         test_frame_staging.check_tiers,
     ],
+    "pinned": [test_pinned.check_slices, test_pinned.check_copies],
+    "graphs": [test_graphs.check_small, test_graphs.check_copies],
+    "graphs of other weights": [test_graphs.check_weights],
+    "plans of fixed sizes": [test_fixed_plans.check_nested],
     "canary": [
         lambda seed=seed, how=how: run_canary(seed, 120, everything=how[0], late=how[1])
         for seed in range(20)
         for how in ((True, 0), (False, 0), (False, 3))
     ],
+    "audits": [check_frames_that_move],
+    "canary budget": [check_short_steps],
     "canary chains": [check_chains],
     "channels": [test_channel.check_messages],
     "readers": [test_async_engine.check_a_slow_reader],
+    "foreign files": [
+        lambda plant=plant: in_folder(lambda path: check_a_slab_is_not_followed(path, plant))
+        for plant in (by_symbolic_link, by_hard_link)
+    ],
+    "keys": [lambda: with_patches(check_all_keys_are_compared)],
+    "stop strings": [
+        lambda: test_output.check_stop_strings("aabc", ["aab", "ab"], include=False),
+        lambda: test_output.check_stop_strings("xaabcab", ["abd", "abca"], include=True),
+        lambda: test_output.check_stop_strings("aaab", ["aaaa", "aab", "b"], include=False),
+    ],
+    "long texts": [test_tokenising.check_a_long_text_is_refused_unread],
+    "departed clients": [lambda: test_tokenising.check_a_client_that_leaves_ends_the_work(bundled_tokenizer())],
+    "tokenising queues": [test_tokenising.check_threads_are_few_and_the_queue_bounded],
+    "turns": [test_shares.check_a_long_queue_delays_its_own_client],
+    "shares": [test_shares.check_a_client_keeps_no_other_out],
+    "rates": [test_shares.check_retry_after_is_the_measured_rate],
+    "restarts": [test_restart.check_restarts_are_limited],
+    "silent engines": [test_restart.check_a_silent_engine_fails_health],
+    "watchdogs": [test_watchdog.check_a_stuck_thread_is_told],
+    "stuck lanes": [test_watchdog.check_lanes],
+    "slow requests": [test_connections.check_a_slow_body],
     "served": [test_transfer_faults.test_peers_are_served_between_steps],
 }
 
@@ -325,6 +432,8 @@ TESTED = (
         "draft trees",
         "draws",
         "fused layers",
+        "graphs",
+        "graphs of other weights",
         "held frames",
         "hot buffers",
         "late writes",
@@ -350,6 +459,8 @@ def test_names_and_sentences_are_all_different() -> None:
         plan_mutants.appended_tokens_are_not_shown,
         step_mutants.draws_are_one_too_early,
         hold_mutants.held_frames_are_idle,
+        session_mutants.flushed_rows_stay,
+        eviction_mutants.greedy_dual_never_ages,
         hot_slot_mutants.tails_are_not_padding,
         staging_mutants.steps_do_not_follow_loads,
         device_mutants.filters_branch_on_the_device,
@@ -363,7 +474,10 @@ def test_names_and_sentences_are_all_different() -> None:
         hisparse_mutants.padding_is_read,
         output_mutants.words_are_decoded_alone,
         triton_mutants.a_row_sees_the_token_after_it,
+        graph_mutants.inputs_are_those_of_the_capture,
         canary_mutants.damaged_frames_are_free_again,
+        security_mutants.links_are_followed,
+        liveness_mutants.the_first_has_it_all,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from quire.engine.page_tables import DevicePageTables
+from quire.kernels.page_arrays import StepTable, _Kept
+from quire.memory.residency import PageTableChanges
 from tests.mutants.mutants import Patch, mutant
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="quire-mutants-")
@@ -147,6 +152,183 @@ _tasks(
     "stops = np.minimum(firsts + sizes[owners], self.stops[owners])\n        order",
     "stops = np.minimum(firsts + sizes[owners] + 1, self.stops[owners])\n        order",
 )
+
+
+# -- moves
+
+
+def _moves(name: str, killer: str, wrong: str, right_text: str, wrong_text: str) -> None:
+    def apply(patch: Patch) -> None:
+        pytest.importorskip("triton")
+        from quire.kernels.triton import moves
+
+        patch.setattr(moves, "TritonMoves", _load("moves", name, right_text, wrong_text).TritonMoves)
+
+    apply.__name__ = name
+    mutant(killer, wrong)(apply)
+
+
+_moves(
+    "groups_have_the_tables_of_the_first",
+    "table entries",
+    "on a GPU a layer with a window reads the frames of layers without",
+    "tl.store(tables + group * group_entries + place, frame, mask=inside)",
+    "tl.store(tables + 0 * group + place, frame, mask=inside)",
+)
+_moves(
+    "all_groups_get_the_frames_of_the_first",
+    "table entries",
+    "on a GPU the frames of one group are set in the page tables of all",
+    "tl.load(changes + (group + 1) * count + at, mask=inside, other=0)",
+    "tl.load(changes + count + 0 * group + at, mask=inside, other=0)",
+)
+_moves(
+    "more_entries_are_set_than_changed",
+    "table entries",
+    "the first page of a request on a GPU is overwritten by whatever follows the changes in memory",
+    "    inside = at < count\n    place",
+    "    inside = at < count + 1\n    place",
+)
+_moves(
+    "changes_of_many_requests_are_cut_off",
+    "table entries",
+    "of many changes of page tables only the first few hundred reach the GPU",
+    "set_table_entries[(triton.cdiv(count, _ENTRIES), groups)]",
+    "set_table_entries[(1, groups)]",
+)
+
+_moves(
+    "all_frames_are_the_first",
+    "moves",
+    "on a GPU every frame that is saved has the bytes of the frame of padding",
+    "tl.load(rows + index) * tl.load(table + 1)",
+    "0 * index * tl.load(table + 1)",
+)
+_moves(
+    "large_pieces_are_cut_off",
+    "moves",
+    "of large pages only the first kilobytes of a layer are saved from a GPU",
+    "(len(rows), len(pieces.table), triton.cdiv(pieces.widest, n))",
+    "(len(rows), len(pieces.table), 1)",
+)
+_moves(
+    "all_fields_go_to_the_begin_of_a_record",
+    "moves",
+    "saved layers overwrite each other in their record",
+    "records + index * record_words + tl.load(table + 2)",
+    "records + index * record_words + 0 * tl.load(table + 2)",
+)
+_moves(
+    "a_small_piece_is_as_wide_as_the_widest",
+    "moves",
+    "loading the pages of one layer on a GPU overwrites the begin of the next",
+    "    inside = at < words\n    if GATHER:",
+    "    inside = at < words + 1\n    if GATHER:",
+)
+_moves(
+    "rows_are_moved_one_by_one",
+    "moves",
+    "an accepted draft is moved over one that is still to be moved",
+    "        self.gather(pieces, sources, records)\n        self.scatter(pieces, targets, records)",
+    "        for at in range(len(sources)):\n"
+    "            self.gather(pieces, sources[at : at + 1], records[at : at + 1])\n"
+    "            self.scatter(pieces, targets[at : at + 1], records[at : at + 1])",
+)
+
+
+@mutant("moves", "a GPU loads from an address that it cannot load from, and ends the engine")
+def pieces_are_taken_for_aligned(patch: Patch) -> None:
+    from quire.kernels import moves
+
+    patch.setattr(moves, "_VECTOR", 8)
+
+
+_moves(
+    "a_token_is_the_first_of_its_page",
+    "swapped entries",
+    "hot buffers on a GPU get the first token of each page that is read",
+    "+ tl.load(places + index) * entry",
+    "+ 0 * tl.load(places + index) * entry",
+)
+_moves(
+    "tokens_are_swapped_in_in_order",
+    "swapped entries",
+    "tokens from host memory go to the first slots of a hot buffer, which others are in",
+    "tl.load(table + 2) + tl.load(targets + index) * entry",
+    "tl.load(table + 2) + index * entry",
+)
+_moves(
+    "only_the_first_field_is_swapped_in",
+    "swapped entries",
+    "rotary keys or scales in a hot buffer are those of the token before",
+    "(len(targets), len(table), triton.cdiv(words, n))",
+    "(len(targets), 1, triton.cdiv(words, n))",
+)
+_moves(
+    "a_swapped_token_is_cut_off",
+    "swapped entries",
+    "the end of a wide entry is not swapped in",
+    "    inside = at < words\n    tl.store(target",
+    "    inside = at < words - 1\n    tl.store(target",
+)
+
+_moves(
+    "a_first_state_is_that_of_padding",
+    "moved states",
+    "on a GPU a prompt begins with the state that padding has left",
+    "there = tl.where(row != 0, numbers, 0)",
+    "there = numbers",
+)
+_moves(
+    "states_are_read_in_order",
+    "moved states",
+    "on a GPU requests go on from the states of the first frames of the pool",
+    "tl.load(layer + row * layer_row + at, mask=at < there",
+    "tl.load(layer + index * layer_row + at, mask=at < there",
+)
+_moves(
+    "states_are_written_in_order",
+    "moved states",
+    "on a GPU states are written over those of the first frames of the pool",
+    "tl.store(layer + row * layer_row + at",
+    "tl.store(layer + index * layer_row + at",
+)
+_moves(
+    "large_states_are_cut_off",
+    "moved states",
+    "of a large state only the first numbers are stored on a GPU",
+    "write_rows[(len(targets), triton.cdiv(numbers, n))]",
+    "write_rows[(len(targets), 1)]",
+)
+
+
+@mutant("page tables", "after a step that failed, others read frames that page tables on the device have not")
+def changes_of_a_failed_step_are_lost(patch: Patch) -> None:
+    real = DevicePageTables.sent
+
+    def sent(self: DevicePageTables, changes: PageTableChanges) -> Tensor | None:
+        self._pending = self._pending[:0]
+        return real(self, changes)
+
+    patch.setattr(DevicePageTables, "sent", sent)
+
+
+@mutant("page tables", "requests go on to read a page together after one of them has got another one")
+def shared_runs_do_not_follow_changes(patch: Patch) -> None:
+    patch.setattr(StepTable, "has_changed", lambda self, full_pages: False)
+
+
+@mutant("page tables", "requests that share no page are computed as those that ran before in their places did")
+def shared_runs_are_of_places_in_the_batch(patch: Patch) -> None:
+    patch.setattr(
+        _Kept, "hold", lambda self, table, full: len(table.rows) == len(self.rows) and not table.has_changed(full)
+    )
+
+
+@mutant("page tables", "runs are kept that were found many steps ago, with other pages")
+def shared_runs_are_kept_over_steps(patch: Patch) -> None:
+    real = _Kept.hold
+    patch.setattr(_Kept, "hold", lambda self, table, full: real(replace(self, number=table.number), table, full))
 
 
 # -- writes

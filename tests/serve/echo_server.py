@@ -16,10 +16,8 @@ from tests.serve.fake_core import ByteTokenizer, EchoCore
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--api-key")
-    parser.add_argument("--cors-origins")
-    parser.add_argument("--drain", type=float, default=5.0)
-    options = parser.parse_args()
+    parser.add_argument("settings", nargs="*", help="of the server, as NAME=VALUE")
+    settings = dict(each.split("=", 1) for each in parser.parse_args().settings)
     logging.basicConfig(level=logging.INFO)
 
     def on_ready(running: Running) -> None:
@@ -27,7 +25,7 @@ def main() -> None:
 
     serve(
         engine_config(served_model_name="echo"),
-        ServerConfig(port=0, api_key=options.api_key, cors_origins=options.cors_origins, drain_s=options.drain),
+        ServerConfig.read({"port": 0, "drain_s": 5.0} | settings),
         on_ready=on_ready,
         start=partial(AsyncEngine.start, build=EchoCore, tokenizer=ByteTokenizer()),
     )

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.session import SessionList
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, StepOutputs, TokenOutput
 from quire.engine.process import Progress
 from quire.errors import ContextTooLong, InvalidFree, PlanError
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 CONTEXT = 256
@@ -58,6 +60,12 @@ class EchoCore:
     def has_moves(self) -> bool:
         return False
 
+    def sessions(self, namespace: Namespace | None) -> SessionList:
+        return SessionList(budget_tokens=0, held_tokens=0, sessions=())
+
+    def close_session(self, namespace: Namespace, session_id: str) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
@@ -101,11 +109,16 @@ class EchoCore:
 class ByteTokenizer:
     """Token ids are bytes."""
 
-    def encode(self, text: str) -> Ids:
+    longest_token = 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: Any) -> Ids:
-        return self.encode("".join(message["content"] for message in messages))
+    def chat_text(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def portable(self) -> str | None:
+        return None

@@ -44,9 +44,9 @@ class LiveServer:
         return cls("tests.serve.drafting_server", "serve", "--port", "0", "--json", *options)
 
     @classmethod
-    def echo(cls, *options: str) -> LiveServer:
+    def echo(cls, **settings: object) -> LiveServer:
         """The real server and engine process around `EchoCore`, which starts much faster than a model."""
-        return cls("tests.serve.echo_server", *options)
+        return cls("tests.serve.echo_server", *(f"{name}={value}" for name, value in settings.items()))
 
     def __enter__(self) -> LiveServer:
         return self
@@ -70,13 +70,19 @@ class LiveServer:
         return OpenAI(base_url=f"{self.summary['url']}/v1", api_key=api_key, max_retries=0, timeout=60)
 
     def request(
-        self, path: str, body: object = None, *, raw: bytes | None = None, headers: dict[str, str] | None = None
+        self,
+        path: str,
+        body: object = None,
+        *,
+        raw: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        method: str = "",
     ) -> tuple[int, Any]:
         """Status and decoded body of one request; a body makes it a POST."""
         payload = json.dumps(body).encode() if body is not None else raw
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            method = "GET" if payload is None else "POST"
+            method = method or ("GET" if payload is None else "POST")
             connection.request(method, path, payload, {"Content-Type": "application/json"} | (headers or {}))
             response = connection.getresponse()
             text = response.read().decode()

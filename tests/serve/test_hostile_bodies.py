@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from quire.engine.output import CompletionOutput, Logprob
 from quire.serve.chat import TEMPLATE_ARGUMENTS
 from quire.serve.completions import TextChoices
-from quire.serve.gate import MAX_BODY_BYTES
+from quire.serve.config import LEAST_BODY_BYTES
 from quire.serve.sse import EventStream
 from tests.serve.live_server import LiveServer
 
 CHAT = [{"role": "user", "content": "Hello"}]
 COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,44 @@ def test_values_that_cannot_be_sent_to_the_engine(echo: LiveServer, field: str, 
     assert refused(echo, COMPLETIONS, {"prompt": "ab", "max_tokens": 3} | {field: value})["param"] == field
 
 
+MANY = 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (COMPLETIONS, "stop", ["x"] * MANY),
+        (COMPLETIONS, "stop", [1] * MANY),
+        (COMPLETIONS, "stop", "x" * MANY),
+        (COMPLETIONS, "stop_token_ids", [1] * MANY),
+        (COMPLETIONS, "logit_bias", {str(token): 1 for token in range(MANY)}),
+        (COMPLETIONS, "cache_salt", "x" * MANY),
+        (COMPLETIONS, "prompt", ["x"] * MANY),
+        (COMPLETIONS, "prompt", [[]] * MANY),
+        (COMPLETIONS, "prompt", [1] * MANY + ["x"]),
+        (COMPLETIONS, "prompt", [[1] * MANY + [None]]),
+        (CHAT_COMPLETIONS, "messages", CHAT * (MANY // 10)),
+        (CHAT_COMPLETIONS, "messages", [{"role": "user", "content": [{"type": "text", "text": ""}] * (MANY // 10)}]),
+        (CHAT_COMPLETIONS, "messages", [{}] * 4096),
+        (CHAT_COMPLETIONS, "chat_template_kwargs", {str(number): 1 for number in range(MANY)}),
+        (COMPLETIONS, "x" * MANY, 1),
+    ],
+)
+def test_lists_have_ends(echo: LiveServer, path: str, field: str, value: object) -> None:
+    """What is too long is refused by its length, before its items are looked at."""
+    prompt = {"messages": CHAT} if path == CHAT_COMPLETIONS else {"prompt": "ab"}
+    error = refused(echo, path, prompt | {"max_tokens": 3, field: value})
+    assert error["param"].startswith(field[:100]) and len(str(error)) < 1000
+
+
+def test_a_prompt_of_text_is_refused_by_its_length(echo: LiveServer) -> None:
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a" * 1_000_000}),
+        (CHAT_COMPLETIONS, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
+    ):
+        assert "characters" in refused(echo, path, body)["message"]
+
+
 def test_text_that_has_no_utf_8_in_a_conversation(echo: LiveServer) -> None:
     for content in ("\ud800", [{"type": "text", "text": "\ud800"}]):
         error = refused(echo, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
@@ -99,7 +138,7 @@ def test_a_body_in_chunks_has_the_same_limit(echo: LiveServer) -> None:
     connection.putheader("Content-Type", "application/json")
     connection.putheader("Transfer-Encoding", "chunked")
     connection.endheaders()
-    for _ in range(MAX_BODY_BYTES // 2**20):
+    for _ in range(LEAST_BODY_BYTES // 2**20):
         connection.send(b"100000\r\n" + b" " * 2**20 + b"\r\n")
     connection.send(b"1\r\n \r\n")
     response = connection.getresponse()

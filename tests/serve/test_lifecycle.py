@@ -20,7 +20,7 @@ from tests.serve.live_server import LiveServer
 
 
 def test_the_api_key_comes_before_everything_else() -> None:
-    with LiveServer.echo("--api-key", "secret") as live:
+    with LiveServer.echo(api_key="secret") as live:
         assert live.client("secret").models.list().data
         with pytest.raises(AuthenticationError, match="API key"):
             live.client("wrong").models.list()
@@ -31,7 +31,7 @@ def test_the_api_key_comes_before_everything_else() -> None:
 
 
 def test_an_api_key_may_be_any_text() -> None:
-    with LiveServer.echo("--api-key", "schlüssel") as live:
+    with LiveServer.echo(api_key="schlüssel") as live:
         headers = {"Authorization": "Bearer schlüssel".encode().decode("latin-1")}  # http.client sends latin-1
         assert live.request("/v1/models", headers=headers)[0] == 200
         assert live.request("/v1/models", headers={"Authorization": "Bearer schlussel"})[0] == 401
@@ -89,7 +89,7 @@ def test_a_start_that_fetches_is_stopped_at_once(number: signal.Signals) -> None
 
 
 def test_at_the_deadline_open_requests_are_aborted_and_told() -> None:
-    with LiveServer.echo("--drain", "0.3") as live:
+    with LiveServer.echo(drain_s=0.3) as live:
         connection = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
         with connection, connection.makefile("rb") as lines:
             assert b"200 OK" in lines.readline()
@@ -100,7 +100,7 @@ def test_at_the_deadline_open_requests_are_aborted_and_told() -> None:
 
 
 def test_a_second_signal_drops_open_requests() -> None:
-    with LiveServer.echo("--drain", "30") as live:
+    with LiveServer.echo(drain_s=30) as live:
         connection = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
         with connection, connection.makefile("rb") as lines:
             assert b"200 OK" in lines.readline()
@@ -115,7 +115,7 @@ def test_a_second_signal_drops_open_requests() -> None:
 
 
 def test_a_dead_engine_fails_health_and_every_request() -> None:
-    with LiveServer.echo() as live:
+    with LiveServer.echo(max_restarts=0) as live:
         live.engine().kill()
         deadline = time.monotonic() + 60
         while (answer := live.request("/health"))[0] == 200:

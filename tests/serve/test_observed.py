@@ -111,7 +111,7 @@ def test_pages_of_named_origins_may_call() -> None:
         connection.close()
         return answer.status, answer.headers["Access-Control-Allow-Origin"]
 
-    with LiveServer.echo("--api-key", "k", "--cors-origins", "https://a.example, https://b.example") as live:
+    with LiveServer.echo(api_key="k", cors_origins="https://a.example, https://b.example") as live:
         assert asked(live, "https://b.example") == (200, "https://b.example")
         assert asked(live, "https://c.example") == (400, None)
     with LiveServer.echo() as live:
@@ -119,7 +119,7 @@ def test_pages_of_named_origins_may_call() -> None:
 
 
 def test_requests_and_the_end_are_logged() -> None:
-    with LiveServer.echo("--drain", "0.5") as live:
+    with LiveServer.echo(drain_s=0.5) as live:
         status, answer = live.request(
             "/v1/completions", {"prompt": "abc", "max_tokens": 4}, headers={"X-Request-Id": "trace-1"}
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from quire.engine.messages import TokenLogprobs, TokenOutput
-from quire.engine.output import RequestAssembler, SequenceAssembler, SequenceDelta, StopStrings, TextStream
+from quire.engine.output import RequestAssembler, SequenceAssembler, SequenceDelta, TextStream
+from quire.engine.stop_strings import StopAutomaton, StopStrings
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
@@ -113,7 +114,7 @@ def test_stop_strings_cut_where_the_whole_text_says(
 
 @given(texts, st.lists(st.text(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=3))
 def test_only_what_may_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
-    scanner = StopStrings(stops, include=False)
+    scanner = StopStrings(StopAutomaton(stops), include=False)
     shown = ""
     for i, character in enumerate(text):
         piece, stop = scanner.push(character)
@@ -124,6 +125,64 @@ def test_only_what_may_become_a_stop_string_is_held_back(text: str, stops: list[
         assert text[: i + 1] == shown + held
         assert not held or any(stop.startswith(held) for stop in stops)
     assert shown + scanner.flush() == text
+
+
+@given(texts, st.lists(st.text(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=6), st.booleans())
+def test_the_automaton_finds_what_reading_all_finds(text: str, stops: list[str], include: bool) -> None:
+    check_stop_strings(text, stops, include=include)
+
+
+def check_stop_strings(text: str, stops: Sequence[str], *, include: bool) -> None:
+    """By pieces of every size, against a reader that sees the whole text."""
+    expected = first_stop(text, stops)
+    for size in (1, 2, 3, 7, 60):
+        scanner, shown, stop = StopStrings(StopAutomaton(stops), include=include), "", None
+        for start in range(0, len(text), size):
+            piece, stop = scanner.push(text[start : start + size])
+            shown += piece
+            if stop is not None:
+                break
+        if expected is None:
+            assert (shown + scanner.flush(), stop) == (text, None)
+        else:
+            at, found = expected
+            assert (shown, stop) == (text[: at + len(found)] if include else text[:at], found)
+
+
+def check_stop_strings_are_linear() -> None:
+    """Work by characters read, however many strings there are and however much of them is held back."""
+    for stops in (
+        ["a" * 255 + "b"],
+        [f"{'a' * number}b" for number in range(1, 65)],
+        [chr(200 + n) for n in range(64)],
+    ):
+        automaton = StopAutomaton(stops)
+        num_links = sum(1 for _ in _links(automaton, "a" * 20_000))
+        assert num_links <= 2 * 20_000
+        scanner = StopStrings(automaton, include=False)
+        assert scanner.push("a" * 20_000)[1] is None
+
+
+def _links(automaton: StopAutomaton, text: str) -> Iterator[int]:
+    """The states that reading visits."""
+    state = 0
+    for character in text:
+        while state and character not in automaton._next[state]:
+            state = automaton._shorter[state]
+            yield state
+        state = automaton._next[state].get(character, 0)
+        yield state
+
+
+def test_stop_strings_take_time_linear_in_the_text() -> None:
+    check_stop_strings_are_linear()
+
+
+def test_the_moves_that_are_kept_are_few() -> None:
+    automaton = StopAutomaton(["stop"])
+    for number in range(3 * 4096):
+        automaton.move(0, str(number))
+    assert len(automaton._moves) <= 4096
 
 
 def test_the_tokens_after_the_stop_string_are_dropped() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
-from quire.engine.async_engine import AsyncEngine
+from quire.engine.async_engine import STALL_AFTER_S, AsyncEngine
 from tests.serve.live_server import LiveServer
 
 
@@ -14,7 +15,7 @@ def test_an_audit_and_the_history(server: LiveServer) -> None:
     assert server.request("/v1/completions", body)[0] == 200
     status, found = server.request("/v1/cache/audit")
     assert status == 200 and found["ended"] and not found["faults"] and not found["violation"]
-    assert found["pages"] > 0 and found["canary"] is None and found["findings"] == []
+    assert found["pages"] > 0 and found["canary"]["share"] == 0.01 and found["findings"] == []
     status, history = server.request("/v1/cache/history")
     assert status == 200 and {"seconds", "minutes", "highest", "shortages", "num_shortages"} <= history.keys()
     assert any(each["state"] == "used" and each["frames"] > 0 for each in history["highest"])
@@ -26,12 +27,13 @@ def test_the_command(server: LiveServer) -> None:
     command = [sys.executable, "-m", "quire", "audit", "--url", f"http://127.0.0.1:{server.port}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "edges audited" in done.stdout and "canary: off" in done.stdout
+    assert "edges audited" in done.stdout and "canary: " in done.stdout and " 0 damaged" in done.stdout
 
 
 def test_health_fails_with_the_reason() -> None:
     engine = object.__new__(AsyncEngine)
     engine._death, engine._draining, engine._streams, engine._progress_s = None, False, {}, 0.0
+    engine._has_work, engine._heard_s, engine._stall_after_s = False, time.monotonic(), STALL_AFTER_S
     engine.last_statistics = {"violation": ""}
     assert engine.health().healthy
     engine.last_statistics = {"violation": "an invariant of the cache is broken: page 3 is cached and free"}

@@ -283,7 +283,7 @@ def test_a_model_that_is_not_served(live: LiveServer) -> None:
 
 
 def test_they_need_the_key_and_a_live_engine() -> None:
-    with LiveServer.echo("--api-key", "sesame") as echo:
+    with LiveServer.echo(api_key="sesame", max_restarts=0) as echo:
         for path in (RETAIN, RELEASE, FLUSH, RETAINED, EPOCH):
             assert echo.request(path, None if path == RETAINED else {})[0] == 401
         key = {"Authorization": "Bearer sesame"}

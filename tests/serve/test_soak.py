@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,29 @@ from tests.programs import run_program
 SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
 
+TIERS = ("--tiers", "--flush-every", "50", "--least-answers", "100")
+
+
 @pytest.mark.parametrize(
-    ("clients", "seconds", "max_tokens", "kv_memory"),
-    [(24, 1, 12, "1536KiB"), pytest.param(200, 60, 40, "4MiB", marks=pytest.mark.slow)],
+    ("clients", "seconds", "max_tokens", "kv_memory", "more"),
+    [
+        (24, 1, 12, "1536KiB", ()),
+        (24, 1, 12, "1536KiB", TIERS),
+        pytest.param(200, 60, 40, "4MiB", (), marks=pytest.mark.slow),
+        pytest.param(
+            60,
+            1800,
+            40,
+            "4MiB",
+            ("--tiers", "--flush-every", "200"),
+            marks=[pytest.mark.slow, pytest.mark.timeout(3600)],
+        ),
+    ],
 )
-def test_soak(clients: int, seconds: int, max_tokens: int, kv_memory: str) -> None:
+def test_soak(clients: int, seconds: int, max_tokens: int, kv_memory: str, more: Sequence[str]) -> None:
     """Every answer equals its solo run, aborts happened, pages were evicted, and none is left behind."""
     options = {"--clients": clients, "--seconds": seconds, "--max-tokens": max_tokens, "--kv-memory": kv_memory}
-    done = run_program(SOAK, "--json", *(str(part) for option in options.items() for part in option))
+    done = run_program(SOAK, "--json", *more, *(str(part) for option in options.items() for part in option))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["answers"] > 0
@@ -27,3 +43,6 @@ def test_soak(clients: int, seconds: int, max_tokens: int, kv_memory: str) -> No
     assert report["evicted_pages"] > 0
     assert report["hit_tokens"] > 0
     assert report["wrong"] == report["errors"] == report["private_pages_at_idle"] == 0
+    assert not report["audit"]
+    assert (report["flushes"] > 0) == bool(more)
+    assert report["from_lower_tiers"] > 0 or not more

@@ -118,12 +118,20 @@ class Admission:
         return num_pages > kv.lease.num_pages or any(group.is_pending(row, num_pages) for group in self._states)
 
     def why_not(
-        self, hit: PrefixHit, num_pages: int, rows: Rows = NO_ROWS, reached: Lengths = NO_ROWS, reserve: int = 0
+        self,
+        begins: PrefixHit | RequestKV,
+        num_pages: int,
+        rows: Rows = NO_ROWS,
+        reached: Lengths = NO_ROWS,
+        reserve: int = 0,
+        more: int = 0,
     ) -> str:
-        """Why a request of `num_pages` pages that begins on `hit` does not fit now; "" if it fits. Reserves the frames
-        that the running `rows` need until each has `reached[i]` pages, and `reserve` more pages for each."""
-        for name, left, own, spare in self._claims(hit, num_pages, rows, reached, reserve):
-            if own + spare > left:
+        """Why a request of `num_pages` pages that begins on a hit, or in the row of a session, does not fit now; "" if
+        it fits, or would fit if `more` pages and frames were available. Reserves the frames that the running `rows`
+        need until each has `reached[i]` pages, and `reserve` more pages for each."""
+        claims = self._claims if isinstance(begins, PrefixHit) else self._claims_in_row
+        for name, left, own, spare in claims(begins, num_pages, rows, reached, reserve):  # type: ignore[arg-type]
+            if own + spare > left + more:
                 available = f"{max(0, left)} are available, {len(rows)} running requests hold the rest"
                 return f"needs {own} pages of '{name}' and {spare} in reserve; {available}"
         return ""
@@ -146,6 +154,22 @@ class Admission:
             yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, spare
         left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
         yield "all groups", left, num_pages - hit.num_pages, len(rows) * reserve
+
+    def _claims_in_row(
+        self, kv: RequestKV, num_pages: int, rows: Rows, reached: Lengths, reserve: int
+    ) -> Iterator[tuple[str, int, int, int]]:
+        """The same for a request that goes on in a row, whose pages stay."""
+        retention, num_running = self._retention, len(rows)
+        have = -(-self._rows.num_allocated[rows] // self._size)
+        row, own = np.array([kv.row]), np.array([-(-self._rows.allocated(kv) // self._size)])
+        needed = np.maximum(own, num_pages)
+        for group in self._groups:
+            left = group.num_free + group.num_evictable + retention.num_soft(None if group.reach.whole else group)
+            left -= group.remaining(rows, have, reached)
+            spare = 0 if group.reach.in_place else num_running * reserve
+            yield group.name, left, group.remaining(row, own, needed), spare
+        left = self.num_available_pages - int((reached - have).sum())
+        yield "all groups", left, int((needed - own).sum()), num_running * reserve
 
 
 def _with(namespace: Namespace) -> str:

@@ -140,6 +140,8 @@ def _broken(now: Snapshot) -> Iterator[str]:
             yield from _reads(now, found)
     for more in now.parts.checks:
         yield from more(now)
+    for faults in now.parts.faults:
+        yield from faults()
 
 
 def _page_owners(now: Snapshot) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 If too few are free, room is made in this order:
 
+rows of sessions          end, those of expired sessions first, then the least recently used one
 soft retentions           end, the lowest priority first, until enough is evictable
 transfers                 are waited for: their pages are evictable when they have arrived
 prompts read ahead        are abandoned, the newest first
@@ -29,10 +30,14 @@ from quire.spec.ids import Bools, Ids, Tier
 
 class Growth:
     """Allocates and frees pages and frames of one cache. If it raises OutOfPages, nothing has changed. `allocators` are
-    the one that grows sequences, and those of all other groups."""
+    the one that grows sequences, and those of all other groups.
+    `give_way(cause)` ends the row of a session, if there is one."""
 
-    def __init__(self, parts: CacheParts, offload: Offload, counters: CacheCounters) -> None:
+    def __init__(
+        self, parts: CacheParts, offload: Offload, counters: CacheCounters, give_way: Callable[[str], bool]
+    ) -> None:
         self._parts = parts
+        self._give_way = give_way
         self._offload = offload
         self._counters = counters
         self._rows = parts.rows
@@ -164,7 +169,10 @@ class Growth:
         """Release holds until the pages counted by `ask()` are evictable, and evict them. Raises OutOfPages before."""
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
-            if not (self._offload.retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
+            retention = self._offload.retention
+            if not (
+                self._give_way(cause) or retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)
+            ):
                 raise refusal
             wanted = ask()
         short = [(group, n) for group, n in zip(self._parts.groups, wanted, strict=True) if n > group.num_free]

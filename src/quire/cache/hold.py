@@ -4,8 +4,9 @@
     frames                    of groups whose frames may go before their pages: that tier does not reclaim them
     private pages             of a running request: pages that it gives up stay until the hold is released
 
-A running request is a hold of its own kind: it has a lease, and private pages in its row. `Holds` lists and counts
-these, what waits in `Fences`, and the holds that `Holds.add` creates.
+A running request is a hold of its own kind: it has a lease, and private pages in its row. So is the row that a
+session keeps between two requests (`quire.cache.sessions`). `Holds` lists and counts these, what waits in `Fences`, and
+the holds that `Holds.add` creates.
 """
 
 from __future__ import annotations
@@ -96,6 +97,15 @@ class Fences:
     def num_open(self) -> int:
         """Steps in flight."""
         return len(self._open)
+
+    @property
+    def next(self) -> int:
+        """The fence that the next `open` returns."""
+        return self._next
+
+    def has_passed(self, fence: int) -> bool:
+        """Whether all steps before this fence have settled."""
+        return not self._open or min(self._open) >= fence
 
     @property
     def waiting(self) -> tuple[Retired, ...]:
@@ -222,10 +232,12 @@ class Holds:
         counts = Counter[str](hold.reason for hold in self._live)
         if self.fences.waiting:
             counts["launched step"] = self.fences.num_open
+        if sessions := sum(kv.is_held for kv in self._requests.values()):
+            counts["session"] = sessions
         others = ", ".join(f"{count} {reason}{'s' if count > 1 else ''}" for reason, count in counts.items())
         beside = f", beside {others}" if others else ""
         pinned = f", but for {num_pinned} pages that callers have pinned" if num_pinned else ""
-        return f"{len(self._requests)} running requests hold the rest{beside}{pinned}"
+        return f"{len(self._requests) - sessions} running requests hold the rest{beside}{pinned}"
 
     def _pin(self, hold: Hold, frames: Sequence[HeldFrames]) -> None:
         hold.frames = tuple(frames)

@@ -16,6 +16,8 @@ from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.request_kv import PrefixHit, RequestKV
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
+from quire.cache.session import SessionSettings
+from quire.cache.sessions import Sessions
 from quire.cache.states import GroupCache, Pieces, StateGroup
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
@@ -71,6 +73,8 @@ class KVCache:
     evicted prefixes stay, by default four times the pool. With `page_tables`, `rows.page_table_changes` reports changes
     to a device. `offload` moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
 
+    `sessions` keep rows of requests that have ended (`quire.cache.sessions`).
+
     `num_changes` grows when pages are freed or cached: a request that did not fit may fit then. Only the thread of the
     step loop may use a cache."""
 
@@ -87,6 +91,7 @@ class KVCache:
         remembered: int | None = None,
         page_tables: bool = False,
         seconds: Callable[[], float] = time.monotonic,
+        sessions: SessionSettings = SessionSettings(),  # noqa: B008 - a frozen value
         offload: OffloadFactory = NO_OFFLOAD,
     ) -> None:
         num_pages = plan.num_pages + offload.num_pages(plan)
@@ -132,11 +137,12 @@ class KVCache:
             sweep=self._sweep,
             reclaim=lambda wanted, cause: self._growth.reclaim(wanted, cause),
             changed=self._changed,
-            step_seconds=lambda: self.fences.step_seconds if self.rows.live else 0.0,
+            step_seconds=lambda: self.fences.step_seconds if len(self.rows.live) > self.sessions.num_held else 0.0,
         )
         self.offload = offload.make(self.parts)
+        self.sessions = Sessions(self.parts, sessions, self, self._shorten)
         self.admission = Admission(self.parts, self.offload.retention)
-        self._growth = Growth(self.parts, self.offload, self.counters)
+        self._growth = Growth(self.parts, self.offload, self.counters, self.sessions.give_way)
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
@@ -167,8 +173,10 @@ class KVCache:
         no step may be launched before `is_ready`. Raises OutOfPages if all `max_requests` rows are taken or there is no
         room for the loads.
         """
-        if not self.rows.free:
-            holders = f"{len(self.rows.live)} running requests hold them"
+        if not self.rows.free and not self.sessions.give_way(label):
+            held = self.sessions.num_held
+            others = f", beside {held} sessions" if held else ""
+            holders = f"{len(self.rows.live) - held} running requests hold them{others}"
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=holders)
         grown = self.explains and hit is not None and hit.num_changes != self.num_changes
         if hit is None or grown or not self.admission.is_current(hit):
@@ -304,9 +312,10 @@ class KVCache:
         rows, starts, ends = np.array([(kv.row, start, end) for kv, start, end in settled], dtype=np.int64).T
         return NewPages([kv for kv, _, _ in settled], rows, starts, ends, self.rows.pages)
 
-    def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
+    def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False, idle: bool = False) -> None:
         """End a request: commit `tokens` if given, release its lease, private pages and row. A request that `returns`
-        will run again: its committed pages may be written back at once. Raises LeaseError if it has ended."""
+        will run again: its committed pages may be written back at once. If it is `idle`, no step in flight reads its
+        row, and none is waited for. Raises LeaseError if it has ended."""
         row = self.rows.row_of(kv)
         if tokens is not None:
             self.commit(kv, tokens)
@@ -319,7 +328,18 @@ class KVCache:
         if first and tokens is not None and kv.shares:
             self.offload.finished(kv, self.rows.pages[row, :first], returns=returns)
         self.rows.leave(kv)
-        self._retire(private, kv.lease, released)
+        if idle:
+            self._release(Retired(private, kv.lease, tuple(released)))
+        else:
+            self._retire(private, kv.lease, released)
+
+    def _shorten(self, kv: RequestKV, num_tokens: int) -> None:
+        """A row keeps room for so many tokens, and the pages after them are free."""
+        row = self.rows.row_of(kv)
+        keep, last = (pages_for(n, self.page_size) for n in (num_tokens, int(self.rows.num_allocated[row])))
+        pages = self._growth.pages_of(row, keep, last)
+        self.rows.shorten(row, num_tokens)
+        self._retire(pages)
 
     def evict(self, num_pages: int, cause: str = "") -> int:
         """Evict up to `num_pages` pages without holds, and the pages after them on lower tiers. Returns how many."""
@@ -335,6 +355,7 @@ class KVCache:
     def close_fence(self, fence: int) -> None:
         """That step has settled. Free what waited for this fence, all of it even if one part raises an error."""
         ready = self.fences.close(fence)
+        self.num_changes += fence < self.sessions.last_fence  # the row of a session may be at rest now
         if len(ready) < 2:
             for retired in ready:
                 self._release(retired)

@@ -20,6 +20,7 @@ from quire.plan.budget import MemoryPlan
 from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
 from quire.prefix.radix_cache import RadixCache
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Transfer
 
@@ -33,7 +34,8 @@ class CacheParts:
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
     runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.audit.Snapshot`, and
     `withheld` return ids that are neither free nor those of pages. `committed` hear of a request, its pages as a view
-    of its row, and the first of these that is newly cached."""
+    of its row, and the first of these that is newly cached. `faults` are further checks of the audit, with or without
+    tiers, and `flushed` hear of a flush of a namespace, or of all (None), before its pages leave the tree."""
 
     plan: MemoryPlan
     frames: Residency
@@ -51,6 +53,8 @@ class CacheParts:
     step_seconds: Callable[[], float]
     checks: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
     withheld: list[Callable[[], Sequence[int]]] = field(default_factory=list)
+    faults: list[Callable[[], Iterator[str]]] = field(default_factory=list)
+    flushed: list[Callable[[Namespace | None], None]] = field(default_factory=list)
     committed: list[Callable[[RequestKV, Ids, int], None]] = field(default_factory=list)
 
 

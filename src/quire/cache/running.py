@@ -194,6 +194,25 @@ class RunningTables:
         self.serials[kv.row] = self._last_serial
         self.live[kv.row] = kv
 
+    def rest(self, kv: RequestKV) -> int:
+        """No step launched before reads or writes the row from now on. Returns its serial number, for `go_on`."""
+        serial = int(self.serials[kv.row])
+        self.serials[kv.row] = 0
+        return serial
+
+    def go_on(self, kv: RequestKV, serial: int, num_committed: int) -> None:
+        """A row at rest is computed again, after `num_committed` settled tokens."""
+        self.serials[kv.row] = serial
+        self.num_committed[kv.row] = num_committed
+
+    def shorten(self, row: int, num_tokens: int) -> None:
+        """A row has room for so many tokens only. The caller frees the pages after them."""
+        keep, last = (pages_for(n, self.page_size) for n in (num_tokens, int(self.num_allocated[row])))
+        self.pages[row, keep:last] = 0
+        self.num_allocated[row] = num_tokens
+        if self._hosts:
+            self.req_to_host_pool_allocated_len[row] = keep * self.page_size
+
     def leave(self, kv: RequestKV) -> None:
         """A request ends, and its row is free."""
         row, kv.row = kv.row, -1

@@ -84,6 +84,10 @@ class StateGroup(GroupBase):
     def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
         return int(np.count_nonzero(self._frame[rows] == 0)) * (1 + self._drafts)
 
+    def position(self, row: int) -> int:
+        """The tokens after which a row's frame is, those of launched steps among them."""
+        return int(self._position[row])
+
     def frames_of(self, row: int) -> Ids:
         frames = [each.frame for each in self._unsettled[row]]
         if self._previous_frame[row]:

@@ -8,18 +8,23 @@ said if nothing changed from the first piece to the last: then the audit is `who
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from quire.cache.offload import CacheParts
-from quire.cache.states import GroupCache
 from quire.memory.allocator import PageFrames
+from quire.memory.allocator.id_pool import IdPool
+from quire.memory.residency import Column
 from quire.prefix.node import TOKEN_BYTES, Node
-from quire.spec.ids import Ids
+from quire.spec.ids import Ids, Tier
 
-_NODES = 64  # in a piece
+_NODES = 64  # in a piece, with about _EDGE_PAGES pages at most
+_EDGE_PAGES = 2048
+_TABLE_PAGES = 1 << 15  # of a group's table in a piece
 MOST_FAULTS = 32
 
 
@@ -36,19 +41,65 @@ class Audit:
     longest_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Frames:
+    """The frames of one group on one tier, by page."""
+
+    name: str
+    table: Column
+    num_frames: int
+    quarantined: Collection[int]
+    ids: IdPool | None  # None: other owners are checked elsewhere
+
+
+class HostFrames(Protocol):
+    """The frames of one group in host memory. With `are_page_ids` a page has the frame of its own number."""
+
+    name: str
+    table: Column
+    num_frames: int
+    quarantined: deque[int]
+    are_page_ids: bool
+    allocator: Any
+
+
 class Auditor:
-    """Audits one cache again and again. `changed` gives another value if the cache may have changed."""
+    """Audits one cache again and again, with the frames of its `hosts`. `changed` gives another value if the cache may
+    have changed."""
 
     def __init__(
         self,
         parts: CacheParts,
         changed: Callable[[], Hashable],
+        hosts: Sequence[HostFrames] = (),
         seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._parts = parts
         self._changed = changed
         self._seconds = seconds
         self._owner: Ids = np.zeros(parts.pages.num_pages + 1, dtype=np.int32)
+        self._frames = [
+            _Frames(
+                f"group '{group.name}'",
+                group.table,
+                group.num_frames,
+                group.quarantined,
+                None if group.index == parts.frames.hosted else group.frames.allocator.ids,
+            )
+            for group in parts.groups
+        ]
+        self._frames += [
+            _Frames(
+                f"host group '{host.name}'",
+                host.table,
+                host.num_frames,
+                host.quarantined,
+                None if host.are_page_ids else host.allocator.ids,
+            )
+            for host in hosts
+        ]
+        self._copies = parts.frames.anchor(Tier.HOST) if hosts else None
+        self._page_of: Ids = np.zeros(1 + max(each.num_frames for each in self._frames), dtype=np.int32)
         self._found: list[Node] = []  # by number, from 1 on
         self._pieces: Iterator[None] | None = None
         self._began: Hashable = None
@@ -97,9 +148,8 @@ class Auditor:
         self._owner[:] = 0
         self._sums = [0, 0, 0, 0]
         yield
-        for group in self._parts.groups:
-            self._say(*self._group(group))
-            yield
+        for frames in self._frames:
+            yield from self._group(frames)
         yield from self._tree()
         self._say(*self._rows())
         yield
@@ -112,41 +162,67 @@ class Auditor:
 
     # -- groups: arrays by page
 
-    def _group(self, group: GroupCache) -> Iterator[str]:
+    def _group(self, group: _Frames) -> Iterator[None]:
         """No two pages share a frame, all frames of pages are allocated, pins and idle frames are counted."""
-        table, name = group.table, f"group '{group.name}'"
-        frames = table.frame[table.frame != 0]
-        self.now.pages = max(self.now.pages, len(frames))
-        if len(frames) and int(np.bincount(frames).max()) > 1:
-            frame = int(np.bincount(frames).argmax())
-            yield f"{name}: frame {frame} serves pages {np.flatnonzero(table.frame == frame)[:4].tolist()}"
-        if group.index != self._parts.frames.hosted:
-            out = group.frames.allocator.ids.is_out(frames)
+        table, found = group.table, 0
+        self._page_of[:] = 0
+        for start in range(0, len(table.frame), _TABLE_PAGES):
+            found += self._slice(group, slice(start, start + _TABLE_PAGES))
+            yield
+        self.now.pages = max(self.now.pages, found)
+        if table.reclaims:
+            counts = int(np.count_nonzero(table.ticket)), int(np.count_nonzero(table.pins))
+            if counts != (table.num_idle, table.num_pinned):
+                told = f"{table.num_idle} idle of {counts[0]}, {table.num_pinned} pinned of {counts[1]}"
+                self._say(f"{group.name} miscounts: {told}")
+            yield
+
+    def _slice(self, group: _Frames, at: slice) -> int:
+        """Some pages of a group's table; returns how many of them have a frame."""
+        table, name = group.table, group.name
+        pages = np.flatnonzero(table.frame[at]).astype(np.int32) + np.int32(at.start)
+        frames = table.frame[pages]
+        if len(frames) and not 0 < int(frames.min()) <= int(frames.max()) <= group.num_frames:
+            self._say(f"{name}: a page has frame {int(frames.min())} or {int(frames.max())}, which does not exist")
+            return len(pages)
+        before = self._page_of[frames]
+        self._page_of[frames] = pages
+        for others in (before, self._page_of[frames]):
+            # A frame that came from another page since that page was looked at is not shared.
+            twice = (others != 0) & (others != pages)
+            twice[twice] = table.frame[others[twice]] == frames[twice]
+            if twice.any():
+                first = int(twice.argmax())
+                both = sorted((int(others[first]), int(pages[first])))
+                self._say(f"{name}: frame {int(frames[first])} serves pages {both}")
+        if group.ids is not None:
+            out = group.ids.is_out(frames)
             if not out.all():
-                yield f"{name}: frame {int(frames[~out][0])} of a page is free"
-            quarantined = np.array(group.quarantined, dtype=np.int32)
-            if np.isin(quarantined, frames).any():
-                yield f"{name}: a quarantined frame serves a page"
-        if not table.reclaims:
-            return
-        if len(table.pins) and int(table.pins.min()) < 0:
-            yield f"{name}: page {int(table.pins.argmin())} has {int(table.pins.min())} pins"
-        idle = table.ticket != 0
-        if (idle & ((table.pins != 0) | (table.frame == 0))).any():
-            yield f"{name}: a page is idle that has pins, or no frame"
-        counts = int(np.count_nonzero(idle)), int(np.count_nonzero(table.pins))
-        if counts != (table.num_idle, table.num_pinned):
-            yield f"{name} miscounts: {table.num_idle} idle of {counts[0]}, {table.num_pinned} pinned of {counts[1]}"
+                self._say(f"{name}: frame {int(frames[~out][0])} of a page is free")
+            if len(group.quarantined) and np.isin(frames, np.array(group.quarantined, dtype=np.int32)).any():
+                self._say(f"{name}: a quarantined frame serves a page")
+        if table.reclaims:
+            pins = table.pins[at]
+            if len(pins) and int(pins.min()) < 0:
+                self._say(f"{name}: page {at.start + int(pins.argmin())} has {int(pins.min())} pins")
+            if ((table.ticket[at] != 0) & ((pins != 0) | (table.frame[at] == 0))).any():
+                self._say(f"{name}: a page is idle that has pins, or no frame")
+        return len(pages)
 
     # -- the tree: edge by edge
 
     def _tree(self) -> Iterator[None]:
         stack = list(self._parts.tree.all_roots())
         while stack:
-            for node in [stack.pop() for _ in range(min(_NODES, len(stack)))]:
+            left = _EDGE_PAGES
+            for _ in range(min(_NODES, len(stack))):
+                node = stack.pop()
                 children = list(node.children.values())
                 self._say(*self._node(node, children))
                 stack += children
+                left -= node.num_pages
+                if left <= 0:
+                    break
             yield
 
     def _node(self, node: Node, children: list[Node]) -> Iterator[str]:
@@ -163,6 +239,8 @@ class Auditor:
             if node.depth != parent.depth + parent.num_pages:
                 yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
             yield from self._owners(node, pages)
+            if self._copies is not None:
+                yield from self._tiers(node, parent, self._copies)
             if tree.is_here(node):
                 for at, counted in enumerate((True, node.level > 0, node.level > 1)):
                     self._sums[at] += len(pages) if counted else 0
@@ -170,6 +248,18 @@ class Auditor:
                 self._sums[3] += len(pages)
         if node.held != node.leases + sum([child.level for child in children]) or node.level != min(2, node.held):
             yield f"a node with {node.leases} leases is held {node.held} times and has level {node.level}"
+
+    def _tiers(self, node: Node, parent: Node, copies: Column) -> Iterator[str]:
+        """The pages of an edge are on the device, all and with their parents, or have copies; copies are of its first
+        pages."""
+        count = self._parts.tree.num_copies(node)
+        if self._parts.tree.is_here(node):
+            if parent.parent is not None and not self._parts.tree.is_here(parent):
+                yield f"an edge of page {int(node.pages[0])} is on the device and its parent is not"
+        elif count != node.num_pages:
+            yield f"an edge has {count} copies of {node.num_pages} pages that are nowhere else"
+        if int(np.count_nonzero(copies.frame[node.pages])) != count:
+            yield f"an edge of page {int(node.pages[0])} has copies after a page without one"
 
     def _owners(self, node: Node, pages: Ids) -> Iterator[str]:
         """The pages of an edge are allocated, and of no other edge."""

@@ -10,6 +10,9 @@ _MOST_S = 0.02
 LEAST_S = 0.002
 """Work begins when so much is saved up."""
 
+_MOST_BESIDE = 0.75
+"""Of the share, for what each step needs. The rest is for looking at pages, so that short steps never starve it."""
+
 _NEWEST = 0.2
 
 
@@ -21,15 +24,17 @@ class Budget:
         self.share = share
         self.saved_s = math.inf if math.isinf(share) else 0.0
         self.spent_s = 0.0
+        self._beside_s = 0.0  # not taken from savings yet
         self._item_s = [0.0, 0.0]  # on the host, and on a device that computes asynchronously
         self._at: float | None = None
 
     def earn(self, now: float) -> bool:
         """It is `now`. Returns whether there is enough to begin."""
-        if self._at is not None:
-            self.saved_s = (
-                min(_MOST_S, self.saved_s + (now - self._at) * self.share) if self.share < math.inf else math.inf
-            )
+        if self._at is not None and self.share < math.inf:
+            earned = (now - self._at) * self.share
+            taken = min(self._beside_s, earned * _MOST_BESIDE)
+            self._beside_s = min(_MOST_S, self._beside_s - taken)
+            self.saved_s = min(_MOST_S, self.saved_s + earned - taken)
         self._at = now
         return self.saved_s >= LEAST_S
 
@@ -39,6 +44,11 @@ class Budget:
             return 2**31
         each = sum(self._item_s)
         return max(8, int(self.saved_s / each)) if each else 8
+
+    def beside(self, seconds: float) -> None:
+        """What a step needs took this long. It is taken from what is earned later."""
+        self.spent_s += seconds
+        self._beside_s += seconds
 
     def spend(self, seconds: float, items: int = 0, *, on_device: bool = False) -> None:
         """Work took this long, for so many items."""

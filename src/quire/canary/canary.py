@@ -121,6 +121,7 @@ class Canary:
     ) -> None:
         """A step is about to run that writes `batches[group].slots` at these positions, `counts[i]` of them for the
         request `serials[i]`. `names` are its requests, or nothing if they are those of the step before."""
+        began = self._seconds()
         self.turn += 1
         for request, serial in zip(names, serials.tolist(), strict=False):
             self._names[serial] = request.request_id
@@ -131,15 +132,9 @@ class Canary:
             if group.writes is not None:
                 slots = batches[group.index].slots
                 group.writes.launched(self.turn, slots, positions, serials, counts)
-                if marks:
-                    self._mark(group, slots)
-
-    def _mark(self, group: _Watched, slots: Ids) -> None:
-        begun = slots[slots % self._size == 0] // self._size
-        if len(begun):
-            began = self._seconds()
-            group.digests.mark(begun)
-            self.budget.spend(self._seconds() - began)
+                if marks and len(begun := slots[slots % self._size == 0]):
+                    group.digests.mark(begun // self._size)
+        self.budget.beside(self._seconds() - began)
 
     def moved(self, group: int, sources: Ids, targets: Ids) -> None:
         """What was written to slots was copied to others."""
@@ -152,6 +147,7 @@ class Canary:
         """A request begins on cached pages. Those must be of its first tokens."""
         if not kv.num_cached:
             return
+        began = self._seconds()
         pages = self._parts.rows.pages[kv.row, : kv.num_cached // self._size].copy()
         expected = chain(self._seed(kv.namespace), tokens[: kv.num_cached], 0, self._size)
         known = self._anchor.has(pages, State.WATCHED)
@@ -161,6 +157,7 @@ class Canary:
         self._num_hits += len(pages)
         while self._num_hits > _MOST_HITS:
             self._num_hits -= len(self._hits.popleft()[1])  # the sweep looks at them
+        self.budget.beside(self._seconds() - began)
 
     # -- between two steps
 
@@ -181,6 +178,8 @@ class Canary:
             num_items = self._read(self.budget.items())
             self._compare()
             self.budget.spend(self._seconds() - began, num_items)
+        else:
+            self.budget.beside(self._seconds() - began)
         found, self._found = self._found, []
         return found
 
@@ -299,8 +298,10 @@ class Canary:
 
     def _committed(self, kv: RequestKV, pages: Ids, new: int) -> None:
         if new < len(pages):
+            began = self._seconds()
             previous = int(pages[new - 1]) if new else 0
             self._watch(kv.lease.node, pages[new:].copy(), new, previous, owner=int(self._parts.rows.serials[kv.row]))
+            self.budget.beside(self._seconds() - began)
 
     def _watch(self, node: Node, pages: Ids, first: int, previous: int, *, owner: int) -> None:
         """Watch pages on the path to `node`: page `first` of the path, after page `previous`, and those after it."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.memory.pool import Pool
 from quire.spec.ids import Ids
+from quire.upload import to_device
 
 MARK = -0x5157_4952_4521_C0DF
 """The first 8 bytes of an entry that no step has written since its page was begun."""
@@ -88,9 +89,8 @@ class FrameDigests:
         """The digests of these frames."""
         events = None
         if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                events = _event(), _event()
-                events[0].record()
+            events = _event(), _event()
+            events[0].record(torch.cuda.current_stream(self._device))
         at = self._index(frames)
         found = torch.zeros((2, len(frames)), dtype=torch.int64, device=self._device)
         for words, weights in self._words:
@@ -102,7 +102,7 @@ class FrameDigests:
             return Reading(found)
         host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         host.copy_(found, non_blocking=True)
-        events[1].record()
+        events[1].record(torch.cuda.current_stream(self._device))
         return Reading(host, events)
 
     def describe(self, frame: int) -> list[dict[str, int]]:
@@ -119,8 +119,7 @@ class FrameDigests:
         first, count = int(frames[0]), len(frames)
         if int(frames[-1]) - first == count - 1 and (count < 3 or bool((np.diff(frames) == 1).all())):
             return slice(first, first + count)
-        index = torch.from_numpy(frames.astype(np.int64))
-        return index if self._device.type == "cpu" else index.pin_memory().to(self._device, non_blocking=True)
+        return to_device(frames.astype(np.int64), self._device)
 
 
 def _event() -> torch.cuda.Event:

@@ -89,6 +89,7 @@ def _cpu() -> dict[str, Any]:
         "cores": os.cpu_count() or 1,
         "usable_cores": usable_cores(),
         "quota_cores": quota_cores(),
+        "load": round(os.getloadavg()[0], 1),
         "isa": [name for name in _ISA if name in flags],
     }
 
@@ -157,6 +158,12 @@ def _checks(found: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         "this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.",
     )
     yield on_cpu and not found["cpu"]["isa"], "no vector instructions were recognised; steps will be slow."
+    cpu = found["cpu"]
+    yield (
+        on_cpu and cpu["load"] > cpu["usable_cores"] > 1,
+        f"other work keeps the cores busy (load {cpu['load']}, {cpu['usable_cores']} cores). Threads of a step wait "
+        "for each other, so that steps take many times as long; with --threads 1 they do not.",
+    )
     native = found["native_kernels"]
     yield (
         on_cpu and native["library"] is None,

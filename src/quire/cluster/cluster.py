@@ -45,6 +45,8 @@ OnReady = Callable[[list[dict[str, Any]]], None]
 def run_cluster(config: ClusterConfig, server: ServerConfig, *, on_ready: OnReady, tell: Tell) -> int:
     """Run until SIGINT or SIGTERM. Returns the exit code: 0, or 130 or 143 for a signal before all is ready. Raises the
     errors of a start."""
+    if server.api_keys is not None and server.admin_key is None:  # the router asks the processes
+        server = server.model_copy(update={"admin_key": secrets.token_urlsafe(32)})
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(bind(server.host, server.port)))
         ports = [stack.enter_context(reserve_port()) for _ in range(2 * config.prefill + config.decode)]
@@ -68,7 +70,7 @@ def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[in
     members: list[Member] = []
     for each in chosen:
         port, role = next(free), each.get("role", "engine")
-        own = server.model_copy(update={"host": HOST, "port": port, "cors_origins": None})
+        own = server.model_copy(update={"host": HOST, "port": port, "cors_origins": None, "max_restarts": 0})
         name = f"{role}-{sum(member.upstream.role == role for member in members)}"
         engine = config.engine(**each, threads=threads, **({"transfer_name": name} if each else {}))
         members.append(
@@ -107,8 +109,8 @@ async def _run(
                 starting.cancel()
                 return 128 + first.result()
             starting.result()
-            router = Router(upstreams, client, api_key=server.api_key, cors_origins=server.origins)
-            http = HttpServer(router.app, drain_s=server.drain_s)
+            router = Router(upstreams, client, keys=server.keys(), cors_origins=server.origins)
+            http = HttpServer(router.app, server)
             serving = await http.begin(listener)
             running = asyncio.create_task(_together(router.watch(), supervisor.keep()))
             if http.started:
@@ -144,7 +146,8 @@ async def _start(
 ) -> None:
     """Start all, and wait until decode engines are connected to all prefill engines."""
     await supervisor.start()
-    headers = [(b"authorization", f"Bearer {server.api_key}".encode())] if server.api_key else []
+    key = server.admin_key or server.api_key
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     until = time.monotonic() + _CONNECT_S
     for upstream in (each for each in upstreams if each.role == "decode"):
         while True:

@@ -31,6 +31,7 @@ from quire.errors import InvalidInput, NoServer
 from quire.serve import errors
 from quire.serve.errors import error_body, error_response
 from quire.serve.gate import REQUEST_ID, add_gate
+from quire.serve.keys import Keys
 from quire.serve.sse import DONE, ClientGone, event, while_connected
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Router:
         upstreams: Sequence[Upstream],
         client: httpx.AsyncClient,
         *,
-        api_key: str | None = None,
+        keys: Keys | None = None,
         cors_origins: Sequence[str] = (),
     ) -> None:
         self._upstreams = upstreams
@@ -97,9 +98,11 @@ class Router:
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
         for name in ("release", "flush", "epoch"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/sessions", self._ask_all, response_model=None)
+        app.add_api_route("/v1/sessions/{session_id}", self._ask_all, methods=["DELETE"], response_model=None)
         app.add_api_route("/v1/cache/role", self._refuse_role, methods=["POST"], response_model=None)
         app.mount("", self._relay)
-        add_gate(app, self._responses, api_key=api_key, cors_origins=cors_origins)
+        add_gate(app, self._responses, keys=keys or Keys(), cors_origins=cors_origins)
 
     # -- requests for one server
 

@@ -65,6 +65,7 @@ class _Body(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     messages: list[_Message] = []
     cache_salt: msgspec.Raw = msgspec.Raw()
+    session_id: msgspec.Raw = msgspec.Raw()
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -72,11 +73,14 @@ _BODY = msgspec.json.Decoder(_Body)
 
 def beginning(body: bytes) -> bytes:
     """What requests with the same beginning have in common: the first bytes of the prompt, or of each message up to the
-    first of the user, so that all turns of a conversation have the same; and the salt."""
+    first of the user, so that all turns of a conversation have the same; and the salt. Turns of a session have its
+    name in common instead."""
     try:
         found = _BODY.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return b""  # any server refuses it
+    if bytes(found.session_id).startswith(b'"'):
+        return bytes(found.cache_salt)[:_KEY_BYTES] + b"\0" + bytes(found.session_id)[:_KEY_BYTES]
     parts = [found.cache_salt, found.prompt or found.prompt_token_ids]
     for message in found.messages:
         parts.append(message.content)

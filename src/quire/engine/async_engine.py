@@ -1,7 +1,8 @@
 """The engine for an event loop: requests in, streams of deltas out, while the steps run in a process of their own.
 
 States: running -> draining (no new requests; `shutdown` waits for the open ones) -> closed. At any moment the engine
-process may die: every open stream then raises `EngineDead`, and `health` reports it.
+process may die: every open stream then raises `EngineDead`, and `health` reports it. Another process takes its place,
+within limits; until it is ready, requests are refused with the time after which to send them again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
 import msgspec
 import numpy as np
@@ -38,9 +40,10 @@ from quire.engine.messages import (
     Touched,
     prompt_bytes,
 )
-from quire.engine.output import Decoder, RequestAssembler, SequenceDelta
+from quire.engine.output import RequestAssembler, SequenceDelta
 from quire.engine.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
 from quire.engine.request_stream import RequestStream
+from quire.engine.tokenising import Tokenising, Tokenizer
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.offload.retention import Granted
 from quire.scheduler.sampling_params import SamplingParams
@@ -56,26 +59,27 @@ STALL_AFTER_S = 120.0
 
 ANSWER_TIMEOUT_S = 10.0
 
-_LONG_TEXT = 4096
-"""Characters from which a prompt is tokenised in a thread."""
+RESTART_WINDOW_S = 600.0
+"""Time in which an engine may be started again `max_restarts` times."""
+
+SILENT_AFTER_S = 30.0
+"""Time without a heartbeat of an engine without work, after which it counts as stuck. A step may take longer."""
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_LEAST_RETRY_S = 1.0
 
 Prompt = str | Sequence[int] | Ids
 
 
-class Tokenizer(Decoder, Protocol):
-    """The methods of a tokenizer that the engine and the server use."""
-
-    def encode(self, text: str) -> Ids: ...
-
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Ids: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether requests can progress; if not, why not."""
+    """Whether requests can progress; if not, why not. `stuck` is what does not work meanwhile: lanes between tiers, the
+    store, peers. Requests are answered without them."""
 
     healthy: bool
     reason: str = ""
+    stuck: tuple[str, ...] = ()
 
 
 def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
@@ -91,6 +95,17 @@ def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     found.set_running_or_notify_cancel()
     threading.Thread(target=run, daemon=True).start()
     return asyncio.wrap_future(found)
+
+
+def _stuck(statistics: dict[str, Any]) -> Iterator[str]:
+    """What does not work, by the last heartbeat, and why."""
+    tiers, transfer = statistics.get("tiers") or {}, statistics.get("transfer") or {}
+    for lane, seconds in tiers.get("stuck", {}).items():
+        yield f"lane {lane}: something is in flight, and nothing has ended for {seconds:.0f} s"
+    for kind in tiers.get("store_lost", ()):
+        yield f"store: it answers no {kind}"
+    for peer, problem in transfer.get("problems", {}).items():
+        yield f"peer {peer}: {problem}"
 
 
 def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
@@ -127,14 +142,30 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, process: EngineProcess, tokenizer: Tokenizer | None, *, stall_after_s: float, on_progress: Progress | None
+        self,
+        process: EngineProcess,
+        tokenizer: Tokenizer | None,
+        *,
+        start_again: Callable[[], EngineProcess],
+        max_restarts: int,
+        stall_after_s: float,
+        on_progress: Progress | None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.tokenising: Tokenising | None = None  # of that tokenizer, once the engine is ready
         self.context_length = 0
         self.eos_token_ids: list[int] = []
         self.start_statistics: dict[str, Any] = {}
         self.last_statistics: dict[str, Any] = {}
+        self.num_restarts = 0
         self._process = process
+        self._start_again = start_again
+        self._max_restarts = max_restarts
+        self._restarted_s: list[float] = []  # when it was started again, within the window
+        self._restarting: asyncio.Task[None] | None = None
+        self._began_s = time.monotonic()
+        self._start_s = 0.0  # how long the last start took
+        self._heard_s = self._began_s  # when the engine last reported anything
         self._stall_after_s = stall_after_s
         self._on_progress = on_progress
         self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
@@ -142,14 +173,22 @@ class AsyncEngine:
         self._counter = itertools.count(1)
         self._progress_s = time.monotonic()  # when the engine last got anywhere
         self._progress = -1  # its mark of that
-        self._has_work = False
+        self._has_work = False  # by its last heartbeat
         self._death: QuireError | None = None
         self._draining = False
         self._has_ended = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._ready: asyncio.Future[None]
+        self._attach(process)
+
+    def _attach(self, process: EngineProcess) -> None:
+        """Listen to a process that starts."""
+        self._process, self._has_ended = process, False
+        self._ready = self._loop.create_future()
+        self._began_s = self._heard_s = time.monotonic()
+        self._progress, self._has_work = -1, False
         self._loop.add_reader(process.channel, self._receive)
         self._loop.add_reader(process.process.sentinel, self._on_exit)
 
@@ -162,21 +201,34 @@ class AsyncEngine:
         build: BuildCore = build_engine_core,
         stall_after_s: float = STALL_AFTER_S,
         on_progress: Progress | None = None,
+        max_restarts: int = 0,
     ) -> AsyncEngine:
         """Start the engine process and wait until it can serve. Raises the error that the engine raised at its start.
+        One that dies later is started again, at most `max_restarts` times in `RESTART_WINDOW_S`.
 
         By default the configuration's tokenizer is used, loaded here while the process loads the weights. If both fail,
         the engine's error is raised: a model that cannot run often has no tokenizer either. `on_progress` is called
         while host memory is touched.
         """
-        process = await asyncio.to_thread(EngineProcess, config, build=build)
-        engine = cls(process, tokenizer, stall_after_s=stall_after_s, on_progress=on_progress)
+        start_process = partial(EngineProcess, config, build=build)
+        process = await asyncio.to_thread(start_process)
+        engine = cls(
+            process,
+            tokenizer,
+            start_again=start_process,
+            max_restarts=max_restarts,
+            stall_after_s=stall_after_s,
+            on_progress=on_progress,
+        )
         loads = tokenizer is None and not config.skip_tokenizer_init
         loading = _in_daemon_thread(config.load_tokenizer) if loads else None
         try:
             await engine._ready
             if loading is not None:
                 engine.tokenizer = await loading
+            if engine.tokenizer is not None:
+                engine.tokenising = Tokenising(engine.tokenizer, most_tokens=engine.context_length)
+            engine._on_progress = None
         except BaseException:
             if loading is not None:
                 loading.cancel()
@@ -206,6 +258,7 @@ class AsyncEngine:
         salt: str = "",
         priority: int = 0,
         explain: bool = False,
+        session_id: str = "",
     ) -> RequestStream:
         """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal."""
         if params.stop and self.tokenizer is None:
@@ -221,7 +274,8 @@ class AsyncEngine:
             params=params,
             decoder=self.tokenizer,
         )
-        requests = assembler.engine_requests(adapter=adapter, salt=salt, priority=priority, explain=explain)
+        options = {"adapter": adapter, "salt": salt, "priority": priority, "explain": explain}
+        requests = assembler.engine_requests(**options, session_id=session_id)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
         encoded = [_encoded((request,)) for request in requests]  # refused before it is registered
@@ -307,6 +361,9 @@ class AsyncEngine:
             return Health(healthy=False, reason="the server is shutting down.")
         if violation := self.last_statistics.get("violation"):
             return Health(healthy=False, reason=f"{violation}; requests that run end, and no other is admitted.")
+        silent_s = time.monotonic() - self._heard_s
+        if not self._streams and not self._has_work and silent_s > min(SILENT_AFTER_S, self._stall_after_s):
+            return Health(healthy=False, reason=f"the engine has no work, and was not heard of for {silent_s:.0f} s.")
         waited_s = time.monotonic() - self._progress_s
         if self._streams and waited_s > self._stall_after_s:
             work = "has work but makes no progress" if self._has_work else "does not answer"
@@ -316,11 +373,14 @@ class AsyncEngine:
                 reason=f"the engine {work} for {waited_s:.0f} s ({len(self._streams)} sequences are open; "
                 f"the limit is {self._stall_after_s:g} s){': ' if waits else '.'}{waits}",
             )
-        return Health(healthy=True)
+        return Health(healthy=True, stuck=tuple(_stuck(self.last_statistics)))
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, let the open ones finish for at most `drain_s`, abort the rest, end the process."""
         self._draining = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
         if self._death is None and drain_s > 0:
             try:
                 await asyncio.wait_for(self._idle.wait(), drain_s)
@@ -328,7 +388,9 @@ class AsyncEngine:
                 logger.warning("%d sequences did not finish in time and are aborted", len(self._streams))
         closed = EngineDead("the server is shutting down; the request was aborted.", fix="send it again later.")
         self._fail_all(closed)
-        await self._end()
+        await self._end(deadline_s=None if self._ready.done() else 0.5)
+        if self.tokenising is not None:
+            self.tokenising.close()
         self._death = self._death or closed
 
     async def _end(self, *, deadline_s: float | None = None) -> None:
@@ -338,12 +400,13 @@ class AsyncEngine:
             self._loop.remove_reader(self._process.process.sentinel)
             self._loop.remove_reader(self._process.channel)
             self._loop.remove_writer(self._process.channel)
-            await asyncio.to_thread(self._process.stop, deadline_s=deadline_s)
+        await asyncio.to_thread(self._process.stop, deadline_s=deadline_s)  # again: a cancelled one may not have begun
 
     # Reports of the engine process.
 
     def _receive(self) -> None:
         channel = self._process.channel
+        self._heard_s = time.monotonic()
         try:
             for message in channel.receive():
                 self._on_report(REPORT_DECODER.decode(message))
@@ -372,6 +435,7 @@ class AsyncEngine:
                 self.context_length, self.eos_token_ids = report.context_length, report.eos_token_ids
                 self.start_statistics = self.last_statistics = report.statistics
                 self._progress_s = time.monotonic()
+                self._start_s = self._progress_s - self._began_s
                 self._ready.set_result(None)
             case Died(error) if not self._ready.done():
                 logger.debug("engine start-up failed:\n%s", error.details)
@@ -406,19 +470,61 @@ class AsyncEngine:
     def _on_exit(self) -> None:
         """The process is gone. Its last reports may still be in the socket, so these are read first."""
         self._loop.remove_reader(self._process.process.sentinel)
-        self._loop.call_later(0.1, self._bury)
+        self._loop.call_later(0.1, self._bury, self._process)
 
-    def _bury(self) -> None:
-        self._process.process.join(0)
-        self._die(self._process.death())
+    def _bury(self, process: EngineProcess) -> None:
+        if process is self._process:  # another may have taken its place
+            process.process.join(0)
+            self._die(process.death())
 
     def _die(self, error: QuireError) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
         elif self._death is None:
-            logger.error("%s", error)
             self._death = error
-            self._fail_all(error)
+            if not self._draining and self._may_restart():
+                self._death = self._starts_again(error)
+                self._restarting = self._loop.create_task(self._restart(error))
+            logger.error("%s", self._death)
+            self._fail_all(self._death)
+
+    def _may_restart(self) -> bool:
+        """Whether the limit allows one more."""
+        since_s = time.monotonic() - RESTART_WINDOW_S
+        self._restarted_s = [each for each in self._restarted_s if each > since_s]
+        return len(self._restarted_s) < self._max_restarts
+
+    def _starts_again(self, error: QuireError) -> EngineDead:
+        """The error of requests until the next engine is ready."""
+        death = EngineDead(f"{error.message} It is started again.", fix="send the request again.")
+        death.retry_after_s = max(_LEAST_RETRY_S, self._start_s)
+        return death
+
+    async def _restart(self, error: QuireError) -> None:
+        """Start processes, until one is ready or the limit is reached."""
+        for attempt in itertools.count():
+            await self._end(deadline_s=0.5)
+            if not self._may_restart():
+                self._death = EngineDead(
+                    f"{error.message} It was started again {len(self._restarted_s)} times within "
+                    f"{RESTART_WINDOW_S:.0f} s.",
+                    fix="restart the server; its log has the cause.",
+                )
+                logger.error("%s", self._death)
+                return
+            self._restarted_s.append(time.monotonic())
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+            self._attach(await asyncio.to_thread(self._start_again))
+            try:
+                await self._ready
+            except QuireError as failed:
+                logger.error("the engine did not start again: %s", failed)
+                error = failed
+                continue
+            self._death, self._restarting = None, None
+            self.num_restarts += 1
+            logger.warning("the engine is ready again, after %.1f s", self._start_s)
+            return
 
     def _fail_all(self, error: QuireError) -> None:
         for stream in set(self._streams.values()):
@@ -447,11 +553,13 @@ class AsyncEngine:
 
     def _check_alive(self) -> None:
         if self._death is not None:
-            raise EngineDead(self._death.message, fix=self._death.fix)
+            error = EngineDead(self._death.message, fix=self._death.fix)
+            error.retry_after_s = getattr(self._death, "retry_after_s", None)
+            raise error
 
     async def _token_ids(self, prompt: Prompt) -> Ids:
         if isinstance(prompt, str):
-            if self.tokenizer is None:
+            if self.tokenising is None:
                 raise InvalidInput(
                     "this engine has no tokenizer, so a prompt cannot be text.", fix="send token ids as the prompt."
                 )
@@ -459,9 +567,7 @@ class AsyncEngine:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise _not_utf8("prompt", error) from None
-            if len(prompt) >= _LONG_TEXT:
-                return await asyncio.to_thread(self.tokenizer.encode, prompt)
-            return self.tokenizer.encode(prompt)
+            return await self.tokenising.encode(prompt)
         try:
             return np.asarray(prompt, dtype=np.int32)
         except (OverflowError, ValueError, TypeError):

@@ -81,7 +81,6 @@ _KV_MEMORY_INSTEAD = (
     "or give the bytes of the KV pools: --kv-memory 40GiB. "
     "`quire plan MODEL --gpu h100-80gb --mem-fraction-static 0.85` says how many those are."
 )
-_EAGER = "Quire captures no graphs, so every step runs eagerly."
 _SHARE = (
     "is a share of the GPU for weights, activations and pools together; Quire takes the bytes of the KV pools alone."
 )
@@ -126,8 +125,6 @@ class EngineConfig(Settings):
         },
         "pipeline_parallel_size": ("--pipeline-parallel-size: this version runs on one device.", "leave it out."),
         "data_parallel_size": ("--data-parallel-size: this version runs on one device.", "leave it out."),
-        "enforce_eager": (f"--enforce-eager: {_EAGER}", "type nothing in its place."),
-        "disable_cuda_graph": (f"--disable-cuda-graph: {_EAGER}", "type nothing in its place."),
         "enable_chunked_prefill": (
             "--enable-chunked-prefill: long prompts are always computed in chunks.",
             "leave it out; --max-num-batched-tokens bounds a chunk.",
@@ -282,6 +279,12 @@ class EngineConfig(Settings):
     retain_share: float = setting(
         0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", group=_MEMORY, ge=0, le=0.9
     )
+    session_share: float = setting(
+        0.25, "Share of the pool that sessions may hold between turns; 0 for nothing.", group=_MEMORY, ge=0, le=0.9
+    )
+    session_ttl: float = setting(
+        300.0, "Seconds for which a session is kept after its last turn.", group=_MEMORY, gt=0, le=86_400
+    )
     speculative_config: Speculation | None = setting(
         None,
         "Draft tokens and verify several in a step: a JSON object, such as "
@@ -346,7 +349,7 @@ class EngineConfig(Settings):
         le=3600,
     )
     canary: str = setting(
-        "off",
+        "1%",
         "Share of the time in which cached pages on the device are looked at again: 1%, off, or all (each page at each "
         "step).",
         group=_MEMORY,
@@ -373,6 +376,12 @@ class EngineConfig(Settings):
     native_kernels: bool = setting(True, "Compile kernels for this CPU at the first start, and use them.")
     attention_backend: Literal["auto", "native", "torch", "triton"] = setting(
         "auto", "What computes attention: {choices}; auto is the kernel of the device where there is one."
+    )
+    disable_cuda_graph: bool = setting(
+        False, "On a GPU, launch each kernel of a decode step alone.", aliases=("--enforce-eager",)
+    )
+    cuda_graph_max_bs: int = setting(
+        256, "Requests of the largest CUDA graph of decode steps.", aliases=("--max-cudagraph-capture-size",), ge=1
     )
     pack_weights: bool = setting(
         True, "On a CPU, lay out the weights of linear layers for it, and compute known decoder layers in few calls."

@@ -15,13 +15,15 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths
+from quire.cache.session import SessionList, SessionSettings
 from quire.canary.finding import Finding
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
-from quire.engine.device import open_device, plan_for
+from quire.engine.device import largest_graph, open_device, plan_for
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
 from quire.engine.frame_staging import ComputeStream
+from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.messages import (
     EngineRequest,
     Later,
@@ -50,7 +52,6 @@ from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
-from quire.scheduler.sampling_params import eos_or_stop
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
@@ -114,7 +115,7 @@ class EngineCore:
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
-        self.compute = ComputeStream(self.device) if self.device.type == "cuda" else None
+        self.compute = ComputeStream(self.device, self.backend.moves) if self.device.type == "cuda" else None
         self.tiers: EngineTiers | None = None
         if host is not None:
             self.tiers = EngineTiers(config, self.plan, self.pools, storage, host, self.compute)
@@ -154,6 +155,7 @@ class EngineCore:
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
             explains=config.explain,
+            sessions=SessionSettings(share=config.session_share, ttl_s=config.session_ttl),
             offload=Offloads(
                 replace(self.tiers.settings, peers=self.transfer) if self.tiers is not None else None,
                 config.retain_share,
@@ -162,7 +164,7 @@ class EngineCore:
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
-        where = (self.device, self.pools, self.latents, self.backend, self.compute)
+        where = (self.device, self.pools, self.latents, self.backend, self.compute, largest_graph(config, self.device))
         self.runner = ModelRunner(self.model, self.cache, self._sampler(), *where)
         self.scheduler = Scheduler(
             self.cache,
@@ -232,7 +234,9 @@ class EngineCore:
         """Queue a sequence. Raises QuireError if it can never run; nothing has changed then."""
         self.proof.check_admits()
         try:
-            self.scheduler.add(self._request(message))
+            self.scheduler.add(
+                request_of(message, self.config, self.plan, self.model.spec.vocab_size, self.eos_token_ids)
+            )
         except QuireError:
             self._ends["refused"] += 1
             raise
@@ -249,7 +253,7 @@ class EngineCore:
                 self._remember(request)
             self._queued.pop(request_id, None)
             self._ends["finished" if stopped else "aborted"] += 1
-            self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort"))
+            self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort", session=request.grant))
 
     def has_work(self) -> bool:
         """Whether `step` has work or reports."""
@@ -278,6 +282,7 @@ class EngineCore:
         self.tiers = None
         if self.transfer is not None:
             self.transfer.close()
+        self.cache.sessions.close_all()
         below.archiver.hasten()
         tiers.close(self.offload.ahead.settle_moves, below.deletion.end)
         states = [*below.deletion.scopes.values()]
@@ -304,6 +309,7 @@ class EngineCore:
         outputs = StepOutputs(noted=self._ended)
         self._ended = []
         self.offload.retention.expire()
+        self.cache.sessions.expire()
         if self.speculator is not None:
             self._draft(self.speculator)
         step = self.scheduler.schedule()
@@ -434,17 +440,19 @@ class EngineCore:
         outputs.token_ids += tokens
 
     def _fail(self, request: Request, error: Exception) -> TokenOutput:
-        self.scheduler.abort(request.request_id)
+        self.scheduler.abort(request.request_id, failed=True)
         self._ends["failed"] += 1
         if not isinstance(error, QuireError):
             error = StepFailed(f"the step failed: {type(error).__name__}: {error}.", fix="send the request again.")
-        return TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error), status=error.status)
+        told = TokenOutput(request_id=request.request_id, finish_reason="error", session=request.grant)
+        told.error, told.status = str(error), error.status
+        return told
 
     # -- keeping and forgetting
 
     def retain(self, message: RetainRequest) -> Granted:
         """Retain the cached part of a prefix (`Retention.retain`). Raises InvalidInput; nothing has changed then."""
-        _refuse_adapter(message.adapter)
+        refuse_adapter(message.adapter)
         return self.offload.retention.retain(
             np.frombuffer(message.prompt, dtype=np.int32),
             Namespace(message.adapter, message.salt),
@@ -460,6 +468,14 @@ class EngineCore:
     def retained(self) -> RetainedList:
         """What is kept now."""
         return self.offload.retention.listing()
+
+    def sessions(self, namespace: Namespace | None) -> SessionList:
+        """The sessions of a namespace, or all."""
+        return self.cache.sessions.listing(namespace)
+
+    def close_session(self, namespace: Namespace, session_id: str) -> bool:
+        """End a session and free what it holds; its turns that run go on. Returns False if there is none."""
+        return self.cache.sessions.close(namespace, session_id)
 
     def flush(self, namespace: Namespace | None) -> Later[Flushed]:
         """Delete the cached pages of a namespace, or all, in every tier, and its retentions. Running requests continue;
@@ -514,6 +530,7 @@ class EngineCore:
             cache["tiers"] |= self.tiers.statistics()
         return {
             **cache,
+            **self.cache.sessions.statistics(),
             **self.proof.statistics(),
             **{f"{name}_requests": count for name, count in self._ends.items()},
             "output_tokens": self._output_tokens,
@@ -543,6 +560,7 @@ class EngineCore:
             "max_running_requests": self.max_running_requests,
             "device": str(self.device),
             "attention": self.backend.statistics(),
+            "cuda_graphs": self.runner.graphs.statistics() if self.runner.graphs is not None else None,
             "dtype": self.model.spec.dtype.value,
             "architecture": self.model.spec.architecture,
         }
@@ -562,38 +580,3 @@ class EngineCore:
     def history(self) -> dict[str, Any]:
         """How full the pools were (`History.to_dict`)."""
         return self.proof.history.to_dict()
-
-    # -- inside
-
-    def _request(self, message: EngineRequest) -> Request:
-        tokens = message.tokens()
-        vocabulary = self.model.spec.vocab_size
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-            bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
-            raise InvalidInput(
-                f"token id {bad} is outside the vocabulary of {vocabulary:,}.", fix="check the tokenizer."
-            )
-        for name, ids in (("logit_bias", message.params.logit_bias), ("stop_token_ids", message.params.stop_token_ids)):
-            if wrong := [token for token in ids if not 0 <= token < vocabulary]:
-                raise InvalidInput(f"{name} names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
-        _refuse_adapter(message.adapter)
-        if message.explain and not self.config.explain:
-            raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
-        limit = message.params.max_tokens
-        return Request(
-            message.request_id,
-            tokens,
-            message.params,
-            max_tokens=max(1, self.plan.largest_request - len(tokens)) if limit is None else limit,
-            stop_ids=eos_or_stop(message.params, self.eos_token_ids),
-            index=message.index,
-            namespace=Namespace(message.adapter, message.salt),
-            priority=message.priority,
-            explain=message.explain,
-            is_for_peer=message.is_for_peer,
-        )
-
-
-def _refuse_adapter(name: str) -> None:
-    if name:
-        raise InvalidInput(f"adapter '{name}' was asked for, and this version loads no adapters.")

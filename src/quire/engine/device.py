@@ -12,6 +12,7 @@ from quire.engine.host_memory import host_memory
 from quire.errors import InvalidInput
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.library import use_native
+from quire.plan.devices import graph_bytes
 from quire.plan.draft import with_draft_model
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -46,9 +47,10 @@ def open_device(config: EngineConfig) -> tuple[torch.device, AttentionBackend]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the first GPU, else the CPU. Raises InvalidInput if it is not there."""
+    """The device of that name, with its number; `auto` is the first GPU, else the CPU. Raises InvalidInput if it is not
+    there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -57,17 +59,29 @@ def resolve_device(name: str) -> torch.device:
         raise InvalidInput(
             f"device '{name}' was asked for, and this machine has no CUDA device.", fix="use --device cpu."
         )
+    if device.type == "cuda" and ":" not in name:
+        return torch.device("cuda", torch.cuda.current_device())  # tensors have the number too
     return device
+
+
+def largest_graph(config: EngineConfig, device: torch.device) -> int:
+    """Requests of the largest CUDA graph of decode steps; 0 for none. Steps with drafts, or that swap latents in from
+    host memory, are no decode steps of fixed shapes, and torch's operators follow a plan of each step."""
+    eager = config.disable_cuda_graph or config.attention_backend == "torch"
+    if device.type != "cuda" or eager or config.speculative_config or config.hisparse:
+        return 0
+    return min(config.cuda_graph_max_bs, config.max_running_requests)
 
 
 def plan_for(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, device: torch.device) -> Plan:
     """The plan of an engine whose models are loaded. Raises PlanError."""
-    settings = plan_settings(config)
+    graphs = graph_bytes(largest_graph(config, device))
+    settings = replace(plan_settings(config), graph_bytes=graphs)
     if draft is not None:
         spec, settings = with_draft_model(spec, settings, draft)
     if config.kv_memory is not None:
         return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
-    free = free_bytes(device)
+    free = free_bytes(device) - graphs
     plan = make_plan(spec, replace(settings, kv_memory=free))
     if features := plan.memory.feature_bytes:
         plan = make_plan(spec, replace(settings, kv_memory=free - features))

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from quire.cache.session import SessionList
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.output import RequestAssembler, RequestOutput
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _MOVES_S = 0.02
 _IDS = "prompt_token_ids"
+_SESSION = "session_id"
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -81,8 +83,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts. `progress` draws a bar on standard error.
 
-        A prompt is a text, `{"prompt_token_ids": [...]}`, `{"prompt": text}`, or a list of token ids. All prompts are
-        checked before any runs: if one can never run, QuireError is raised and none has run. Prompts with another
+        A prompt is a text, `{"prompt_token_ids": [...]}`, `{"prompt": text}`, or a list of token ids. With
+        `"session_id": "s1"` beside, it is a turn of that session: the next turn computes only what comes after the
+        tokens of this one, and `outputs[i].session` says what is held. All prompts are checked before any runs: if one
+        can never run, QuireError is raised and none has run. Prompts with another
         `salt` share no pages; higher `priority` goes first. `outputs[i].explanation` says why no more of the prompt was
         cached, unless the engine was created with `explain` off.
         """
@@ -93,8 +97,9 @@ class LLM:
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
         options = {"salt": salt, "priority": priority, "explain": self.config.explain}
         try:
-            for request in [each for one in assemblers for each in one.engine_requests(**options)]:
-                self.engine.add(request)
+            for prompt, one in zip(batch, assemblers, strict=True):
+                for request in one.engine_requests(**options, session_id=_session_of(prompt)):
+                    self.engine.add(request)
         except BaseException:
             self._abort(assemblers)
             raise
@@ -132,6 +137,14 @@ class LLM:
     def release(self, retention_id: str) -> bool:
         """Release a retention; returns False if there is none with that id."""
         return self.engine.release(retention_id)
+
+    def sessions(self, *, salt: str | None = None) -> SessionList:
+        """The sessions of a salt ("" for prompts without one), or all: what each holds, and the tokens it has saved."""
+        return self.engine.sessions(None if salt is None else Namespace(salt=salt))
+
+    def close_session(self, session_id: str, *, salt: str = "") -> bool:
+        """End a session and free what it holds; returns False if there is none with that id."""
+        return self.engine.close_session(Namespace(salt=salt), session_id)
 
     def flush(self, *, salt: str | None = None) -> Flushed:
         """Delete the pages cached under a salt ("" for prompts without one), or all pages, in every tier.
@@ -208,7 +221,11 @@ class LLM:
         found: Mapping[str, Any] = {"prompt" if isinstance(prompt, str) else _IDS: prompt}
         if isinstance(prompt, Mapping):
             found = prompt
-        if found.keys() - {"prompt", _IDS} or not found:
+        if unknown := found.keys() - {"prompt", _IDS, _SESSION}:
+            names = ", ".join(sorted(f"'{key}'" for key in unknown))
+            has = f"it has 'prompt' or '{_IDS}', '{_SESSION}' and nothing else."
+            raise InvalidInput(f"a prompt has no {names}.", fix=has)
+        if not found.keys() & {"prompt", _IDS}:
             raise InvalidInput(f"a prompt has 'prompt' or '{_IDS}' and nothing else, got {sorted(found)}.")
         text, ids = found.get("prompt"), found.get(_IDS)
         if ids is None:
@@ -249,6 +266,14 @@ class LLM:
                 self.engine.abort(request_id)
         while self.engine.has_work():
             self.engine.step()
+
+
+def _session_of(prompt: Prompt) -> str:
+    """The session id of a prompt; "" for none."""
+    found = prompt.get(_SESSION, "") if isinstance(prompt, Mapping) else ""
+    if not isinstance(found, str) or (isinstance(prompt, Mapping) and _SESSION in prompt and not found):
+        raise InvalidInput(f"{_SESSION} is a text that is not empty, got {found!r}.")
+    return found
 
 
 @contextmanager

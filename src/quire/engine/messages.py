@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from quire import errors
+from quire.cache.session import SessionGrant
 from quire.errors import InvalidInput, QuireError
 from quire.observe.explain import Explanation
 from quire.scheduler.request import Request
@@ -31,7 +32,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
     `prompt` is the prompt's token ids as raw int32 bytes: converted once, on arrival. `adapter` and `salt` are the
     cache namespace: nothing is ever shared across two of them. Higher `priority` goes first. With `explain`, an output
-    says why no more of the prompt was cached. One that `is_for_peer` computes a prompt for another engine.
+    says why no more of the prompt was cached. One that `is_for_peer` computes a prompt for another engine. One with a
+    `session_id` is a turn of that session (`quire.cache.sessions`).
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     explain: bool = False
     is_for_peer: bool = False
+    session_id: str = ""
 
     def tokens(self) -> Ids:
         """The prompt's token ids, int32 `[num_prompt_tokens]`, a read-only view."""
@@ -76,7 +79,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
     "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
-    the first output, which has no tokens.
+    the first output, which has no tokens. The last output of a turn says what its `session` holds.
     """
 
     request_id: str
@@ -93,6 +96,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     status: int = 500
     explanation: Explanation | None = None
+    session: SessionGrant | None = None
 
 
 def output_of(request: Request, **more: Any) -> TokenOutput:
@@ -105,6 +109,7 @@ def output_of(request: Request, **more: Any) -> TokenOutput:
         num_peer_tokens=request.num_peer,
         num_draft_tokens=request.num_drafted,
         num_accepted_tokens=request.num_accepted,
+        session=request.grant,
         **more,
     )
 

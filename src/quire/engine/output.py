@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quire.cache.session import SessionGrant
 from quire.engine.messages import EngineRequest, TokenLogprobs, TokenOutput
+from quire.engine.stop_strings import StopAutomaton, StopStrings
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
@@ -48,7 +50,8 @@ class CompletionOutput:
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token that ended
     it, None for the model's own end-of-sequence token. `explanation` says why no more of its prompt was cached, if the
     request asked for it. With speculation, `num_draft_tokens` were computed, and `num_accepted_tokens` of them are
-    among its tokens; where a stop string ended it, as of the last step that accepted any.
+    among its tokens; where a stop string ended it, as of the last step that accepted any. The last one of a turn says
+    what its `session` holds.
     """
 
     index: int
@@ -61,6 +64,7 @@ class CompletionOutput:
     explanation: Explanation | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    session: SessionGrant | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +82,11 @@ class RequestOutput:
     num_storage_tokens: int = 0
     num_peer_tokens: int = 0
     finished: bool = True
+
+    @property
+    def session(self) -> SessionGrant | None:
+        """What the session of this turn holds; None without one."""
+        return self.outputs[0].session
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,49 +185,18 @@ def _final_length(text: str) -> int:
     return end
 
 
-class StopStrings:
-    """Finds the stop string that is complete first (of two that end together, the longer).
-
-    The answer depends on the text alone, not on its division into tokens.
-    """
-
-    def __init__(self, stop: Sequence[str], *, include: bool) -> None:
-        self._stop = tuple(stop)
-        self._include = include
-        self._longest = max(map(len, self._stop), default=0)
-        self._held = ""  # a suffix of the text so far that is the beginning of some stop string
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Text that is safe to show, and the stop string that ended it, if one did."""
-        if not self._stop:
-            return text, None
-        text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            end, at, stop = min(found)
-            self._held = ""
-            return text[: end if self._include else at], stop
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], None
-
-    def flush(self) -> str:
-        """The text that was held back: it ended before it could become a stop string."""
-        held, self._held = self._held, ""
-        return held
-
-    def _num_held(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            suffix = text[-length:]
-            if any(stop.startswith(suffix) for stop in self._stop):
-                return length
-        return 0
-
-
 class SequenceAssembler:
     """Builds one sequence from its `TokenOutput`s. Without a decoder the text stays empty."""
 
-    def __init__(self, params: SamplingParams, decoder: Decoder | None, *, index: int = 0) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        decoder: Decoder | None,
+        *,
+        index: int = 0,
+        automaton: StopAutomaton | None = None,
+    ) -> None:
+        """`automaton` is that of `params.stop`, for several sequences of one request."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -228,10 +206,13 @@ class SequenceAssembler:
         self.stop_reason: int | str | None = None
         self.error = ""  # why, if `finish_reason` is "error"
         self.explanation: Explanation | None = None
+        self.session: SessionGrant | None = None
+        self.is_turn = False  # of a session: a text that ends on a stop string waits for the engine's last output
         self._params = params
         self._decoder = decoder
         self._stream = decoder and TextStream(decoder, skip_special_tokens=params.skip_special_tokens)
-        self._stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        automaton = automaton or StopAutomaton(params.stop)
+        self._stop = StopStrings(automaton, include=params.include_stop_str_in_output)
         self._pieces: list[str] = []
 
     @property
@@ -247,6 +228,7 @@ class SequenceAssembler:
     def push(self, output: TokenOutput) -> SequenceDelta:
         """Add one step's tokens; returns what they add to the output."""
         first_token, first_piece, ended = len(self.token_ids), len(self._pieces), self.finished
+        self.session = output.session or self.session
         if not ended:
             if output.num_cached_tokens:
                 below = (output.num_host_tokens, output.num_storage_tokens, output.num_peer_tokens)
@@ -266,17 +248,19 @@ class SequenceAssembler:
                     break
             if output.finish_reason is not None and not ended:
                 self._finish(output)
+        waits = self.is_turn and output.finish_reason is None
         return SequenceDelta(
             index=self.index,
             text="".join(self._pieces[first_piece:]),
             token_ids=self.token_ids[first_token:],
             logprobs=None if self.logprobs is None else self.logprobs[first_token:],
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            finish_reason=None if waits else self.finish_reason,
+            stop_reason=None if waits else self.stop_reason,
             must_abort=ended and output.finish_reason is None,
             error=self.error,
             status=output.status,
             explanation=self.explanation,
+            session=self.session,
         )
 
     def push_token(self, token_id: int, *, shown: bool = True) -> bool:
@@ -305,6 +289,7 @@ class SequenceAssembler:
             explanation=self.explanation,
             num_draft_tokens=self.drafts[0],
             num_accepted_tokens=self.drafts[1],
+            session=self.session,
         )
 
     def _show(self, text: str) -> None:
@@ -348,7 +333,10 @@ class RequestAssembler:
     sequences: dict[str, SequenceAssembler] = field(init=False)
 
     def __post_init__(self) -> None:
-        assemblers = [SequenceAssembler(self.params, self.decoder, index=i) for i in range(self.params.n)]
+        automaton = StopAutomaton(self.params.stop)
+        assemblers = [
+            SequenceAssembler(self.params, self.decoder, index=i, automaton=automaton) for i in range(self.params.n)
+        ]
         self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
 
     @property
@@ -359,6 +347,8 @@ class RequestAssembler:
 
     def engine_requests(self, **options: Any) -> list[EngineRequest]:
         """The requests to give to the engine, one for each sequence. `options` are further fields of them."""
+        for each in self.sequences.values():
+            each.is_turn = bool(options.get("session_id"))
         prompt = self.prompt_token_ids.tobytes()
         return [
             EngineRequest(request_id=name, prompt=prompt, params=self.params, index=each.index, **options)

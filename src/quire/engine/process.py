@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol, get_args, get_origin, get_type_hin
 
 import msgspec
 
+from quire.cache.session import SessionList
 from quire.engine.channel import Channel
 from quire.engine.config import EngineConfig
 from quire.engine.messages import (
@@ -54,6 +55,7 @@ from quire.engine.messages import (
     Touched,
     WireError,
 )
+from quire.engine.watchdog import Watchdog
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.observe.explain import Explanation
 from quire.offload.deletion import Flushed
@@ -64,6 +66,9 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """Longest time between two heartbeats of an engine between steps."""
+
+STEP_STUCK_AFTER_S = 30.0
+"""Time in one step after which the log has where it is."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -97,6 +102,8 @@ class Core(Protocol):
     def retain(self, request: RetainRequest) -> Granted: ...
     def release(self, retention_id: str) -> bool: ...
     def retained(self) -> RetainedList: ...
+    def sessions(self, namespace: Namespace | None) -> SessionList: ...
+    def close_session(self, namespace: Namespace, session_id: str) -> bool: ...
     def flush(self, namespace: Namespace | None) -> Later[Flushed]: ...
     def set_weights_epoch(self, epoch: int) -> Flushed: ...
     def set_role(self, role: str) -> str: ...
@@ -124,7 +131,7 @@ VERBS = {
     name: Verb.of(getattr(Core, name))
     for name in (
         *("add", "statistics", "explain", "retain", "release", "retained", "flush", "set_weights_epoch", "set_role"),
-        *("audit_cache", "history"),
+        *("audit_cache", "history", "sessions", "close_session"),
     )
 }
 
@@ -219,7 +226,8 @@ def run_engine(config: EngineConfig, end: socket.socket, build: BuildCore, log_l
         )
         is_ready = True
         core.wake = link.wake
-        StepLoop(core, link).run()
+        watchdog = Watchdog("the engine loop", STEP_STUCK_AFTER_S)
+        StepLoop(core, link, tick=watchdog.tick).run()
     except Exception as error:
         link.report(Died(error=WireError.of(error)))
         exit_code = error.exit_code if isinstance(error, QuireError) and not is_ready else EXIT_DEFECT
@@ -290,9 +298,11 @@ class _Link:
 
 
 class StepLoop:
-    """Commands, one step, reports; then again. `link` needs `commands(timeout_ms)` and `report(report)`."""
+    """Commands, one step, reports; then again. `link` needs `commands(timeout_ms)` and `report(report)`. Each time it
+    begins with a `tick`."""
 
-    def __init__(self, core: Core, link: _Link) -> None:
+    def __init__(self, core: Core, link: _Link, *, tick: Callable[[], None] = lambda: None) -> None:
+        self._tick = tick
         self._core = core
         self._link = link
         self._running = True
@@ -305,6 +315,7 @@ class StepLoop:
     def run(self) -> None:
         """Until a `Shutdown` command. An exception of the core's step passes through here."""
         while self._running:
+            self._tick()
             for command in self._link.commands(self._patience_ms()):
                 self._obey(command)
             if self._core.has_work() or self._core.has_moves() or self._core.has_checks():

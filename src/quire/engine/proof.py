@@ -71,7 +71,8 @@ class Proof:
             self.canary = runner.canary = Canary(cache.parts, runner.pools, share=share, except_for=drafts)
         self._cache, self._scheduler = cache, scheduler
         self._containment = Containment(cache.parts)
-        self.auditor = Auditor(cache.parts, self._state)
+        tiers = offload_of(cache).tiers
+        self.auditor = Auditor(cache.parts, self._state, tiers.hosts if tiers is not None else ())
         self._asked = 0  # audits that were asked for and have not begun
         self._tries = Counter[str]()
         self._steps = 0
@@ -141,6 +142,7 @@ class Proof:
         known = {request.request_id for request in self._scheduler.requests}
         for name in self._tries.keys() - known:
             del self._tries[name]
+        self._cache.sessions.end_readers(readers)
         self._containment.go_on()
         for finding in findings:
             self.reports.add(finding)
@@ -237,13 +239,15 @@ class Proof:
                 "pages": len(rows.page_ids(kv)),
                 "cached_pages": kv.lease.num_pages,
                 "tokens": rows.committed(kv),
+                "session": kv.is_held,
             }
             for kv in live[:_MOST_HOLDERS]
         ]
         retention = offload_of(self._cache).retention
         return {
             "requests": held,
-            "num_requests": len(live),
+            "num_requests": len(live) - self._cache.sessions.num_held,
+            "num_sessions": self._cache.sessions.num_held,
             "holds": self._cache.parts.holds.summary(retention.num_pinned),
             "retained_pages": retention.num_pages,
             "evictable_pages": tree.num_evictable,

@@ -10,23 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.cache import KVCache, RunningBatch
+from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
 from quire.canary import Canary
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
 from quire.engine.frame_staging import ComputeStream
+from quire.engine.graphs import DecodeGraphs
 from quire.engine.hisparse import HostedLatents
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
+from quire.engine.page_tables import DevicePageTables
 from quire.engine.readback import Readback
 from quire.engine.sampler import Drawn, Sampler
 from quire.kernels.backend import DEFAULT, AttentionBackend
-from quire.kernels.batch import Builds, PagedBatch
+from quire.kernels.batch import Asked, PagedBatch, derive
+from quire.kernels.moves import Pieces
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
-from quire.memory.pool import DevicePageTables, Pool
-from quire.models.forward import RunningForward, move_rows
+from quire.memory.pool import Pool
+from quire.models.forward import RunningForward, slots_of
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
@@ -101,11 +104,13 @@ class ModelRunner:
         latents: HostedLatents | None = None,
         backend: AttentionBackend = DEFAULT,
         compute: ComputeStream | None = None,
+        largest_graph: int = 0,
     ) -> None:
+        """Captures CUDA graphs of up to `largest_graph` requests; 0 for none."""
         self.drafter: ModelDrafter | HeadDrafter | None = None
         """What follows each step on the same pages."""
         self.canary: Canary | None = None
-        self._model = model
+        self.model = model
         self._cache = cache
         self._sampler = sampler
         self._device = device
@@ -113,15 +118,22 @@ class ModelRunner:
         self.pools = pools
         self.backend = backend
         self._hisparse = hisparse = latents.coordinator if latents is not None else None
+        if latents is not None and (device.type == "cpu" or latents.host.pinned):
+            latents.coordinator.moves = backend.moves
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._planners = [AttentionPlanner() for _ in pools]
-        self._asked: list[Builds] = [{} for _ in pools]  # what layers derived from the batches of the last step
+        self._asked: list[Asked | None] = [None] * len(pools)  # what layers derived from the batches of the last step
+        self._slots: dict[int, Pieces] = {}  # by group, once drafts were moved
         self._upload_bytes = 1 << 16
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
-        self._tables = DevicePageTables(len(self._following), rows, width, device=device)
+        self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)
         built = sum(pool.num_bytes for pool in [*self.pools, *([hisparse.pool] if hisparse is not None else [])])
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
+        self.graphs: DecodeGraphs | None = None
+        if largest_graph:
+            self.graphs = DecodeGraphs(self, largest_graph)
+            self.graphs.capture()
 
     @torch.inference_mode()
     def launch(self, step: Step, previous: Launched | None) -> Launched:
@@ -132,19 +144,25 @@ class ModelRunner:
         try:
             loads = self._loads(step)
             waits = not all(load.done for load in loads)
+            graph = self.graphs.find(step, loads=bool(loads)) if self.graphs is not None else None
             for pool in self.pools:
                 pool.arriving = loads
             proposal = self.drafter.proposal(step) if self.drafter is not None else None
             upload = Upload(self._device, self._upload_bytes)
             with upload.collecting():
-                changes = self._tables.sent(self._cache.rows.page_table_changes())
-                ids, positions, rows = (to_device(a, self._device) for a in (step.tokens, step.positions, step.draws))
+                changes = self.tables.sent(self._cache.rows.page_table_changes())
                 future = self._future(step, previous)
                 batches = self._batches(step)
-                self._derive(batches)
+                placed = self.graphs.placed(graph, step, batches) if self.graphs is not None else None
+                if placed is None:
+                    flat = (step.tokens, step.positions, step.draws)
+                    ids, positions, rows = (to_device(array, self._device) for array in flat)
+                    self._derive(batches)
                 prepared = self._sampler.prepare(step.places, self._device, proposal) if len(step.draws) else None
             self._upload_bytes = max(self._upload_bytes, 2 * upload.sent)
-            self._tables.apply(changes)
+            self.tables.apply(changes)
+            if placed is not None:
+                ids = placed.take()
             if future is not None:
                 ids[future[0]] = future[1][future[2]]
             if self.canary is not None:
@@ -153,12 +171,15 @@ class ModelRunner:
             if self._hisparse is not None:
                 self._hisparse.admit(step.batch.rows, step.batch.serials)
             running = RunningForward(self.pools, batches, hisparse=self._hisparse)
-            logits = self._model.run(running, ids, positions, rows)
+            if placed is not None:
+                logits = placed.replay()
+            else:
+                logits = self.model.run(running, ids, positions, rows)
+                self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
             drawn = self._sampler.draw(logits, step.places, proposal, prepared) if prepared is not None else None
             if self.drafter is not None:
                 self.drafter.follow(step, running, drawn)
             readback = Readback(drawn, self._device)
-            self._asked = [batch.builds if isinstance(batch, PagedBatch) else {} for batch in batches]
         except BaseException:
             self._cache.close_fence(fence)
             raise
@@ -172,19 +193,20 @@ class ModelRunner:
         and with hot buffers some of it follows what layers compute."""
         if self._device.type == "cpu" or self._hisparse is not None:
             return
-        for batch, asked in zip(batches, self._asked, strict=True):
-            if isinstance(batch, StateBatch):
-                batch.runs(self._device)
-            else:
+        for batch in batches:
+            if isinstance(batch, PagedBatch):
                 batch.slots_on(self._device)
-                batch.derive(asked)
+        derive(batches, self._asked, self._device)
 
     def move(self, launched: Launched, sources: Rows, targets: Rows) -> None:
         """What a step has written at the flat places `sources` belongs at `targets` of it: drafts that were right."""
         if len(sources):
             for group, (pool, batch) in enumerate(zip(self.pools, launched.batches, strict=True)):
                 assert isinstance(batch, PagedBatch), "states are of chains"
-                move_rows(pool, batch.slots[sources], batch.slots[targets])
+                if group not in self._slots:
+                    self._slots[group] = slots_of(pool)
+                places = (to_device(batch.slots[rows].astype(np.int64), pool.device) for rows in (sources, targets))
+                self.backend.moves.move(self._slots[group], *places)
                 if self.canary is not None:
                     self.canary.moved(group, batch.slots[sources], batch.slots[targets])
             if self.drafter is not None:
@@ -206,36 +228,53 @@ class ModelRunner:
         """Where each group's frames for this step are."""
         requests, ends, cache = step.batch, step.ends, self._cache
         slots = cache.rows.slots_in(self._following, requests, step.starts, ends)
+        width = pages_for(int(ends.max(initial=1)), cache.page_size)
         query_starts, context_lens = step.offsets.astype(np.int32), ends.astype(np.int32)
         found: list[PagedBatch | StateBatch] = []
         for group, planner in enumerate(self._planners):
             pieces = cache.launch(group, requests, ends, step.draw_counts)
             if pieces is not None:
-                found.append(StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets))
+                found.append(
+                    StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets, moves=self.backend.moves)
+                )
                 continue
             place = self._following.index(group)
             found.append(
                 PagedBatch(
                     query_starts=query_starts,
                     context_lens=context_lens,
-                    frames=self._frames(requests, ends, place),
+                    frames=self.tables.frames(place, requests.rows, width),
                     slots=slots[place],
                     page_size=cache.page_size,
                     planner=planner,
                     ids=requests.rows,
                     parents=step.parents,
                     backend=self.backend,
+                    table=self.tables.step(place, requests.rows),
                 )
             )
         return found
 
-    def _frames(self, requests: RunningBatch, ends: Lengths, place: int) -> Ids:
-        """The page tables of a batch on the host, where reads are planned. On a CPU they are the device's own. Another
-        device has its own too, for kernels that read pages by row, and is not waited for here."""
-        if self._tables.host is None:
-            return self._cache.rows.page_table(requests, ends, self._following[place])
-        frames: Ids = self._tables.host[place, :, : pages_for(int(ends.max(initial=1)), self._cache.page_size)]
-        return frames[requests.rows]
+    def pads(self, size: int) -> list[PagedBatch | StateBatch]:
+        """A batch of `size` pads of each group."""
+        cache, nothing = self._cache, np.empty(0, dtype=np.int32)
+        found: list[PagedBatch | StateBatch] = []
+        for group in range(len(self.pools)):
+            if group not in self._following:
+                states = StateBatch(np.zeros(1, dtype=np.int32), nothing, nothing, moves=self.backend.moves)
+                found.append(states.padded(size))
+                continue
+            batch = PagedBatch(
+                query_starts=np.zeros(1, dtype=np.int32),
+                context_lens=nothing,
+                frames=np.empty((0, 1), dtype=np.int32),
+                slots=nothing,
+                page_size=cache.page_size,
+                backend=self.backend,
+                table=self.tables.step(self._following.index(group), np.empty(0, dtype=np.int64)),
+            )
+            found.append(batch.padded(size))
+        return found
 
     def _future(self, step: Step, previous: Launched | None) -> tuple[Tensor, Tensor, Tensor] | None:
         """Which rows of the step continue tokens that only the device has yet: the rows int64, the tokens of the step

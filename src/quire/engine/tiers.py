@@ -17,6 +17,7 @@ from quire.engine.hisparse import HostedLatents, warn_of_loss
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.engine.runner import build_pools
 from quire.engine.tier_report import store_counts, tiers_as_dict
+from quire.engine.watchdog import LaneWatch
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
@@ -92,6 +93,7 @@ class EngineTiers:
             staged = None if compute is None else FrameStaging(compute).frames
             self.mover = ThreadMover(FrameCopies(pools, self.host, staged, queues=staged is not None), self.store)
             undo.pop_all()
+        self._watch = LaneWatch([lane for lane in LANES if lane.carries], self._mark)
         self.break_even = BreakEven(seconds, on_change=_log_link)
         self.settings = TierSettings(
             host_frames=frames,
@@ -107,8 +109,14 @@ class EngineTiers:
             health=StoreHealth(_log_store),
         )
 
+    def _mark(self, lane: Lane) -> object | None:
+        """Changes with each transfer that is submitted or ends; None while none is in flight."""
+        num_bytes = self.mover.in_flight(lane)
+        return (num_bytes, self.mover.rates[lane].mean) if num_bytes else None
+
     def statistics(self) -> dict[str, Any]:
-        """Bandwidths in bytes per second, if known, and why lanes that are off are off."""
+        """Bandwidths in bytes per second, if known, why lanes that are off are off, and for how many seconds which are
+        stuck."""
         rates = {link.name: self.mover.rates[link] for link in LANES if link is not Lane.DELETE}
         return {
             "resolved": self.resolved,
@@ -116,6 +124,7 @@ class EngineTiers:
             "bandwidth": {name: rate.per_second for name, rate in rates.items()},
             "latency": {name: rate.start for name, rate in rates.items()},
             "off": {link.name: why for link in LANES if (why := self.break_even.why_off(link))},
+            "stuck": {lane.name: seconds for lane, seconds in self._watch.stuck().items()},
             "turned_off": self.break_even.turned_off_count,
             "store": store_counts(self.store),
         }

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import HostMemoryError
+from quire.memory.pinned import PinnedSlices
 from quire.memory.record import RecordFormat, Rows
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
@@ -85,8 +86,9 @@ def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: P
 class HostPool:
     """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i. It is one
     anonymous mapping of `num_bytes`. The constructor touches it (see `touch`), so that a shortage of memory fails at
-    once. `pinned` registers the memory with CUDA, if there is one. The pool owns the memory until `close`; views stay
-    readable after that and read zeros. Raises HostMemoryError, and frees what it had reserved."""
+    once. `pinned` then registers the rows with CUDA (`PinnedSlices`), if there is one; `progress` hears of that too.
+    The pool owns the memory until `close`; views stay readable after that and read zeros. Raises HostMemoryError, and
+    frees what it had reserved."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class HostPool:
         assert all(count >= 0 for count in frames)
         self.frames = tuple(frames)
         self.num_bytes = records_bytes(groups, frames)
-        self.pinned = False
+        self._pinned: PinnedSlices | None = None
         self._formats = [RecordFormat.of(part, group.layout) for part, group in enumerate(groups)]
         self._memory = reserve(self.num_bytes)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
@@ -113,10 +115,16 @@ class HostPool:
         assert start == self.num_bytes
         try:
             touch(self._bytes, threads, progress)
-            self.pinned = pinned and _register(self._bytes)
+            if pinned and _has_cuda():
+                self._pinned = PinnedSlices(self._rows, progress)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the rows are registered with CUDA."""
+        return self._pinned is not None
 
     def rows(self, group: int) -> Rows:
         """The records of a group, uint8 `[frames + 1, stride]`, live, aligned to 4 KiB; row 0 is padding."""
@@ -142,11 +150,9 @@ class HostPool:
         """Return the memory to the system, also while views exist. A second call does nothing."""
         if not len(self._bytes):
             return
-        if self.pinned:
-            import torch
-
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)  # type: ignore[no-untyped-call]
-            self.pinned = False
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._rows = []
         self._bytes = np.empty(0, dtype=np.uint8)
@@ -156,16 +162,7 @@ class HostPool:
             return  # views exist: the bytes are freed already, and the addresses are freed with the last view
 
 
-def _register(memory: npt.NDArray[np.uint8]) -> bool:
-    """Pin `memory` for CUDA; False if there is no CUDA. Not run on a GPU yet."""
+def _has_cuda() -> bool:
     import torch
 
-    if not torch.cuda.is_available():
-        return False
-    status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        raise HostMemoryError(
-            f"{memory.nbytes:,} bytes of host memory could not be pinned: CUDA error {int(status)}.",
-            fix="lower --host-memory, or raise the limit of locked memory (ulimit -l).",
-        )
-    return True
+    return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Pool: the tensors that hold the frames of one (group, tier), of any layout. Page tables on the device."""
+"""Pool: the tensors that hold the frames of one (group, tier), of any layout."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.errors import HostMemoryError, PlanError
 from quire.memory.host_pool import populate, reserve, touch
-from quire.memory.residency import PageTableChanges
-from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout
-from quire.upload import to_device
 
 _LARGE = 4 * 2**20
 """Size in bytes from which a tensor uses huge pages."""
@@ -103,32 +99,3 @@ class Pool:
     def has(self, name: str, layer: int) -> bool:
         """Whether `layer` owns a field `name` in this pool."""
         return (name, layer) in self._owned
-
-
-class DevicePageTables:
-    """The frame of every page of every running request, int32 `[groups, rows, pages_per_row]` on `device`. Entries
-    after a request's pages, and those of free rows, are stale."""
-
-    def __init__(self, num_groups: int, num_rows: int, pages_per_row: int, *, device: torch.device) -> None:
-        self.tables = torch.zeros((num_groups, num_rows, pages_per_row), dtype=torch.int32, device=device)
-        self._flat = self.tables.view(num_groups, num_rows * pages_per_row)
-        self.host: Ids | None = self.tables.numpy() if device.type == "cpu" else None
-        """The tables as an array if the device is the CPU; `sent` then writes without a copy."""
-
-    def sent(self, changes: PageTableChanges) -> Tensor | None:
-        """Send changes to the device (`to_device`), for `apply`. None if there are none, or none are left to apply."""
-        if not len(changes):
-            return None
-        if self.host is not None:
-            self._flat.numpy()[:, changes.places] = changes.frames
-            return None
-        return to_device(np.concatenate((changes.places[None], changes.frames)), self.tables.device)
-
-    def apply(self, sent: Tensor | None) -> None:
-        """Update the tables by changes that have arrived, int32 `[1 + groups, changes]`: places and frames."""
-        if sent is not None:
-            self._flat.index_copy_(1, sent[0].long(), sent[1:])
-
-    def rows(self, group: int, rows: Tensor, width: int) -> Tensor:
-        """The first `width` entries of these rows, int32 `[len(rows), width]`, a copy on the device."""
-        return self.tables[group, :, :width].index_select(0, rows)

@@ -47,8 +47,9 @@ class _ChunkedAttention:
         options = replace(options, window=self._chunk, chunked=self._chunk > 0)
         kept = keep(forward, key, value, options)
         if self._scales and kept.batch is not None:
-            kind = ("query scale", self._floor, self._factor, query.device)
-            scale = kept.batch.derived(kind, lambda batch: to_device(self._query_scale(batch).numpy(), query.device))
+            device = query.device  # alone: what is derived is kept for later steps, and would keep the query
+            kind = ("query scale", self._floor, self._factor, device)
+            scale = kept.batch.derived(kind, lambda batch: to_device(self._query_scale(batch).numpy(), device))
             query = (query * scale).to(query.dtype)
         return kept.attend(query, options)
 

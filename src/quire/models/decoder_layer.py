@@ -1,7 +1,8 @@
 """FusedLayer and FusedDecoder: a decoder in few calls: products of packed weights, and functions on rows between them.
 
 A layer is fused if its modules have the structure below and, on the inputs of one dry run, the fused layer gives its
-attention the same queries, keys, values and options as the layer's own code, and returns the same.
+attention the same queries, keys, values and options as the layer's own code, and returns the same; also where its
+inputs are small, so that what it returns is mostly what it adds.
 
 rows -> norm -> q, k, v -> (norms of heads) -> rotary -> attention -> o -> + -> norm -> gate, up -> SiLU -> down -> +
 """
@@ -9,7 +10,7 @@ rows -> norm -> q, k, v -> (norms of heads) -> rotary -> attention -> o -> + -> 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _POSITIONS = (0, 1, 2, 5, 11)
 """Of the dry run, besides the last ones of the context."""
+_SMALL = 2.0**-6
+"""Root mean square of small rows: what layers add to them is larger. Their squares are larger than usual epsilons."""
 
 
 class FusedLayer:
@@ -37,7 +40,7 @@ class FusedLayer:
 
     def __init__(self, layer: Any, options: CallOptions) -> None:
         attention = layer.self_attn
-        self._own = layer.forward
+        self.own: Callable[..., Tensor] = layer.forward
         self._attention = attention
         self._options = replace(options, others={})  # which attention of a module's keys and values does not read
         self._norms = [
@@ -57,8 +60,7 @@ class FusedLayer:
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **others: Any) -> Tensor:
         """Rows after the layer, `[1, T, hidden]`, of rows before it; `position_embeddings` are two `[1, T, dim]`."""
         if args or position_embeddings is None or not in_forward():
-            own: Tensor = self._own(hidden_states, *args, position_embeddings=position_embeddings, **others)
-            return own
+            return self.own(hidden_states, *args, position_embeddings=position_embeddings, **others)
         rows = self._rows
         (first, first_eps), (second, second_eps) = self._norms
         cos, sin = position_embeddings
@@ -242,13 +244,23 @@ def _fits(layer: Any, seen: _Seen) -> bool:
 
 
 def _is_same(candidate: FusedLayer, seen: _Seen) -> bool:
-    """Whether the fused layer does what the layer's own code did."""
+    """Whether the fused layer does what the layer's own code does."""
+    rows = seen.rows.float()
+    size = rows.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(_SMALL)
+    small = (rows * (_SMALL / size)).to(seen.rows.dtype)
+    ((*tensors, _),) = seen.calls
+    wanted = [*tensors, seen.out], _outputs(candidate.own, small, seen)
+    found = _outputs(candidate, seen.rows, seen), _outputs(candidate, small, seen)
+    return all(_is_close(*each) for pair in zip(found, wanted, strict=True) for each in zip(*pair, strict=True))
+
+
+def _outputs(layer: Callable[..., Tensor], rows: Tensor, seen: _Seen) -> list[Tensor]:
+    """Queries, keys, values and the output of a layer that gets `rows` in place of those of the dry run."""
     probing = ProbingForward()
     with forward_pass(probing):
-        out = candidate(seen.rows, **seen.arguments)
-    ((*tensors, _),) = seen.calls
-    ((*own, _),) = probing.attended
-    return all(_is_close(a, b) for a, b in zip([*own, out], [*tensors, seen.out], strict=True))
+        out = layer(rows, **seen.arguments)
+    ((*tensors, _),) = probing.attended
+    return [*tensors, out]
 
 
 def _is_close(found: Tensor, wanted: Tensor) -> bool:

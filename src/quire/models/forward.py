@@ -12,22 +12,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import HostedField, LatentFields, PagedField, Writer
+from quire.kernels.moves import Pieces
 from quire.kernels.page_bounds import PageBounds
 from quire.kernels.state import StateBatch
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.sparse.coordinator import HiSparseCoordinator
-from quire.spec.ids import Ids
 from quire.spec.layers import KEY_BOUNDS, Call
 from quire.spec.layout import scales_of
-from quire.upload import to_device
 
 HIDDEN = "hidden"
 """Key of the hidden states that a pass keeps, by layer, each `[T, hidden]`, in what layers share."""
@@ -130,19 +128,21 @@ def paged_field(pool: Pool, name: str, ordinal: int, writer: Writer | None = Non
     return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name, writer=writer)
 
 
-def move_rows(pool: Pool, sources: Ids, targets: Ids) -> None:
-    """Copy what the slot `sources[i]` has in every field and layer to the slot `targets[i]`. All are read before any is
-    written. Raises UnsupportedModel, before any copy, if a field has no entry for each token."""
+def slots_of(pool: Pool) -> Pieces:
+    """What the slots of a pool have, in every field and layer. Raises UnsupportedModel if a field has no entry for each
+    token."""
     for field in pool.layout.fields:
         if field.per != 1:
             raise UnsupportedModel(
                 f"accepted drafts cannot be moved: an entry of field '{field.name}' is not that of one token.",
                 fix="propose one draft per position (topk 1) for this model.",
             )
-    source, target = (to_device(slots.astype(np.int64), pool.device) for slots in (sources, targets))
+    place, parts = 0, []
     for _, tensor in pool.tensors:
         rows = tensor.view(torch.uint8).view(len(tensor), (pool.num_frames + 1) * pool.layout.page_size, -1)
-        rows[:, target] = rows[:, source]
+        parts.append((place, rows))
+        place += len(rows) * rows.shape[2]
+    return Pieces.of(parts, place)
 
 
 class RecordingForward:

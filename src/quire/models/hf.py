@@ -80,6 +80,8 @@ class LoadedModel:
         self._num_layers = int(text_config.num_hidden_layers)
         self.hidden_size = int(text_config.hidden_size)
         self._captured: set[int] = set()
+        self.num_changes = 0
+        """How often the weights were replaced."""
         context_length = getattr(text_config, "max_position_embeddings", None) or max_length or self._endless()
         if context_length is None:
             raise UnsupportedModel(
@@ -136,6 +138,7 @@ class LoadedModel:
     def weights_changed(self) -> None:
         """The weights were replaced: they are packed again, and their fingerprint is computed at the next call."""
         self.__dict__.pop("weights_fingerprint", None)
+        self.num_changes += 1
         self.packing.pack(again=True)
 
     def forward_statistics(self) -> dict[str, int | str]:

@@ -87,7 +87,8 @@ class LatentAttention:
     ) -> Tensor:
         """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`, rows of `batch` whose new tokens are `rows`."""
         kind = (type(self), self.rank, self._key_dim, self.value_dim)
-        parts = batch.derived(kind, lambda batch: self._parts(batch, query.device))
+        device = query.device  # alone: what is derived is kept for later steps, and would keep the query
+        parts = batch.derived(kind, lambda batch: self._parts(batch, device))
         out = query.new_zeros(*query.shape[:2], self.value_dim)
         for at, part, expanded in parts:
             own, new = query[at], rows[at]

@@ -95,7 +95,14 @@ class Product:
             return torch.cat([layer(rows) for layer in self.layers], -1)
         wide = self.packed.dtype
         given = rows if rows.dtype is wide else rows.to(wide)
+        count = rows.numel() // rows.shape[-1]
+        padded = padded_rows(count)
+        if padded != count:
+            given, own = given.new_zeros(padded, rows.shape[-1]), given
+            given[:count] = own.reshape(count, -1)
         out: Tensor = _packed_linear(given, self.packed, self._bias, "none", [], "")
+        if padded != count:
+            out = out[:count].view(*rows.shape[:-1], -1)
         return out if rows.dtype is wide else out.to(rows.dtype)
 
     def part(self, rows: Tensor, at: int) -> Tensor:
@@ -241,6 +248,15 @@ def linear_inputs(model: nn.Module) -> Iterator[list[tuple[CpuLinear, Tensor]]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def padded_rows(count: int) -> int:
+    """Rows that a packed product of `count` rows computes: as many up to 32, then 16 numbers between powers of 2.
+
+    oneDNN generates code for each number of rows of each product, which takes milliseconds, and keeps 1,024 of them.
+    """
+    step = max(1, (1 << (count - 1).bit_length()) >> 5)
+    return -(-count // step) * step
 
 
 def weight_bytes(model: nn.Module) -> int:

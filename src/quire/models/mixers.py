@@ -14,10 +14,10 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from quire.kernels.state import read_states, write_states
 from quire.models.forward import Forward, RecordingForward, current_forward, in_forward
 from quire.models.mixer_cache import MixerStates, RecordedStates
 from quire.models.recurrences import headed_selective_mixer, lightning_mixer, lru_mixer, selective_mixer
@@ -146,8 +146,8 @@ class _Mixer:
         result = None
         for run in batch.runs(hidden.device):
             states = MixerStates(
-                None if conv is None else read_states(conv, run.sources),
-                None if ssm is None else read_states(ssm, run.sources).float(),
+                None if conv is None else batch.moves.read_states(conv, run.sources),
+                None if ssm is None else batch.moves.read_states(ssm, run.sources, torch.float32),
             )
             rows = hidden[0, run.rows].view(run.count, run.length, -1)
             at = None if positions is None else positions[0, run.rows].view(run.count, run.length)
@@ -157,7 +157,7 @@ class _Mixer:
             result[0, run.rows] = computed
             for layer, kept in ((conv, states.conv), (ssm, states.ssm)):
                 if layer is not None and kept is not None:
-                    write_states(layer, run.targets, kept)
+                    batch.moves.write_states(layer, run.targets, kept)
         assert result is not None, "a step has rows"
         return result
 

@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.source import ModelSource, quiet, reading
 from quire.plan.source import check_tokenizer
 from quire.spec.ids import Ids
+
+_MOST_JOINED = 4
+"""Characters of which a normal form makes one."""
+
+_ENCODING = ("encode", "_encode_plus", "__call__")  # methods in which a tokenizer may do more than the library
 
 
 class Tokenizer:
@@ -24,6 +30,7 @@ class Tokenizer:
         self.name = name
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have holes
         self._tokenizer = tokenizer
+        self._longest: int | None = None
         self._token_texts: dict[bool, TokenTexts | None] = {}  # by whether special tokens are skipped
 
     @property
@@ -36,6 +43,30 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` works."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of a text that one token stands for, at most. What normalises a text may join some of them."""
+        if self._longest is None:
+            longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+            backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            is_plain = backend is not None and backend.normalizer is None
+            self._longest = longest if is_plain else _MOST_JOINED * longest
+        return self._longest
+
+    def portable(self) -> str | None:
+        """JSON of the tokenizers library, with which a text has the token ids that `encode` gives; None for a tokenizer
+        that does more than the library."""
+        own = type(self._tokenizer)
+        is_plain = isinstance(self._tokenizer, PreTrainedTokenizerFast) and all(
+            getattr(own, name) is getattr(PreTrainedTokenizerFast, name) for name in _ENCODING
+        )
+        if not is_plain or getattr(self._tokenizer, "split_special_tokens", False):
+            return None
+        backend = BackendTokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        return str(backend.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
         """Token ids int32 of `text`."""
@@ -68,21 +99,29 @@ class Tokenizer:
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> Ids:
         """Token ids of a conversation; `variables` are passed to the template."""
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text of a conversation, which has all special tokens."""
         if not self.has_chat_template:
             raise InvalidInput(
                 f"tokenizer '{self.name}' has no chat template.",
                 fix="use plain completions, or add 'chat_template' to tokenizer_config.json.",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+                )
             )
         except Exception as error:  # templates raise exceptions of their authors' choice
             raise InvalidInput(
                 f"the chat template of '{self.name}' refuses these messages: {error}.",
                 fix="check roles, their order and the content of each message.",
             ) from error
-        return self.encode(text, add_special_tokens=False)
 
 
 class TokenTexts(dict[int, str | None]):

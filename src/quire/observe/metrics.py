@@ -41,6 +41,11 @@ COUNTERS = {
     "retentions_expired": "Retentions whose time was over.",
     "retentions_given_up": "Retentions that were released for running requests.",
     "retentions_lost": "Retentions that ended because what they kept was damaged.",
+    "sessions_continued": "Turns that went on in the row that their session held.",
+    "sessions_expired": "Sessions whose time was over.",
+    "sessions_given_up": "Rows of sessions that ended because room was needed.",
+    "session_resumed_tokens": "Prompt tokens that were in rows of sessions, and were not computed.",
+    "session_partial_tokens": "Of these, tokens in no cached whole page.",
     "steps": "Steps of the engine.",
 }
 
@@ -50,6 +55,10 @@ GAUGES = {
     "shared_pages": "Pages that more than one request reads now.",
     "retentions": "Prefixes that callers asked to keep.",
     "retained_pages": "Pages that these keep, each counted once.",
+    "sessions": "Sessions that are known.",
+    "sessions_held": "Sessions that hold a row between two turns.",
+    "session_held_tokens": "Tokens of these rows.",
+    "session_held_pages": "Pages of these rows, each counted once.",
     "weights_epoch": "How often the weights were replaced.",
     "kv_bytes": "Bytes of the KV pools.",
     "page_size": "Tokens in a page.",
@@ -198,6 +207,12 @@ class EngineCollector(Collector):
             },
             *("tier", "group", "state"),
         )
+        if found := statistics.get("attention"):
+            yield _gauge("compute_threads", "Threads of the engine's process that compute steps.", found["threads"])
+            text = "Calls of attention by what computed them."
+            yield _counter("attention_calls", text, found["calls"], "backend")
+            text = "Calls of attention that the kernel of the device could not compute, by reason."
+            yield _counter("attention_fallbacks", text, found["fallbacks"], "reason")
         if found := statistics.get("chunk_budget"):
             for key, text in CHUNK_COUNTERS.items():
                 yield _counter(f"chunk_budget_{key}", text, found[key])

@@ -81,6 +81,8 @@ class Offloading(Offload):
     def _delete(self, namespace: Namespace | None) -> Flushed:
         parts, tree = self._parts, self._parts.tree
         num_retentions = self.retention.release_all(namespace)
+        for hears in parts.flushed:
+            hears(namespace)
         for kv in parts.rows.live.values():
             kv.shares = kv.shares and namespace not in (None, kv.namespace)
         self._cancel(namespace)

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from quire.errors import InvalidInput
 
 _MIB = 2**20
+GRAPH_BYTES = 2 * _MIB
+"""Of the largest CUDA graph, for each of its requests: logits, activations and parts of attention."""
+LEAST_GRAPHS = 64 * _MIB
+"""Of all CUDA graphs: torch reserves memory for them in segments of 2 and of 20 MiB."""
 _PER_TOKEN = 3 * _MIB // 2  # bytes of activations of a token, in a model of this width
 _WIDE = 8192
 
@@ -64,6 +68,11 @@ def find_device(name: str, *, otherwise: str = "give its bytes with --device-mem
     )
 
 
+def graph_bytes(most: int) -> int:
+    """What is planned for CUDA graphs of at most `most` requests; 0 if there are none."""
+    return max(most * GRAPH_BYTES, LEAST_GRAPHS) if most else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One line of a ledger: bytes on one rank, what they are, and whether they are an estimate."""
@@ -86,7 +95,11 @@ def working_memory(*, chunk: int, hidden_size: int, graph_batch: int, ranks: int
     lines = [
         ("driver", 512 * _MIB, "driver and libraries: 512 MiB"),
         ("activations", chunk * per_token, f"{per_token:,} bytes for each of {chunk:,} tokens of a step"),
-        ("graphs", graph_batch * 2 * _MIB, f"2 MiB for each of {graph_batch:,} requests of the largest captured graph"),
+        (
+            "graphs",
+            graph_batch * GRAPH_BYTES,
+            f"2 MiB for each of {graph_batch:,} requests of the largest captured graph",
+        ),
         ("workspace", ranks * 128 * _MIB, f"communication buffers: 128 MiB for each of {ranks} ranks"),
         ("reserve", device.memory // 50, "a fiftieth of the device, for fragmentation"),
     ]

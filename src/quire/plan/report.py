@@ -30,6 +30,9 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
         found.append(Line(name=f"pool {pool.name}", bytes=taken, why=why, where=where))
     padding = sum(pool.bytes_per_frame for pool in pools if not pool.on_host)
     found.append(Line(name="padding", bytes=padding, why="frame 0 of every pool, where padded tokens write"))
+    if settings.graph_bytes:
+        why = "kept for CUDA graphs of decode steps, beside the pools"
+        found.append(Line(name="graphs", bytes=settings.graph_bytes, why=why, estimated=True))
     why = "less than one more page takes"
     if _capped(plan):
         why = f"beyond the cap of {settings.max_total_tokens:,} tokens"

@@ -44,7 +44,6 @@ from quire.spec.ids import Ids, Tier
 Give = Callable[[Ids], None]
 """Takes pages out of a tier that stay in the tree; they are out when it returns."""
 _NO_PAGES: Ids = np.empty(0, dtype=np.int32)
-_LONGEST_GROWN = 1 << 16  # bytes: a longer edge gets a child instead of more pages, which would copy the edge
 
 
 class RadixCache:
@@ -70,6 +69,7 @@ class RadixCache:
         self._tiers = NodeTiers(placement, policy)
         self.is_here, self.num_copies = self._tiers.is_here, self._tiers.num_copies
         self._has_lower = placement is not None
+        self.longest_grown = 1 << 16  # bytes: a longer edge gets a child instead of more pages, which would copy it
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
@@ -128,6 +128,16 @@ class RadixCache:
         self._policy.used(node)
         self._levels.hold(node)
         return Lease(node, wanted, priority, node.turn + 1)
+
+    def use(self, lease: Lease, priority: int) -> None:
+        """Another request goes on with a lease: count a hit on its path."""
+        node = lease.node
+        self._clock += 1
+        node.last_used = self._clock
+        node.hits += 1
+        node.priority = max(node.priority, priority)
+        self._policy.used(node)
+        lease.priority, lease.turn = priority, node.turn + 1
 
     def release(self, lease: Lease) -> None:
         """Release a lease or a pin. Raises LeaseError the second time."""
@@ -387,7 +397,7 @@ class RadixCache:
             return self._add_nodes(node, lease, data, run, Tier.HOST)
         self.num_pages += count
         is_shared = node is not lease.node or node.children or node.evicted or node.held > 1
-        if is_shared or node.parent is None or len(node.key) > _LONGEST_GROWN:
+        if is_shared or node.parent is None or len(node.key) > self.longest_grown:
             node.ticket = 0
             return self._add_nodes(node, lease, data, run, Tier.DEVICE)
         self.names.appended(node, node, data, run, Tier.DEVICE)

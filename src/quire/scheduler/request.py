@@ -9,6 +9,7 @@ import numpy as np
 
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths
+from quire.cache.session import SessionGrant, Turn
 from quire.observe.explain import Explanation
 from quire.offload.prefetch import Prefetch
 from quire.scheduler.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ class Request:
         priority: int = 0,
         explain: bool = False,
         is_for_peer: bool = False,
+        session_id: str = "",
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -70,6 +72,9 @@ class Request:
         self.priority = priority
         self.explain = explain  # its client wants the explanation
         self.is_for_peer = is_for_peer  # another engine has asked for it
+        self.session_id = session_id  # "" for none
+        self.turn: Turn | None = None  # of its session, set by the scheduler
+        self.grant: SessionGrant | None = None  # what its session holds, when it has ended
         self.arrival = 0  # set by the scheduler: its place in the order of arrival
         self.opening = 0  # set by the scheduler: a hash of its namespace and its first page
         self.num_prompt_tokens = len(prompt)

@@ -20,11 +20,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
+from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.errors import InvalidInput, OutOfPages
 from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.chunk_budget import Backlog, ChunkBudget
 from quire.scheduler.followers import Leaders
+from quire.scheduler.next_step import NextStep
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.prefetching import Prefetching
 from quire.scheduler.request import Request, RequestState
@@ -32,49 +34,6 @@ from quire.scheduler.rows import RunningRows
 from quire.scheduler.step import Settled, Step, StepRows
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
-
-
-class _NextStep:
-    """Works of the step that is being made, which have room: decodes with their drafts, if any, then others with their
-    counts."""
-
-    def __init__(self) -> None:
-        self.decodes: StepRows | None = None
-        self.others: list[Request] = []
-        self.begun: list[Request] = []
-        self.num_tokens = 0
-        self._drafts: Lengths | None = None
-        self._counts: list[int] = []
-
-    def add_decodes(self, decodes: StepRows, drafts: Lengths | None) -> None:
-        self.decodes, self._drafts = decodes, drafts
-        self.num_tokens = len(decodes) + (int(drafts.sum()) if drafts is not None else 0)
-
-    def add(self, requests: list[Request], counts: list[int]) -> None:
-        self.others += requests
-        self._counts += counts
-        self.num_tokens += sum(counts)
-
-    def drop(self, request: Request) -> None:
-        """The step has no room any more."""
-        if self.decodes is not None and request in self.decodes.requests:
-            others = np.array([at for at, r in enumerate(self.decodes.requests) if r is not request], dtype=np.intp)
-            drafts = self._drafts[others] if self._drafts is not None else None
-            self.add_decodes(self.decodes.part(others), drafts)
-            self.num_tokens += sum(self._counts)
-        if request in self.others:
-            at = self.others.index(request)
-            del self.others[at]
-            self.num_tokens -= self._counts.pop(at)
-
-    def counts(self) -> Lengths | None:
-        """Tokens of each work; None if each has one and decodes."""
-        if self.decodes is None:
-            return np.array(self._counts, dtype=np.int64)
-        if not self._counts and self._drafts is None:
-            return None
-        own = self.decodes.ones if self._drafts is None else 1 + self._drafts
-        return np.concatenate((own, np.array(self._counts, dtype=np.int64)))
 
 
 class Scheduler:
@@ -147,18 +106,23 @@ class Scheduler:
         self._cache.plan.check_request(request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._arrivals
         request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
+        if request.session_id:
+            request.turn = self._cache.sessions.open(request.namespace, request.session_id, self._arrivals)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._wait(request)
         self._prefetching.start(request)
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(self, request_id: str, *, failed: bool = False) -> Request | None:
         """End a request in any state; its memory is free at once, or when the step in flight has settled.
 
-        Settled tokens stay cached: a client that disconnects, or ends at a stop string, may return.
+        Settled tokens stay cached: a client that disconnects, or ends at a stop string, may return. Its session holds
+        its row, unless its step has `failed`.
         """
         request = self._requests.get(request_id)
         if request is not None:
+            if failed and request.turn is not None:
+                request.turn.refusal = "the turn failed"
             request.finish_reason = "abort"
             self._finish(request)
         return request
@@ -197,7 +161,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decide the next step and allocate for it. It may be empty: all requests wait for the step in flight."""
-        next_step = _NextStep()
+        next_step = NextStep()
         self._ahead.settle_moves()
         self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
@@ -290,7 +254,7 @@ class Scheduler:
         there = [at for at, request in enumerate(running.requests) if request not in absent]
         return running.part(np.array(there, dtype=np.intp))
 
-    def _grant_decodes(self, next_step: _NextStep, running: StepRows, ready: Lengths) -> None:
+    def _grant_decodes(self, next_step: NextStep, running: StepRows, ready: Lengths) -> None:
         """Allocate for requests that continue by one token each, and their drafts. Usually they are those of the step
         before, and none of them is examined."""
         places = (ready == 1).nonzero()[0][: self._max_tokens]
@@ -319,7 +283,7 @@ class Scheduler:
         else:
             next_step.add_decodes(decodes, drafts)
 
-    def _limit(self, next_step: _NextStep, running: StepRows, prompts: Rows, counts: Lengths) -> None:
+    def _limit(self, next_step: NextStep, running: StepRows, prompts: Rows, counts: Lengths) -> None:
         """Limit what the step computes of prompts beside requests that decode."""
         if not self.chunks.limits:
             return
@@ -332,7 +296,7 @@ class Scheduler:
         starts = rows.launched[running.rows[prompts]]
         self.chunks.begin(rows.known[decodes], num_drafts, Backlog(starts, counts, *waiting))
 
-    def _left(self, next_step: _NextStep) -> int:
+    def _left(self, next_step: NextStep) -> int:
         """How many more tokens of prompts the step may compute."""
         return 0 if self.chunks.spent else self._max_tokens - next_step.num_tokens
 
@@ -341,7 +305,7 @@ class Scheduler:
         assert request.kv is not None
         return self._cache.admission.at_once(request.kv, self.chunks.take(request.num_launched, ready, limit))
 
-    def _grant(self, next_step: _NextStep, requests: list[Request], counts: list[int]) -> None:
+    def _grant(self, next_step: NextStep, requests: list[Request], counts: list[int]) -> None:
         """Allocate for these, in one operation, and add them to the step. If they do not fit, preempt until the rest
         fits; while a step is in flight, add the first ones that fit."""
         while requests:
@@ -381,7 +345,7 @@ class Scheduler:
         else:
             self._cache.reserve(kvs, [r.num_launched + n for r, n in zip(requests, counts, strict=True)])
 
-    def _step(self, next_step: _NextStep) -> Step:
+    def _step(self, next_step: NextStep) -> Step:
         """Make and launch the step."""
         decodes = next_step.decodes
         counts = next_step.counts()
@@ -426,7 +390,7 @@ class Scheduler:
         computing = self._leaders.num_computing()
         return (self._cache.num_changes, self._arrivals, len(self._waiting), self.num_running, computing)
 
-    def _admit(self, next_step: _NextStep) -> bool:
+    def _admit(self, next_step: NextStep) -> bool:
         """Admit waiting requests, in the policy's order. True if another attempt is useless until `_admission_state`
         changes."""
         hits: dict[str, PrefixHit] = {}
@@ -460,8 +424,13 @@ class Scheduler:
                 deferred += 1
                 continue
             hit = match(request)
+            num_held, row = self._held(request, hit)
+            if num_held < 0:
+                request.wait_reason = "waits for the last step of its session's turn before"
+                deferred, quiet = deferred + 1, False
+                continue
             # Also if the step has no tokens left: a leader marks the place that a follower waits for.
-            leader = self._leaders.of(request, hit)
+            leader = self._leaders.of(request, hit) if row is None else None
             if leader is not None:
                 request.wait_reason = f"waits for the prefix that {leader[0].request_id} is computing"
                 request.follows = leader[1]
@@ -471,11 +440,15 @@ class Scheduler:
             if not left:
                 request.wait_reason = self.chunks.why if self.chunks.spent else request.wait_reason
                 return False
-            self._lacks_room = not self._fits(request, hit)
+            self._lacks_room = not self._fits(request, row or hit)
+            if self._lacks_room and row is not None and not self.num_running and request.turn is not None:
+                self._cache.sessions.give_up(request.turn)
+                hit, num_held = match(request), 0
+                self._lacks_room = not self._fits(request, hit)
             if self._lacks_room:
                 return quiet
             try:
-                self._begin(next_step, request, hit, left)
+                self._begin(next_step, request, hit, left, num_held)
             except OutOfPages as error:
                 request.wait_reason, self._lacks_room = error.message, True
                 return quiet
@@ -486,19 +459,41 @@ class Scheduler:
         """Whether it waits for a leader that has committed nothing new."""
         return request.follows is not None and self._leaders.is_waited_for(request.follows)
 
-    def _begin(self, next_step: _NextStep, request: Request, hit: PrefixHit, limit: int) -> None:
-        kv = request.kv = self._cache.begin(
-            request.tokens,
-            request.namespace,
-            hit=hit,
-            priority=request.priority,
-            resumed=request.num_cached >= 0,
-            label=request.request_id,
-            asked=self._prefetching.asked(request, hit.num_tokens),
-        )
+    def _held(self, request: Request, hit: PrefixHit) -> tuple[int, RequestKV | None]:
+        """`Sessions.resumable` for a request, and the row."""
+        turn, sessions = request.turn, self._cache.sessions
+        num_held = sessions.resumable(turn, request.tokens, hit.num_tokens) if turn is not None else 0
+        return num_held, turn.session.row.kv if turn is not None and turn.session.row and num_held > 0 else None
+
+    def _begin(self, next_step: NextStep, request: Request, hit: PrefixHit, limit: int, num_held: int) -> None:
+        """A request begins on a hit, or after the `num_held` tokens that its session holds."""
+        again = request.num_cached >= 0
+        if num_held and request.turn is not None:
+            kv = request.kv = self._cache.sessions.resume(
+                request.turn,
+                request.tokens,
+                num_held,
+                num_cached=hit.num_tokens,
+                priority=request.priority,
+                again=again,
+                label=request.request_id,
+            )
+            self._decoding = self._decoding.part(self._decoding.rows[:0])  # its row may have been one of these
+        else:
+            kv = request.kv = self._cache.begin(
+                request.tokens,
+                request.namespace,
+                hit=hit,
+                priority=request.priority,
+                resumed=again,
+                label=request.request_id,
+                asked=self._prefetching.asked(request, hit.num_tokens),
+            )
+            if request.turn is not None:
+                self._cache.sessions.began(request.turn, request.num_tokens, kv.num_cached, again=again)
         request.start_at(kv.num_cached)
         self._rows.bind(request)
-        self._rows.committed[kv.row] = kv.num_cached // self._cache.page_size
+        self._rows.committed[kv.row] = self._cache.rows.committed(kv) // self._cache.page_size
         if request.num_cached < 0:
             request.num_cached = kv.num_cached
             self.chunks.admitted(request.num_tokens, kv.num_cached)
@@ -534,30 +529,44 @@ class Scheduler:
         if not self._asked[request.opening]:
             del self._asked[request.opening]
 
-    def _fits(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether its whole known prompt fits, beside what is reserved for running requests and their next pages."""
+    def _fits(self, request: Request, begins: PrefixHit | RequestKV) -> bool:
+        """Whether its whole known prompt fits, beside what is reserved for running requests and their next pages. If it
+        does without rows of sessions, some of these end."""
         plan, size = self._cache.plan, self._cache.page_size
+        sessions, why_not = self._cache.sessions, self._cache.admission.why_not
         rows = self._rows.order
         reached = -(-(self._rows.known[rows] + self._rows.pending[rows]) // size)
         # No further than its end, up to which the plan has admitted it.
         ahead = min(request.num_tokens + plan.tokens_per_step, request.num_prompt_tokens + request.max_tokens)
         needed = plan.pages_of(ahead)
         spare = pages_for(plan.tokens_per_step, size)
-        request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
+        claims = (begins, needed, rows, reached, spare)
+        request.wait_reason = why_not(*claims)
+        own = request.turn.session if request.turn is not None else None
+        while request.wait_reason and sessions.num_held and not why_not(*claims, sessions.most_pages):
+            if not sessions.give_way(request.request_id, own if isinstance(begins, RequestKV) else None):
+                break
+            request.wait_reason = why_not(*claims)
         # Running requests end. Pages held for waiting requests could block the first of them for ever.
         while request.wait_reason and not len(rows) and self._ahead.release_prefetched():
-            request.wait_reason = self._cache.admission.why_not(hit, needed, rows, reached, spare)
+            request.wait_reason = why_not(*claims)
         return not request.wait_reason
 
     def _finish(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             kv, settled = request.kv, request.num_settled
             assert kv is not None
+            launched = request.num_launched
             self._rows.unbind(request)
             request.kv = None
-            self._cache.finish(kv, request.tokens[:settled])
+            if request.turn is None:
+                self._cache.finish(kv, request.tokens[:settled])
+            else:
+                request.grant = self._cache.sessions.end(request.turn, kv, request.tokens, settled, launched)
         else:
             self._wait_no_more(request)
+            if request.turn is not None:
+                request.grant = self._cache.sessions.leave(request.turn, "it was aborted before it ran")
         self._prefetching.stop(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quire import __version__
 from quire.engine.async_engine import AsyncEngine
@@ -19,23 +18,39 @@ from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
 from quire.serve.chat import chat_router
 from quire.serve.completions import completions_router
+from quire.serve.config import ServerConfig
 from quire.serve.gate import add_gate
 from quire.serve.generation import Service
-from quire.serve.openapi import ERRORS, describe
+from quire.serve.keys import Keys
+from quire.serve.openapi import ERRORS, Health, ModelCard, ModelList, Version, describe
 from quire.serve.proof import proof_router
 from quire.serve.retention import retention_router
+from quire.serve.sessions import sessions_router
+from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
+
+LEAST_RUNNING = 8
+"""Sequences that an engine runs at once which does not say how many."""
 
 
 def create_app(
-    engine: AsyncEngine, *, model_name: str, api_key: str | None = None, cors_origins: Sequence[str] = ()
+    engine: AsyncEngine, *, model_name: str, server: ServerConfig | None = None, keys: Keys | None = None
 ) -> FastAPI:
-    """The app that serves `engine`, which must be started and is not shut down by the app. Pages of `cors_origins` may
-    call it; "*" is any."""
+    """The app that serves `engine`, which must be started and is not shut down by the app. `keys` are those of the
+    server's configuration."""
+    server, keys = server or ServerConfig(), keys or Keys()
     metrics = ServerMetrics(
         lambda: engine.last_statistics, lambda: engine.health().healthy, model_name=model_name, version=__version__
     )
-    service = Service(engine=engine, metrics=metrics, model_name=model_name, started_at=int(time.time()))
+    running = int(engine.start_statistics.get("max_running_requests", LEAST_RUNNING))
+    service = Service(
+        engine=engine,
+        metrics=metrics,
+        model_name=model_name,
+        started_at=int(time.time()),
+        shares=Shares(most_open=running + server.max_queue, most_begun=2 * running, have_names=keys.have_names),
+        request_timeout_s=server.request_timeout_s,
+    )
     app = FastAPI(
         title="Quire",
         summary="OpenAI-compatible server on a paged, prefix-shared KV cache.",
@@ -49,8 +64,15 @@ def create_app(
     app.include_router(chat_router(service))
     app.include_router(_router(service))
     app.include_router(retention_router(service))
+    app.include_router(sessions_router(service))
     app.include_router(proof_router(service))
-    add_gate(app, metrics.responses, api_key=api_key, cors_origins=cors_origins)
+    add_gate(
+        app,
+        metrics.responses,
+        keys=keys,
+        most_body_bytes=server.body_bytes(engine.context_length),
+        cors_origins=server.origins,
+    )
     return app
 
 
@@ -69,29 +91,33 @@ def _router(service: Service) -> APIRouter:
         "max_model_len": service.engine.context_length,
     }
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses={200: {"model": ModelList}})
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}})
     async def one_model(name: str) -> dict[str, Any]:
         if name != service.model_name:
-            raise UnknownModel(f"the model '{name}' does not exist here.", fix=f"use '{service.model_name}'.")
+            raise UnknownModel(f"the model '{name[:60]}' does not exist here.", fix=f"use '{service.model_name}'.")
         return model
 
-    @router.get("/health", response_model=None)
+    @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> Response:
         """200 while a request could be answered; 503 with the reason when none can progress."""
         state = service.engine.health()
-        body = {"status": "ok"} if state.healthy else {"status": "unhealthy", "reason": state.reason}
+        body: dict[str, Any] = {"status": "ok"}
+        if not state.healthy:
+            body = {"status": "unhealthy", "reason": state.reason}
+        elif state.stuck:
+            body = {"status": "degraded", "stuck": list(state.stuck)}
         return JSONResponse(body, status_code=200 if state.healthy else 503)
 
-    @router.get("/version")
+    @router.get("/version", responses={200: {"model": Version}})
     async def version() -> dict[str, str]:
         """The version of Quire."""
         return {"version": __version__}
 
-    @router.get("/metrics", response_model=None)
+    @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format. An engine that is dead or in a long step shows its last counters."""
         with contextlib.suppress(EngineDead):
@@ -104,10 +130,12 @@ def _router(service: Service) -> APIRouter:
         return await service.engine.statistics()
 
     @router.get("/v1/cache/explain/{request_id}")
-    async def explain(request_id: str) -> dict[str, Any]:
+    async def explain(request_id: str, request: Request) -> dict[str, Any]:
         """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
-        that is not known any more. For operators: it also tells what other namespaces have cached."""
+        that is not known any more. To operators it also tells what other namespaces have cached."""
         found = await service.engine.ask(Core.explain, request_id)
+        if not request.state.client.is_admin:
+            found = {key: explanation.for_client() for key, explanation in found.items()}
         return {
             "request_id": request_id,
             "explanations": [{"sequence": key, **explanation.to_dict()} for key, explanation in found.items()],

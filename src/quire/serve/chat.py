@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.engine.async_engine import Tokenizer
 from quire.engine.output import CompletionOutput, Logprob
+from quire.engine.tokenising import Tokenising
 from quire.errors import InvalidInput
 from quire.serve.completions import most_likely
 from quire.serve.errors import BadField
-from quire.serve.generation import Service, answer
-from quire.serve.openapi import ChatAnswer
+from quire.serve.generation import Service, answer, by
+from quire.serve.openapi import ChatAnswer, generated
 from quire.serve.protocol import ChatBody, Message
+from quire.serve.sse import while_connected
 from quire.spec.ids import Ids
 
 TEMPLATE_ARGUMENTS = frozenset((
@@ -33,21 +32,25 @@ def chat_router(service: Service) -> APIRouter:
     """The route, for `service`. Without a tokenizer it refuses every request and says so."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer}})
+    @router.post("/v1/chat/completions", response_model=None, responses=generated(ChatAnswer))
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
         body.check()
         params = body.params()
-        prompt = await chat_prompt(service.engine.tokenizer, body.messages, body.chat_template_kwargs or {})
-        return await answer(service, request, body, params, [prompt], MessageChoices(body.top_logprobs or 0))
+        work = chat_prompt(service.engine.tokenising, body.messages, body.chat_template_kwargs or {})
+        deadline = service.deadline(body)
+        async with by(deadline):
+            prompt = await while_connected(request.receive, work)
+        choices = MessageChoices(body.top_logprobs or 0)
+        return await answer(service, request, body, params, [prompt], choices, deadline=deadline)
 
     return router
 
 
-async def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Message], variables: Mapping[str, Any]) -> Ids:
+async def chat_prompt(tokenising: Tokenising | None, messages: Sequence[Message], variables: Mapping[str, Any]) -> Ids:
     """The tokens of a conversation, through the model's template with these variables of its own. Raises InvalidInput
     where there is no tokenizer, and BadField for variables that mean something to the tokenizer itself."""
-    if tokenizer is None:
+    if tokenising is None:
         raise InvalidInput("this server has no tokenizer, so it cannot chat.", fix="send token ids to /v1/completions.")
     for name in variables:
         if name in TEMPLATE_ARGUMENTS:
@@ -56,9 +59,7 @@ async def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Message], 
                 param="chat_template_kwargs",
                 fix=f"leave {name} out.",
             )
-    plain = [message.plain() for message in messages]
-    # In a thread always: how long a template takes is up to its author and the messages.
-    return await asyncio.to_thread(partial(tokenizer.apply_chat_template, plain, **variables))
+    return await tokenising.chat([message.plain() for message in messages], variables)
 
 
 class MessageChoices:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire.engine.output import CompletionOutput, Logprob
 from quire.serve.generation import Service, answer
-from quire.serve.openapi import CompletionAnswer
+from quire.serve.openapi import CompletionAnswer, generated
 from quire.serve.protocol import CompletionBody
 
 
@@ -17,11 +17,12 @@ def completions_router(service: Service) -> APIRouter:
     """The route, for `service`."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None, responses={200: {"model": CompletionAnswer}})
+    @router.post("/v1/completions", response_model=None, responses=generated(CompletionAnswer))
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
         body.check()
-        return await answer(service, request, body, body.params(), body.prompts(), TextChoices(body.logprobs))
+        choices, deadline = TextChoices(body.logprobs), service.deadline(body)
+        return await answer(service, request, body, body.params(), body.prompts(), choices, deadline=deadline)
 
     return router
 

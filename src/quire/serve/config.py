@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
-from quire.engine.setting import Settings, setting
-from quire.errors import InvalidInput
+from quire.engine.setting import Bytes, Settings, setting
+from quire.serve.keys import Keys, read_keys, readable
 
 _GROUP = "Server"
+
+MOST_BODY_BYTES = 32 << 20
+BODY_BYTES_PER_TOKEN = 64
+LEAST_BODY_BYTES = 4 << 20
 
 
 class ServerConfig(Settings):
@@ -20,6 +25,56 @@ class ServerConfig(Settings):
     host: str = setting("127.0.0.1", "Address to listen on.", group=_GROUP)
     port: int = setting(8000, "Port; 0 takes a free one.", group=_GROUP, ge=0, le=65535)
     api_key: str | None = setting(None, "Key that clients of /v1 must send.", group=_GROUP, secret=True)
+    api_keys: Path | None = setting(
+        None,
+        "File with a line `name key` for each client. Each has cached pages of its own.",
+        group=_GROUP,
+        option="--api-keys",
+    )
+    admin_key: str | None = setting(
+        None,
+        "Key of the operator, for /metrics and the routes that see or change the whole cache.",
+        group=_GROUP,
+        otherwise="--api-key, if there are no --api-keys",
+        secret=True,
+    )
+    share_cache: bool = setting(
+        False,
+        "Clients of --api-keys share cached pages: one can find out by the time of an answer what others have sent.",
+        group=_GROUP,
+    )
+    max_queue: int = setting(
+        1024,
+        "Sequences that may wait beside those that can run; then 429, with the time to come again.",
+        group=_GROUP,
+        ge=0,
+    )
+    request_timeout_s: float | None = setting(
+        None,
+        "Seconds in which a request must be answered whole.",
+        group=_GROUP,
+        option="--request-timeout",
+        otherwise="its own timeout_s",
+        gt=0,
+    )
+    max_restarts: int = setting(
+        3, "How often an engine that dies is started again within ten minutes.", group=_GROUP, ge=0
+    )
+    max_connections: int = setting(2048, "Connections that may be open.", group=_GROUP, ge=1)
+    max_body: Bytes | None = setting(
+        None,
+        "Bytes of a request's body.",
+        group=_GROUP,
+        otherwise="64 for each token of the context, 4 to 32 MiB",
+        ge=1024,
+    )
+    read_timeout_s: float = setting(
+        30.0,
+        "Seconds in which a client must send a request, and more for a large body.",
+        group=_GROUP,
+        option="--read-timeout",
+        gt=0,
+    )
     cors_origins: str | None = setting(
         None, "Origins whose pages may call the server, separated by commas; * is any.", group=_GROUP
     )
@@ -44,11 +99,18 @@ class ServerConfig(Settings):
         """The origins, one by one."""
         return [name for origin in (self.cors_origins or "").split(",") if (name := origin.strip())]
 
-    @field_validator("api_key")
+    def keys(self) -> Keys:
+        """Those that clients may send. Raises InvalidInput if the file has none that can be used."""
+        named = None if self.api_keys is None else read_keys(self.api_keys)
+        return Keys(self.api_key, named=named, admin_key=self.admin_key, share_cache=self.share_cache)
+
+    def body_bytes(self, context_length: int) -> int:
+        """The most bytes of a body, for a model of that context."""
+        if self.max_body is not None:
+            return self.max_body
+        return min(max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * context_length), MOST_BODY_BYTES)
+
+    @field_validator("api_key", "admin_key")
     @classmethod
     def _sendable(cls, key: str | None) -> str | None:
-        if key is not None and (not key.strip() or not key.isprintable()):
-            raise InvalidInput("the API key is empty or not printable.", fix="give a key, or leave --api-key out.")
-        if key is not None and key != key.strip():
-            raise InvalidInput("the API key begins or ends with a space, which HTTP drops.", fix="leave the space out.")
-        return key
+        return None if key is None else readable(key)

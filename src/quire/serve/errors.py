@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -19,15 +21,22 @@ logger = logging.getLogger(__name__)
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "request_timeout",
     413: "request_too_large",
+    431: "request_too_large",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
 
 _SAME = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 """Names of other servers, with the names here."""
+
+_REPR = reprlib.Repr()  # of bodies of any size, in no time
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 80
+_REPR.maxlist = _REPR.maxdict = 20
 
 UNKNOWN_FIELD = "unknown_field"
 """Pydantic's type of the error of an object with a field that it does not have; `ctx` has its `name`, and those
@@ -44,7 +53,7 @@ class BadField(InvalidInput):
 
 def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) -> BadField:
     """The error for an unknown field, with the nearest known name."""
-    near = [_SAME[name]] if name in _SAME else get_close_matches(name, known, n=1)
+    near = [_SAME[name]] if name in _SAME else get_close_matches(name[:60], known, n=1)
     return BadField(
         f"{name[:60]} is no field of this request.",
         param=(param or name)[:120],
@@ -66,8 +75,10 @@ def error_body(error: QuireError, *, param: str | None = None) -> dict[str, Any]
 
 
 def error_response(error: QuireError) -> JSONResponse:
-    """`error` as a whole response."""
-    return JSONResponse(error_body(error), status_code=error.status)
+    """`error` as a whole response. One that may succeed later says when."""
+    wait_s = getattr(error, "retry_after_s", None)
+    headers = None if wait_s is None else {"Retry-After": str(max(1, math.ceil(wait_s)))}
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
@@ -131,7 +142,7 @@ def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
     if first["type"] == "missing":
         return BadField(f"{field} is required.", param=field)
     reasons = dict.fromkeys(str(p["msg"]).removeprefix("Input should be ") for p in problems if p["loc"][1] == field)
-    got = repr(first.get("input"))
+    got = _REPR.repr(first.get("input"))
     got = got if len(got) <= 60 else got[:57] + "..."
     return BadField(f"{field} should be {', or '.join(list(reasons)[:4])}; got {got}.", param=field)
 

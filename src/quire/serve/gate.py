@@ -1,11 +1,10 @@
-"""The checks of every request before its route: its id, the API key, the size limit; and the count of answers.
+"""The checks of every request before its route: its id, its key, the size limit; and the count of answers.
 
 Plain ASGI, so that a closed connection reaches the routes untouched.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import uuid
@@ -17,8 +16,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.errors import BodyTooLarge, QuireError, WrongKey
+from quire.errors import BodyTooLarge
+from quire.serve.config import MOST_BODY_BYTES
 from quire.serve.errors import error_response
+from quire.serve.keys import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +28,16 @@ REQUEST_ID = "X-Request-Id"
 
 _IS_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
-
 
 class Gate:
-    """Wraps the app. With an `api_key`, everything under /v1 needs it. `responses` counts by route and status."""
+    """Wraps the app. `responses` counts by route and status. The state of a request has its `client` (`keys.Client`)
+    and its `request_id`."""
 
-    def __init__(self, app: ASGIApp, *, responses: Counter[tuple[str, str]], api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, responses: Counter[tuple[str, str]], keys: Keys, most_body_bytes: int) -> None:
         self._app = app
         self._responses = responses
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._keys = keys
+        self._most_body_bytes = most_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,29 +57,28 @@ class Gate:
                     logger.info("%s %s: %s [%s]", scope["method"], route, status, request_id)
             await send(message)
 
-        scope.setdefault("state", {})["request_id"] = request_id
-        refusal = self._refusal(scope["path"], headers)
+        given_key = next((value for name, value in headers.raw if name == b"authorization"), b"")  # bytes, as they came
+        client, refusal = self._keys.refusal(scope["path"], given_key)
+        scope.setdefault("state", {}).update(request_id=request_id, client=client)
+        length = headers.get("content-length", "0")
+        if refusal is None and length.isdecimal() and int(length) > self._most_body_bytes:
+            refusal = _too_large(int(length), self._most_body_bytes)
         if refusal is not None:
             await error_response(refusal)(scope, receive, counted_send)
             return
-        await self._app(scope, _limited(receive), counted_send)
-
-    def _refusal(self, path: str, headers: Headers) -> QuireError | None:
-        if self._expected is not None and path.startswith("/v1/"):
-            given = next((value for name, value in headers.raw if name == b"authorization"), b"")  # bytes, as they came
-            if not hmac.compare_digest(given, self._expected):
-                return WrongKey("the API key is missing or wrong.", fix="send 'Authorization: Bearer <key>'.")
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-            return _too_large(int(length))
-        return None
+        await self._app(scope, _limited(receive, self._most_body_bytes), counted_send)
 
 
 def add_gate(
-    app: FastAPI, responses: Counter[tuple[str, str]], *, api_key: str | None, cors_origins: Sequence[str]
+    app: FastAPI,
+    responses: Counter[tuple[str, str]],
+    *,
+    keys: Keys,
+    most_body_bytes: int = MOST_BODY_BYTES,
+    cors_origins: Sequence[str],
 ) -> None:
     """Put the gate before the routes of `app`. Pages of `cors_origins` may call it; "*" is any."""
-    app.add_middleware(Gate, responses=responses, api_key=api_key)
+    app.add_middleware(Gate, responses=responses, keys=keys, most_body_bytes=most_body_bytes)
     if cors_origins:  # around the gate: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,
@@ -89,7 +89,7 @@ def add_gate(
         )
 
 
-def _limited(receive: Receive) -> Receive:
+def _limited(receive: Receive, most_bytes: int) -> Receive:
     """`receive`, for bodies that do not say how long they are."""
     num_bytes = 0
 
@@ -97,14 +97,15 @@ def _limited(receive: Receive) -> Receive:
         nonlocal num_bytes
         message = await receive()
         num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_BODY_BYTES:
-            raise _too_large(num_bytes)
+        if num_bytes > most_bytes:
+            raise _too_large(num_bytes, most_bytes)
         return message
 
     return limited
 
 
-def _too_large(num_bytes: int) -> BodyTooLarge:
+def _too_large(num_bytes: int, most_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"the body has {num_bytes} bytes or more; this server takes {MAX_BODY_BYTES}.", fix="send a shorter prompt."
+        f"the body has {num_bytes} bytes or more; this server takes {most_bytes}.",
+        fix="send a shorter prompt, or raise --max-body.",
     )

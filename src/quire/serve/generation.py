@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,11 +18,13 @@ from starlette.responses import JSONResponse, Response
 from quire.engine.async_engine import AsyncEngine, Prompt
 from quire.engine.output import CompletionOutput, SequenceAssembler, SequenceDelta
 from quire.engine.request_stream import RequestStream
-from quire.errors import QuireError, UnknownModel
+from quire.errors import QuireError, TooSlow, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.errors import BadField, error_body
+from quire.serve.keys import Client, not_allowed
 from quire.serve.protocol import MAX_CHOICES, GenerationBody
+from quire.serve.shares import Shares, Turn
 from quire.serve.sse import DONE, EventStream, EventTemplate, event, while_connected
 
 logger = logging.getLogger(__name__)
@@ -35,13 +38,38 @@ class Service:
     metrics: ServerMetrics
     model_name: str
     started_at: int
+    shares: Shares
+    request_timeout_s: float | None = None
+
+    def deadline(self, body: GenerationBody) -> float | None:
+        """When, by the event loop's clock, a request that came now must be answered."""
+        limits = [each for each in (body.timeout_s, self.request_timeout_s) if each is not None]
+        return asyncio.get_running_loop().time() + min(limits) if limits else None
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; the default is the served one."""
         if name is not None and name != self.model_name:
             raise UnknownModel(
-                f"the model '{name}' does not exist here.", fix=f"use '{self.model_name}', the one this server has."
+                f"the model '{name[:60]}' does not exist here.",
+                fix=f"use '{self.model_name}', the one this server has.",
             )
+
+
+@contextlib.asynccontextmanager
+async def by(deadline: float | None) -> AsyncIterator[None]:
+    """Raises TooSlow at that time."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        raise _too_slow() from None
+
+
+def _too_slow() -> TooSlow:
+    return TooSlow(
+        "the request was not answered by its deadline, and was ended.",
+        fix="send it again, with a longer timeout_s or fewer tokens.",
+    )
 
 
 class Choices(Protocol):
@@ -63,9 +91,23 @@ async def answer(
     params: SamplingParams,
     prompts: Sequence[Prompt],
     choices: Choices,
+    *,
+    deadline: float | None,
 ) -> Response:
-    """Generate the answer to a checked body, until the client leaves."""
-    submit = Generation.submit(service, prompts, params, body, kind=choices.kind, client_id=request.state.request_id)
+    """Generate the answer to a checked body, until the client leaves, or the deadline by the event loop's clock."""
+    client: Client = request.state.client
+    if client.name and not client.is_admin and (body.priority or 0) > 0:
+        raise not_allowed("a priority above 0")
+    submit = Generation.submit(
+        service,
+        prompts,
+        params,
+        body,
+        kind=choices.kind,
+        client_id=request.state.request_id,
+        client=client,
+        deadline=deadline,
+    )
     generation = await while_connected(request.receive, submit)
     if body.stream:
         return EventStream(_events(service, body, generation, choices), on_close=generation.close)
@@ -148,6 +190,7 @@ def _choice(
         "finish_reason": part.finish_reason,
         "stop_reason": part.stop_reason,
         **body.explanation(part),
+        **body.session(part),
     }
     return choice | {"token_ids": part.token_ids} if body.return_token_ids else choice
 
@@ -159,8 +202,19 @@ class Generation:
     """
 
     def __init__(
-        self, service: Service, request_id: str, streams: Sequence[RequestStream], *, client_id: str, started_s: float
+        self,
+        service: Service,
+        request_id: str,
+        streams: Sequence[RequestStream],
+        *,
+        client_id: str,
+        started_s: float,
+        turn: Turn,
+        deadline: float | None,
     ) -> None:
+        self._turn = turn
+        loop = asyncio.get_running_loop()
+        self._expiry = None if deadline is None else loop.call_at(deadline, self._expire)
         self.request_id = request_id
         self.created = int(time.time())
         self._service = service
@@ -182,14 +236,23 @@ class Generation:
         *,
         kind: str,
         client_id: str,
+        client: Client,
+        deadline: float | None,
     ) -> Generation:
-        """Hand all prompts to the engine, or none: the first refusal takes back the others and is raised."""
+        """Hand all prompts to the engine when it is the client's turn, or none: the first refusal takes back the others
+        and is raised."""
         if len(prompts) * params.n > MAX_CHOICES:
             raise BadField(
                 f"{len(prompts)} prompts with n={params.n} are {len(prompts) * params.n} sequences; "
                 f"one request may ask for {MAX_CHOICES}.",
                 param="n",
                 fix="send several requests.",
+            )
+        if body.session_id and len(prompts) * params.n > 1:
+            raise BadField(
+                f"a session follows one sequence, and this request has {len(prompts) * params.n}.",
+                param="session_id",
+                fix="send them one by one.",
             )
         started_s = time.perf_counter()
         request_id = f"{kind}-{uuid.uuid4().hex}"
@@ -200,21 +263,29 @@ class Generation:
                 prompt,
                 params,
                 request_id=f"{request_id}-{i}",
-                salt=body.cache_salt or "",
+                salt=client.salt(body.cache_salt or ""),
                 priority=body.priority or 0,
                 explain=bool(body.explain),
+                session_id=body.session_id or "",
             )
 
+        turn: Turn | None = None
         try:
-            async with asyncio.TaskGroup() as group:
-                for i, prompt in enumerate(prompts):
-                    group.create_task(submit_one(i, prompt))
+            async with by(deadline):
+                turn = await service.shares.enter(client.name, len(prompts) * params.n)
+                async with asyncio.TaskGroup() as group:
+                    for i, prompt in enumerate(prompts):
+                        group.create_task(submit_one(i, prompt))
         except BaseException as error:
             for stream in streams.values():
                 stream.close()
+            if turn is not None:
+                turn.close()
             raise (error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error) from None
         in_order = [streams[i] for i in range(len(prompts))]
-        return cls(service, request_id, in_order, client_id=client_id, started_s=started_s)
+        return cls(
+            service, request_id, in_order, client_id=client_id, started_s=started_s, turn=turn, deadline=deadline
+        )
 
     async def deltas(self) -> AsyncGenerator[list[tuple[int, SequenceDelta]], None]:
         """What has arrived since the last, as (choice, delta) in the order of arrival, of all prompts together."""
@@ -274,8 +345,11 @@ class Generation:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._expiry is not None:
+            self._expiry.cancel()
         for stream in self._streams:
             stream.close()
+        self._turn.close()
         seconds, usage, metrics = time.perf_counter() - self._started_s, self.usage(), self._service.metrics
         reasons = Counter(each.finish_reason or "abort" for each in self._sequences())
         metrics.finished.update(reasons)
@@ -295,6 +369,10 @@ class Generation:
             seconds,
             ", ".join(reason if count == 1 else f"{count} {reason}" for reason, count in sorted(reasons.items())),
         )
+
+    def _expire(self) -> None:
+        for stream in self._streams:
+            stream.fail(_too_slow())
 
     def _sequences(self) -> list[SequenceAssembler]:
         return [sequence for request in self._requests for sequence in request.sequences.values()]

@@ -56,6 +56,7 @@ class Choice(BaseModel):
     logprobs: dict[str, Any] | None
     token_ids: list[int] | None = None
     explanation: dict[str, Any] | None = None
+    session: dict[str, Any] | None = None
 
 
 class TextChoice(Choice):
@@ -100,11 +101,52 @@ class ChatAnswer(Answer):
     choices: list[MessageChoice]
 
 
+class Health(BaseModel):
+    """Whether a request could be answered; if not, why not. A server that answers and is `degraded` says what is
+    `stuck`."""
+
+    status: str
+    reason: str | None = None
+    stuck: list[str] | None = None
+
+
+class ModelCard(BaseModel):
+    """The model that is served."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All models: one."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    """The version of Quire."""
+
+    version: str
+
+
+def generated(answer: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route that generates: whole, or a stream of events."""
+    events = {"schema": {"type": "string", "description": "Events, each with a part of such an answer."}}
+    return {200: {"model": answer, "content": {"text/event-stream": events}}}
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorAnswer, "description": "The request is wrong; the message says which field, and what to do."},
     401: {"model": ErrorAnswer, "description": "The API key is missing or wrong."},
+    403: {"model": ErrorAnswer, "description": "The API key may not do this."},
     404: {"model": ErrorAnswer, "description": "No such model, request or route."},
+    408: {"model": ErrorAnswer, "description": "The request was not sent, or not answered, by its deadline."},
     413: {"model": ErrorAnswer, "description": "More than this server has memory for, or a body that is too large."},
+    429: {"model": ErrorAnswer, "description": "More than the server takes at once; `Retry-After` says when to come."},
     503: {"model": ErrorAnswer, "description": "The engine has ended, or the server is shutting down."},
 }
 

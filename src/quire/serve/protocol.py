@@ -7,11 +7,22 @@ An unknown field is refused with the nearest known name: it may be a typing erro
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from quire.cache.session import LONGEST_SESSION_ID, SessionGrant
 from quire.errors import InvalidInput
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
@@ -19,6 +30,17 @@ from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
 
 MAX_CHOICES = 512
 """Sequences one HTTP request may ask for: prompts times `n`."""
+
+MOST_MESSAGES = 4096
+"""Messages of a conversation, and parts of their contents."""
+
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 256
+MOST_IDS = 1024
+"""Stop tokens, and tokens with a bias."""
+
+MOST_VARIABLES = 64
+MOST_SALT_CHARACTERS = 1024
 
 _NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
@@ -62,11 +84,59 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """For objects: pydantic counts their entries only after it has validated all of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_long", "Input should have at most {count} entries", {"count": count})
+        return value
+
+    return BeforeValidator(check)
+
+
+def _checked_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Lists of token ids are checked by the types of their items alone, in no time: pydantic would visit each id for
+    each of the four forms of a prompt. Others are validated up to a number of prompts."""
+    if not isinstance(value, list):
+        return handler(value)
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return value
+    if len(value) > MAX_CHOICES:
+        raise PydanticCustomError(
+            "too_long", "Input should be at most {count} prompts, or token ids alone", {"count": MAX_CHOICES}
+        )
+    if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
+        return value
+    found = handler([ids[:MAX_CHOICES] for ids in value] if kinds == {list} else value)
+    if kinds == {list}:  # those that were cut off are no token ids
+        raise PydanticCustomError("int_type", "Input should be lists of integers alone")
+    return found
+
+
+def _few_parts(messages: Any) -> Any:
+    """Checked before anything in them is."""
+    if not isinstance(messages, list) or len(messages) > MOST_MESSAGES:
+        return messages  # refused by what follows
+    contents = (each.get("content") if isinstance(each, dict) else None for each in messages)
+    if sum(len(content) for content in contents if isinstance(content, list)) > MOST_MESSAGES:
+        raise PydanticCustomError(
+            "too_long", "Input should have at most {count} parts of content", {"count": MOST_MESSAGES}
+        )
+    return messages
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
+StopText = Annotated[Text, Field(max_length=MOST_STOP_CHARACTERS)]
+SaltText = Annotated[Text, Field(max_length=MOST_SALT_CHARACTERS)]
+SessionId = Annotated[Text, Field(min_length=1, max_length=LONGEST_SESSION_ID)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TemplateVariables = dict[Text, Text | bool | int | float | None]
+TemplateVariables = Annotated[
+    dict[Text, Text | bool | int | float | None], Field(max_length=MOST_VARIABLES), _at_most(MOST_VARIABLES)
+]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
@@ -113,12 +183,15 @@ class Explained(Protocol):
     def finish_reason(self) -> str | None: ...
     @property
     def explanation(self) -> Explanation | None: ...
+    @property
+    def session(self) -> SessionGrant | None: ...
 
 
 class GenerationBody(BaseModel):
     """What both endpoints share. None stands for the field's default.
 
     With `explain`, each choice (in a stream its last chunk) has an `explanation`: why no more of its prompt was cached.
+    With a `session_id` it has a `session`: what is held for the next turn.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -136,17 +209,27 @@ class GenerationBody(BaseModel):
     seed: Seed | None = field("Same seed, same tokens, whatever else runs.")
     max_tokens: Int32 | None = field("Most tokens to generate: default 16, in a chat to the end of the context.")
     min_tokens: Int32 | None = field("Tokens before which nothing stops the sequence.")
-    stop: Text | list[Text] | None = field("Strings that end the sequence.")
-    stop_token_ids: list[TokenId] | None = field("Tokens that end it, beside the model's own.")
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = field(
+        "Strings that end the sequence."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_IDS)] | None = field(
+        "Tokens that end it, beside the model's own."
+    )
     include_stop_str_in_output: bool | None = field("Show what ended it.")
     skip_special_tokens: bool | None = field("Leave special tokens out of the text; default true.")
     ignore_eos: bool | None = field("Go on after the model's end-of-sequence token.")
     repetition_penalty: float | None = field("Above 1: tokens that were used, in the prompt too, are less likely.")
     presence_penalty: float | None = field("Taken from the logit of each token that was generated, -2 to 2.")
     frequency_penalty: float | None = field("The same, times how often it was.")
-    logit_bias: dict[str, Bias] | None = field("Added to the logits of these token ids, -100 to 100.")
-    cache_salt: Text | None = field("Prompts share cached pages only with those of the same salt.")
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_IDS), _at_most(MOST_IDS)] | None = field(
+        "Added to the logits of these token ids, -100 to 100."
+    )
+    cache_salt: SaltText | None = field("Prompts share cached pages only with those of the same salt.")
+    session_id: SessionId | None = field("A turn of this session: it computes only what the turn before has not.")
     priority: Int32 | None = field("Higher goes first, and is preempted last.")
+    timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = field(
+        "Seconds in which it must be answered whole; then it ends with an error."
+    )
     return_token_ids: bool | None = field("Give the `token_ids` of each choice.")
     explain: bool | None = field("Say in an `explanation` why no more of the prompt was cached.")
 
@@ -165,6 +248,12 @@ class GenerationBody(BaseModel):
         if not self.explain or part.finish_reason is None or part.explanation is None:
             return {}
         return {"explanation": part.explanation.for_client().to_dict()}
+
+    def session(self, part: Explained) -> dict[str, Any]:
+        """The field of a choice that ends with `part`, if it is a turn of a session."""
+        if part.finish_reason is None or part.session is None:
+            return {}
+        return {"session": asdict(part.session)}
 
     def check(self) -> None:
         """Refuse fields that would change the answer if they were ignored."""
@@ -203,7 +292,10 @@ _SAMPLING = GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fie
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`: one prompt or several, as text or token ids."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]] = field("Text or token ids, of one prompt or several.", ...)
+    prompt: Annotated[
+        Text | list[Text] | list[int] | list[list[int]],
+        WrapValidator(_checked_prompt),
+    ] = field("Text or token ids, of one prompt or several.", ...)
     logprobs: Int32 | None = field("Most likely tokens to show at each position; 0: the one drawn.")
 
     def prompts(self) -> list[str | list[int]]:
@@ -243,7 +335,7 @@ class Message(ClosedObject):
     neutral: ClassVar[tuple[object, ...]] = _NOTHING
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def plain(self) -> dict[str, str]:
         """The turn as chat templates take it."""
@@ -255,12 +347,18 @@ class Message(ClosedObject):
         return {"role": role, "content": text}
 
 
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(_few_parts)
+]
+"""A conversation."""
+
+
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
     refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED | {"add_special_tokens": (None, False)}
 
-    messages: list[Message] = field("The conversation, for the model's chat template.", ..., min_length=1)
+    messages: Messages = field("The conversation, for the model's chat template.", ...)
     max_completion_tokens: Int32 | None = field("The newer name of `max_tokens`; it wins.")
     logprobs: bool | None = field("Show log-probabilities.")
     top_logprobs: Int32 | None = field("Most likely tokens to show at each position; needs `logprobs`.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import AliasChoices, Field
 
 from quire.engine.async_engine import Prompt
@@ -18,11 +18,15 @@ from quire.engine.process import Core
 from quire.serve.chat import chat_prompt
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
-from quire.serve.protocol import ClosedObject, Int32, Message, TemplateVariables, Text, TokenId, field
+from quire.serve.keys import Client, not_allowed
+from quire.serve.protocol import ClosedObject, Int32, Messages, SaltText, TemplateVariables, Text, TokenId, field
+from quire.serve.sse import while_connected
 from quire.spec.events import Namespace
 
-Salt = Annotated[Text | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
+Salt = Annotated[SaltText | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
 """`cache_salt`, as in a completion; `salt` is the same."""
+
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
@@ -31,9 +35,9 @@ class RetainBody(ClosedObject):
     """A prompt in one of three forms, its namespace, and for how long it is to be kept."""
 
     ttl_seconds: float = field("Seconds for which it is kept.", ..., allow_inf_nan=False)
-    prompt: Text | list[TokenId] | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    prompt: Text | TokenIds | None = None
+    prompt_token_ids: TokenIds | None = None
+    messages: Messages | None = None
     chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
     model: Text | None = field("The model that is served; no other.")
     cache_salt: Salt = field("The salt of the requests that will use it; `salt` is the same.")
@@ -48,7 +52,7 @@ class RetainBody(ClosedObject):
             found = f"got {' and '.join(given)}" if given else "got none"
             raise BadField(f"one of {', '.join(_PROMPTS)} is required; {found}.", param=(given or _PROMPTS)[-1])
         if self.messages is not None:
-            return await chat_prompt(service.engine.tokenizer, self.messages, self.chat_template_kwargs or {})
+            return await chat_prompt(service.engine.tokenising, self.messages, self.chat_template_kwargs or {})
         found_prompt: Prompt = getattr(self, given[0])
         return found_prompt
 
@@ -90,22 +94,29 @@ class RoleBody(ClosedObject):
     role: Literal["prefill", "decode", "both"] = field("Which prompts it computes, and for which engines.", ...)
 
 
+def _allowed_pin(body: RetainBody, request: Request) -> bool:
+    """A pin takes memory from all others, so it is the operator's."""
+    if body.pin and not request.state.client.is_admin:
+        raise not_allowed("a pin")
+    return bool(body.pin)
+
+
 def retention_router(service: Service) -> APIRouter:
     """The routes, for `service`."""
     router, engine = APIRouter(), service.engine
 
     @router.post("/v1/cache/retain")
-    async def retain(body: RetainBody) -> dict[str, Any]:
+    async def retain(body: RetainBody, request: Request) -> dict[str, Any]:
         """Retain the cached part of a prompt. `granted_tokens` says how much, `host_tokens` how much of that is on
         lower tiers now, and `reason` why not more; it may be 0."""
         service.check_model(body.model)
         granted = await engine.retain(
-            await body.tokens(service),
+            await while_connected(request.receive, body.tokens(service)),
             ttl_seconds=body.ttl_seconds,
             adapter=body.adapter or "",
-            salt=body.cache_salt or "",
+            salt=request.state.client.salt(body.cache_salt or ""),
             priority=body.priority or 0,
-            pin=bool(body.pin),
+            pin=_allowed_pin(body, request),
         )
         found = asdict(granted)
         return {"id": found.pop("retention_id") or None, **found}
@@ -121,10 +132,16 @@ def retention_router(service: Service) -> APIRouter:
         return asdict(await engine.ask(Core.retained))
 
     @router.post("/v1/cache/flush")
-    async def flush(body: FlushBody) -> dict[str, Any]:
+    async def flush(body: FlushBody, request: Request) -> dict[str, Any]:
         """Delete the cached pages of a namespace, or all pages, in every tier. Running requests continue; no other
         request finds their pages."""
-        return asdict(await engine.ask(Core.flush, body.namespace()))
+        client: Client = request.state.client
+        namespace = body.namespace()
+        if not client.is_admin and not (client.is_tenant and namespace is not None):
+            raise not_allowed("flushing more than the namespaces of a named key")
+        if namespace is not None:
+            namespace = Namespace(namespace.adapter, client.salt(namespace.salt))
+        return asdict(await engine.ask(Core.flush, namespace))
 
     @router.post("/v1/cache/epoch")
     async def epoch(body: EpochBody) -> dict[str, Any]:

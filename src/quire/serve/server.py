@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,13 +27,19 @@ from starlette.types import ASGIApp
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import EngineConfig
 from quire.engine.process import Progress
+from quire.engine.watchdog import Watchdog
 from quire.errors import AddressInUse, InvalidInput
 from quire.serve.app import create_app
-from quire.serve.config import ServerConfig
+from quire.serve.config import MOST_BODY_BYTES, ServerConfig
+from quire.serve.connections import HEAD_S, Limits, limited_to
 
 logger = logging.getLogger(__name__)
 
+LOOP_STUCK_AFTER_S = 4.0
+"""Time without a turn of the event loop after which the log has where it is."""
+
 _BACKLOG = 128
+_OTHER_FILES = 128  # that a server may have open, beside its connections
 _STDIN = 0
 
 
@@ -80,9 +87,12 @@ def serve(
     being touched, `on_ready` of when requests are answered. After a signal during the start, a thread may still load
     the tokenizer.
     """
+    server.keys()  # refused before the model is loaded
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        starting = start(config, stall_after_s=server.stall_after_s, on_progress=on_progress)
+        starting = start(
+            config, stall_after_s=server.stall_after_s, on_progress=on_progress, max_restarts=server.max_restarts
+        )
         return runner.run(_serve(config, server, listener, on_ready, starting))
 
 
@@ -124,9 +134,11 @@ async def _serve(
         await asyncio.gather(task, return_exceptions=True)
         return 128 + stopping.result()
     engine = task.result()
+    watchdog = Watchdog("the event loop", LOOP_STUCK_AFTER_S)
+    ticking = asyncio.create_task(_tick(watchdog))
     try:
-        app = create_app(engine, model_name=config.model_name, api_key=server.api_key, cors_origins=server.origins)
-        http = HttpServer(app, drain_s=server.drain_s)
+        app = create_app(engine, model_name=config.model_name, server=server, keys=server.keys())
+        http = HttpServer(app, server, most_body_bytes=server.body_bytes(engine.context_length))
         serving = await http.begin(listener)
         if on_ready is not None and http.started:
             on_ready(Running(url=url_of(listener), engine=engine, model_name=config.model_name))
@@ -137,6 +149,14 @@ async def _serve(
         return 0
     finally:
         await engine.shutdown()
+        ticking.cancel()
+        watchdog.close()
+
+
+async def _tick(watchdog: Watchdog) -> None:
+    while True:
+        watchdog.tick()
+        await asyncio.sleep(LOOP_STUCK_AFTER_S / 8)
 
 
 async def _drain(engine: AsyncEngine, seconds: float, dropping: asyncio.Future[None]) -> None:
@@ -167,18 +187,38 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _allow_files(num_connections: int) -> int:
+    """Raise this process' limit of open files for so many connections. Returns how many they may be, at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        logger.warning("%d connections are not possible: this process may open %d files", num_connections, soft)
+        return max(1, soft - _OTHER_FILES)
+    return num_connections
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn, with signals left to the caller, which drains before it stops the server."""
 
-    def __init__(self, app: ASGIApp, *, drain_s: float) -> None:
+    def __init__(self, app: ASGIApp, server: ServerConfig, *, most_body_bytes: int = MOST_BODY_BYTES) -> None:
+        limits = Limits(
+            most_connections=_allow_files(server.max_connections),
+            most_body_bytes=most_body_bytes,
+            head_s=min(HEAD_S, server.read_timeout_s),
+            body_s=server.read_timeout_s,
+        )
         super().__init__(
             uvicorn.Config(
                 app,
+                http=limited_to(limits),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 ws="none",
-                timeout_graceful_shutdown=int(drain_s) + 5,
+                timeout_graceful_shutdown=int(server.drain_s) + 5,
             )
         )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import bytes_of, entries_of
+from quire.kernels.moves import TORCH, HostEntries, Moves
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
@@ -59,6 +59,9 @@ class HiSparseCoordinator:
         self.hot = HotSlots(len(self._owners), plan.max_requests, self.buffer_size, context=plan.context)
         self._serials = np.zeros(plan.max_requests, dtype=np.int64)
         self._backed_up = self._swapped_bytes = 0
+        self.moves: Moves = TORCH
+        """What copies from host memory; kernels need it to be pinned."""
+        self._entries: dict[int, HostEntries] = {}
 
     def admit(self, rows: npt.NDArray[np.intp], serials: npt.NDArray[np.int64]) -> None:
         """A step computes these rows next. `serials` are the numbers of their requests: the buffer of a row whose
@@ -122,18 +125,17 @@ class HiSparseCoordinator:
         """Copy what a layer lacks, as it is stored."""
         if not len(swapped.targets):
             return
-        for field in self.pool.layout.fields:
-            if not self.pool.has(field.name, ordinal):
-                continue
-            rows = entries_of(self.hosted.layer(field.name, ordinal))[swapped.sources]
-            self._swapped_bytes += rows.nbytes
-            target = self.pool.layer(field.name, ordinal)
-            if target.device.type == "cpu":
-                entries = entries_of(target)
-                entries.reshape(-1, *entries.shape[2:])[swapped.targets.numpy()] = rows
-            else:
-                flat = target.flatten(0, 1).view(torch.uint8)
-                flat.index_copy_(0, swapped.targets, bytes_of(rows).to(target.device))
+        entries = self._entries_of(ordinal)
+        self._swapped_bytes += len(swapped.targets) * sum(entries.entry_bytes)
+        self.moves.swap_in(entries, *swapped.sources, swapped.targets)
+
+    def _entries_of(self, ordinal: int) -> HostEntries:
+        """Of a layer; after all loads of it, which may be arriving."""
+        names = [field.name for field in self.pool.layout.fields if self.pool.has(field.name, ordinal)]
+        parts = [(self.hosted.layer(name, ordinal), self.pool.layer(name, ordinal)) for name in names]
+        if ordinal not in self._entries:
+            self._entries[ordinal] = HostEntries(parts)
+        return self._entries[ordinal]
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(array, self.pool.device)

@@ -158,7 +158,7 @@ class Transfer:
     over: bool = False  # no piece is left
     are_good: bool = False  # LOAD: all records
     kept_pages: int = 0  # pages that a stopped transfer still moves
-    queued: Sequence[QueuedCopy] = ()  # LOAD: copies that no step follows yet
+    queued: Sequence[QueuedCopy] = ()  # LOAD: copies that steps follow, layer by layer
     is_driven: bool = False  # `wait_layer` itself does the pieces up to its layer
     _raised: str = ""
     _arrived: set[int] = field(default_factory=set)
@@ -196,9 +196,8 @@ class Transfer:
                 self.end()
         with self._changed:
             self._changed.wait_for(lambda: self.done or self.error or layer in self._arrived)
-        queued, self.queued = self.queued, ()
-        for copy in queued:
-            copy.order()
+        for copy in self.queued:
+            copy.order(layer)
         if self.error or (self.done and not self.is_whole):
             wrong = [defect for defects in self.defects for defect in defects if defect]
             raise MoveFailed(self.error or f"a {self.lane} was given up: {wrong[0]}.")

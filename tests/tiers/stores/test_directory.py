@@ -140,7 +140,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", place], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=12m,mode=700", "tmpfs", place], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("may not mount")

@@ -23,6 +23,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from quire.errors import StoreError
+from quire.owned_files import check_folder, open_owned
 
 VERSION = 1
 LOG_BYTES = 8 << 20  # the log shrinks to this after a checkpoint (every 4 MiB); a long read delays that
@@ -283,9 +284,10 @@ class Owners:
         """Raises OSError if files cannot be created or locked."""
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
+        check_folder(folder)
         while True:
             self.name = secrets.token_hex(8)
-            self._file = os.open(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._file = open_owned(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX)
             except OSError:
@@ -327,7 +329,7 @@ class Owners:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """The lock of an owner's file, for the block. Raises OSError while the owner is alive."""
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    file = open_owned(path, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -13,9 +13,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from quire.errors import InvalidInput, StoreError
+from quire.owned_files import check_file, check_folder, make_file, open_owned
 from quire.tiers.stores.directory.index import Busy, Index, Owners, release, rows_where
 from quire.tiers.stores.directory.slab_allocator import SlabAllocator
-from quire.tiers.stores.directory.slab_files import SlabFiles, make_file
+from quire.tiers.stores.directory.slab_files import SlabFiles
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ def open_directory(
         """With `is_full`, an index that cannot be written stays as it is."""
         with ExitStack() as undo:
             try:
-                _check_folder(path, may_be_new=capacity is not None)
+                _check_kind(path, may_be_new=capacity is not None)
+                check_folder(path.resolve())
                 _make_private(path / _INDEX)
                 files = SlabFiles(path / "slabs", direct=direct, threads=threads)
                 undo.callback(files.close)
@@ -49,7 +51,8 @@ def open_directory(
                 undo.callback(owners.close)
             except OSError as error:
                 raise StoreError(
-                    f"the store '{path}' cannot be used: {error}.", fix="give a directory that this user may write to."
+                    f"the store '{path}' cannot be used: {error}.",
+                    fix="give a directory that only this user may write to.",
                 ) from error
             allocator = SlabAllocator(files, owners, slab_bytes)
             index = Index(path / _INDEX, busy_seconds=busy_seconds, ended=allocator.settle)
@@ -108,7 +111,7 @@ def _is_made(file: Path) -> bool:
     return True
 
 
-def _check_folder(path: Path, *, may_be_new: bool) -> None:
+def _check_kind(path: Path, *, may_be_new: bool) -> None:
     if holds_store(path):
         return
     is_folder, is_other = path.is_dir(), path.exists() and not path.is_dir()
@@ -133,7 +136,9 @@ def _check_folder(path: Path, *, may_be_new: bool) -> None:
 def _make_private(path: Path) -> None:
     """Create the index with a private mode, which SQLite gives its other files. Warn if an older index has none."""
     with suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(open_owned(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    for name in _OURS - {"slabs", "owners", "lost+found"}:
+        check_file(path.with_name(name))  # SQLite follows links
     if path.stat().st_mode & 0o077:
         logger.warning(
             "others on this machine may read the store '%s'; `chmod -R go= %s` ends that", *[path.parent] * 2

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.owned_files import make_file
 from quire.tiers.store import Counts
 from quire.tiers.stores.directory.index import (
     Index,
@@ -32,7 +33,7 @@ from quire.tiers.stores.directory.index import (
     release,
     rows_where,
 )
-from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles, make_file
+from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles
 
 Slot = tuple[int, int]  # slab, and the slot in it
 _LOOK_EVERY = 16  # evicted records, at least, between two scans of all slabs

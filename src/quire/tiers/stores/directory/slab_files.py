@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quire.owned_files import check_file, check_folder, make_file, open_owned
+
 Bytes = npt.NDArray[np.uint8]
 Place = tuple[int, int, Bytes]  # a slab, an offset in it, and the memory to read or write
 
@@ -61,6 +63,7 @@ class SlabFiles:
         self._lock = Lock()
         self._files: dict[int, _SlabFile] = {}
         folder.mkdir(mode=0o700, exist_ok=True)
+        check_folder(folder)
         possible = _can_be_direct(folder)
         if direct and not possible:
             raise OSError(errno.EINVAL, "this filesystem cannot read and write around the page cache")
@@ -78,9 +81,10 @@ class SlabFiles:
         return {int(path.stem, 16) for path in self._folder.glob("*.slab")}
 
     def size(self, slab: int) -> int | None:
-        """Bytes of the file; None if it does not exist."""
+        """Bytes of the file; None if there is none of this user."""
         try:
-            return self.path(slab).stat().st_size
+            check_file(self.path(slab))
+            return self.path(slab).lstat().st_size
         except OSError:
             return None
 
@@ -95,7 +99,9 @@ class SlabFiles:
     def drop(self, slab: int) -> None:
         """Remove a file that has no records. Its bytes are free at once, even while other processes have it open."""
         with suppress(OSError):
-            os.truncate(self.path(slab), 0)
+            file = open_owned(self.path(slab), os.O_RDWR)
+            os.ftruncate(file, 0)
+            os.close(file)
         with suppress(OSError):
             self.path(slab).unlink(missing_ok=True)
         with self._lock:
@@ -130,9 +136,9 @@ class SlabFiles:
                     return file
                 del self._files[slab]
                 return None
-            flags = os.O_RDWR | os.O_CLOEXEC | (_DIRECT if self.direct else 0)
             try:
-                file = self._files[slab] = _SlabFile(os.open(self.path(slab), flags))
+                flags = os.O_RDWR | (_DIRECT if self.direct else 0)
+                file = self._files[slab] = _SlabFile(open_owned(self.path(slab), flags))
             except OSError:
                 return None
             return file
@@ -227,22 +233,6 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
             _move_run([piece], bounce, failed, writes=writes)
 
 
-def make_file(path: Path, num_bytes: int) -> None:
-    """Create a file with all its blocks, so that a full disk fails here and not at a write. Raises OSError."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, num_bytes)
-        else:
-            for start in range(0, num_bytes, 1 << 20):
-                os.pwrite(file, bytes(min(1 << 20, num_bytes - start)), start)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(file)
-
-
 def _can_be_direct(folder: Path) -> bool:
     """Whether O_DIRECT works; on a full disk an existing slab is read. Raises OSError if no file can be created."""
     probe = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
@@ -259,7 +249,7 @@ def _can_be_direct(folder: Path) -> bool:
 
 def _moves_direct(path: Path, *, writes: bool) -> bool:
     with mmap.mmap(-1, BLOCK) as block, suppress(OSError):
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+        file = open_owned(path, os.O_RDWR | _DIRECT)
         try:
             is_written = not writes or os.pwrite(file, block, 0) == BLOCK
             return bool(_DIRECT) and is_written and os.preadv(file, [block], 0) == BLOCK

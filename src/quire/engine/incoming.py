@@ -1,0 +1,54 @@
+"""Requests as the scheduler runs them, from the messages of callers: what can never run is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.cache.session import LONGEST_SESSION_ID
+from quire.engine.config import EngineConfig
+from quire.engine.messages import EngineRequest
+from quire.errors import InvalidInput
+from quire.plan.budget import MemoryPlan
+from quire.scheduler.request import Request
+from quire.scheduler.sampling_params import eos_or_stop
+from quire.spec.events import Namespace
+
+
+def request_of(
+    message: EngineRequest, config: EngineConfig, plan: MemoryPlan, vocabulary: int, eos_token_ids: Sequence[int]
+) -> Request:
+    """The request of a message. Raises InvalidInput for tokens and fields that this engine cannot compute with."""
+    tokens = message.tokens()
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        raise InvalidInput(f"token id {bad} is outside the vocabulary of {vocabulary:,}.", fix="check the tokenizer.")
+    for name, ids in (("logit_bias", message.params.logit_bias), ("stop_token_ids", message.params.stop_token_ids)):
+        if wrong := [token for token in ids if not 0 <= token < vocabulary]:
+            raise InvalidInput(f"{name} names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
+    refuse_adapter(message.adapter)
+    if message.explain and not config.explain:
+        raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
+    if message.session_id and message.params.n > 1:
+        raise InvalidInput(f"a session follows one sequence, and n is {message.params.n}.", fix="send n requests.")
+    if len(message.session_id) > LONGEST_SESSION_ID:
+        raise InvalidInput(f"session_id has {len(message.session_id):,} characters, and {LONGEST_SESSION_ID} at most.")
+    limit = message.params.max_tokens
+    return Request(
+        message.request_id,
+        tokens,
+        message.params,
+        max_tokens=max(1, plan.largest_request - len(tokens)) if limit is None else limit,
+        stop_ids=eos_or_stop(message.params, eos_token_ids),
+        index=message.index,
+        namespace=Namespace(message.adapter, message.salt),
+        priority=message.priority,
+        explain=message.explain,
+        is_for_peer=message.is_for_peer,
+        session_id=message.session_id,
+    )
+
+
+def refuse_adapter(name: str) -> None:
+    """Raises InvalidInput if an adapter is named."""
+    if name:
+        raise InvalidInput(f"adapter '{name}' was asked for, and this version loads no adapters.")

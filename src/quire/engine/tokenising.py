@@ -1,0 +1,192 @@
+"""Tokenising beside an event loop: bounded in length, in number and in time, and ended when no request waits.
+
+    below 4,096 characters   at once: about a millisecond
+    below 65,536             in one of few threads
+    longer                   in one of few processes, which are killed when their text is not wanted any more
+
+A text of more characters than the context's tokens can have is refused before anything reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from quire.engine import token_worker
+from quire.engine.output import Decoder
+from quire.errors import ContextTooLong, Overloaded, QuireError
+from quire.spec.ids import Ids
+
+T = TypeVar("T")
+
+SHORT_CHARACTERS = 4096
+LONG_CHARACTERS = 65536
+NUM_THREADS = 4
+NUM_PROCESSES = 2
+MOST_WAITING = 256
+"""Texts that may be in hand or wait for a thread or a process; those that come then are refused."""
+
+_MOST_IN_ONE_PROCESS = 1 << 20  # characters; a process that had more ends, so that its memory is returned
+
+
+class Tokenizer(Decoder, Protocol):
+    """The methods of a tokenizer that the engine and the server use. `longest_token` is the most characters of a text
+    that one token can stand for. `portable` is the JSON of the tokenizers library that gives the same token ids, or
+    None where nothing but this object does."""
+
+    @property
+    def longest_token(self) -> int: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids: ...
+    def chat_text(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str: ...
+    def portable(self) -> str | None: ...
+
+
+class Tokenising:
+    """A tokenizer with its threads and processes, for one event loop. `close` ends them."""
+
+    def __init__(self, tokenizer: Tokenizer, *, most_tokens: int) -> None:
+        """A prompt has at most `most_tokens`."""
+        self.most_characters = most_tokens * tokenizer.longest_token
+        self._tokenizer = tokenizer
+        self._most_tokens = most_tokens
+        self._num_waiting = 0
+        self._threads = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-tokenise")
+        self._long = asyncio.Semaphore(NUM_PROCESSES)
+        self._talkers = concurrent.futures.ThreadPoolExecutor(2 * NUM_PROCESSES, thread_name_prefix="quire-tokeniser")
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._json: str | None = None
+        self._is_portable = True
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
+        """Token ids int32 of `text`. Raises ContextTooLong if they cannot fit the context, Overloaded if too many
+        texts wait. Cancelling it ends the work."""
+        self._check_length(len(text))
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) < SHORT_CHARACTERS:
+            return encode()
+        async with self._counted():
+            if len(text) < LONG_CHARACTERS:
+                return await self._in_thread(encode)
+            async with self._long:
+                if (content := await self._portable()) is None:
+                    return await self._in_thread(encode)
+                return await self._in_process(content, text, add_special_tokens=add_special_tokens)
+
+    async def chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> Ids:
+        """Token ids of a conversation through the model's template. Raises what `encode` does, and InvalidInput if the
+        template refuses it."""
+        self._check_length(sum(len(message["content"]) for message in messages))
+        async with self._counted():  # in a thread always: how long a template takes is up to its author
+            text = await self._in_thread(partial(self._tokenizer.chat_text, messages, **variables))
+        return await self.encode(text, add_special_tokens=False)
+
+    def close(self) -> None:
+        """End all work; the threads end with the text that they have, the processes now."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._workers):
+            worker.end()
+        self._idle.clear()
+        self._talkers.shutdown(wait=False)
+
+    def _check_length(self, num_characters: int) -> None:
+        if num_characters > self.most_characters:
+            raise ContextTooLong(
+                f"the prompt has {num_characters:,} characters; the context has {self._most_tokens:,} tokens, of at "
+                f"most {self.most_characters:,} characters.",
+                fix="shorten it.",
+            )
+
+    @contextlib.asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        if self._num_waiting >= MOST_WAITING:
+            raise Overloaded(f"{self._num_waiting} prompts wait to be tokenised.", retry_after_s=1.0)
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Its result; it never begins if it is cancelled before."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def _portable(self) -> str | None:
+        if self._json is None and self._is_portable:
+            self._json = await self._in_thread(self._tokenizer.portable)
+            self._is_portable = self._json is not None
+        return self._json
+
+    async def _in_process(self, content: str, text: str, *, add_special_tokens: bool) -> Ids:
+        worker = self._idle.pop() if self._idle else _Worker(content)
+        self._workers.add(worker)
+        is_well = False
+        try:
+            encode = partial(worker.encode, text, add_special_tokens=add_special_tokens)
+            ids = await asyncio.get_running_loop().run_in_executor(self._talkers, encode)
+            is_well = len(text) <= _MOST_IN_ONE_PROCESS
+        finally:
+            if is_well:
+                self._idle.append(worker)
+            else:  # cancelled, failed or large
+                self._workers.discard(worker)
+                worker.end()
+        return ids
+
+
+class _Worker:
+    """A process that has a tokenizer (`token_worker`). One thread talks to it; any may end it."""
+
+    def __init__(self, content: str) -> None:
+        """`content` is the tokenizer's JSON."""
+        self._content: str | None = content  # until it is sent
+        path = str(Path(token_worker.__file__))
+        self._process = subprocess.Popen(
+            (sys.executable, "-P", path),  # -P: what lies beside that file is not imported
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process, which drains first
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Ids:
+        """Token ids int32. Raises QuireError if the process ends."""
+        try:
+            if self._content is not None:
+                self._send(self._content.encode())
+                self._content = None
+            self._send(bytes([add_special_tokens]) + text.encode())
+            (length,) = token_worker.LENGTH.unpack(self._read(token_worker.LENGTH.size))
+            return np.frombuffer(self._read(length), dtype=np.int32)
+        except (OSError, EOFError) as error:
+            raise QuireError("the process that tokenised the prompt has ended; its memory may have run out.") from error
+
+    def end(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what was to be written
+                pipe.close()
+
+    def _read(self, num_bytes: int) -> bytes:
+        assert self._process.stdout is not None
+        found = self._process.stdout.read(num_bytes)
+        if len(found) < num_bytes:
+            raise EOFError
+        return found
+
+    def _send(self, message: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(token_worker.LENGTH.pack(len(message)) + message)
+        self._process.stdin.flush()

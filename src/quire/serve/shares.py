@@ -1,0 +1,118 @@
+"""Shares: how many sequences may be open, whose turn is next, and when one that is refused may come again.
+
+    enter --too many are open, or of this client--> Overloaded, with a time from the measured rate
+          --the engine has enough--> waits for its turn --> runs --> close
+
+Clients are keys with names. A turn goes to the one with the fewest sequences in the engine, so one with a long queue
+delays itself. Without names the engine's own policy orders all, and nothing waits here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from quire.errors import Overloaded
+
+_MEASURED = 64  # ends from which the rate is measured
+_QUIET_S = 60.0  # after which a client has no share until it comes again
+_UNMEASURED_S = 5.0
+_LONGEST_S = 120.0
+
+
+class Turn:
+    """Sequences of one request, until `close`."""
+
+    def __init__(self, shares: Shares, client: str, count: int) -> None:
+        self.client = client
+        self.count = count
+        self.begins: asyncio.Future[None] | None = None  # while it waits
+        self._shares = shares
+        self._is_open = True
+
+    def close(self) -> None:
+        """They have ended, or will not begin. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._shares._leave(self)
+
+
+class Shares:
+    """The sequences of a server, for one event loop. `most_open` may be open and, if clients have names,
+    `most_begun` in the engine; a request with more is alone."""
+
+    def __init__(
+        self, *, most_open: int, most_begun: int, have_names: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.num_refused = 0
+        self._most_open = most_open
+        self._most_begun = most_begun
+        self._have_names = have_names
+        self._clock = clock
+        self._open = Counter[str]()
+        self._begun = Counter[str]()
+        self._waiting: dict[str, deque[Turn]] = {}
+        self._came_at: dict[str, float] = {}  # by client, not those that were quiet for long
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
+
+    async def enter(self, client: str, count: int) -> Turn:
+        """A turn of `count` sequences, when it has come. Raises Overloaded."""
+        now = self._clock()
+        self._came_at[client] = now
+        self._came_at = {name: at for name, at in self._came_at.items() if now - at < _QUIET_S or self._open[name]}
+        num_open = self._open.total()
+        share = self._most_open / len(self._came_at)
+        over = max(num_open + count - self._most_open, math.ceil(self._open[client] + count - share))
+        if over > 0 and (num_open if len(self._came_at) == 1 else self._open[client]):
+            self.num_refused += 1
+            what = f"{num_open} sequences are open of {self._most_open}"
+            more = f", {self._open[client]} of them this client's" if len(self._came_at) > 1 else ""
+            raise Overloaded(f"{what}{more}.", retry_after_s=self.wait_s(over))
+        turn = Turn(self, client, count)
+        self._open[client] += count
+        if not self._have_names or self._has_room(turn):
+            self._begun[client] += count
+            return turn
+        turn.begins = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn.begins
+        except BaseException:
+            turn.close()
+            raise
+        return turn
+
+    def wait_s(self, count: int) -> float:
+        """Seconds in which so many sequences end, by the last ones."""
+        if not self._ends:
+            return _UNMEASURED_S
+        ended, since_s = sum(number for _, number in self._ends), self._clock() - self._ends[0][0]
+        return min(max(1.0, count * since_s / ended), _LONGEST_S)
+
+    def _has_room(self, turn: Turn) -> bool:
+        num_begun = self._begun.total()
+        return num_begun == 0 or num_begun + turn.count <= self._most_begun
+
+    def _leave(self, turn: Turn) -> None:
+        self._open[turn.client] -= turn.count
+        waiting = self._waiting.get(turn.client, ())
+        if turn in waiting:
+            self._waiting[turn.client].remove(turn)
+        else:
+            self._begun[turn.client] -= turn.count
+            self._ends.append((self._clock(), turn.count))
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        while waiting := [name for name, turns in self._waiting.items() if turns]:
+            client = min(waiting, key=lambda name: (self._begun[name], self._came_at.get(name, 0.0)))
+            turn = self._waiting[client][0]
+            if not self._has_room(turn):
+                return
+            self._waiting[client].popleft()
+            self._begun[client] += turn.count
+            assert turn.begins is not None
+            turn.begins.set_result(None)

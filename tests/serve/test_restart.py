@@ -1,0 +1,206 @@
+"""An engine that dies under a server: what its clients get, and that another takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from quire.engine import async_engine
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.config import engine_config
+from quire.errors import EngineDead
+from quire.scheduler.sampling_params import SamplingParams
+from tests.serve.fake_core import ByteTokenizer, EchoCore
+from tests.serve.live_server import LiveServer
+from tests.serve.test_async_engine import text_of, until
+
+
+@asynccontextmanager
+async def running(max_restarts: int) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(
+        engine_config(), build=EchoCore, tokenizer=ByteTokenizer(), max_restarts=max_restarts
+    )
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+def kill(engine: AsyncEngine) -> int:
+    pid = engine._process.process.pid or 0
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def check_another_engine_takes_its_place(how: str = "kill") -> None:
+    """Open streams end with an error that says when to come again; then requests are answered as before."""
+
+    async def body() -> None:
+        async with running(2) as engine:
+            waiting = [asyncio.create_task(text_of(engine, "abc", max_tokens=None)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            if how == "kill":
+                pid = kill(engine)
+            else:
+                pid = engine._process.process.pid or 0
+                waiting.append(asyncio.create_task(text_of(engine, "crash")))
+            for result in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60):
+                assert isinstance(result, EngineDead) and "started again" in str(result)
+            assert not engine.health().healthy
+            with pytest.raises(EngineDead) as refused:
+                await engine.submit("abc", SamplingParams())
+            assert refused.value.status == 503 and (refused.value.retry_after_s or 0) >= 1
+
+            async def well() -> bool:
+                return engine.health().healthy
+
+            await until(well, timeout_s=60)
+            assert await text_of(engine, "ab", max_tokens=3) == "aba"
+            assert engine.num_restarts == 1 and not psutil.pid_exists(pid)
+            assert (await engine.statistics())["aborted_requests"] == 0, "a new core"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("how", ["kill", "crash"])
+def test_another_engine_takes_its_place(how: str) -> None:
+    check_another_engine_takes_its_place(how)
+
+
+def check_restarts_are_limited() -> None:
+    async def body() -> None:
+        async with running(2) as engine:
+
+            async def is_ready() -> bool:
+                return engine.health().healthy
+
+            async def is_dead() -> bool:
+                return "restart the server" in engine.health().reason
+
+            for number in range(3):
+                await until(is_ready, timeout_s=60)
+                assert engine.num_restarts == number
+                kill(engine)
+                await until(lambda: _not(is_ready()), timeout_s=60)
+            await until(is_dead, timeout_s=60)
+            with pytest.raises(EngineDead) as refused:
+                await engine.submit("abc", SamplingParams())
+            assert refused.value.retry_after_s is None
+
+    asyncio.run(body())
+
+
+async def _not(found: object) -> bool:
+    return not await found  # type: ignore[misc]
+
+
+def test_restarts_are_limited() -> None:
+    check_restarts_are_limited()
+
+
+def test_a_shutdown_ends_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_FIRST_PAUSE_S", 30.0)
+
+    async def body() -> None:
+        async with running(2) as engine:
+            kill(engine)
+
+            async def is_dead() -> bool:
+                return not engine.health().healthy
+
+            await until(is_dead)
+            began = time.monotonic()
+            await engine.shutdown()
+            assert time.monotonic() - began < 20
+
+    asyncio.run(body())
+
+
+def check_a_silent_engine_fails_health() -> None:
+    """One that is stopped while it has no work does not answer the next request either."""
+
+    async def body() -> None:
+        engine = await AsyncEngine.start(engine_config(), build=EchoCore, tokenizer=ByteTokenizer(), stall_after_s=1.5)
+        try:
+            pid = engine._process.process.pid or 0
+            os.kill(pid, signal.SIGSTOP)
+
+            async def is_unwell() -> bool:
+                return not engine.health().healthy
+
+            await until(is_unwell)
+            assert "not heard of" in engine.health().reason
+            os.kill(pid, signal.SIGCONT)
+
+            async def is_well() -> bool:
+                return engine.health().healthy
+
+            await until(is_well)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            await engine.shutdown()
+
+    asyncio.run(body())
+
+
+def test_a_silent_engine_fails_health() -> None:
+    check_a_silent_engine_fails_health()
+
+
+def test_the_port_stays_and_clients_are_told_when_to_come_again() -> None:
+    with LiveServer.echo(max_restarts=1) as live:
+        stream = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
+        with stream, stream.makefile("rb") as lines:
+            assert b"200 OK" in lines.readline()
+            live.engine().kill()
+            rest = lines.read()
+            assert b"QUIRE-ENGINE-01" in rest and b"service_unavailable_error" in rest and b"[DONE]" in rest
+        deadline = time.monotonic() + 60
+        while live.request("/health")[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        status, answer = live.request("/v1/completions", {"prompt": "ab", "max_tokens": 3})
+        assert (status, answer["choices"][0]["text"]) == (200, "aba")
+        live.terminate()
+        assert live.wait() == 0, live.log()
+
+
+def test_a_deadline_ends_a_request_and_says_so() -> None:
+    with LiveServer.echo(request_timeout_s=5) as live:
+        for body in ({"timeout_s": 0.3}, {"timeout_s": 0.3, "prompt": ["stall", "stall"]}, {}):
+            status, answer = live.request("/v1/completions", {"prompt": "stall"} | body)
+            assert (status, answer["error"]["code"]) == (408, "QUIRE-SERVE-04")
+        live.wait_idle()
+        connection = live.open_request("/v1/completions", {"prompt": "stall", "stream": True, "timeout_s": 0.3})
+        with connection, connection.makefile("rb") as lines:
+            assert b"QUIRE-SERVE-04" in lines.read()
+        live.wait_idle()
+        assert live.request("/v1/completions", {"prompt": "ab", "max_tokens": 2, "timeout_s": 60})[0] == 200
+
+
+def test_a_full_queue_is_429_with_a_time() -> None:
+    with LiveServer.echo(max_queue=0) as live:
+        held = [live.open_request("/v1/completions", {"prompt": "stall", "stream": True}) for _ in range(8)]
+        deadline = time.monotonic() + 60
+        while live.statistics()["running_requests"] < 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        refused = live.open_request("/v1/completions", {"prompt": "ab"})
+        with refused, refused.makefile("rb") as lines:
+            answer = b""
+            while b"QUIRE-SERVE-03" not in answer:
+                part = lines.readline()
+                assert part, answer
+                answer += part
+        assert b" 429 " in answer and b"retry-after: " in answer.lower()
+        for connection in held:
+            connection.close()
+        live.wait_idle()
+        assert live.request("/v1/completions", {"prompt": "ab", "max_tokens": 2})[0] == 200

@@ -1,0 +1,71 @@
+"""Sessions over HTTP, on the real server and engine: turns compute their new tokens, and tenants have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.live_server import LiveServer
+
+
+@pytest.fixture(scope="module")
+def live(tiny_model: Path) -> Iterator[LiveServer]:
+    """Pages of 16 tokens."""
+    options = ("--kv-memory", "200KiB", "--max-model-len", "256", "--session-ttl", "60")
+    with LiveServer.quire("--model", str(tiny_model), *options) as server:
+        yield server
+        server.terminate()
+        assert server.wait() == 0, server.log()
+
+
+def turn(live: LiveServer, prompt: list[int], session: str, **more: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True, "session_id": session}
+    status, answer = live.request("/v1/completions", body | more)
+    assert status == 200, answer
+    return dict(answer)
+
+
+def test_turns_compute_their_new_tokens(live: LiveServer) -> None:
+    history = list(range(5, 42))
+    held = 0
+    for at in range(3):
+        answer = turn(live, history, "a", ignore_eos=True)
+        [choice] = answer["choices"]
+        plain = turn(live, history, "", session_id=None, ignore_eos=True, cache_salt=f"fresh {at}")["choices"][0]
+        assert choice["token_ids"] == plain["token_ids"] and "session" not in plain
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == held
+        grant = choice["session"]
+        assert grant["resumed_tokens"] == held and grant["start"] == ("continued" if at else "new")
+        assert grant["held_tokens"] == len(history) + 5 and 0 < grant["expires_in_seconds"] <= 60
+        held, history = grant["held_tokens"], [*history, *choice["token_ids"], 7, 8, 9]
+    status, found = live.request("/v1/sessions")
+    assert status == 200
+    [session] = found["sessions"]
+    assert session["session_id"] == "a" and session["saved_tokens"] > session["partial_tokens"] > 0
+    assert found["held_tokens"] == session["held_tokens"] == held
+    assert live.request("/v1/sessions?cache_salt=other")[1]["sessions"] == []
+    assert live.request("/v1/sessions/a?cache_salt=other", method="DELETE")[1]["closed"] is False
+    assert live.request("/v1/sessions/a", method="DELETE") == (200, {"session_id": "a", "closed": True})
+    assert live.request("/v1/sessions")[1]["sessions"] == []
+
+
+def test_a_turn_that_ends_on_a_stop_string_says_what_is_held(live: LiveServer) -> None:
+    prompt = list(range(5, 42))
+    text = turn(live, prompt, "b", ignore_eos=True, max_tokens=12)["choices"][0]["text"]
+    stop = text[2:4]
+    answer = turn(live, prompt, "b", ignore_eos=True, max_tokens=12, stop=stop)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
+    assert choice["session"]["held_tokens"] >= len(prompt), choice
+
+
+def test_a_session_follows_one_sequence(live: LiveServer) -> None:
+    for more in ({"n": 2}, {"prompt": [[5, 6], [7, 8]]}):
+        body = {"prompt": [5, 6], "max_tokens": 2, "session_id": "c"} | more
+        status, answer = live.request("/v1/completions", body)
+        assert status == 400 and answer["error"]["param"] == "session_id", answer
+    status, answer = live.request("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "session_id": ""})
+    assert status == 400 and answer["error"]["param"] == "session_id", answer
