@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 
 from quire.engine.watchdog import LaneWatch, Watchdog
+from tests import waits
 
 
 def stands_still(seconds: float) -> None:
@@ -17,7 +18,7 @@ def stands_still(seconds: float) -> None:
 
 def check_a_stuck_thread_is_told() -> None:
     with closing(Watchdog("the loop", 0.2)) as watchdog:
-        until = time.monotonic() + 20
+        until = time.monotonic() + waits.SOON_S
         while watchdog.num_stuck == 0:
             stands_still(0.05)
             assert time.monotonic() < until, "nothing was said"

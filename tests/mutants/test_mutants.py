@@ -15,6 +15,7 @@ from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.plan import planner
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from tests import mutants as shipped
+from tests import waits
 from tests.cache.test_hold import check_holds
 from tests.canary.machine import run_canary
 from tests.canary.test_auditor import check_frames_that_move
@@ -409,9 +410,10 @@ def noticed(killer: str) -> bool:
     return False
 
 
+@pytest.mark.timeout(100)  # also notices a mutant that hangs a check, by `pytest.fail`
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_lanes, "SOON", 2.0)  # what a mutant keeps from happening is waited for
+    monkeypatch.setattr(waits, "SOON_S", 3.0)  # what a mutant keeps from happening is waited for
     mutant.apply(monkeypatch)
     assert noticed(mutant.killer), f"no check noticed that {mutant.wrong}"
 

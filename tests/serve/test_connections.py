@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.serve.config import ServerConfig
 from quire.serve.server import HttpServer, bind
+from tests import waits
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
 
@@ -55,7 +56,7 @@ def check_a_slow_body() -> None:
         answer = asyncio.create_task(reader.read())
         began = time.monotonic()
         while not answer.done():
-            assert time.monotonic() - began < 20, "a byte now and then moves the deadline"
+            assert time.monotonic() - began < waits.SOON_S, "a byte now and then moves the deadline"
             writer.write(b" ")
             await asyncio.sleep(0.05)
         found = await asyncio.gather(answer, return_exceptions=True)  # it may be lost to a reset

@@ -17,6 +17,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
 from quire.errors import EngineDead
 from quire.scheduler.sampling_params import SamplingParams
+from tests import waits
 from tests.serve.fake_core import ByteTokenizer, EchoCore
 from tests.serve.live_server import LiveServer
 from tests.serve.test_async_engine import text_of, until
@@ -89,7 +90,7 @@ def check_restarts_are_limited() -> None:
                 assert engine.num_restarts == number
                 kill(engine)
                 await until(lambda: _not(is_ready()), timeout_s=60)
-            await until(is_dead, timeout_s=60)
+            await until(is_dead, timeout_s=waits.SOON_S)
             with pytest.raises(EngineDead) as refused:
                 await engine.submit("abc", SamplingParams())
             assert refused.value.retry_after_s is None
@@ -135,7 +136,7 @@ def check_a_silent_engine_fails_health() -> None:
             async def is_unwell() -> bool:
                 return not engine.health().healthy
 
-            await until(is_unwell)
+            await until(is_unwell, timeout_s=waits.SOON_S)
             assert "not heard of" in engine.health().reason
             os.kill(pid, signal.SIGCONT)
 

@@ -16,6 +16,7 @@ from quire.tiers.executor import TransferExecutor
 from quire.tiers.mover import LEFT, ThreadMover
 from quire.tiers.store import StoreKey
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
+from tests import waits
 from tests.tiers.array_copies import ArrayCopies, ids, page_key, units
 from tests.tiers.scripted_store import ScriptedStore
 
@@ -23,7 +24,6 @@ PUT = Lane("put", Endpoint.HOST, Endpoint.STORE, most_bytes=1 << 20, deadline_s=
 GET = Lane("get", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 20, deadline_s=0.05)
 MORE_LANES = (*LANES, PUT, GET)
 SCOPE = b"s" * 16
-SOON = 10.0  # seconds, after which a wait is a failure
 
 
 def transfer_of(
@@ -57,7 +57,7 @@ def mover_of(copies: ArrayCopies, store: ScriptedStore) -> Iterator[ThreadMover]
 
 def until(mover: ThreadMover, is_so: Callable[[], bool]) -> None:
     while not is_so():
-        assert mover.wait(SOON), "nothing happens"
+        assert mover.wait(waits.SOON_S), "nothing happens"
         if mover._ended and not is_so():
             raise AssertionError("something else has ended")
 
@@ -65,13 +65,13 @@ def until(mover: ThreadMover, is_so: Callable[[], bool]) -> None:
 def collect(mover: ThreadMover, *expected: Transfer) -> None:
     ended: list[Transfer] = []
     while len(ended) < len(expected):
-        assert mover.wait(SOON), "nothing ended"
+        assert mover.wait(waits.SOON_S), "nothing ended"
         ended += mover.finished()
     assert set(map(id, ended)) == set(map(id, expected))
 
 
 def entered(source: ArrayCopies | ScriptedStore) -> None:
-    assert source.entered.acquire(timeout=SOON), "the call did not begin"
+    assert source.entered.acquire(timeout=waits.SOON_S), "the call did not begin"
 
 
 # -- the table
@@ -128,18 +128,18 @@ def test_a_hung_store_holds_its_own_threads_only() -> None:
     puts, gets = store.hold("prepare"), store.hold("get")
     rows = [host.copy() for host in copies.host]
     with mover_of(copies, store) as mover:
-        put, waits = (transfer_of(copies, PUT, number) for number in (1, 2))
+        put, queued = (transfer_of(copies, PUT, number) for number in (1, 2))
         get = transfer_of(copies, GET, 3, shift=7)
         store.visible[StoreKey(SCOPE, page_key(3), 0)] = rows[0][3, : copies.sizes[0]].tobytes()
         store.visible[StoreKey(SCOPE, page_key(3), 1)] = rows[1][3, : copies.sizes[1]].tobytes()
-        for transfer in (put, get, waits):
+        for transfer in (put, get, queued):
             assert mover.submit(transfer)
         entered(store)
         entered(store)
         until(mover, lambda: put.expired and get.expired)
-        until(mover, lambda: waits.done)
-        assert mover.finished() == [waits], "what hangs is handed back while a call may touch its frames"
-        for late in (put, get, waits):
+        until(mover, lambda: queued.done)
+        assert mover.finished() == [queued], "what hangs is handed back while a call may touch its frames"
+        for late in (put, get, queued):
             assert "did not end within its deadline of 0.05 s" in late.error and "the store hangs" in late.error
         assert not put.done and not get.done and not mover.idle
         assert mover.in_flight(PUT) == put.num_bytes and mover.in_flight(GET) == get.num_bytes
@@ -154,7 +154,7 @@ def test_a_hung_store_holds_its_own_threads_only() -> None:
         assert put.defects == get.defects == (("failed",),) * 2
         assert np.array_equal(copies.host[0][10], rows[0][3]), "the call that came back late has written its frame"
         assert mover.idle and not store.prepared
-        again = transfer_of(copies, PUT, 1, deadline=SOON)
+        again = transfer_of(copies, PUT, 1, deadline=waits.SOON_S)
         assert mover.submit(again), "the lane works again"
         collect(mover, again)
         assert again.is_whole
@@ -178,7 +178,7 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
         thread = threading.Thread(target=step, args=(load,))
         thread.start()
         until(mover, lambda: load.expired)
-        thread.join(SOON)
+        thread.join(waits.SOON_S)
         assert len(raised) == 1 and "the device hangs" in raised[0]
         assert not load.checked and not load.done and mover.finished() == []
         gate.release(2)
@@ -192,14 +192,14 @@ def test_closing_does_not_wait_for_a_hung_store(monkeypatch: pytest.MonkeyPatch)
     gate = store.hold("prepare")
     mover = ThreadMover(copies, store, lanes=MORE_LANES)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("quire-mover")]
-    hung, late = transfer_of(copies, PUT, 1, deadline=SOON), transfer_of(copies, PUT, 2, deadline=SOON)
+    hung, late = transfer_of(copies, PUT, 1, deadline=waits.SOON_S), transfer_of(copies, PUT, 2, deadline=waits.SOON_S)
     assert mover.submit(hung) and mover.submit(late)
     entered(store)
     assert mover.close() == (hung,)
     assert mover.finished() == [hung, late] and hung.error == LEFT
     gate.release(100)
     for thread in threads:
-        thread.join(SOON)
+        thread.join(waits.SOON_S)
 
 
 # -- in counted time
@@ -238,7 +238,7 @@ class World:
 def test_a_slow_virtual_store_keeps_its_frames_behind_the_deadline() -> None:
     copies = saved(1, 2, 3)
     world = World(copies, 1.0)
-    put, waits, get = world.submit(PUT, 1), world.submit(PUT, 2), world.submit(GET, 3, shift=7)
+    put, queued, get = world.submit(PUT, 1), world.submit(PUT, 2), world.submit(GET, 3, shift=7)
     for group in (0, 1):
         record = copies.host[group][3, : copies.sizes[group]].tobytes()
         world.store.visible[StoreKey(SCOPE, page_key(3), group)] = record
@@ -246,9 +246,9 @@ def test_a_slow_virtual_store_keeps_its_frames_behind_the_deadline() -> None:
     assert world.mover.next_end == pytest.approx(0.02)
     assert world.run_until(0.04) == [save, load]
     assert world.mover.next_end == pytest.approx(0.05)
-    assert world.run_until(0.06) == [waits], "what has begun is handed back at its deadline"
+    assert world.run_until(0.06) == [queued], "what has begun is handed back at its deadline"
     assert put.expired and get.expired and not put.done and not get.done
-    assert "deadline" in put.error and "deadline" in waits.error
+    assert "deadline" in put.error and "deadline" in queued.error
     assert not copies.host[0][10].any()
     assert world.run_until(2.0) == [put, get] and world.mover.idle
     assert copies.host[0][10].any(), "a late call has written its frame"
@@ -271,8 +271,8 @@ def test_damage_that_a_late_call_has_found_keeps_its_name() -> None:
 def test_a_virtual_store_that_hangs_ends_nothing_else() -> None:
     copies = saved(1, 2)
     world = World(copies, math.inf)
-    put, waits, save = world.submit(PUT, 1), world.submit(PUT, 2), world.submit(Lane.SAVE, 2)
-    assert world.run_until(100.0) == [save, waits]
+    put, queued, save = world.submit(PUT, 1), world.submit(PUT, 2), world.submit(Lane.SAVE, 2)
+    assert world.run_until(100.0) == [save, queued]
     assert put.expired and not put.done and world.mover.next_end is None and not world.mover.idle
     world.mover.close()
     assert world.mover.finished() == [put]
