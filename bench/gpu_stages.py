@@ -10,8 +10,8 @@ import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,26 @@ class Sizes:
     new: int
     copied_bytes: int
     contexts: tuple[tuple[int, int], ...]  # of decode attention: sequences, tokens of each
+    many: int = 256  # requests of the steps whose host time is measured
 
 
-TOY = Sizes(64, 2, 4, 2, 96, 256, 3, 40, 6, 1 << 20, ((2, 40),))
+TOY = Sizes(64, 2, 4, 2, 96, 256, 3, 40, 6, 1 << 20, ((2, 40),), many=3)
 SMALL = Sizes(1024, 8, 16, 8, 2816, 32_000, 8, 600, 24, 1 << 28, ((8, 1024),))
 LLAMA_8B = Sizes(4096, 32, 32, 8, 14_336, 128_256, 64, 1024, 64, 1 << 30, ((1, 8192), (16, 8192), (64, 8192)))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one run. `large` are the sizes of stages that measure. `told` is the file of `tell`."""
+    """Of one run. `large` are the sizes of stages that measure. `told` is the file of `tell`, and `lines` one that gets
+    a line of JSON each time, marked as partial, of the stage that has this `name`."""
 
     device: str
     small: Sizes
     large: Sizes
     dtype: str
     told: Path | None = None
+    lines: Path | None = None
+    name: str = ""
 
     @property
     def is_cuda(self) -> bool:
@@ -60,6 +64,17 @@ class Options:
             part = self.told.with_suffix(".part")
             part.write_text(json.dumps(found, default=str))
             part.rename(self.told)
+        if self.lines is not None:
+            append(self.lines, json.dumps({"stage": self.name, "partial": True, "found": found}, default=str))
+
+
+def append(file: Path, line: str) -> None:
+    """Add a line to a file in one write: whenever this process is killed, the file has whole lines."""
+    there = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(there, f"{line}\n".encode())
+    finally:
+        os.close(there)
 
 
 # -- models and engines
@@ -286,6 +301,27 @@ def kernels(options: Options) -> Found:
         found["decode_ms"][f"{sequences} x {context}"] = {"ms": round(elapsed, 4), "gb_s": rate}
         options.tell(found)
     assert not wrong, "; ".join(wrong)
+    return found
+
+
+def launches(options: Options) -> Found:
+    """Microseconds of the host for attention of one layer; a step has as many of them as layers."""
+    import torch
+    from launches import measure, silent_kernels
+
+    if importlib.util.find_spec("triton") is None:
+        return {"skipped": "triton is not installed"}
+    sizes, device = options.large, torch.device(options.device)
+    heads = (sizes.heads, sizes.kv_heads, sizes.hidden // sizes.heads)
+    with nullcontext() if options.is_cuda else silent_kernels(), torch.inference_mode():
+        found: Found = {"launches": "real" if options.is_cuda else "none"}
+        found["us_per_layer"] = measure(
+            device,
+            getattr(torch, options.dtype),
+            heads,
+            most_s=1.0 if options.is_cuda else 0.05,
+            wait=lambda: finish(options.device),
+        )
     return found
 
 
@@ -541,11 +577,14 @@ def model(options: Options) -> Found:
     sizes = options.small
     prompts = prompts_of(sizes)
     expected = generate(engine_of(model_of(sizes, "float32", "cpu"), options, sizes, "cpu"), prompts, sizes.new)
+    found: Found = {"requests": len(prompts), "tokens": sizes.new}
+    options.tell(found)
     core = engine_of(model_of(sizes, "float32", options.device), options, sizes)
-    cold, warm = (generate(core, prompts, sizes.new, name) for name in ("cold", "warm"))
+    cold = generate(core, prompts, sizes.new, "cold")
+    same = found["same"] = [_common(a, b) for a, b in zip(cold, expected, strict=True)]
+    options.tell(found)
+    found["warm_is_cold"] = generate(core, prompts, sizes.new, "warm") == cold
     core.audit()
-    same = [_common(a, b) for a, b in zip(cold, expected, strict=True)]
-    found = {"requests": len(prompts), "tokens": sizes.new, "same": same, "warm_is_cold": warm == cold}
     statistics = core.statistics()
     found |= {"hit_tokens": statistics["hit_tokens"], "attention": statistics["attention"]}
     assert found["hit_tokens"] > 0, "nothing was found in the cache"
@@ -669,12 +708,28 @@ def graphs(options: Options) -> Found:
         options.tell(found)
     same = [_common(a, b) for a, b in zip(tokens["graphs"], tokens["eager"], strict=True)]
     found["same"] = same
+    options.tell(found)
+    found["many"] = _host_of_many(options, loaded)
     # Sums of attention are merged in another order, which may turn a near tie.
     assert sum(same) >= 0.8 * sizes.new * sizes.requests, f"graphs change tokens: {same}"
     if options.is_cuda:
         statistics = found["graphs"]["statistics"]
         assert statistics["replays"] > 0, f"nothing was replayed: {statistics}"
     return found
+
+
+def _host_of_many(options: Options, loaded: Any) -> Found:
+    """Milliseconds of steps of many short requests: the median launch, which only the host computes, and the mean
+    step, with what it waits for."""
+    sizes = replace(options.small, requests=options.small.many, prompt=32)
+    core = engine_of(loaded, options, sizes)
+    generate(core, prompts_of(sizes), 2, "first")
+    with _no_waits(options, core) as seconds:
+        began = time.perf_counter()
+        generate(core, prompts_of(sizes, 1), sizes.new)
+        elapsed = time.perf_counter() - began
+    launch, step = sorted(seconds)[len(seconds) // 2], elapsed / len(seconds)
+    return {"requests": sizes.requests, "launch_ms": round(launch * 1e3, 3), "step_ms": round(step * 1e3, 3)}
 
 
 def tiers(options: Options) -> Found:
@@ -797,17 +852,25 @@ def profile(options: Options) -> Found:
 
 
 STAGES: dict[str, tuple[Callable[[Options], Found], float]] = {
-    "versions": (versions, 90),
-    "pool": (pool, 40),
-    "kernels": (kernels, 150),
-    "moves": (moves, 40),
-    "model": (model, 90),
-    "sampler": (sampler, 40),
-    "overlap": (overlap, 60),
+    "versions": (versions, 60),
+    "pool": (pool, 25),
+    "kernels": (kernels, 90),
+    "launches": (launches, 25),
+    "model": (model, 70),
+    "sampler": (sampler, 20),
+    "moves": (moves, 20),
+    "overlap": (overlap, 40),
     "graphs": (graphs, 60),
-    "tiers": (tiers, 60),
-    "throughput": (throughput, 150),
-    "profile": (profile, 60),
-    "formats": (formats, 120),
+    "tiers": (tiers, 40),
+    "throughput": (throughput, 90),
 }
-"""By name: what it does, and the seconds that it may take."""
+"""By name: what it does, and the seconds that it may take. In the order of what fails first, and of what others need;
+together they end within one call of ten minutes, also if each takes all of its time."""
+
+REST: dict[str, tuple[Callable[[Options], Found], float]] = {
+    "formats": (formats, 120),
+    "profile": (profile, 60),
+}
+"""For another call."""
+
+ALL = STAGES | REST

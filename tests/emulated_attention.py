@@ -2,13 +2,13 @@
 no kernels. Shapes follow from sizes alone, as in a kernel, so that a graph can record it.
 
 Plans of tasks, page tables by row and the order of launches are those of `TritonAttention`; what is computed here is
-another program, in float32. Trees and selected tokens are not emulated.
+another program, in float32. Trees are not emulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -20,70 +20,89 @@ from quire.kernels.codec import decode
 from quire.kernels.fields import PagedField
 from quire.kernels.moves import TORCH
 from quire.kernels.triton import attention
-from quire.kernels.triton.attention import Tile, TritonAttention, _Call
+from quire.kernels.triton.attention import Call, PreparedAttention, TritonAttention
+from quire.kernels.triton.tasks import TaskPlan
 
 
-class EmulatedCall(_Call):
-    """`_Call`, whose launches are operators."""
+class EmulatedAttention(PreparedAttention):
+    """`PreparedAttention`, whose launches are operators."""
 
-    def __init__(self, query: Tensor, parts: Any, scale: float, softcap: float | None, *, trees: bool = False) -> None:
-        super().__init__(query, parts, scale, softcap, trees=trees)
+    def __init__(self, query: Tensor, parts: Any, *args: Any, trees: bool) -> None:
+        super().__init__(query, parts, *args, trees=trees)
         assert not trees
         self._parts = parts
 
-    def launch(self, tile: Tile, num_tasks: int, given: dict[str, Any]) -> None:
-        assert not given.get("SELECTED")
-        device, query = self.query.device, self.query
-        first, lanes = given["first_task"], torch.arange(self.rows_of(tile), device=device)
-        tasks = given["tasks"].view(-1, 5)[first : first + num_tasks].long()
-        at, count, begin, stop, table_row = tasks.unbind(1)
+    def attend(self, call: Call, plan: TaskPlan, tasks: tuple[int, int], pages: tuple[Tensor, int, int]) -> None:
+        (first, stop), (table, table_row, page) = tasks, pages
+        device, given = call.query.device, plan.arrays
+        tile = self.small if first < plan.num_small else self.large
+        lanes = torch.arange(self.rows_of(tile), device=device)
+        at, count, begin, end, of_table = given["tasks"].view(-1, 5)[first:stop].long().unbind(1)
         valid = lanes < count[:, None]
         entry = (at[:, None] + lanes).clamp(max=len(given["task_rows"]) - 1)
         row = torch.where(valid, given["task_rows"][entry], 0).long()
         place = torch.where(valid, given["places"][entry], -1).long()
-        table, page = given["table"].view(-1, given["table_row"]), given["PAGE"]
-        position = torch.arange(table.shape[1] * page, device=device)
-        there = (position >= begin[:, None]) & (position < stop[:, None])
-        slots = table.index_select(0, table_row).long()[..., None] * page + torch.arange(page, device=device)
+        tables = table.view(-1, table_row)
+        position = torch.arange(tables.shape[1] * page, device=device)
+        there = (position >= begin[:, None]) & (position < end[:, None])
+        slots = tables.index_select(0, of_table).long()[..., None] * page + torch.arange(page, device=device)
         slots = torch.where(there, slots.flatten(1), 0)
-        key, value = self._read(slots)
-        score = torch.einsum("nmhd,nlhd->nmhl", query[row].float(), key) * self.arguments["scale"]
-        if self.constants["SOFTCAP"]:
-            score = self.arguments["softcap"] * torch.tanh(score / self.arguments["softcap"])
         seen = (position >= given["lows"][row][..., None]) & (position <= given["highs"][row][..., None])
         seen &= there[:, None] & valid[..., None]
+        self._attend(call, row, place, valid, slots, seen)
+
+    def attend_selected(self, call: Call, slots: Tensor, size: int, num_parts: int) -> None:
+        rows, selected = slots.shape
+        program = torch.arange(rows * num_parts, device=slots.device)
+        row, part = (program // num_parts)[:, None], (program % num_parts)[:, None]
+        position = torch.arange(selected, device=slots.device)
+        mine = (position >= part * size) & (position < (part + 1) * size)
+        own = slots.index_select(0, row[:, 0])
+        seen = (mine & (own >= 0))[:, None]
+        place = program[:, None] if num_parts > 1 else torch.full_like(row, -1)
+        self._attend(call, row, place, torch.ones_like(row, dtype=torch.bool), own.clamp(min=0), seen)
+
+    def _attend(self, call: Call, row: Tensor, place: Tensor, valid: Tensor, slots: Tensor, seen: Tensor) -> None:
+        """Rows int64 `[n, m]` of n tasks against the tokens at `slots` `[n, l]` that they have `seen` `[n, m, l]`."""
+        key, value = self._read(slots)
+        score = torch.einsum("nmhd,nlhd->nmhl", call.query[row].float(), key) * self.scale
+        if self.softcap:
+            score = self.softcap * torch.tanh(score / self.softcap)
         score = score.masked_fill(~seen[:, :, None], float("-inf"))
         peak = score.amax(-1, keepdim=True)
         weight = torch.exp(score - torch.where(peak == float("-inf"), 0.0, peak))
         total = weight.sum(-1, keepdim=True)
         lse = (peak + total.log()).squeeze(-1)
-        if self.sinks is not None:
-            sink = torch.exp(self.sinks[None, None, :, None] - torch.where(peak == float("-inf"), 0.0, peak))
+        if call.sinks is not None:
+            sink = torch.exp(call.sinks[None, None, :, None] - torch.where(peak == float("-inf"), 0.0, peak))
             total = total + torch.where((place < 0)[..., None, None], sink, 0.0)
         found = torch.einsum("nmhl,nlhd->nmhd", weight, value) / torch.where(total > 0, total, 1.0)
-        for into, lses, where in ((self.out, self.lse, valid & (place < 0)), (self.parts, self.part_lse, place >= 0)):
-            index = torch.where(where, row if into is self.out else place, len(into)).flatten()
+        for into, lses, where in ((call.out, call.lse, valid & (place < 0)), (call.parts, call.part_lse, place >= 0)):
+            index = torch.where(where, row if into is call.out else place, len(into)).flatten()
             _store(into, index, found.flatten(0, 1))
             if lses is not None:
                 _store(lses, index, lse.flatten(0, 1))
 
-    def merge(self, num_rows: int, merges: Tensor, parts: int) -> None:
-        assert not parts
-        row, begin, count = merges.view(-1, 3)[:num_rows].long().unbind(1)
-        place = torch.arange(len(self.parts), device=merges.device)
+    def merge(self, call: Call, num_rows: int, merges: Tensor, num_parts: int) -> None:
+        place = torch.arange(len(call.parts), device=merges.device)
+        if num_parts:
+            row = torch.arange(num_rows, device=merges.device)
+            begin, count = row * num_parts, torch.full_like(row, num_parts)
+        else:
+            row, begin, count = merges.view(-1, 3)[:num_rows].long().unbind(1)
         mine = ((place >= begin[:, None]) & (place < (begin + count)[:, None]))[..., None]
-        score = self.part_lse[None].masked_fill(~mine, float("-inf"))
+        score = call.part_lse[None].masked_fill(~mine, float("-inf"))
         base = score.amax(1, keepdim=True)
         base = torch.where(base == float("-inf"), 0.0, base)
         weight = torch.exp(score - base)
         total = weight.sum(1)
-        values = torch.where(mine[..., None], self.parts[None], 0.0)
+        values = torch.where(mine[..., None], call.parts[None], 0.0)
         acc = (weight[..., None] * values).sum(1)
-        if self.lse is not None:
-            _store(self.lse, row, base.squeeze(1) + total.log())
-        if self.sinks is not None:
-            total = total + torch.exp(self.sinks - base.squeeze(1))
-        _store(self.out, row, acc / torch.where(total > 0, total, 1.0)[..., None])
+        if call.lse is not None:
+            _store(call.lse, row, base.squeeze(1) + total.log())
+        if call.sinks is not None:
+            total = total + torch.exp(call.sinks - base.squeeze(1))
+        _store(call.out, row, acc / torch.where(total > 0, total, 1.0)[..., None])
 
     def _read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[tasks, tokens, heads, dim]` of all query heads, float32."""
@@ -118,7 +137,8 @@ def _store(into: Tensor, index: Tensor, rows: Tensor) -> None:
 def emulated_kernels(programs: int = 6) -> Iterator[None]:
     """Backends of the Triton kernels compute by operators inside the block; `programs` keep the device busy."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(attention, "_Call", EmulatedCall))
+        stack.enter_context(patch.object(attention, "PreparedAttention", EmulatedAttention))
+        stack.enter_context(patch.object(attention, "device_of", lambda tensor: nullcontext()))
         given = {
             (AttentionBackend, "writer"): None,
             (AttentionBackend, "moves"): TORCH,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -26,19 +27,83 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 def test_every_stage_runs(tmp_path: Path) -> None:
     written = tmp_path / "first.jsonl"
-    done = run_program(BENCH / "gpu_first.py", "--toy", "--json", written)
+    done = run_program(BENCH / "gpu_first.py", "--toy", "--stages", "all", "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in written.read_text().splitlines()]
-    assert done.stdout.splitlines() == written.read_text().splitlines()
+    all_lines = [json.loads(line) for line in written.read_text().splitlines()]
+    lines = [line for line in all_lines if "partial" not in line]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == lines
+    assert {line["stage"] for line in all_lines if "partial" in line} >= {"kernels", "model", "overlap", "graphs"}
     found = {line["stage"]: line["found"] for line in lines}
-    names = ["versions", "pool", "kernels", "moves", "model", "sampler", "overlap", "graphs", "tiers", "throughput"]
-    names += ["profile", "formats"]
+    names = ["versions", "pool", "kernels", "launches", "model", "sampler", "moves", "overlap", "graphs", "tiers"]
+    names += ["throughput", "formats", "profile"]
     assert list(found) == names and all(line["ok"] for line in lines)
     assert found["versions"]["missing"] == []
     assert max(found["kernels"]["cases"].values()) < 2e-2
     assert found["moves"]["moves"] == ("TritonMoves" if find_spec("triton") else "TorchMoves")
     assert found["sampler"]["same"] == found["sampler"]["draws"]
     assert found["tiers"]["loaded_bytes"] > 0
+    if find_spec("triton"):
+        assert len(found["launches"]["us_per_layer"]) == 4 and min(found["launches"]["us_per_layer"].values()) > 0
+
+
+def test_first_stages_end_within_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if each takes all of its time: a call on a machine with a GPU has ten minutes, and what is killed some more
+    seconds."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    import gpu_first
+
+    assert sum(limit for _, limit in gpu_first.STAGES.values()) <= 540
+    assert sum(limit for _, limit in gpu_first.REST.values()) + gpu_first.STAGES["versions"][1] <= 540
+    assert not set(gpu_first.STAGES) & set(gpu_first.REST)
+
+
+def _tells_on(options: Any) -> dict[str, Any]:
+    for number in itertools.count():
+        options.tell({"numbers": list(range(number % 3000))})
+    return {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_leaves_whole_lines(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was found until then; SIGTERM is answered by a line, and ends the stage too."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--stages", "pool,sampler", "--json", "lines"])
+    monkeypatch.chdir(tmp_path)
+    import gpu_first
+
+    monkeypatch.setitem(gpu_first.ALL, "pool", (_tells_on, 60.0))
+    written, group = tmp_path / "lines", tmp_path / "stage"
+    real = os.setsid
+    monkeypatch.setattr(os, "setsid", lambda: (real(), group.write_text(str(os.getpid()))))
+    child = os.fork()
+    if not child:
+        try:
+            gpu_first.main()
+        except SystemExit as ended:
+            os._exit(int(str(ended.code)))
+        finally:
+            os._exit(99)
+    try:
+        until = time.monotonic() + 60
+        while not (written.exists() and written.stat().st_size > 100_000):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    finally:
+        os.kill(child, number)
+    _, status = os.waitpid(child, 0)
+    if number == signal.SIGKILL:
+        os.killpg(int(group.read_text()), signal.SIGKILL)  # its stage goes on
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
+    assert written.read_text().endswith("\n") and len(lines) > 10
+    last = lines[-1]
+    assert last["stage"] == "pool" and "numbers" in last["found"]
+    if number == signal.SIGTERM:
+        assert os.waitstatus_to_exitcode(status) == 143
+        assert last["error"] == "ended by SIGTERM" and "partial" not in last
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(group.read_text()), 0)
+    else:
+        assert os.waitstatus_to_exitcode(status) == -9 and last["partial"]
 
 
 def _hangs(_: object) -> dict[str, Any]:
@@ -75,7 +140,7 @@ def test_a_stage_that_fails_ends_alone(
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     import gpu_first
 
-    monkeypatch.setitem(gpu_first.STAGES, "pool", (stage, 1.0))
+    monkeypatch.setitem(gpu_first.ALL, "pool", (stage, 1.0))
     began = time.monotonic()
     line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), 2.0)
     assert not line["ok"] and says in line["error"] and time.monotonic() - began < 20
@@ -90,7 +155,7 @@ def test_what_a_stage_has_found_is_told_though_it_fails(
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     import gpu_first
 
-    monkeypatch.setitem(gpu_first.STAGES, "pool", (stage, 1.0))
+    monkeypatch.setitem(gpu_first.ALL, "pool", (stage, 1.0))
     line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), 2.0)
     assert not line["ok"] and line["found"] == {"first": 1}
     assert stage is _finds_and_hangs or "keys must be" in line["error"]
@@ -100,7 +165,7 @@ def test_a_stage_runs_anew_where_cuda_cannot_be_forked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
-    monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--only", "pool,sampler"])
+    monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--stages", "pool,sampler"])
     import gpu_first
 
     def forked(name: str, *_: object) -> dict[str, Any]:
@@ -117,7 +182,7 @@ def test_a_stage_runs_anew_where_cuda_cannot_be_forked(
 
 def test_time_that_is_up_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
-    monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--only", "pool,kernels", "--seconds", "0"])
+    monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--stages", "pool,kernels", "--seconds", "0"])
     import gpu_first
 
     with pytest.raises(SystemExit) as ended:
@@ -151,7 +216,7 @@ def test_stages_on_a_device_in_python(stage: str, monkeypatch: pytest.MonkeyPatc
         watching = {"error": True, "default": False, 0: False}
         debug = "set_sync_debug_mode"
         monkeypatch.setattr(torch.cuda, debug, lambda mode: setattr(cuda._watching, "on", watching[mode]))
-        found = gpu_stages.STAGES[stage][0](gpu_stages.Options("cuda", gpu_stages.TOY, gpu_stages.TOY, "float32"))
+        found = gpu_stages.ALL[stage][0](gpu_stages.Options("cuda", gpu_stages.TOY, gpu_stages.TOY, "float32"))
     assert cuda.noted == []
     if stage == "model":
         assert found["same"] == [6, 6, 6] and found["warm_is_cold"]

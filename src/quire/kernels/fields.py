@@ -5,9 +5,9 @@ Encoded rows are decoded into scratch memory when they are read; plain ones are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,10 @@ class PagedField:
     A row is `shape` numbers. With `kv_format` it is stored encoded: `stored` is the stored shape, and `scales`
     `[frames, entries, *scale_shape]` is the layer of its scales, if the format has any; entries beyond a row's own
     scales are padding. `name` separates the scratch memory of `read` from that of other fields. `writer` writes, in
-    place of torch's operators.
+    place of torch's operators. `kept` is what kernels keep of a field.
     """
 
-    __slots__ = ("_kv_format", "_name", "_rows", "_scales", "_writer")
+    __slots__ = ("_kv_format", "_name", "_rows", "_scales", "_writer", "kept")
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class PagedField:
         self._kv_format = kv_format
         self._name = name
         self._scales: Tensor | None = None
+        self.kept: dict[Hashable, Any] = {}
         if kv_format is not None:
             assert (scales is not None) == (kv_format.scale is not None), f"{kv_format.name} and its scales"
         if kv_format is not None and scales is not None:
@@ -95,6 +96,7 @@ class PagedField:
     def head(self, number: int) -> PagedField:
         """One of the heads of rows `[heads, dim]`, as rows `[1, dim]`."""
         found, one = copy(self), (..., slice(number, number + 1), slice(None))
+        found.kept = {}
         found._rows = self._rows[one]
         found._scales = None if self._scales is None else self._scales[one]
         return found

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -119,7 +120,23 @@ class RunningForward:
 
 def paged_field(pool: Pool, name: str, ordinal: int, writer: Writer | None = None) -> PagedField:
     """A field of a call, stored as its pool's layout says, with the field of its scales if it has any. On a device its
-    rows are written by `writer`."""
+    rows are written by `writer`. The same each time, so that kernels prepare their calls once."""
+    key = name, ordinal, writer
+    known = _fields.get(pool)
+    if known is None:
+        known = _fields[pool] = {}
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _new_field(pool, name, ordinal, writer)
+    elif pool.arriving:
+        pool.layer(name, ordinal)  # waits
+    return found
+
+
+_fields: WeakKeyDictionary[Pool, dict[tuple[str, int, Writer | None], PagedField]] = WeakKeyDictionary()
+
+
+def _new_field(pool: Pool, name: str, ordinal: int, writer: Writer | None) -> PagedField:
     kv_format = pool.field(name, ordinal).kv_format
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None

@@ -16,20 +16,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, LatentFields, PagedField
 from quire.kernels.moves import HostEntries, Pieces
 from quire.kernels.triton import attention, moves, write
+from quire.kernels.triton.launch import Launch
 from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layers import formatted, fp8_row
 from quire.spec.layout import DType
+
+sys.path[:0] = [str(Path(__file__).parents[3] / "bench")]
+
+from launches import SilentDriver  # noqa: E402
 
 LATENT_ROW = fp8_row(512, 128, DType.FLOAT32)
 
@@ -71,31 +76,17 @@ CONFIGS = {
 }
 
 
-class _Driver:
-    """As much of a driver as compiling needs."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 class _Compiled:
     """A kernel that is compiled at each launch, and not run."""
 
     def __init__(self, kernel: Any, found: Callable[[str, Any, dict[str, Any]], None]) -> None:
         self._kernel, self._found = kernel, found
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         def launch(*first: Any, **given: Any) -> None:
-            self._found(self._kernel.__name__, self._kernel.warmup(*first, grid=(1,), **given), given)
+            code = self._kernel.warmup(*first, grid=(1,), **given)
+            self._found(self._kernel.__name__, code, {**dict(zip(self.arg_names, first, strict=False)), **given})
 
         return launch
 
@@ -194,6 +185,56 @@ def compile_steps(found: Callable[[str, Any, dict[str, Any]], None]) -> None:
             setattr(moves, name, real[name])
 
 
+class _Uncompiled:
+    """In place of compiled code, which takes seconds for each kind of a launch."""
+
+    function = packed_metadata = None
+
+    def run(self, *_: Any) -> None:
+        pass
+
+    def launch_metadata(self, *_: Any) -> None:
+        pass
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.run
+
+
+def check_kinds() -> Iterator[tuple[str, bool, bool]]:
+    """By launch: the kernel, whether Triton would launch the same code, and whether it is one that was kept."""
+    real, lines = Launch.__call__, []
+
+    def launch(self: Launch, grid: tuple[int, int, int], arguments: tuple[Any, ...], kind: Any) -> None:
+        was_kept = kind in self._compiled
+        real(self, grid, arguments, kind)
+        asked = self._kernel.warmup(*arguments, *self._constants, grid=(1,), **self._options)
+        lines.append((self._kernel.__name__, asked is self._compiled[kind], was_kept))
+
+    made = attention.TritonAttention(torch.device("cpu"), programs=264)
+    config, memory = Config((2, 4), (64, 64)), torch.zeros(1 << 20, dtype=torch.bfloat16)
+    fields = [_field(name, (2, 64), config, KV_FORMATS["mxfp8"] if name == "v" else None) for name in "kv"]
+    sinks = torch.zeros(9)
+    with patch.object(Launch, "__call__", launch), patch("triton.compiler.compile", lambda *_, **__: _Uncompiled()):
+        for news, contexts, offset, row, head in (
+            *(([1, 1], [90, 40], 0, 512, 64), ([1] * 5, [900] * 5, 0, 512, 64), ([1], [9000], 0, 512, 64)),
+            *(([1, 3], [90, 40], 1, 512, 64), ([1, 3], [900, 40], 8, 520, 64), ([1, 33], [90, 9000], 0, 513, 64)),
+            *(([1], [9000], 0, 512, 65), ([40], [41], 3, 777, 66), ([1], [9000], 0, 64, 1024), ([1], [3], 0, 1, 80)),
+        ):
+            stops, width = np.array(contexts), -(-max(contexts) // 16)
+            frames = np.ones((len(contexts), width), dtype=np.int32)
+            batch = PagedBatch.of(frames, stops - news, stops, 16)
+            query = memory.as_strided((sum(news), 8, 64), (row, head, 1), offset)
+            new = memory.as_strided((sum(news), 2, 64), (row, head, 1), offset)
+            both = (fields[0], None, fields[1])
+            for field in fields:
+                write.write_rows(field, torch.from_numpy(batch.slots).long(), new)
+            for given in (None, sinks[:8], sinks[1:]):
+                made.pages(query, both, batch.arrays, scale=0.1, sinks=given, keep_lse=given is None)
+            slots = torch.zeros(sum(news), 512 + 64 * (head == 64) + row % 2, dtype=torch.int64)
+            made.selected(query, both, slots, slots > 0, scale=0.1, softcap=None)
+    yield from lines
+
+
 def _usage(cubin: bytes) -> dict[str, int]:
     """Registers, and bytes of the stack, where spilled registers are."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -207,7 +248,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
 
 def compiled(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
     """What was compiled of each configuration."""
-    triton.runtime.driver.set_active(_Driver(GPUTarget("cuda", capability, 32)))
+    triton.runtime.driver.set_active(SilentDriver(capability))
     real = attention.attend_tasks, attention.merge_parts, write.write_tiles
     for name in names:
         lines: list[dict[str, Any]] = []
@@ -243,5 +284,9 @@ def compiled(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["kinds"]:
+        triton.runtime.driver.set_active(SilentDriver(int(sys.argv[1])))
+        print(json.dumps(list(check_kinds())))
+        sys.exit()
     for line in compiled(int(sys.argv[1]), sys.argv[2:] or [*CONFIGS, "moves"]):
         print(json.dumps(line), flush=True)

@@ -81,6 +81,15 @@ def test_nothing_is_compiled_again_for_another_step():
     assert {name: len(found) for name, found in hashes.items()} == dict.fromkeys(wanted, 1)
 
 
+def test_a_launch_runs_what_triton_would():
+    """Whatever its tensors begin at, and however its rows are apart."""
+    (launches,) = compiled(90, ("kinds",))
+    assert all(same for _, same, _ in launches), launches
+    for name in ("attend_tasks", "merge_parts", "write_tiles"):
+        kept = [was_kept for kernel, _, was_kept in launches if kernel == name]
+        assert 2 < sum(kept) < len(kept), "some launches are of a kind that was launched before, and some are not"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", list(SHARED))
 @pytest.mark.parametrize("names", [QUICK, SLOW[:5], SLOW[5:11], SLOW[11:]], ids=["quick", "dims", "formats", "latents"])

@@ -14,8 +14,9 @@ from torch import Tensor
 from quire.kernels.fields import PagedField
 from quire.kernels.page_arrays import PageArrays
 from quire.kernels.triton.attend import attend_tasks, merge_parts
-from quire.kernels.triton.numbers import StoredField, device_of
-from quire.kernels.triton.tasks import KEYS, MIN_PIECE, Blocks, plan_tasks, to_device
+from quire.kernels.triton.launch import Launch, hint, is_aligned
+from quire.kernels.triton.numbers import device_of, stored_field
+from quire.kernels.triton.tasks import KEYS, MIN_PIECE, Blocks, TaskPlan, new_parts, plan_tasks, to_device
 
 _PROGRAMS_PER_PROCESSOR = 2
 
@@ -81,24 +82,24 @@ class TritonAttention:
 
         `parts` are those of a reader.
         """
-        call = _Call(query, parts, scale, softcap, trees=arrays.parents is not None)
-        device = query.device
-        blocks = Blocks(call.rows_of(call.small), call.rows_of(call.large), call.programs, self._programs)
+        prepared = self._prepared(query, parts, scale, softcap, trees=arrays.parents is not None)
+        device, blocks = query.device, prepared.blocks
         plan = arrays.derived(
             (TritonAttention, window, chunked, blocks, device),
             lambda arrays: plan_tasks(arrays, window, blocks, device, chunked=chunked),
         )
         table, row = _table_of(arrays, device)
-        call.prepare(plan.num_parts, sinks, keep_lse=keep_lse)
+        scratch = plan.scratch(prepared.heads, prepared.width, device)
+        call = prepared.call(query, scratch, sinks, keep_lse=keep_lse)
         if plan.num_rows < len(query):
             call.out[plan.num_rows :].zero_()
-        found = {name: plan.arrays[name] for name in call.names}
-        common = {**found, "table": table, "table_row": row, "PAGE": arrays.page_size}
-        for tile, first, stop in ((call.small, 0, plan.num_small), (call.large, plan.num_small, plan.num_tasks)):
-            if first < stop:
-                call.launch(tile, stop - first, {**common, "first_task": first, "TREES": plan.trees})
-        if plan.num_merges:
-            call.merge(plan.num_merges, plan.arrays["merges"], 0)
+        with device_of(query):
+            if plan.num_small:
+                prepared.attend(call, plan, (0, plan.num_small), (table, row, arrays.page_size))
+            if plan.num_small < plan.num_tasks:
+                prepared.attend(call, plan, (plan.num_small, plan.num_tasks), (table, row, arrays.page_size))
+            if plan.num_merges:
+                prepared.merge(call, plan.num_merges, plan.arrays["merges"], 0)
         return call.out, call.lse
 
     def selected(
@@ -114,18 +115,31 @@ class TritonAttention:
         """`attend_selected`."""
         slots = slots.masked_fill(hidden, -1)
         rows, selected = slots.shape
-        call = _Call(query, parts, scale, softcap)
-        wanted = max(1, self._programs // max(1, rows * call.programs))
+        prepared = self._prepared(query, parts, scale, softcap, trees=False)
+        wanted = max(1, self._programs // max(1, rows * prepared.programs))
         size = max(MIN_PIECE, triton.cdiv(triton.cdiv(selected, wanted), KEYS) * KEYS)
         num_parts = max(1, triton.cdiv(selected, size))
-        call.prepare(rows * num_parts if num_parts > 1 else 0, None, keep_lse=True)
-        own = {"slots": slots, "selected": selected, "size": size, "num_parts": num_parts}
-        if rows:
-            call.launch(call.small, rows * num_parts, {**own, "SELECTED": True})
-        if num_parts > 1:
-            call.merge(rows, slots, num_parts)
+        scratch = new_parts(rows * num_parts if num_parts > 1 else 0, prepared.heads, prepared.width, query.device)
+        call = prepared.call(query, scratch, None, keep_lse=True)
+        with device_of(query):
+            if rows:
+                prepared.attend_selected(call, slots, size, num_parts)
+            if num_parts > 1:
+                prepared.merge(call, rows, slots, num_parts)
         assert call.lse is not None
         return call.out, call.lse
+
+    def _prepared(
+        self, query: Tensor, parts: Sequence[PagedField | None], scale: float, softcap: float | None, *, trees: bool
+    ) -> PreparedAttention:
+        """Kept with the field of keys: a layer has its own."""
+        key, tail, value = parts
+        assert key is not None
+        name = (self, query.dtype, query.shape[1:], scale, softcap, trees, tail, value)
+        found: PreparedAttention | None = key.kept.get(name)
+        if found is None:
+            found = key.kept[name] = PreparedAttention(query, parts, scale, softcap, self._programs, trees=trees)
+        return found
 
 
 def _table_of(arrays: PageArrays, device: torch.device) -> tuple[Tensor, int]:
@@ -136,10 +150,21 @@ def _table_of(arrays: PageArrays, device: torch.device) -> tuple[Tensor, int]:
     return sent, arrays.frames.shape[1]
 
 
-class _Call:
-    """The tensors and constants of one call."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The tensors of one call beside fields: what it reads, and what it writes. `lse` and `sinks` may be none."""
 
-    names = ("tasks", "task_rows", "places", "lows", "highs", "branches", "pasts", "sees")
+    query: Tensor
+    out: Tensor
+    lse: Tensor | None
+    parts: Tensor
+    part_lse: Tensor
+    sinks: Tensor | None
+
+
+class PreparedAttention:
+    """What calls on the same fields have in common, with queries of one type, heads and width: tiles, constants, and
+    what Triton has compiled for them. `busy` programs keep the device busy."""
 
     def __init__(
         self,
@@ -147,12 +172,12 @@ class _Call:
         parts: Sequence[PagedField | None],
         scale: float,
         softcap: float | None,
+        busy: int,
         *,
-        trees: bool = False,
+        trees: bool,
     ) -> None:
-        key, tail, value = (None if part is None else StoredField(part) for part in parts)
+        key, tail, value = (None if part is None else stored_field(part) for part in parts)
         assert key is not None
-        self.query = query
         self.heads, self.kv_heads = query.shape[1], key.heads
         self.group = self.heads // self.kv_heads
         self.width = value.width if value is not None else key.width + (tail.width if tail is not None else 0)
@@ -165,69 +190,81 @@ class _Call:
         self.large = tile_of(*sizes, 64, **kind)
         self.lanes = min(self.group, self.small.m, self.large.m)
         self.programs = self.kv_heads * -(-self.group // self.lanes)
-        self.constants: dict[str, Any] = {
-            "GROUP": self.group,
-            "LANES": self.lanes,
-            "PAGE": 1,
-            "SELECTED": False,
-            "TREES": False,
-            "SOFTCAP": bool(softcap),
-        }
-        self.arguments: dict[str, Any] = {"query": query, "scale": scale, "softcap": softcap or 1.0}
-        self.arguments |= {"query_row": query.stride(0), "query_head": query.stride(1), "heads": self.heads}
-        for name, field in (("key", key), ("tail", tail), ("value", value)):
-            self._add(name, field or key, absent=field is None)
-
-    def _add(self, name: str, field: StoredField, *, absent: bool) -> None:
-        names = ("", "_token", "_head", "_scales", "_scale_token", "_scale_head")
-        self.arguments |= {f"{name}{end}": given for end, given in zip(names, field.arguments, strict=True)}
-        self.constants |= field.constants(name.upper())
-        if absent:
-            self.constants[f"{name.upper()}_WIDTH"] = 0
+        self.blocks = Blocks(self.rows_of(self.small), self.rows_of(self.large), self.programs, busy)
+        self.scale, self.softcap = scale, softcap or 0.0
+        self._numbers = (scale, softcap or 1.0, self.heads)
+        self._constants = {"GROUP": self.group, "LANES": self.lanes, "SOFTCAP": bool(softcap)}
+        self._fields: tuple[Any, ...] = ()
+        for name, field in (("KEY", key), ("TAIL", tail), ("VALUE", value)):
+            self._fields += (field or key).arguments
+            self._constants |= (field or key).constants(name)
+            if field is None:
+                self._constants[f"{name}_WIDTH"] = 0
+        self._launches: dict[tuple[object, ...], Launch] = {}
 
     def rows_of(self, tile: Tile) -> int:
         """Rows of a task of such tiles."""
         return tile.m // self.lanes
 
-    def prepare(self, num_parts: int, sinks: Tensor | None, *, keep_lse: bool) -> None:
-        """Allocate what is written. Unused arguments are the query, which no program reads for them."""
-        query = self.query
-        rows, kept = query.shape[0], torch.float32 if keep_lse else query.dtype
-        self.out = query.new_empty(rows, self.heads, self.width, dtype=kept)
-        self.lse = query.new_empty(rows, self.heads, dtype=torch.float32) if keep_lse else None
-        self.parts = query.new_empty(max(num_parts, 1), self.heads, self.width, dtype=torch.float32)
-        self.part_lse = query.new_empty(max(num_parts, 1), self.heads, dtype=torch.float32)
-        self.sinks = None if sinks is None else sinks.float().contiguous()
-        self.shared: dict[str, Any] = {
-            "out": self.out,
-            "lse": self.part_lse if self.lse is None else self.lse,
-            "parts": self.parts,
-            "part_lse": self.part_lse,
-            "sinks": self.part_lse if self.sinks is None else self.sinks,
-            "SINKS": self.sinks is not None,
-            "LSE": keep_lse,
-        }
+    def call(self, query: Tensor, scratch: tuple[Tensor, Tensor], sinks: Tensor | None, *, keep_lse: bool) -> Call:
+        """Allocate what is written."""
+        rows = query.shape[0]
+        out = query.new_empty(rows, self.heads, self.width, dtype=torch.float32 if keep_lse else query.dtype)
+        lse = query.new_empty(rows, self.heads, dtype=torch.float32) if keep_lse else None
+        return Call(query, out, lse, *scratch, None if sinks is None else sinks.float().contiguous())
 
-    def launch(self, tile: Tile, num_tasks: int, given: dict[str, Any]) -> None:
-        """Compute tasks."""
-        unused = dict.fromkeys((*self.names, "table", "slots"), self.part_lse)
-        numbers = {"first_task": 0, "table_row": 0, "selected": 0, "size": 1, "num_parts": 1}
-        with device_of(self.query):
-            attend_tasks[(num_tasks, self.programs)](
-                **{**unused, **numbers, **self.constants, **self.arguments, **self.shared, **given},
-                M=tile.m,
-                N=tile.n,
-                STAGES=tile.stages,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                enable_fp_fusion=True,
-            )
+    def attend(self, call: Call, plan: TaskPlan, tasks: tuple[int, int], pages: tuple[Tensor, int, int]) -> None:
+        """Compute the tasks of a plan from the first number up to the second, which are all small or all large. `pages`
+        are page tables, entries from row to row, and tokens of a page."""
+        (first, stop), (table, table_row, page_size) = tasks, pages
+        unused, is_small = call.part_lse, first < plan.num_small
+        given = (plan.arrays["tasks"], first, *plan.of_rows, table, table_row, unused, *self._numbers, 0, 1, 1)
+        launch = self._launch(call, page_size, is_small=is_small, is_selected=False, trees=plan.trees)
+        kind = (plan.is_aligned, is_aligned(table))
+        self._run(launch, call, (stop - first, self.programs, 1), given, kind)
 
-    def merge(self, num_rows: int, merges: Tensor, num_parts: int) -> None:
+    def attend_selected(self, call: Call, slots: Tensor, size: int, num_parts: int) -> None:
+        """Each row reads its own `slots` `[rows, n]` that are not negative, `size` in each of its parts."""
+        unused, selected = call.part_lse, slots.shape[1]
+        given = (unused, 0, *(unused,) * 7, unused, 0, slots, *self._numbers, selected, size, num_parts)
+        launch = self._launch(call, 1, is_small=True, is_selected=True, trees=False)
+        self._run(launch, call, (len(slots) * num_parts, self.programs, 1), given, is_aligned(slots))
+
+    def merge(self, call: Call, num_rows: int, merges: Tensor, num_parts: int) -> None:
         """Merge the parts of rows: as many of each if there is a number, else those of `merges`."""
-        wide = triton.next_power_of_2(self.width)
-        given = {"merges": merges, "heads": self.heads, "num_parts": num_parts}
-        with device_of(self.query):
-            merge_parts[(num_rows, self.heads)](
-                **{**self.shared, **given}, SELECTED=num_parts > 0, WIDTH=self.width, WIDE=wide, enable_fp_fusion=True
-            )
+        name = ("merge", num_parts > 0, call.sinks is None, call.lse is None)
+        launch = self._launches.get(name)
+        if launch is None:
+            wide = triton.next_power_of_2(self.width)
+            constants = {"SELECTED": num_parts > 0, "WIDTH": self.width, "WIDE": wide}
+            constants |= {"SINKS": call.sinks is not None, "LSE": call.lse is not None}
+            launch = self._launches[name] = Launch(merge_parts, constants, enable_fp_fusion=True)
+        lse, sinks = _or_unused(call.lse, call), _or_unused(call.sinks, call)
+        arguments = (call.out, lse, call.parts, call.part_lse, sinks, merges, self.heads, num_parts)
+        launch((num_rows, self.heads, 1), arguments, (is_aligned(merges), is_aligned(sinks)))
+
+    def _launch(self, call: Call, page: int, *, is_small: bool, is_selected: bool, trees: bool) -> Launch:
+        name = (page, is_small, is_selected, trees, call.sinks is None, call.lse is None)
+        found = self._launches.get(name)
+        if found is None:
+            tile = self.small if is_small else self.large
+            constants = self._constants | {"PAGE": page, "SELECTED": is_selected, "TREES": trees}
+            constants |= {"M": tile.m, "N": tile.n, "STAGES": tile.stages}
+            constants |= {"SINKS": call.sinks is not None, "LSE": call.lse is not None}
+            options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+            found = self._launches[name] = Launch(attend_tasks, constants, **options)
+        return found
+
+    def _run(
+        self, launch: Launch, call: Call, grid: tuple[int, int, int], given: tuple[Any, ...], kind: object
+    ) -> None:
+        query, sinks = call.query, _or_unused(call.sinks, call)
+        row, head, _ = query.stride()
+        lse = _or_unused(call.lse, call)
+        arguments = (query, row, head, call.out, lse, call.parts, call.part_lse, sinks, *self._fields, *given)
+        launch(grid, arguments, (kind, is_aligned(query), hint(row), hint(head), is_aligned(sinks)))
+
+
+def _or_unused(tensor: Tensor | None, call: Call) -> Tensor:
+    """A tensor, or float32 memory that no program reads for it."""
+    return call.part_lse if tensor is None else tensor

@@ -253,3 +253,11 @@ class StoredField:
             f"{name}_WIDTH": self.width,
             f"{name}_WIDE": self.wide,
         }
+
+
+def stored_field(field: PagedField) -> StoredField:
+    """The same for each call on a field."""
+    found: StoredField | None = field.kept.get(StoredField)
+    if found is None:
+        found = field.kept[StoredField] = StoredField(field)
+    return found

@@ -10,7 +10,8 @@ has a part for each, at places that follow each other.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ _ALIGNED = 16 // 4
 _NAMES = ("tasks", "task_rows", "places", "lows", "highs", "branches", "pasts", "sees", "merges")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TaskPlan:
     """Tasks on the device. Of `tasks` int32 `[n, 5]` (first of `task_rows`, their number, first key, end of keys, row
     of the page table) the first `num_small` have few rows. `task_rows` and `places` int32 are the rows of tasks, and
@@ -48,6 +49,34 @@ class TaskPlan:
     num_merges: int
     num_rows: int
     trees: bool
+    _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, init=False)
+
+    @cached_property
+    def of_rows(self) -> tuple[Tensor, ...]:
+        """The arrays from `task_rows` to `sees`, in the order of a kernel's arguments."""
+        return tuple(self.arrays[name] for name in _NAMES[1:8])
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Whether all arrays begin at 16 bytes."""
+        return all(array.data_ptr() % 16 == 0 for array in self.arrays.values())
+
+    def scratch(self, heads: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`new_parts` of this plan. Layers that follow each other on one stream have the same memory."""
+        found = self._scratch.get((heads, width))
+        if found is None:
+            found = self._scratch[heads, width] = new_parts(self.num_parts, heads, width, device)
+        return found
+
+
+def new_parts(num_parts: int, heads: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory of parts, float32 `[num_parts, heads, width]`, and of their log-sum-exp `[num_parts, heads]`; of one part
+    if there is none."""
+    count = max(num_parts, 1)
+    return (
+        torch.empty(count, heads, width, dtype=torch.float32, device=device),
+        torch.empty(count, heads, dtype=torch.float32, device=device),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.fields import PagedField
+from quire.kernels.triton.launch import Launch, hint, is_aligned
 from quire.kernels.triton.numbers import (
     E2M1,
     E4M3,
     PLAIN,
     UNSCALED,
-    StoredField,
     device_of,
     encoded,
     from_e2m1,
@@ -23,6 +23,7 @@ from quire.kernels.triton.numbers import (
     scale_code,
     scale_of,
     scaled,
+    stored_field,
 )
 
 _NUMBERS = 4096
@@ -78,20 +79,31 @@ def write_tiles(
 # fmt: on
 
 
+class _Writing:
+    """What writes of rows of one type to a field have in common."""
+
+    def __init__(self, field: PagedField, rows: Tensor) -> None:
+        self.stored = stored = stored_field(field)
+        self.differs = bool(stored.format) or stored.arguments[0].dtype != rows.dtype
+        self.n = max(1, _NUMBERS // stored.wide)
+        constants: dict[str, Any] = {name.removeprefix("_"): given for name, given in stored.constants("").items()}
+        constants |= {"N": self.n, "SEEN": self.differs}
+        self.launch = Launch(write_tiles, constants, enable_fp_fusion=False)
+
+
 def write_rows(field: PagedField, slots: Tensor, rows: Tensor) -> Tensor:
     """`PagedField.write`."""
     heads_of = rows if rows.dim() == 3 else rows.unsqueeze(1)
     heads_of = heads_of if heads_of.stride(2) == 1 else heads_of.contiguous()
-    stored = StoredField(field)
-    seen = rows
-    if stored.format or stored.arguments[0].dtype != rows.dtype:
-        seen = rows.new_empty(rows.shape)
-    n = max(1, min(_NUMBERS // stored.wide, triton.next_power_of_2(max(len(rows), 1))))
-    constants: dict[str, Any] = {name.removeprefix("_"): given for name, given in stored.constants("").items()}
-    if len(rows):
+    writing: _Writing | None = field.kept.get((_Writing, rows.dtype))
+    if writing is None:
+        writing = field.kept[_Writing, rows.dtype] = _Writing(field, rows)
+    seen = rows.new_empty(rows.shape) if writing.differs else rows
+    if count := len(rows):
+        stored = writing.stored
+        row, head, _ = heads_of.stride()
+        arguments = (heads_of, row, head, *stored.arguments, slots, seen, count, stored.heads)
+        kind = (is_aligned(heads_of), is_aligned(slots), is_aligned(seen), hint(row), hint(head))
         with device_of(rows):
-            write_tiles[(triton.cdiv(len(rows), n), stored.heads)](
-                *(heads_of, *heads_of.stride()[:2], *stored.arguments, slots, seen, len(rows), stored.heads),
-                **{**constants, "N": n, "SEEN": seen is not rows, "enable_fp_fusion": False},
-            )
+            writing.launch((-(-count // writing.n), stored.heads, 1), arguments, kind)
     return seen
