@@ -19,13 +19,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--only", type=int, help="this run alone")
-    parser.add_argument("--no-clusters", action="store_true")
+    parser.add_argument("--cluster-every", type=int, default=25, help="the last of so many is of a cluster; 0: none")
     parser.add_argument("--stop-at", type=int, default=5, help="faults, after which the rest is left out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     options = parser.parse_args()
     numbers = range(options.first, options.first + options.runs) if options.only is None else [options.only]
     until = time.monotonic() + options.seconds
-    with Matrix(options.seed, clusters=not options.no_clusters) as matrix:
+    with Matrix(options.seed, cluster_every=options.cluster_every) as matrix:
         for number in numbers:
             if time.monotonic() > until or len(matrix.faults) >= options.stop_at:
                 break

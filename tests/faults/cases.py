@@ -56,10 +56,10 @@ class Case:
         return f"--seed {self.seed} --only {self.number}: {what}"
 
 
-def case(seed: int, number: int, *, clusters: bool) -> Case:
-    """The run of this number. With `clusters` one of 25 is of a cluster."""
+def case(seed: int, number: int, *, cluster_every: int = 0) -> Case:
+    """The run of this number. The last of each `cluster_every` is of a cluster."""
     draw = random.Random(f"{seed} {number}")
-    if clusters and number % 25 == 24:
+    if cluster_every and number % cluster_every == cluster_every - 1:
         process, tier = draw.choice(CLUSTER), "host"
         signal_name = draw.choice(("KILL", "STOP", "TERM"))
         moment = draw.choice(("idle", "begin", "decode", "end"))

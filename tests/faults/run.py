@@ -24,13 +24,14 @@ _LEFT_S = 15.0
 
 
 class Matrix:
-    """Runs of a seed. Targets live from one run to the next, and end in `__exit__`. `faults` is what did not hold."""
+    """Runs of a seed, the last of each `cluster_every` of a cluster. Targets live from one run to the next, and end in
+    `__exit__`. `faults` is what did not hold."""
 
-    def __init__(self, seed: int, *, clusters: bool) -> None:
+    def __init__(self, seed: int, *, cluster_every: int = 0) -> None:
         self.faults: list[str] = []
         self.num_runs = 0
         self._seed = seed
-        self._clusters = clusters
+        self._cluster_every = cluster_every
         self._told: Counter[str] = Counter()
         self._cases: Counter[str] = Counter()
         self._targets: dict[str, Target] = {}
@@ -57,7 +58,7 @@ class Matrix:
 
     def run(self, number: int) -> None:
         """One run; what does not hold is noted, and its servers are replaced."""
-        this = case(self._seed, number, clusters=self._clusters)
+        this = case(self._seed, number, cluster_every=self._cluster_every)
         target = self._targets.setdefault(this.target, Target(this.target, self._folder / this.target))
         with self._noting(str(this), target):
             self._run(this, target)

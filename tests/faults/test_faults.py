@@ -20,7 +20,7 @@ def numbers(count: int, *wanted: tuple[str, str]) -> list[int]:
     """The first run with the disk tier of each process and signal that is wanted, up to `count`."""
     found = {}
     for number in range(2000):
-        this = case(SEED, number, clusters=False)
+        this = case(SEED, number)
         if this.tier == "disk" and (this.process, this.signal) in wanted:
             found.setdefault((this.process, this.signal), number)
     return sorted(found.values())[:count]
@@ -28,7 +28,7 @@ def numbers(count: int, *wanted: tuple[str, str]) -> list[int]:
 
 def test_a_handful() -> None:
     wanted = [("engine", "KILL"), ("engine", "STOP"), ("front", "STOP"), ("front", "KILL")]
-    with Matrix(SEED, clusters=False) as matrix:
+    with Matrix(SEED) as matrix:
         for number in numbers(4, *wanted):
             matrix.run(number)
     assert not matrix.faults, "\n".join(matrix.faults)
@@ -38,7 +38,7 @@ def test_a_handful() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_a_thousand() -> None:
-    with Matrix(SEED, clusters=True) as matrix:
+    with Matrix(SEED, cluster_every=25) as matrix:
         for number in range(1000):
             matrix.run(number)
             assert len(matrix.faults) < 5, "\n".join(matrix.faults)
@@ -47,8 +47,8 @@ def test_a_thousand() -> None:
 
 def test_cases_cover_the_matrix() -> None:
     """A thousand of them have all that they are made of, in each tier; a number gives the same case again."""
-    made = [case(SEED, number, clusters=True) for number in range(1000)]
-    assert made == [case(SEED, number, clusters=True) for number in range(1000)]
+    made = [case(SEED, number, cluster_every=25) for number in range(1000)]
+    assert made == [case(SEED, number, cluster_every=25) for number in range(1000)]
     single = [each for each in made if each.target != "cluster"]
     for tier in TIERS:
         seen = {(each.process, each.signal, each.moment) for each in single if each.tier == tier}
