@@ -43,6 +43,7 @@ def test_soak(clients: int, seconds: int, max_tokens: int, kv_memory: str, more:
     assert report["evicted_pages"] > 0
     assert report["hit_tokens"] > 0
     assert report["wrong"] == report["errors"] == report["private_pages_at_idle"] == 0
+    assert report["moving_pages_at_the_end"] == 0
     assert not report["audit"]
     assert (report["flushes"] > 0) == bool(more)
     assert report["from_lower_tiers"] > 0 or not more
