@@ -29,7 +29,10 @@ def main() -> int:
         for number in numbers:
             if time.monotonic() > until or len(matrix.faults) >= options.stop_at:
                 break
+            before = len(matrix.faults)
             matrix.run(number)
+            for fault in matrix.faults[before:]:
+                print(fault, file=sys.stderr, flush=True)
             print(f"{matrix.num_runs} runs, {len(matrix.faults)} faults", end="\r", file=sys.stderr, flush=True)
     report = matrix.report()
     print(json.dumps(report, indent=1))

@@ -13,21 +13,22 @@ from tests.programs import run_program
 SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
 
-TIERS = ("--tiers", "--flush-every", "50", "--least-answers", "100")
+LEAST = ("--least-answers", "100")
+TIERS = ("--tiers", "--flush-every", "50", "--sessions", "--session-ttl", "1")
 
 
 @pytest.mark.parametrize(
     ("clients", "seconds", "max_tokens", "kv_memory", "more"),
     [
-        (24, 1, 12, "1536KiB", ()),
-        (24, 1, 12, "1536KiB", TIERS),
+        (24, 1, 12, "1536KiB", LEAST),
+        (24, 1, 12, "1536KiB", (*TIERS, *LEAST)),
         pytest.param(200, 60, 40, "4MiB", (), marks=pytest.mark.slow),
         pytest.param(
-            60,
+            40,
             1800,
             40,
             "4MiB",
-            ("--tiers", "--flush-every", "200"),
+            ("--tiers", "--flush-every", "200", "--sessions"),
             marks=[pytest.mark.slow, pytest.mark.timeout(3600)],
         ),
     ],
@@ -45,5 +46,9 @@ def test_soak(clients: int, seconds: int, max_tokens: int, kv_memory: str, more:
     assert report["wrong"] == report["errors"] == report["private_pages_at_idle"] == 0
     assert report["moving_pages_at_the_end"] == 0
     assert not report["audit"]
-    assert (report["flushes"] > 0) == bool(more)
-    assert report["from_lower_tiers"] > 0 or not more
+    tiers, sessions = "--tiers" in more, "--sessions" in more
+    assert (report["flushes"] > 0) == tiers
+    assert report["from_lower_tiers"] > 0 or not tiers
+    assert report["sessions_at_the_end"] == 0
+    counts = [report[f"session{name}"] for name in ("s_continued", "_resumed_tokens", "s_expired")]
+    assert all(counts) if sessions else not any(counts), report["turns"]
