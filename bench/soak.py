@@ -10,7 +10,8 @@ tier, and the audit must find nothing. Files, threads and processes must be as m
 more, memory must be as large as after a third of the run. Exits with 1 where anything differs.
 
 With `--sessions` a third of the clients hold conversations: they drop turns and send them again, edit what was said,
-close sessions, or leave them to expire. At the end none may hold anything.
+close sessions, or leave them to expire. The other clients rest half of the time, as sessions hold nothing while requests
+wait for room. At the end no session may hold anything.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ QUESTIONS = (
     "Tell me about money.",
 )
 MOST_TURNS = 3
+REST_S = 2.0
 SESSION_COUNTS = ("sessions_continued", "sessions_expired", "sessions_given_up", "session_resumed_tokens")
 MOST_GROWTH = 0.05
 GROWS_AFTER_S = 600.0  # shorter runs say nothing about memory
@@ -230,6 +232,8 @@ class Soak:
 
     async def _question(self, http: httpx.AsyncClient) -> None:
         """One request of a chat, which may be dropped."""
+        while self.talks and time.monotonic() % (2 * REST_S) < REST_S:
+            await asyncio.sleep(0.1)
         which = self.random.randrange(len(self.made))
         answer = await self._ask(http, "/v1/chat/completions", self.made[which])
         if answer is not None:
@@ -376,7 +380,7 @@ def main() -> None:
     llm.close()
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--dtype", "float32"]
     command += ["--kv-memory", options.kv_memory, "--max-running-requests", str(options.max_running_requests)]
-    command += ["--session-ttl", str(options.session_ttl)]
+    command += ["--session-ttl", str(options.session_ttl), "--session-share", "0.5"]
     command += ["--model", options.model] if options.model else []
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as folder:
         if options.tiers:

@@ -19,7 +19,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from tests.engine.running import core_for, generated
 from tests.engine.test_hybrid_tokens import build
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, build_tiny
 
 NEW_TOKENS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -69,6 +69,18 @@ def test_turns_equal_generation_and_compute_their_new_tokens(name: str) -> None:
     assert core.close_session(Namespace(), "s") and not core.sessions(None).sessions
     core.audit()
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
+
+
+def test_counters_are_those_after_sessions_have_expired() -> None:
+    """The frames of a session that expires while its engine has nothing to do are not counted without it."""
+    core = core_for(LoadedModel(build_tiny("llama_gqa"), name="llama_gqa"), page_size=16, max_model_len=256)
+    turn(core, list(range(1, 22)), "t")
+    held = core.statistics()
+    assert held["sessions"] == held["sessions_held"] == held["frames"]["full"]["private"] == 1
+    [session] = core.cache.sessions._by_key.values()
+    session.expires_at = core.cache.sessions._next_expiry = 0.0
+    left = core.statistics()
+    assert left["sessions"] == left["sessions_held"] == left["frames"]["full"]["private"] == 0
 
 
 def test_an_unknown_key_of_a_prompt_is_named() -> None:

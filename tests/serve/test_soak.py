@@ -21,13 +21,13 @@ TIERS = ("--tiers", "--flush-every", "50", "--sessions", "--session-ttl", "1")
     ("clients", "seconds", "max_tokens", "kv_memory", "more"),
     [
         (24, 1, 12, "1536KiB", LEAST),
-        (24, 1, 12, "1536KiB", (*TIERS, *LEAST)),
+        (12, 1, 12, "3MiB", (*TIERS, *LEAST)),
         pytest.param(200, 60, 40, "4MiB", (), marks=pytest.mark.slow),
         pytest.param(
             40,
             1800,
             40,
-            "4MiB",
+            "8MiB",
             ("--tiers", "--flush-every", "200", "--sessions"),
             marks=[pytest.mark.slow, pytest.mark.timeout(3600)],
         ),

@@ -524,13 +524,14 @@ class EngineCore:
 
     def statistics(self) -> dict[str, Any]:
         """Counters and gauges, flat except `frames`: by group, the frames of each owner."""
+        sessions = self.cache.sessions.statistics()  # first: it ends those that have expired
         retention, cache = self.offload.retention, asdict(self.cache.statistics())
         cache["tiers"] = self.offload.tiers.statistics() if self.offload.tiers is not None else None
         if self.tiers is not None and cache["tiers"] is not None:
             cache["tiers"] |= self.tiers.statistics()
         return {
             **cache,
-            **self.cache.sessions.statistics(),
+            **sessions,
             **self.proof.statistics(),
             **{f"{name}_requests": count for name, count in self._ends.items()},
             "output_tokens": self._output_tokens,
