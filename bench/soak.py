@@ -10,8 +10,8 @@ tier, and the audit must find nothing. Files, threads and processes must be as m
 more, memory must be as large as after a third of the run. Exits with 1 where anything differs.
 
 With `--sessions` a third of the clients hold conversations: they drop turns and send them again, edit what was said,
-close sessions, or leave them to expire. The other clients rest half of the time, as sessions hold nothing while requests
-wait for room. At the end no session may hold anything.
+close sessions, or leave them to expire. The other clients rest half of the time, as sessions hold nothing while
+requests wait for room. At the end no session may hold anything.
 """
 
 from __future__ import annotations
