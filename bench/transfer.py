@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,15 @@ class Side:
 
     def close(self) -> None:
         """End it."""
+
+
+def _can_be_imported(module: str) -> bool:
+    """Also False for a library that is installed and lacks one of the system."""
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 def words(indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -436,11 +445,8 @@ def main() -> int:
     options.pieces, options.batch, options.memory = PIECES, 64 << 20, 128 << 20
     if options.toy:
         options.pieces, options.batch, options.memory, options.rounds = (16 << 10, 256 << 10), 2 << 20, 4 << 20, 2
-    absent = {
-        way
-        for way, module in (("raw nixl", "nixl_cu12"), ("nixl", "nixl_cu12"), ("mooncake", "mooncake"))
-        if not find_spec(module)
-    }
+    libraries = {"raw nixl": "nixl_cu12._api", "nixl": "nixl_cu12._api", "mooncake": "mooncake.engine"}
+    absent = {way for way, module in libraries.items() if not _can_be_imported(module)}
     options.ways = options.ways.split(",") if options.ways else [way for way in WAYS if way not in absent]
     if options.read:
         result = json.loads(options.read.read_text())

@@ -10,8 +10,8 @@ from tests.programs import run_program
 BENCH = Path(__file__).parents[2] / "bench" / "connections.py"
 
 
-def test_a_crowd_that_asks_for_nothing_takes_little(tmp_path: Path) -> None:
-    """It fails by itself where the client is not answered, or the crowd takes more of a core than is allowed."""
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """It fails by itself where the client is not answered."""
     written = tmp_path / "result.json"
     done = run_program(BENCH, "--toy", "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
