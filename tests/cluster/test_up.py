@@ -104,6 +104,7 @@ def test_tokens_are_those_of_one_server(cluster: LiveCluster, expected: dict[int
     assert cluster.client().models.list().data[0].id == "quire-bundled"
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_that_is_killed_costs_time_alone(cluster: LiveCluster, expected: dict[int, list[int]]) -> None:
     before = cluster.health()["prefill-0"]
     with ThreadPoolExecutor(3) as pool:

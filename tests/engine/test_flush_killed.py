@@ -111,7 +111,14 @@ def killed(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple
     return tmp_path / "store", what
 
 
-@pytest.mark.parametrize("killed", [("one", "halfway"), ("one", "answered"), ("all", "halfway")], indirect=True)
+@pytest.mark.parametrize(
+    "killed",
+    [
+        ("one", "halfway"),
+        *(pytest.param(more, marks=pytest.mark.slow) for more in (("one", "answered"), ("all", "halfway"))),
+    ],
+    indirect=True,
+)
 def test_what_was_flushed_stays_so(killed: tuple[Path, str], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, what = killed
     before, marks = stored(directory)

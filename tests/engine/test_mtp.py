@@ -34,6 +34,7 @@ from tests.tiny_mtp import PREDICTING, build_predicting, save_predicting
 MTP = {"method": "mtp", "num_speculative_tokens": STEPS}
 TREE = {"method": "mtp", "num_steps": 3, "topk": 4, "num_draft_tokens": 10}
 NAMES = sorted(PREDICTING)
+SHORT = ("deepseek_v3", "qwen3_5_text")
 BRANCHING = ("deepseek_v3", "glm4_moe", "mellum")
 
 
@@ -162,7 +163,9 @@ def check_drafts(name: str) -> None:
     assert len({tuple(drafts) for _, drafts in proposed}) > 10
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in NAMES]
+)
 def test_drafts_are_those_of_transformers(name: str) -> None:
     check_drafts(name)
 

@@ -60,9 +60,15 @@ def count_likely(model: LoadedModel, prompt: list[int], found: list[int], **how:
     return int((drawn >= logits.max(1).values - 1e-3).sum())
 
 
-@pytest.fixture(scope="module", params=["llama_gqa", "gemma3_text", "gpt_oss", "gemma2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama_gqa", "gemma3_text", "gemma2")),
+    ],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """GQA; windows beside full attention; sinks; capped scores."""
+    """Sinks and windows; GQA; windows beside full attention; capped scores."""
     return load_model(save_tiny(request.param, tmp_path_factory.mktemp(request.param)))
 
 
@@ -94,7 +100,11 @@ def test_tokens_are_those_of_the_same_selection(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize(
     ("page_size", "dtype", "share"),
-    [pytest.param(1, "float32", 1, marks=pytest.mark.slow), (64, "float32", 1), (16, "bfloat16", 0.9)],
+    [
+        pytest.param(1, "float32", 1, marks=pytest.mark.slow),
+        pytest.param(64, "float32", 1, marks=pytest.mark.slow),
+        (16, "bfloat16", 0.9),
+    ],
 )
 def test_other_pages_and_numbers(page_size: int, dtype: str, share: float, tmp_path: Path) -> None:
     """In bfloat16 limits and logits are often nearly equal."""

@@ -133,7 +133,7 @@ def sequences_of(core: EngineCore, params: SamplingParams, times: int) -> Counte
     return Counter(map(tuple, run(core, [PROMPT] * times, many)))
 
 
-@pytest.mark.parametrize("drafted", [drafted_by_a_model, drafted_by_a_head])
+@pytest.mark.parametrize("drafted", [drafted_by_a_head, pytest.param(drafted_by_a_model, marks=pytest.mark.slow)])
 def test_outputs_of_an_engine(drafted: Callable[[Path], Any], tmp_path: Path) -> None:
     """Whole outputs have the probability that the target gives them, penalties and filters among it."""
     target, draft, method = drafted(tmp_path)

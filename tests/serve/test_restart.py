@@ -174,7 +174,7 @@ def test_the_port_stays_and_clients_are_told_when_to_come_again() -> None:
 
 
 def test_a_deadline_ends_a_request_and_says_so() -> None:
-    with LiveServer.echo(request_timeout_s=5) as live:
+    with LiveServer.echo(request_timeout_s=2) as live:
         for body in ({"timeout_s": 0.3}, {"timeout_s": 0.3, "prompt": ["stall", "stall"]}, {}):
             status, answer = live.request("/v1/completions", {"prompt": "stall"} | body)
             assert (status, answer["error"]["code"]) == (408, "QUIRE-SERVE-04")

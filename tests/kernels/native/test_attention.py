@@ -29,7 +29,13 @@ def test_steps_in_bfloat16_are_as_close_as_their_numbers(seed, threads):
 
 
 @pytest.mark.skipif("-march=native" not in library._FLAGS, reason="another architecture")
-@pytest.mark.parametrize("march", ["-march=skylake-avx512", "-march=haswell", "-march=x86-64"])
+@pytest.mark.parametrize(
+    "march",
+    [
+        "-march=haswell",
+        *(pytest.param(f"-march={name}", marks=pytest.mark.slow) for name in ("skylake-avx512", "x86-64")),
+    ],
+)
 def test_narrower_vectors_give_the_same(march, monkeypatch, tmp_path):
     monkeypatch.setattr(library, "_FLAGS", tuple(flag.replace("-march=native", march) for flag in library._FLAGS))
     path = build(sources(), tmp_path)
