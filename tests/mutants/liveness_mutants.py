@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from multiprocessing.process import BaseProcess
+
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.watchdog import LaneWatch, Watchdog
 from quire.serve.shares import Shares, Turn
@@ -36,6 +38,27 @@ def the_first_has_it_all(patch: Patch) -> None:
 @mutant("rates", "clients that were refused all come again after one second, however long the queue is")
 def the_rate_is_not_measured(patch: Patch) -> None:
     patch.setattr(Shares, "wait_s", lambda shares, count: 1.0)
+
+
+@mutant("queues", "clients that were refused one after the other are all told the same time, and come again at once")
+def refusals_are_forgotten(patch: Patch) -> None:
+    real = Shares.enter
+
+    async def enter(shares: Shares, client: str, count: int) -> Turn:
+        shares._refused.clear()
+        return await real(shares, client, count)
+
+    patch.setattr(Shares, "enter", enter)
+
+
+@mutant("times to come again", "while an engine starts, clients are told the whole time of a start until it is ready")
+def a_start_never_gets_nearer(patch: Patch) -> None:
+    patch.setattr(AsyncEngine, "_retry_after_s", lambda engine: max(1.0, engine._start_s))
+
+
+@mutant("deaths", "an engine that was killed looks well until its last reports have been read")
+def the_dead_look_alive(patch: Patch) -> None:
+    patch.setattr(BaseProcess, "is_alive", lambda process: True)
 
 
 @mutant("restarts", "an engine whose memory is broken is started again for ever, and clients never hear of it")

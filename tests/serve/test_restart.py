@@ -75,6 +75,51 @@ def test_another_engine_takes_its_place(how: str) -> None:
     check_another_engine_takes_its_place(how)
 
 
+def check_health_knows_a_death_at_once() -> None:
+    """Before the event loop has heard of it."""
+
+    async def body() -> None:
+        async with running(0) as engine:
+            assert engine.health().healthy
+            os.waitid(os.P_PID, kill(engine), os.WEXITED | os.WNOWAIT)
+            health = engine.health()
+            assert not health.healthy and "SIGKILL" in health.reason
+
+    asyncio.run(body())
+
+
+def test_health_knows_a_death_at_once() -> None:
+    check_health_knows_a_death_at_once()
+
+
+def check_the_time_to_come_again_gets_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another engine starts, it is what is left of the time that the start should take."""
+    monkeypatch.setattr(async_engine, "_FIRST_PAUSE_S", 60.0)
+
+    async def body() -> None:
+        async with running(1) as engine:
+            kill(engine)
+
+            async def refused() -> float:
+                with pytest.raises(EngineDead) as told:
+                    await engine.submit("abc", SamplingParams())
+                return told.value.retry_after_s or 0.0
+
+            async def is_told() -> bool:
+                return engine._restarting is not None and engine._restarted_s != []
+
+            await until(is_told)
+            first = await refused()
+            await asyncio.sleep(0.5)
+            assert async_engine._LEAST_RETRY_S <= await refused() < first <= 30 + engine._start_s
+
+    asyncio.run(body())
+
+
+def test_the_time_to_come_again_gets_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_the_time_to_come_again_gets_shorter(monkeypatch)
+
+
 def check_restarts_are_limited() -> None:
     async def body() -> None:
         async with running(2) as engine:
@@ -157,6 +202,7 @@ def test_a_silent_engine_fails_health() -> None:
 
 def test_the_port_stays_and_clients_are_told_when_to_come_again() -> None:
     with LiveServer.echo(max_restarts=1) as live:
+        assert 'quire_engine_restarts_total{model_name="echo"} 0.0' in live.request("/metrics")[1]
         stream = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
         with stream, stream.makefile("rb") as lines:
             assert b"200 OK" in lines.readline()
@@ -169,6 +215,7 @@ def test_the_port_stays_and_clients_are_told_when_to_come_again() -> None:
             time.sleep(0.05)
         status, answer = live.request("/v1/completions", {"prompt": "ab", "max_tokens": 3})
         assert (status, answer["choices"][0]["text"]) == (200, "aba")
+        assert 'quire_engine_restarts_total{model_name="echo"} 1.0' in live.request("/metrics")[1]
         live.terminate()
         assert live.wait() == 0, live.log()
 

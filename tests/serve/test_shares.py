@@ -67,6 +67,47 @@ def test_the_time_to_come_again_is_by_the_measured_rate() -> None:
     check_retry_after_is_the_measured_rate()
 
 
+def check_retry_after_follows_the_queue() -> None:
+    """Of those that are refused one after the other, each is told a later time; ends bring the times nearer."""
+
+    async def body() -> None:
+        clock = Clock()
+        shares = Shares(most_open=10, most_begun=10, have_names=False, clock=clock)
+        turns = [await shares.enter("", 1) for _ in range(10)]
+
+        async def end_and_refill(count: int) -> None:
+            """Two a second; others take their places at once."""
+            for _ in range(count):
+                clock.now += 0.5
+                turns.pop(0).close()
+                turns.append(await shares.enter("", 1))
+
+        async def refused() -> float:
+            with pytest.raises(Overloaded) as told:
+                await shares.enter("", 1)
+            return told.value.retry_after_s
+
+        await end_and_refill(60)
+        times = [await refused() for _ in range(8)]
+        assert times == sorted(times) and times[0] == 1 and times[-1] == pytest.approx(4.0, rel=0.2)
+        await end_and_refill(5)
+        assert await refused() == pytest.approx(2.0, rel=0.2)
+        await end_and_refill(20)
+        assert await refused() == 1, "none that was refused is still to come"
+        for _ in range(1000):
+            await refused()
+        assert await refused() == pytest.approx(5.5, rel=0.2), "no more are waited for than may be open"
+        while turns:
+            turns.pop().close()
+        assert not shares._refused
+
+    run(body())
+
+
+def test_the_time_to_come_again_follows_the_queue() -> None:
+    check_retry_after_follows_the_queue()
+
+
 def check_a_long_queue_delays_its_own_client() -> None:
     """One that has many requests waiting does not stand before another's first."""
 

@@ -165,6 +165,7 @@ class AsyncEngine:
         self._restarting: asyncio.Task[None] | None = None
         self._began_s = time.monotonic()
         self._start_s = 0.0  # how long the last start took
+        self._back_at_s = 0.0  # while another one starts: when it should be ready
         self._heard_s = self._began_s  # when the engine last reported anything
         self._stall_after_s = stall_after_s
         self._on_progress = on_progress
@@ -359,6 +360,8 @@ class AsyncEngine:
             return Health(healthy=False, reason=str(self._death))
         if self._draining:
             return Health(healthy=False, reason="the server is shutting down.")
+        if not self._process.process.is_alive():  # its last reports are read before its requests end
+            return Health(healthy=False, reason=str(self._process.death()))
         if violation := self.last_statistics.get("violation"):
             return Health(healthy=False, reason=f"{violation}; requests that run end, and no other is admitted.")
         silent_s = time.monotonic() - self._heard_s
@@ -496,9 +499,14 @@ class AsyncEngine:
 
     def _starts_again(self, error: QuireError) -> EngineDead:
         """The error of requests until the next engine is ready."""
+        self._back_at_s = time.monotonic() + _FIRST_PAUSE_S + self._start_s
         death = EngineDead(f"{error.message} It is started again.", fix="send the request again.")
-        death.retry_after_s = max(_LEAST_RETRY_S, self._start_s)
+        death.retry_after_s = self._retry_after_s()
         return death
+
+    def _retry_after_s(self) -> float:
+        """Seconds until the engine that starts should be ready, by the time that the last start took."""
+        return max(_LEAST_RETRY_S, self._back_at_s - time.monotonic())
 
     async def _restart(self, error: QuireError) -> None:
         """Start processes, until one is ready or the limit is reached."""
@@ -513,7 +521,9 @@ class AsyncEngine:
                 logger.error("%s", self._death)
                 return
             self._restarted_s.append(time.monotonic())
-            await asyncio.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+            pause_s = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
+            self._back_at_s = time.monotonic() + pause_s + self._start_s
+            await asyncio.sleep(pause_s)
             self._attach(await asyncio.to_thread(self._start_again))
             try:
                 await self._ready
@@ -554,7 +564,8 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             error = EngineDead(self._death.message, fix=self._death.fix)
-            error.retry_after_s = getattr(self._death, "retry_after_s", None)
+            if getattr(self._death, "retry_after_s", None) is not None:
+                error.retry_after_s = self._retry_after_s()
             raise error
 
     async def _token_ids(self, prompt: Prompt) -> Ids:

@@ -358,9 +358,16 @@ class ServerMetrics(Collector):
     """All metrics of one server; each sample has the model as a label."""
 
     def __init__(
-        self, statistics: Callable[[], Statistics], healthy: Callable[[], bool], *, model_name: str, version: str
+        self,
+        statistics: Callable[[], Statistics],
+        healthy: Callable[[], bool],
+        *,
+        model_name: str,
+        version: str,
+        restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = EngineCollector(statistics, healthy)
+        self._restarts = restarts
         self._model_name = model_name
         self._version = version
         self.first_token_s = Histogram()
@@ -388,6 +395,8 @@ class ServerMetrics(Collector):
             ("request_generation_tokens", "Tokens that a request generated.", self.generation_tokens),
         ):
             yield _histogram(name, text, {(): histogram.to_dict()})
+        text = "Engine processes that took the place of one that had ended."
+        yield _counter("engine_restarts", text, self._restarts())
         yield _counter("request_success", "Sequences that ended, by how.", self.finished, "finished_reason")
         yield _counter("http_responses", "HTTP responses by route and status.", self.responses, "route", "status")
         yield _gauge("build_info", "1; the version is a label.", {self._version: 1}, "version")

@@ -40,7 +40,11 @@ def create_app(
     server's configuration."""
     server, keys = server or ServerConfig(), keys or Keys()
     metrics = ServerMetrics(
-        lambda: engine.last_statistics, lambda: engine.health().healthy, model_name=model_name, version=__version__
+        lambda: engine.last_statistics,
+        lambda: engine.health().healthy,
+        restarts=lambda: engine.num_restarts,
+        model_name=model_name,
+        version=__version__,
     )
     running = int(engine.start_statistics.get("max_running_requests", LEAST_RUNNING))
     service = Service(

@@ -5,6 +5,8 @@
 
 Clients are keys with names. A turn goes to the one with the fewest sequences in the engine, so one with a long queue
 delays itself. Without names the engine's own policy orders all, and nothing waits here.
+
+A client that is refused comes again when those that were refused before it have come: each end is one place for them.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class Shares:
         self._waiting: dict[str, deque[Turn]] = {}
         self._came_at: dict[str, float] = {}  # by client, not those that were quiet for long
         self._ends: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
+        self._refused = Counter[str]()  # sequences by client that come again, less those that have ended since
 
     async def enter(self, client: str, count: int) -> Turn:
         """A turn of `count` sequences, when it has come. Raises Overloaded."""
@@ -70,7 +73,9 @@ class Shares:
             self.num_refused += 1
             what = f"{num_open} sequences are open of {self._most_open}"
             more = f", {self._open[client]} of them this client's" if len(self._came_at) > 1 else ""
-            raise Overloaded(f"{what}{more}.", retry_after_s=self.wait_s(over))
+            wait_s = self.wait_s(over + self._refused[client])
+            self._refused[client] = min(self._refused[client] + count, self._most_open)
+            raise Overloaded(f"{what}{more}.", retry_after_s=wait_s)
         turn = Turn(self, client, count)
         self._open[client] += count
         if not self._have_names or self._has_room(turn):
@@ -104,6 +109,7 @@ class Shares:
         else:
             self._begun[turn.client] -= turn.count
             self._ends.append((self._clock(), turn.count))
+            self._refused = +Counter({name: left - turn.count for name, left in self._refused.items()})
         self._begin_next()
 
     def _begin_next(self) -> None:
