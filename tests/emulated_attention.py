@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -19,7 +20,7 @@ from quire.kernels.backend import AttentionBackend
 from quire.kernels.codec import decode
 from quire.kernels.fields import PagedField
 from quire.kernels.moves import TORCH
-from quire.kernels.triton import attention
+from quire.kernels.triton import attention, write
 from quire.kernels.triton.attention import Call, PreparedAttention, TritonAttention
 from quire.kernels.triton.tasks import TaskPlan
 
@@ -33,6 +34,7 @@ class EmulatedAttention(PreparedAttention):
         self._parts = parts
 
     def attend(self, call: Call, plan: TaskPlan, tasks: tuple[int, int], pages: tuple[Tensor, int, int]) -> None:
+        super().attend(call, plan, tasks, pages)
         (first, stop), (table, table_row, page) = tasks, pages
         device, given = call.query.device, plan.arrays
         tile = self.small if first < plan.num_small else self.large
@@ -52,6 +54,7 @@ class EmulatedAttention(PreparedAttention):
         self._attend(call, row, place, valid, slots, seen)
 
     def attend_selected(self, call: Call, slots: Tensor, size: int, num_parts: int) -> None:
+        super().attend_selected(call, slots, size, num_parts)
         rows, selected = slots.shape
         program = torch.arange(rows * num_parts, device=slots.device)
         row, part = (program // num_parts)[:, None], (program % num_parts)[:, None]
@@ -84,6 +87,7 @@ class EmulatedAttention(PreparedAttention):
                 _store(lses, index, lse.flatten(0, 1))
 
     def merge(self, call: Call, num_rows: int, merges: Tensor, num_parts: int) -> None:
+        super().merge(call, num_rows, merges, num_parts)
         place = torch.arange(len(call.parts), device=merges.device)
         if num_parts:
             row = torch.arange(num_rows, device=merges.device)
@@ -133,17 +137,49 @@ def _store(into: Tensor, index: Tensor, rows: Tensor) -> None:
     into.copy_(torch.where(mask, wide[:-1], into))
 
 
+class _Compiling:
+    """A kernel that computes nothing. What it returns is kept for launches of one kind, as compiled code is."""
+
+    def __init__(self, kernel: Any, compiled: list[str]) -> None:
+        self.arg_names, self._name, self._compiled = kernel.arg_names, kernel.__name__, compiled
+
+    def __getitem__(self, grid: object) -> Any:
+        def launch(*_: Any, **__: Any) -> Any:
+            self._compiled.append(self._name)
+            return _Kept()
+
+        return launch
+
+
+class _Kept:
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *_: None
+
+
+def _write(field: PagedField, slots: Tensor, rows: Tensor) -> Tensor:
+    """The writer's launch, and what torch's operators write."""
+    write.write_rows(field, slots, rows)
+    plain = copy(field)
+    plain._writer = None
+    return plain.write(slots, rows)
+
+
 @contextmanager
-def emulated_kernels(programs: int = 6) -> Iterator[None]:
-    """Backends of the Triton kernels compute by operators inside the block; `programs` keep the device busy."""
+def emulated_kernels(programs: int = 6) -> Iterator[list[str]]:
+    """Backends of the Triton kernels compute by operators inside the block; `programs` keep the device busy. Yields the
+    names of kernels that a GPU would compile, or find compiled, as they are launched for the first time in a layer."""
+    compiled: list[str] = []
     with ExitStack() as stack:
+        for module, name in ((attention, "attend_tasks"), (attention, "merge_parts"), (write, "write_tiles")):
+            stack.enter_context(patch.object(module, name, _Compiling(getattr(module, name), compiled)))
+        stack.enter_context(patch.object(write, "device_of", lambda tensor: nullcontext()))
         stack.enter_context(patch.object(attention, "PreparedAttention", EmulatedAttention))
         stack.enter_context(patch.object(attention, "device_of", lambda tensor: nullcontext()))
         given = {
-            (AttentionBackend, "writer"): None,
+            (AttentionBackend, "writer"): _write,
             (AttentionBackend, "moves"): TORCH,
             (TritonAttention, "_programs"): programs,
         }
         for (kind, name), value in given.items():
             stack.enter_context(patch.object(kind, name, PropertyMock(return_value=value)))
-        yield
+        yield compiled

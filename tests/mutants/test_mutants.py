@@ -35,6 +35,7 @@ from tests.engine import (
     test_transfer,
     test_transfer_faults,
     test_upload,
+    test_warm_up,
     test_watchdog,
     tiered,
 )
@@ -67,6 +68,7 @@ from tests.mutants import (
     hold_mutants,
     hot_slot_mutants,
     hybrid_mutants,
+    launch_mutants,
     liveness_mutants,
     native_mutants,
     output_mutants,
@@ -310,6 +312,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "pinned": [test_pinned.check_slices, test_pinned.check_copies],
     "graphs": [test_graphs.check_small, test_graphs.check_copies],
     "graphs of other weights": [test_graphs.check_weights],
+    "warm-up": [lambda: test_warm_up.check_compilations("llama_gqa", disable_cuda_graph=True)],
     "plans of fixed sizes": [test_fixed_plans.check_nested],
     "canary": [
         lambda seed=seed, how=how: run_canary(seed, 120, everything=how[0], late=how[1])
@@ -476,6 +479,7 @@ def test_names_and_sentences_are_all_different() -> None:
         output_mutants.words_are_decoded_alone,
         triton_mutants.a_row_sees_the_token_after_it,
         graph_mutants.inputs_are_those_of_the_capture,
+        launch_mutants.long_contexts_are_not_warmed_up,
         canary_mutants.damaged_frames_are_free_again,
         security_mutants.links_are_followed,
         liveness_mutants.the_first_has_it_all,

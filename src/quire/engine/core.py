@@ -19,7 +19,7 @@ from quire.cache.session import SessionList, SessionSettings
 from quire.canary.finding import Finding
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
-from quire.engine.device import largest_graph, open_device, plan_for
+from quire.engine.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
 from quire.engine.frame_staging import ComputeStream
@@ -165,7 +165,8 @@ class EngineCore:
         self.weights_epoch = config.weights_epoch
         self.explanations = Explanations()
         where = (self.device, self.pools, self.latents, self.backend, self.compute, largest_graph(config, self.device))
-        self.runner = ModelRunner(self.model, self.cache, self._sampler(), *where)
+        warm_ups = warm_ups_of(config, self.plan, self.device)
+        self.runner = ModelRunner(self.model, self.cache, self._sampler(), *where, warm_ups)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),

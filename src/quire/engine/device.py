@@ -9,9 +9,11 @@ import torch
 from quire.engine.config import EngineConfig, plan_settings
 from quire.engine.cores import available_cores
 from quire.engine.host_memory import host_memory
+from quire.engine.warm_up import Pads, warm_ups
 from quire.errors import InvalidInput
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.library import use_native
+from quire.plan.budget import MemoryPlan
 from quire.plan.devices import graph_bytes
 from quire.plan.draft import with_draft_model
 from quire.plan.plan import Plan
@@ -71,6 +73,16 @@ def largest_graph(config: EngineConfig, device: torch.device) -> int:
     if device.type != "cuda" or eager or config.speculative_config or config.hisparse:
         return 0
     return min(config.cuda_graph_max_bs, config.max_running_requests)
+
+
+def warm_ups_of(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> list[Pads]:
+    """Steps that compile kernels at start; none where nothing is compiled. Latents in host memory are read by requests
+    that were admitted, so their kernels are compiled by the first ones."""
+    if device.type != "cuda" or config.skip_warmup or config.attention_backend == "torch" or config.hisparse:
+        return []
+    speculation = plan.speculation
+    trees = speculation is not None and speculation.topk > 1
+    return warm_ups(plan.largest_request, config.max_num_batched_tokens, trees=trees)
 
 
 def plan_for(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, device: torch.device) -> Plan:

@@ -61,6 +61,14 @@ class DevicePageTables:
         entries[0], entries[1:] = places, flat[:, places]
         return to_device(entries, self.tables.device)
 
+    def sent_again(self) -> Tensor | None:
+        """For `apply`: an entry as it is, so that what applies changes is compiled. None on a CPU."""
+        if self._is_host:
+            return None
+        entries = np.zeros((1 + len(self._flat), 1), dtype=np.int32)
+        entries[1:] = self._flat[:, :1]
+        return to_device(entries, self.tables.device)
+
     def apply(self, sent: Tensor | None) -> None:
         """Update the tables on the device by changes that have arrived, in one launch."""
         if sent is not None:

@@ -23,6 +23,7 @@ from quire.engine.messages import TokenLogprobs
 from quire.engine.page_tables import DevicePageTables
 from quire.engine.readback import Readback
 from quire.engine.sampler import Drawn, Sampler
+from quire.engine.warm_up import Pads, warm_up
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.moves import Pieces
@@ -105,8 +106,9 @@ class ModelRunner:
         backend: AttentionBackend = DEFAULT,
         compute: ComputeStream | None = None,
         largest_graph: int = 0,
+        warm_ups: Sequence[Pads] = (),
     ) -> None:
-        """Captures CUDA graphs of up to `largest_graph` requests; 0 for none."""
+        """Computes `warm_ups`, and captures CUDA graphs of up to `largest_graph` requests; 0 for none."""
         self.drafter: ModelDrafter | HeadDrafter | None = None
         """What follows each step on the same pages."""
         self.canary: Canary | None = None
@@ -130,6 +132,7 @@ class ModelRunner:
         self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)
         built = sum(pool.num_bytes for pool in [*self.pools, *([hisparse.pool] if hisparse is not None else [])])
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
+        self.warm_up_s = warm_up(self, warm_ups) if warm_ups else 0.0
         self.graphs: DecodeGraphs | None = None
         if largest_graph:
             self.graphs = DecodeGraphs(self, largest_graph)
@@ -257,23 +260,34 @@ class ModelRunner:
 
     def pads(self, size: int) -> list[PagedBatch | StateBatch]:
         """A batch of `size` pads of each group."""
-        cache, nothing = self._cache, np.empty(0, dtype=np.int32)
+        nothing = Pads([], [])
+        return [batch.padded(size) for batch in self.padding(nothing)]
+
+    def padding(self, pads: Pads) -> list[PagedBatch | StateBatch]:
+        """The batch of each group whose sequences are all in frame 0."""
+        cache, count = self._cache, len(pads.news)
+        contexts = np.array(pads.contexts, dtype=np.int32)
+        starts = _starts(np.array(pads.news, dtype=np.int32))
+        frames = np.zeros((count, pages_for(int(contexts.max(initial=1)), cache.page_size)), dtype=np.int32)
+        rows = np.full(count, self.tables.pad_row, dtype=np.int64)
+        zeros = np.zeros(count, dtype=np.int32)
         found: list[PagedBatch | StateBatch] = []
         for group in range(len(self.pools)):
             if group not in self._following:
-                states = StateBatch(np.zeros(1, dtype=np.int32), nothing, nothing, moves=self.backend.moves)
-                found.append(states.padded(size))
+                found.append(StateBatch(starts, zeros, zeros, pads=count, moves=self.backend.moves))
                 continue
-            batch = PagedBatch(
-                query_starts=np.zeros(1, dtype=np.int32),
-                context_lens=nothing,
-                frames=np.empty((0, 1), dtype=np.int32),
-                slots=nothing,
-                page_size=cache.page_size,
-                backend=self.backend,
-                table=self.tables.step(self._following.index(group), np.empty(0, dtype=np.int64)),
+            found.append(
+                PagedBatch(
+                    query_starts=starts,
+                    context_lens=contexts,
+                    frames=frames,
+                    slots=np.zeros(int(starts[-1]), dtype=np.int32),
+                    page_size=cache.page_size,
+                    parents=pads.parents if pads.branches else None,
+                    backend=self.backend,
+                    table=self.tables.step(self._following.index(group), rows),
+                )
             )
-            found.append(batch.padded(size))
         return found
 
     def _future(self, step: Step, previous: Launched | None) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -88,6 +88,8 @@ def test_a_launch_runs_what_triton_would():
     for name in ("attend_tasks", "merge_parts", "write_tiles"):
         kept = [was_kept for kernel, _, was_kept in launches if kernel == name]
         assert 2 < sum(kept) < len(kept), "some launches are of a kind that was launched before, and some are not"
+    (launches,) = compiled(90, ("one-kind",))
+    assert {kernel for kernel, same, _ in launches if not same} == {"attend_tasks", "merge_parts", "write_tiles"}
 
 
 @pytest.mark.slow
