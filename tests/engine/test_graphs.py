@@ -105,10 +105,10 @@ def test_tokens_are_those_of_eager_steps(name: str) -> None:
     check_family(name)
 
 
-def check_small(name: str = "llama_gqa") -> None:
+def check_small(name: str = "llama_gqa", prompts: list[list[int]] = FIRST[:3], **settings: Any) -> None:
     """Batches of 3 down to 1 in one graph of 4: the tokens of eager steps."""
-    prompts, many = FIRST[:3], [params(at) for at in range(3)]
-    expected = run(core_for(on_cpu(name), device="cpu", **SETTINGS), prompts, many)
+    many, settings = [params(at) for at in range(3)], {**SETTINGS, **settings}
+    expected = run(core_for(on_cpu(name), device="cpu", **settings), prompts, many)
     cuda = FakeCuda()
     with (
         cuda.installed(),
@@ -117,7 +117,7 @@ def check_small(name: str = "llama_gqa") -> None:
         patch.object(graphs, "graph_sizes", lambda most: (4,)),
         patch.object(graphs, "graph_bytes", lambda most: 1 << 28),  # the device in Python uses no memory twice
     ):
-        core = on_graphs(name)
+        core = on_graphs(name, **settings)
         for pool in core.pools:
             for layout, tensor in pool.tensors:
                 cuda.races.watch_frames(f"{layout.name} of frame", tensor)
@@ -130,6 +130,46 @@ def check_small(name: str = "llama_gqa") -> None:
 @pytest.mark.parametrize("name", ["gemma2", "deepseek_v2", "bamba"])
 def test_pads_change_no_tokens(name: str) -> None:
     check_small(name)
+
+
+@pytest.mark.slow
+def test_graphs_that_no_step_fits_are_dropped() -> None:
+    """Arrays of compressed keys have sizes that follow contexts: after some steps none is tried, and it is said."""
+    prompts = shared_prompts(3, shared=118, tails=(5, 9, 2), vocabulary=VOCAB_SIZE)
+    settings, many = {**SETTINGS, "page_size": 128, "max_model_len": 256}, [params(at) for at in range(3)]
+    expected = run(core_for(on_cpu("deepseek_v4"), device="cpu", **settings), prompts, many)
+    cuda = FakeCuda()
+    with (
+        cuda.installed(),
+        emulated_kernels(),
+        patch.object(graphs, "graph_sizes", lambda most: (4,)),
+        patch.object(graphs, "graph_bytes", lambda most: 1 << 28),
+        patch.object(graphs, "_MISFITS", 3),
+    ):
+        core = on_graphs("deepseek_v4", **settings)
+        assert core.statistics()["cuda_graphs"]["sizes"] == [4]
+        assert run(core, prompts, many) == expected
+        found = core.statistics()["cuda_graphs"]
+    assert found["sizes"] == [] and "have other shapes" in found["refused"]["4"] and found["replays"] == 0
+    assert found["eager"]["arrays of other shapes"] == 3 and found["eager"]["no graph of this size"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("minimax_m3", "glm_moe_dsa"))]
+)
+def test_models_that_select_are_eager(name: str) -> None:
+    """Which rows select, and among how many tokens, follows from contexts; the tokens are those of a CPU all the same,
+    and that there are no graphs is said and counted."""
+    expected = waves(core_for(on_cpu(name), device="cpu", **SETTINGS))
+    cuda = FakeCuda()
+    with cuda.installed(), watched(cuda), emulated_kernels():
+        core = on_graphs(name)
+        assert waves(core) == expected
+        steps, found = (core.statistics()[name] for name in ("steps", "cuda_graphs"))
+    assert found["sizes"] == [] and found["replays"] == 0
+    assert "compute what they derive from a batch on the device" in found["refused"]["4"], found["refused"]
+    assert found["eager"]["no graph of this size"] > 4 and sum(found["eager"].values()) == steps
+    assert ours(cuda) == []
 
 
 def check_copies() -> None:
@@ -221,6 +261,10 @@ REFUSED: dict[str, tuple[Callable[[RunningForward], object], str]] = {
     "an array of the host": (lambda forward: to_device(np.arange(3), CUDA), "an array of the host, int64"),
     "memory that is not pinned": (lambda forward: torch.arange(3).to(CUDA), "not pinned"),
     "a wait that only a capture refuses": (lambda forward: torch.cuda.Event().synchronize(), "operation failed"),
+    "what is computed of a batch": (
+        lambda forward: forward.batches[0].derived("ones", lambda batch: torch.ones(batch.num_rows, device=CUDA)),
+        "compute what they derive",
+    ),
     "an array of another shape each time": (
         lambda forward: forward.batches[0].derived("growing", lambda batch: to_device(_growing(), CUDA)),
         "array ",

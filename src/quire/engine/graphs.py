@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import Asked, PagedBatch, derive
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
 """Eager passes before a capture: kernels are compiled in the first, and libraries allocate their memory."""
+_MISFITS = 8
+"""Steps whose arrays have other shapes, after which a graph that was never replayed is dropped."""
 _LOG_S = 2.0
 
 Batches = Sequence[PagedBatch | StateBatch]
@@ -118,6 +121,8 @@ class DecodeGraphs:
         self._num_bytes = self._replays = self._pads = self._captures = 0
         self._eager: Counter[str] = Counter()
         self._refused: dict[int, str] = {}
+        self._misfits: Counter[int] = Counter()
+        self._fits: set[int] = set()  # sizes that were replayed
 
     def find(self, step: Step, *, loads: bool) -> DecodeGraph | None:
         """The graph of a step, captured if need be; None if the step is eager, which is counted by reason. `loads` says
@@ -148,7 +153,12 @@ class DecodeGraphs:
         except OtherShapes as error:
             logger.debug("a decode step of %d requests is eager: %s", len(step), error)
             self._eager["arrays of other shapes"] += 1
+            self._misfits[size] += 1
+            if self._misfits[size] == _MISFITS and size not in self._fits:
+                del self._graphs[size]
+                self._refuse(size, f"arrays of its steps have other shapes ({error})")
             return None
+        self._fits.add(size)
         self._replays += 1
         self._pads += size - len(step)
         return PlacedStep(graph, to_device(inputs.packed, self._device), len(step))
@@ -160,6 +170,7 @@ class DecodeGraphs:
         self._graphs.clear()
         self._logits = None
         self._refused.clear()
+        self._misfits.clear()
         self._captured_from, self._num_bytes = self._steps.model.num_changes, 0
         pool = torch.cuda.graph_pool_handle()
         for number, size in enumerate(reversed(self._sizes)):
@@ -223,7 +234,7 @@ class DecodeGraphs:
                 return batches, given
 
             inputs = FixedUpload(device, fill)
-            with inputs.collecting():
+            with inputs.collecting(), _OnlyUploads():
                 batches, given = fill()
             inputs.take(to_device(inputs.packed, device))
         current.wait_stream(self._stream)
@@ -255,6 +266,18 @@ class DecodeGraphs:
         if fallbacks := steps.backend.fallbacks - before:
             raise OtherShapes(f"torch's operators compute attention ({', '.join(fallbacks)})")
         return [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
+
+
+class _OnlyUploads(TorchDispatchMode):
+    """What layers derive from a batch of a graph is what the host sends, at addresses that stay. What operators compute
+    of it would be computed elsewhere for the next step, and a replay would read memory that was freed: OtherShapes."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        is_view = all(returned.alias_info is not None for returned in function._schema.returns)
+        if isinstance(found, Tensor) and found.is_cuda and (function._schema.is_mutable or not is_view):
+            raise OtherShapes(f"layers compute what they derive from a batch on the device ({function})")
+        return found
 
 
 @contextmanager

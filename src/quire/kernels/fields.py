@@ -95,10 +95,14 @@ class PagedField:
 
     def head(self, number: int) -> PagedField:
         """One of the heads of rows `[heads, dim]`, as rows `[1, dim]`."""
+        known: PagedField | None = self.kept.get(("head", number))
+        if known is not None:
+            return known
         found, one = copy(self), (..., slice(number, number + 1), slice(None))
         found.kept = {}
         found._rows = self._rows[one]
         found._scales = None if self._scales is None else self._scales[one]
+        self.kept["head", number] = found
         return found
 
     @property
