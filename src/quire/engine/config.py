@@ -383,9 +383,7 @@ class EngineConfig(Settings):
     cuda_graph_max_bs: int = setting(
         256, "Requests of the largest CUDA graph of decode steps.", aliases=("--max-cudagraph-capture-size",), ge=1
     )
-    skip_warmup: bool = setting(
-        False, "On a GPU, compile kernels when steps first need them.", aliases=("--skip-server-warmup",)
-    )
+    skip_warmup: bool = setting(False, "On a GPU, compile kernels as needed.", aliases=("--skip-server-warmup",))
     pack_weights: bool = setting(
         True, "On a CPU, lay out the weights of linear layers for it, and compute known decoder layers in few calls."
     )

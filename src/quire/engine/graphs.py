@@ -234,7 +234,7 @@ class DecodeGraphs:
                 return batches, given
 
             inputs = FixedUpload(device, fill)
-            with inputs.collecting(), _OnlyUploads():
+            with inputs.collecting(), _OnlyUploads():  # type: ignore[no-untyped-call]
                 batches, given = fill()
             inputs.take(to_device(inputs.packed, device))
         current.wait_stream(self._stream)
@@ -268,7 +268,7 @@ class DecodeGraphs:
         return [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
 
 
-class _OnlyUploads(TorchDispatchMode):
+class _OnlyUploads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What layers derive from a batch of a graph is what the host sends, at addresses that stay. What operators compute
     of it would be computed elsewhere for the next step, and a replay would read memory that was freed: OtherShapes."""
 
