@@ -58,7 +58,7 @@ def test_turns_equal_generation_and_compute_their_new_tokens(name: str) -> None:
         assert held == len(history) + NEW_TOKENS - 1
         history = [*history, *tokens, *rng.integers(1, VOCAB_SIZE, 6).tolist()]
     assert core.statistics()["session_partial_tokens"] > 0
-    assert core.cache.sessions.give_way("a test")
+    assert core.cache.sessions.give_way()
     core.cache.evict(core.plan.num_pages)
     tokens, grant, computed = turn(core, history, "evicted")
     assert tokens == generated(reference, history, NEW_TOKENS)

@@ -66,6 +66,11 @@ def the_shorter_stop_string_wins(patch: Patch) -> None:
     patch.setattr(StopAutomaton, "_link", link)
 
 
+@mutant("stop strings", "each of the 512 prompts of a request builds its own automaton: a minute of the event loop")
+def an_automaton_for_each_sequence(patch: Patch) -> None:
+    patch.setattr(StopAutomaton, "of", StopAutomaton)
+
+
 @mutant("long texts", "a text that can never fit takes minutes and gigabytes before it is refused")
 def texts_are_measured_in_tokens_alone(patch: Patch) -> None:
     patch.setattr(Tokenising, "_check_length", lambda pool, num_characters: None)

@@ -70,16 +70,16 @@ def a_closed_row_leaks(patch: Patch) -> None:
 
 @mutant("sessions", "a running request is preempted, and sessions nobody uses keep their pages")
 def sessions_never_give_way(patch: Patch) -> None:
-    patch.setattr(Sessions, "give_way", lambda sessions, cause, but=None: False)
+    patch.setattr(Sessions, "give_way", lambda sessions, but=None, **by: False)
 
 
 @mutant("sessions", "the row used last ends first, so that two sessions that take turns never continue")
 def the_newest_row_ends_first(patch: Patch) -> None:
     real = Sessions.give_way
 
-    def give_way(sessions: Sessions, cause: str, but: Session | None = None) -> bool:
+    def give_way(sessions: Sessions, but: Session | None = None, **by: str) -> bool:
         sessions._by_key = dict(reversed(sessions._by_key.items()))
-        found = real(sessions, cause, but)
+        found = real(sessions, but, **by)
         sessions._by_key = dict(reversed(sessions._by_key.items()))
         return found
 

@@ -333,6 +333,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         lambda: test_output.check_stop_strings("aabc", ["aab", "ab"], include=False),
         lambda: test_output.check_stop_strings("xaabcab", ["abd", "abca"], include=True),
         lambda: test_output.check_stop_strings("aaab", ["aaaa", "aab", "b"], include=False),
+        test_output.check_the_same_stop_strings_have_one_automaton,
     ],
     "long texts": [test_tokenising.check_a_long_text_is_refused_unread],
     "departed clients": [lambda: test_tokenising.check_a_client_that_leaves_ends_the_work(bundled_tokenizer())],

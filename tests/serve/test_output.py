@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -183,6 +184,34 @@ def test_the_moves_that_are_kept_are_few() -> None:
     for number in range(3 * 4096):
         automaton.move(0, str(number))
     assert len(automaton._moves) <= 4096
+
+
+def check_the_same_stop_strings_have_one_automaton() -> None:
+    """A request of 512 prompts with the most stop strings that there may be took 70 s and 2 GiB."""
+    params = SamplingParams(stop=["xy", "ab"], n=2, max_tokens=None)
+    requests = [
+        RequestAssembler(
+            request_id=f"r-{i}",
+            prompt=None,
+            prompt_token_ids=np.array([3]),
+            params=params,
+            decoder=Pieces([b"a", b"b"]),
+        )
+        for i in range(3)
+    ]
+    sequences = [sequence for request in requests for sequence in request.sequences.values()]
+    assert len({id(sequence._stop._automaton) for sequence in sequences}) == 1
+    requests[0].push(TokenOutput(request_id="r-0-0", token_ids=[0]))
+    requests[1].push(TokenOutput(request_id="r-1-1", token_ids=[0, 1]))  # each has a place of its own in the text
+    assert [sequence.finish_reason for sequence in sequences] == [None, None, None, "stop", None, None]
+    assert ("xy", "ab") in StopAutomaton._in_use
+    del requests, sequences
+    gc.collect()
+    assert ("xy", "ab") not in StopAutomaton._in_use, "strings of requests that have ended stay in memory"
+
+
+def test_the_same_stop_strings_have_one_automaton() -> None:
+    check_the_same_stop_strings_have_one_automaton()
 
 
 def test_the_tokens_after_the_stop_string_are_dropped() -> None:

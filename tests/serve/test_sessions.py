@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -60,6 +61,13 @@ def test_a_turn_that_ends_on_a_stop_string_says_what_is_held(live: LiveServer) -
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
     assert choice["session"]["held_tokens"] >= len(prompt), choice
+
+
+@pytest.mark.parametrize("name", ["user/42", "a b?c#d", "..", "/", "é%2F"])
+def test_a_session_is_closed_whatever_its_name_is(live: LiveServer, name: str) -> None:
+    assert turn(live, [5, 6, 7], name)["choices"][0]["session"]["held_tokens"] > 0
+    status, answer = live.request(f"/v1/sessions/{quote(name, safe='')}", method="DELETE")
+    assert (status, answer) == (200, {"session_id": name, "closed": True})
 
 
 def test_a_session_follows_one_sequence(live: LiveServer) -> None:

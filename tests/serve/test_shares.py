@@ -141,6 +141,24 @@ def test_a_long_queue_delays_its_own_client() -> None:
     check_a_long_queue_delays_its_own_client()
 
 
+def test_a_client_that_leaves_as_its_turn_comes() -> None:
+    """Its task is cancelled, and has not run yet, when a turn before it ends."""
+
+    async def body() -> None:
+        shares = Shares(most_open=9, most_begun=1, have_names=True)
+        first = await shares.enter("ann", 1)
+        leaves = asyncio.create_task(shares.enter("bob", 1))
+        stays = asyncio.create_task(shares.enter("eve", 1))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        first.close()
+        assert isinstance((await asyncio.gather(leaves, return_exceptions=True))[0], asyncio.CancelledError)
+        (await stays).close()
+        assert not shares._open.total() and not shares._begun.total()
+
+    run(body())
+
+
 def check_a_client_keeps_no_other_out() -> None:
     """It may fill the queue while it is alone; when another comes, it gets no more than its share."""
 

@@ -31,10 +31,10 @@ from quire.spec.ids import Bools, Ids, Tier
 class Growth:
     """Allocates and frees pages and frames of one cache. If it raises OutOfPages, nothing has changed. `allocators` are
     the one that grows sequences, and those of all other groups.
-    `give_way(cause)` ends the row of a session, if there is one."""
+    `give_way()` ends the row of a session, if there is one."""
 
     def __init__(
-        self, parts: CacheParts, offload: Offload, counters: CacheCounters, give_way: Callable[[str], bool]
+        self, parts: CacheParts, offload: Offload, counters: CacheCounters, give_way: Callable[[], bool]
     ) -> None:
         self._parts = parts
         self._give_way = give_way
@@ -170,9 +170,7 @@ class Growth:
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
             retention = self._offload.retention
-            if not (
-                self._give_way(cause) or retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)
-            ):
+            if not (self._give_way() or retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
                 raise refusal
             wanted = ask()
         short = [(group, n) for group, n in zip(self._parts.groups, wanted, strict=True) if n > group.num_free]

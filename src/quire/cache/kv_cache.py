@@ -173,7 +173,7 @@ class KVCache:
         no step may be launched before `is_ready`. Raises OutOfPages if all `max_requests` rows are taken or there is no
         room for the loads.
         """
-        if not self.rows.free and not self.sessions.give_way(label):
+        if not self.rows.free and not self.sessions.give_way():
             held = self.sessions.num_held
             others = f", beside {held} sessions" if held else ""
             holders = f"{len(self.rows.live) - held} running requests hold them{others}"

@@ -293,16 +293,17 @@ class Sessions:
         self._next_expiry = min((each.expires_at for each in self._by_key.values()), default=math.inf)
         return before - self.num_held
 
-    def give_way(self, cause: str, but: Session | None = None) -> bool:
+    def give_way(self, but: Session | None = None, *, by: str = "another request") -> bool:
         """End the rows of expired sessions, or that of the session which was not used for the longest time, except for
-        `but` and rows that a step in flight computes. False if there is none. `cause` needs the room."""
+        `but` and rows that a step in flight computes. False if there is none. Clients are told that the room was needed
+        `by` this, so it names no request: that may be another tenant's."""
         if not self.num_held:
             return False
         if self.expire():
             return True
         for session in self._by_key.values():
             if session.row is not None and session is not but and self._fences.has_passed(session.row.fence):
-                self._end_row(session, f"its room was needed by {cause or 'another request'}")
+                self._end_row(session, f"its room was needed by {by}")
                 self.num_given_up += 1
                 return True
         return False
@@ -346,7 +347,7 @@ class Sessions:
             return f"{num_tokens:,} tokens are more than the budget of {self.budget * self._size:,}; {fix}"
         own = [] if session.row is None else [session.row.kv]
         while self._num_pages([kv, *(row.kv for row in self._held() if row.kv not in own)]) > self.budget:
-            if not self.give_way("a later session, as all have one budget", session):
+            if not self.give_way(session, by="a later session, as all have one budget"):
                 return f"the budget of {self.budget * self._size:,} tokens is taken by sessions that still compute"
         return ""
 

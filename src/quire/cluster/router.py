@@ -99,7 +99,7 @@ class Router:
         for name in ("release", "flush", "epoch"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
         app.add_api_route("/v1/sessions", self._ask_all, response_model=None)
-        app.add_api_route("/v1/sessions/{session_id}", self._ask_all, methods=["DELETE"], response_model=None)
+        app.add_api_route("/v1/sessions/{session_id:path}", self._ask_all, methods=["DELETE"], response_model=None)
         app.add_api_route("/v1/cache/role", self._refuse_role, methods=["POST"], response_model=None)
         app.mount("", self._relay)
         add_gate(app, self._responses, keys=keys or Keys(), cors_origins=cors_origins)

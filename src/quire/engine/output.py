@@ -194,9 +194,7 @@ class SequenceAssembler:
         decoder: Decoder | None,
         *,
         index: int = 0,
-        automaton: StopAutomaton | None = None,
     ) -> None:
-        """`automaton` is that of `params.stop`, for several sequences of one request."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -211,8 +209,7 @@ class SequenceAssembler:
         self._params = params
         self._decoder = decoder
         self._stream = decoder and TextStream(decoder, skip_special_tokens=params.skip_special_tokens)
-        automaton = automaton or StopAutomaton(params.stop)
-        self._stop = StopStrings(automaton, include=params.include_stop_str_in_output)
+        self._stop = StopStrings(StopAutomaton.of(params.stop), include=params.include_stop_str_in_output)
         self._pieces: list[str] = []
 
     @property
@@ -333,10 +330,7 @@ class RequestAssembler:
     sequences: dict[str, SequenceAssembler] = field(init=False)
 
     def __post_init__(self) -> None:
-        automaton = StopAutomaton(self.params.stop)
-        assemblers = [
-            SequenceAssembler(self.params, self.decoder, index=i, automaton=automaton) for i in range(self.params.n)
-        ]
+        assemblers = [SequenceAssembler(self.params, self.decoder, index=i) for i in range(self.params.n)]
         self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
 
     @property

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 _START = 0
 _MOST_MOVES = 4096  # that are kept; then the table is emptied
@@ -17,8 +19,10 @@ Move = tuple[int, int, str | None]
 
 
 class StopAutomaton:
-    """The states of a set of stop strings, shared by the sequences of a request. Building it takes time and memory
-    linear in their characters. `depths[state]` is how many characters of the text a state holds back."""
+    """The states of a set of stop strings, shared by all sequences that have these (`of`). Building it takes time and
+    memory linear in their characters. `depths[state]` is how many characters of the text a state holds back."""
+
+    _in_use: ClassVar[WeakValueDictionary[tuple[str, ...], StopAutomaton]] = WeakValueDictionary()
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.depths = [0]
@@ -30,6 +34,15 @@ class StopAutomaton:
         for each in stop:
             self._add(each)
         self._link()
+
+    @classmethod
+    def of(cls, stop: Sequence[str]) -> StopAutomaton:
+        """The one of these strings, which is built if no sequence has it: a request may have hundreds of prompts."""
+        key = tuple(stop)
+        found = cls._in_use.get(key)
+        if found is None:
+            found = cls._in_use[key] = cls(key)
+        return found
 
     def move(self, state: int, text: str) -> Move:
         """Read `text`, or as much of it as the first complete stop string takes."""

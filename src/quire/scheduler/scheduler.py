@@ -544,7 +544,7 @@ class Scheduler:
         request.wait_reason = why_not(*claims)
         own = request.turn.session if request.turn is not None else None
         while request.wait_reason and sessions.num_held and not why_not(*claims, sessions.most_pages):
-            if not sessions.give_way(request.request_id, own if isinstance(begins, RequestKV) else None):
+            if not sessions.give_way(own if isinstance(begins, RequestKV) else None):
                 break
             request.wait_reason = why_not(*claims)
         # Running requests end. Pages held for waiting requests could block the first of them for ever.

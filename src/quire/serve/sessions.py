@@ -34,7 +34,7 @@ def sessions_router(service: Service) -> APIRouter:
             "budget_tokens": found.budget_tokens,
         }
 
-    @router.delete("/v1/sessions/{session_id}")
+    @router.delete("/v1/sessions/{session_id:path}")
     async def close(session_id: str, request: Request, cache_salt: Salt = "") -> dict[str, Any]:
         """End a session and free what it holds. Its turns that run go on. `closed` is false if there is none."""
         namespace = Namespace(salt=request.state.client.salt(cache_salt))

@@ -121,4 +121,5 @@ class Shares:
             self._waiting[client].popleft()
             self._begun[client] += turn.count
             assert turn.begins is not None
-            turn.begins.set_result(None)
+            if not turn.begins.done():  # its client has left at this moment: it closes its turn next
+                turn.begins.set_result(None)
