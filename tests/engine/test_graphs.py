@@ -19,7 +19,7 @@ from quire.engine.core import EngineCore
 from quire.engine.graphs import graph_sizes
 from quire.engine.messages import EngineRequest
 from quire.models.forward import RunningForward
-from quire.plan.devices import GRAPH_BYTES, LEAST_GRAPHS, graph_bytes
+from quire.plan.devices import GRAPH_BYTES, LEAST_GRAPHS, graph_bytes, sampling_bytes
 from quire.scheduler.sampling_params import SamplingParams
 from quire.upload import to_device
 from tests.emulated_attention import emulated_kernels
@@ -345,8 +345,9 @@ def test_memory_of_graphs_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         lines = [line for line in plans[False].ledger if line.name == "graphs"]
         assert [line.bytes for line in lines] == [LEAST_GRAPHS]
         assert not any(line.name == "graphs" for line in plans[True].ledger)
-        free = engine_device.free_bytes(CUDA)
-        assert plans[False].kv_bytes + LEAST_GRAPHS <= free
+        free, draws = engine_device.free_bytes(CUDA), sampling_bytes(6, spec.vocab_size)
+        assert [line.bytes for line in plans[True].ledger if line.name == "sampling"] == [draws] and draws > 0
+        assert plans[False].kv_bytes + LEAST_GRAPHS + draws <= free
         gc.collect()
         taken = on_graphs("llama_gqa").statistics()["cuda_graphs"]["bytes"]
         gc.collect()

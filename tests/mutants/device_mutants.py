@@ -9,10 +9,11 @@ from torch import Tensor
 
 from quire import upload
 from quire.cache.running import Lengths
-from quire.engine import readback
+from quire.engine import filters, readback
+from quire.engine.filters import Filters
 from quire.engine.readback import Readback
 from quire.engine.runner import ModelRunner
-from quire.engine.sampler import _Draws, _Filters
+from quire.engine.sampler import _Draws
 from quire.upload import Upload
 from tests.mutants.mutants import Patch, mutant
 
@@ -56,18 +57,36 @@ def tokens_are_copied_at_launch(patch: Patch) -> None:
 
 @mutant("device sampling", "each step with top-p waits for the device to say how many candidates there are")
 def filters_branch_on_the_device(patch: Patch) -> None:
-    real = _Filters._sort_whole
+    real = Filters._look_at_all
 
-    def sort_whole(self: _Filters, probabilities: Tensor, few: Tensor, least: Tensor) -> None:
-        if not bool(few.all()):
-            real(self, probabilities, few, least)
+    def look_at_all(self: Filters, *given: Any) -> None:
+        if not bool(given[3].all()):
+            real(self, *given)
 
-    patch.setattr(_Filters, "_sort_whole", sort_whole)
+    patch.setattr(Filters, "_look_at_all", look_at_all)
 
 
 @mutant("device sampling", "a flat distribution is cut to its thousand likeliest tokens")
-def no_row_is_sorted_as_a_whole(patch: Patch) -> None:
-    patch.setattr(_Filters, "_sort_whole", lambda *given: None)
+def no_row_is_looked_at_as_a_whole(patch: Patch) -> None:
+    patch.setattr(Filters, "_look_at_all", lambda *given: None)
+
+
+@mutant("filters by counting", "top-p on a GPU keeps one token too few where a sum meets the share")
+def a_share_is_met_before_it_is(patch: Patch) -> None:
+    real = filters._weighed
+    patch.setattr(filters, "_weighed", lambda keys, weights, most: real(keys, weights, most - 1))
+
+
+@mutant("filters by counting", "on a GPU top-p is a share of all tokens, and not of those that top-k has kept")
+def top_p_is_of_all(patch: Patch) -> None:
+    real = filters.least_of_all
+
+    def least(scores: Tensor, probabilities: Tensor, top_k: Tensor, top_p: Tensor, *, limits: bool) -> Tensor:
+        whole = torch.full_like(top_k, scores.shape[1])
+        found = real(scores, probabilities, whole, top_p, limits=False)
+        return torch.maximum(found, real(scores, probabilities, top_k, torch.ones_like(top_p), limits=limits))
+
+    patch.setattr(filters, "least_of_all", least)
 
 
 @mutant("device sampling", "requests draw the same noise in each step on a device")

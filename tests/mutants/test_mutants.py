@@ -27,6 +27,7 @@ from tests.engine import (
     test_draft_head,
     test_draft_trees,
     test_fake_cuda,
+    test_filters,
     test_frame_staging,
     test_graphs,
     test_hisparse,
@@ -301,6 +302,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "uploads": [lambda seed=seed: test_upload.check_upload(seed) for seed in range(3)],
     "readbacks": [test_fake_cuda.check_readback],
     "device sampling": [test_fake_cuda.check_sampling, test_fake_cuda.check_flat],
+    "filters by counting": [lambda seed=seed: test_filters.check_counting(seed) for seed in range(3)],
     "copies of steps": [test_fake_cuda.check_copies],
     "staging": [
         test_frame_staging.check_marks,

@@ -14,7 +14,7 @@ from quire.errors import InvalidInput
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.library import use_native
 from quire.plan.budget import MemoryPlan
-from quire.plan.devices import graph_bytes
+from quire.plan.devices import graph_bytes, sampling_bytes
 from quire.plan.draft import with_draft_model
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -88,12 +88,13 @@ def warm_ups_of(config: EngineConfig, plan: MemoryPlan, device: torch.device) ->
 def plan_for(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, device: torch.device) -> Plan:
     """The plan of an engine whose models are loaded. Raises PlanError."""
     graphs = graph_bytes(largest_graph(config, device))
-    settings = replace(plan_settings(config), graph_bytes=graphs)
+    draws = sampling_bytes(config.max_running_requests, spec.vocab_size) if device.type == "cuda" else 0
+    settings = replace(plan_settings(config), graph_bytes=graphs, sampling_bytes=draws)
     if draft is not None:
         spec, settings = with_draft_model(spec, settings, draft)
     if config.kv_memory is not None:
         return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
-    free = free_bytes(device) - graphs
+    free = free_bytes(device) - graphs - draws
     plan = make_plan(spec, replace(settings, kv_memory=free))
     if features := plan.memory.feature_bytes:
         plan = make_plan(spec, replace(settings, kv_memory=free - features))

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from quire.cache.running import Lengths, Rows
+from quire.engine.filters import Filters
 from quire.engine.logit_changes import adjustments
 from quire.engine.messages import TokenLogprobs
-from quire.scheduler.step import Places, Terms
+from quire.plan.devices import rows_at_once
+from quire.scheduler.step import Places
 from quire.spec.ids import Ids
 from quire.upload import to_device
 
-_MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is sorted as a whole
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # multipliers of a hash of 32 bits with little bias, as int32
 _VERIFYING = np.uint64(1 << 39)  # added to the number of an output: other noise than that of its draw
@@ -186,7 +187,10 @@ class Prepared:
             rows, drafts, uniform = self.verified
             scores[rows] = _verified(torch.softmax(scores[rows], dim=-1), proposal, drafts, uniform).log_()
         assert self.keys is not None
-        scores.sub_(_noise(self.keys, self.halves, scores))
+        step = len(scores) if self.halves is None else rows_at_once(scores.shape[1])
+        for first in range(0, len(scores), step):
+            some, block = scores[first : first + step], slice(first, first + step)
+            some.sub_(_noise(self.keys, None if self.halves is None else self.halves[block], some))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +219,7 @@ class _Draws:
         drawn = terms if self.is_all else terms[at]
         self.sampled: Rows = at
         self._scale = to_device((1.0 / drawn["temperature"]).astype(np.float32), device)[:, None]
-        self._filtered = _Filters.of(drawn, device)
+        self._filtered = Filters.of(drawn, device)
         own = ~((np.uint64(seed % 2**32) << np.uint64(32)) + drawn["arrival"])
         self._seeds = _mix(np.where(drawn["seeded"], drawn["seed"], own))
         self._indices = drawn["index"] << np.uint64(40)
@@ -319,73 +323,3 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-class _Filters:
-    """Top-k, top-p and min-p of the rows that have any; `rows` are their indices among those that are drawn."""
-
-    def __init__(self, terms: Terms, rows: Rows, device: torch.device) -> None:
-        some = terms[rows]
-        top_k = np.where(some["top_k"] > 0, some["top_k"], np.iinfo(np.int64).max)
-        self._rows = to_device(rows, device)
-        self._top_k, self._top_p, self._min_p = (
-            to_device(array.copy(), device) for array in (top_k, some["top_p"], some["min_p"])
-        )
-        wide = (top_k > _MOST_CANDIDATES) & ((some["top_k"] > 0) | (some["top_p"] < 1.0))
-        at = wide.nonzero()[0]
-        self._wide = to_device(at, device) if len(at) else None  # rows that may keep more than the candidates
-
-    @classmethod
-    def of(cls, terms: Terms, device: torch.device) -> _Filters | None:
-        """The filters of these requests; None if there are none."""
-        rows = ((terms["top_k"] > 0) | (terms["top_p"] < 1.0) | (terms["min_p"] > 0.0)).nonzero()[0]
-        return cls(terms, rows, device) if len(rows) else None
-
-    def apply(self, scores: Tensor) -> None:
-        """Exclude tokens: their scaled logits become minus infinity."""
-        some = scores[self._rows]
-        probabilities = torch.softmax(some, dim=-1, dtype=torch.float64)
-        least = self._least_kept(probabilities)
-        scores[self._rows] = some.masked_fill(probabilities < least[:, None], float("-inf"))
-
-    def _least_kept(self, probabilities: Tensor) -> Tensor:
-        """Per row, the smallest probability that passes top-k, then top-p of what that kept, then min-p. Equals stay.
-
-        It is a threshold, so that neither the order of equals nor the other rows matter.
-        """
-        vocabulary, top_p = probabilities.shape[-1], self._top_p
-        top_k = self._top_k.clamp(max=vocabulary)
-        likeliest = probabilities.topk(min(vocabulary, _MOST_CANDIDATES), dim=-1).values
-        unbounded = (top_k == vocabulary) & (top_p >= 1.0)
-        least = _prefix_end(likeliest, top_k, top_p)
-        if self._wide is not None:
-            few = (top_k <= likeliest.shape[-1]) | ((top_k == vocabulary) & (likeliest.sum(-1) >= top_p)) | unbounded
-            self._sort_whole(probabilities, few, least)
-        least = torch.where(unbounded, 0.0, least)
-        return torch.maximum(least, self._min_p * likeliest[:, 0])
-
-    def _sort_whole(self, probabilities: Tensor, few: Tensor, least: Tensor) -> None:
-        """Replace `least` of rows that are not `few`, whose candidates may not be enough. On a CPU none may be sorted;
-        elsewhere that would wait for the device, and all that may need it are."""
-        assert self._wide is not None
-        if few.device.type == "cpu":
-            rows = (~few).nonzero()[:, 0]
-            if not len(rows):
-                return
-        else:
-            rows = self._wide
-        whole = probabilities[rows].sort(-1, descending=True).values
-        found = _prefix_end(whole, self._top_k.clamp(max=probabilities.shape[-1])[rows], self._top_p[rows])
-        least[rows] = torch.where(few[rows], least[rows], found)
-
-
-def _prefix_end(descending: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The last of the leading values of each row that top-k and top-p keep: at least one value is kept.
-
-    Top-p is a share of what top-k kept. The columns may be the most likely of more: without top-k that share is of 1.
-    """
-    width = descending.shape[-1]
-    kept = torch.arange(width, device=descending.device)[None, :] < top_k[:, None]
-    total = torch.where(top_k <= width, (descending * kept).sum(-1), 1.0)
-    kept &= (descending.cumsum(-1) - descending) < (top_p * total)[:, None]
-    return descending.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))[:, 0]

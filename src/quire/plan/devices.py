@@ -12,6 +12,9 @@ GRAPH_BYTES = 2 * _MIB
 """Of the largest CUDA graph, for each of its requests: logits, activations and parts of attention."""
 LEAST_GRAPHS = 64 * _MIB
 """Of all CUDA graphs: torch reserves memory for them in segments of 2 and of 20 MiB."""
+_MOST_SAMPLED = 2**22
+_PER_LOGIT = 17  # bytes: logits, scores, logits before changes, their logarithms, and comparisons with these
+_PER_SAMPLED = 88  # bytes of what filters compute for a number at once
 _PER_TOKEN = 3 * _MIB // 2  # bytes of activations of a token, in a model of this width
 _WIDE = 8192
 
@@ -71,6 +74,18 @@ def find_device(name: str, *, otherwise: str = "give its bytes with --device-mem
 def graph_bytes(most: int) -> int:
     """What is planned for CUDA graphs of at most `most` requests; 0 if there are none."""
     return max(most * GRAPH_BYTES, LEAST_GRAPHS) if most else 0
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """Rows of logits that sampling filters, or adds noise to, at once on a device: of `_MOST_SAMPLED` numbers, but one
+    row at least."""
+    return max(1, _MOST_SAMPLED // vocabulary)
+
+
+def sampling_bytes(rows: int, vocabulary: int) -> int:
+    """The most memory that draws for `rows` requests take on a device at once, beside what a graph keeps: logits,
+    scaled and reported ones, and what filters compute for some rows at a time."""
+    return rows * vocabulary * _PER_LOGIT + min(rows, rows_at_once(vocabulary)) * vocabulary * _PER_SAMPLED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

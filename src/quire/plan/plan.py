@@ -30,9 +30,9 @@ class PlanSettings:
     Either `kv_memory`, exactly the bytes of the pools, or `device`, of which the pools get what weights and working
     memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `draft_weight_bytes`
     are those of a draft model. `measured` are ledger lines that replace the estimates. `graph_bytes` are those of CUDA
-    graphs beside `kv_memory`. `context` is the longest request, `concurrency` how many must run at once, `mix` the
-    expected load. `window_pool` off keeps windows whole. With `hisparse`, latents are in host memory, of which a
-    rank has `host_memory` bytes for them (None: not known).
+    graphs beside `kv_memory`, and `sampling_bytes` those of draws. `context` is the longest request, `concurrency` how
+    many must run at once, `mix` the expected load. `window_pool` off keeps windows whole. With `hisparse`, latents are
+    in host memory, of which a rank has `host_memory` bytes for them (None: not known).
     """
 
     kv_memory: int | None = None
@@ -57,6 +57,7 @@ class PlanSettings:
     max_requests: int = 256
     graph_batch: int | None = None
     graph_bytes: int = 0
+    sampling_bytes: int = 0
     window_pool: bool = True
     hisparse: HiSparseConfig | None = None
     host_memory: int | None = None

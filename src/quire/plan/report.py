@@ -33,6 +33,9 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     if settings.graph_bytes:
         why = "kept for CUDA graphs of decode steps, beside the pools"
         found.append(Line(name="graphs", bytes=settings.graph_bytes, why=why, estimated=True))
+    if settings.sampling_bytes:
+        why = f"logits of {settings.max_requests:,} requests while they are filtered and reported, beside the pools"
+        found.append(Line(name="sampling", bytes=settings.sampling_bytes, why=why))
     why = "less than one more page takes"
     if _capped(plan):
         why = f"beyond the cap of {settings.max_total_tokens:,} tokens"
