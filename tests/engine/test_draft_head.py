@@ -114,7 +114,7 @@ def test_a_rigged_head_is_always_right(bigrams: LoadedModel, rigged: LoadedHead,
     check_always_right(bigrams, rigged, page_size)
 
 
-@covering(page_size=PAGES, params=sorted(PARAMS))
+@covering(2, page_size=PAGES, params=sorted(PARAMS))
 def test_the_same_tokens(target: LoadedModel, head: LoadedHead, kind: str, page_size: int, params: str) -> None:
     """Of random heads few drafts are right."""
     expected = undrafted(target, page_size, params)

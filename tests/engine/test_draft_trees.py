@@ -81,7 +81,7 @@ def check_the_same_tokens(kind: str, target: LoadedModel, draft: Any, topk: int,
     assert found[0]["accepted_tokens_per_position"][1] > 0 and found[0]["draft_tokens"] > 5 * found[0]["drafts"]
 
 
-@covering(kind=KINDS, topk=[4, 2])
+@covering(2, kind=KINDS, topk=[4, 2])
 def test_the_same_tokens(kind: str, topk: int) -> None:
     check_the_same_tokens(*models_of(kind), topk, (1, 16) if topk == 4 else (4, 64))
 

@@ -55,7 +55,7 @@ def lengths_around(buffer_size: int) -> list[int]:
     return [*sorted(near), 8 * buffer_size]
 
 
-@covering(sizes=[(1, TOP_K), (16, 16), (64, 30)], kind=KINDS)
+@covering(2, sizes=[(1, TOP_K), (16, 16), (64, 30)], kind=KINDS)
 def test_tokens_are_those_of_latents_on_the_device(kind: str, sizes: tuple[int, int]) -> None:
     """Mixed batches in chunks, cold, then cached."""
     model, (page_size, buffer_size) = model_of(kind), sizes
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
     core.close()
 
 
-@covering(stored=[(4, "fp8_e4m3"), (16, "fp8_e4m3"), (16, "bfloat16")], kind=KINDS)
+@covering(2, stored=[(4, "fp8_e4m3"), (16, "fp8_e4m3"), (16, "bfloat16")], kind=KINDS)
 def test_encoded_latents(kind: str, stored: tuple[int, str]) -> None:
     """Scales are swapped in with their rows."""
     model, (page_size, name) = model_of(kind), stored

@@ -72,7 +72,7 @@ GRID = (
 """Page size, when a page is saved."""
 
 
-@covering(point=GRID, name=SPARSE)
+@covering(3, point=GRID, name=SPARSE)
 def test_index_keys_are_loaded_and_latents_are_not(name: str, point: tuple[int, str]) -> None:
     case, (page_size, write) = case_of(name), point
     with latents_on_host():

@@ -13,7 +13,7 @@ from quire.models.registry import REFUSED
 from quire.scheduler.chunk_budget import LEAST_TOKENS
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_latents import SPARSE, build_latent
@@ -70,6 +70,7 @@ def test_cold_then_warm(case: Case) -> None:
     check_cold_then_warm(case, *GRID[SERVED.index(case[0].name) % len(GRID)])
 
 
+@pytest.mark.parametrize("case", few([*SERVED[::3], *SERVED[1::3], *SERVED[2::3]], 13), indirect=True)
 def test_the_least_chunks_beside_decodes(case: Case) -> None:
     """A target that no step meets: beside requests that decode, a prompt goes on by the least chunk."""
     model, expected = case

@@ -64,7 +64,7 @@ def rigged(folder: Path, name: str) -> str:
     return save_predicting(folder, name, model, mtp)
 
 
-@covering(name=NAMES, page_size=[1, 16])
+@covering(2, name=NAMES, page_size=[1, 16])
 def test_the_same_tokens(name: str, page_size: int) -> None:
     """Of random layers few drafts are right. Cold, warm, and behind prompts in chunks."""
     target, head = case_of(name)
@@ -108,7 +108,7 @@ def test_cached_pages_of_trees_are_complete(page_size: int, governed: bool) -> N
     check_pages_are_complete(*case_of("mellum"), TREE, page_size, governed=governed)
 
 
-@covering(name=NAMES, page_size=[1, 16])
+@covering(2, name=NAMES, page_size=[1, 16])
 def test_a_rigged_layer_is_always_right(tmp_path: Path, name: str, page_size: int) -> None:
     """Loaded by the engine itself, from the checkpoint of its target."""
     target = load_model(rigged(tmp_path, name))

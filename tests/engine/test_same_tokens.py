@@ -11,7 +11,7 @@ import pytest
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
 
@@ -19,6 +19,9 @@ NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)
 LONGEST = max(map(len, PROMPTS)) + NEW_TOKENS
+
+NAMES = sorted(ARCHITECTURES)
+SPREAD = [*NAMES[::3], *NAMES[1::3], *NAMES[2::3]]
 
 
 @cache
@@ -29,12 +32,12 @@ def case_of(name: str) -> tuple[LoadedModel, list[list[int]]]:
     return load_model(str(folder)), [generated(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
+@pytest.fixture(params=few(SPREAD, 13))
 def case(request: pytest.FixtureRequest) -> tuple[LoadedModel, list[list[int]]]:
     return case_of(request.param)
 
 
-@covering(name=sorted(ARCHITECTURES), point=[(1, 23, False), (16, 50, True), (64, 2048, False)])
+@covering(name=NAMES, point=[(1, 23, False), (16, 50, True), (64, 2048, False)])
 def test_cold_then_warm(name: str, point: tuple[int, int, bool]) -> None:
     """Mixed batches on an ample pool; the second time the prompts are found in the cache."""
     (model, expected), (page_size, chunk, overlap) = case_of(name), point

@@ -78,7 +78,7 @@ def until(is_so: object, *cores: EngineCore, seconds: float = LONG_S) -> dict[st
     return found
 
 
-@covering(name=MODELS, connector=["memory", "tcp"])
+@covering(2, name=MODELS, connector=["memory", "tcp"])
 def test_runs_with_faults(name: str, connector: str) -> None:
     assert run_pairs(tiny(name), 5000, 10, connector)["received_tokens"] > 0
 

@@ -90,6 +90,7 @@ def test_a_process_that_finds_something_stops_the_others() -> None:
     assert found.operations.total() < 20_000
 
 
+@pytest.mark.slow
 def test_a_violation_is_made_short() -> None:
     with injected("duplicates-leak"):
         found = lives().violation

@@ -12,6 +12,7 @@ from quire.kernels.moves import TORCH
 from quire.memory.pool import Pool
 from quire.models.forward import slots_of
 from quire.models.hf import LoadedModel
+from tests.covering import few
 from tests.memory.layouts import PAGE_SIZES, layouts
 from tests.tiny_hybrids import build_hybrid
 from tests.tiny_latents import build_latent
@@ -85,7 +86,7 @@ def test_what_cannot_verify_branches_says_so(name: str, what: str) -> None:
         text.run(list(range(len(TREE))), 0, TREE)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", few(PAGE_SIZES, 2))
 def test_accepted_rows_move_in_every_layout(page_size: int) -> None:
     """Every field and layer of the targets is that of the sources before, although some slots are both; nothing else
     changes. Layouts with entries of several tokens are refused, and nothing changes."""

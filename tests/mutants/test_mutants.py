@@ -419,26 +419,20 @@ def noticed(killer: str) -> bool:
     return False
 
 
-TESTED = (
-    *("chains", "cuts", "draws", "fused layers", "graphs of other weights", "hot buffers", "late writes", "packing"),
-    *("rows", "states of drafts", "transfers", "weights"),
-)
-"""What these run are tests of other files."""
-
 LONG = (
     *("aborts", "draft heads", "draft models", "draft trees", "graphs", "held frames", "links", "native"),
-    *("native bfloat16", "prediction layers", "row functions", "silence", "spoiled pages"),
+    *("native bfloat16", "prediction layers", "row functions", "silence", "spoiled pages", "triton"),
 )
 """What these run takes seconds for each mutant."""
 
 
-def slow(killer: str, *killers: str) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.slow,) if killer in killers else ()
-
-
 @pytest.mark.timeout(100)  # also notices a mutant that hangs a check, by `pytest.fail`
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(mutant, id=mutant.name, marks=slow(mutant.killer, *LONG)) for mutant in MUTANTS]
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name, marks=pytest.mark.slow if mutant.killer in LONG else ())
+        for mutant in MUTANTS
+    ],
 )
 def test_every_mutant_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "SOON_S", 3.0)  # what a mutant keeps from happening is waited for
@@ -453,7 +447,8 @@ def test_fuzzing_meets_every_mutant_that_is_shipped(name: str) -> None:
     assert violation.by_check, f"the mutant is invalid code: {violation.message}"
 
 
-@pytest.mark.parametrize("killer", [pytest.param(name, marks=slow(name, *TESTED, *LONG)) for name in RUNS])
+@pytest.mark.slow
+@pytest.mark.parametrize("killer", RUNS)
 def test_without_a_mutant_all_is_well(killer: str) -> None:
     for run in list(RUNS[killer])[:5]:
         run()
@@ -491,4 +486,4 @@ def test_names_and_sentences_are_all_different() -> None:
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()
     every = [*MUTANTS, *shipped.MUTANTS.values()]
     assert len({mutant.name for mutant in every}) == len({mutant.wrong for mutant in every}) == len(every)
-    assert {mutant.killer for mutant in MUTANTS} == set(RUNS) >= {*TESTED, *LONG}
+    assert {mutant.killer for mutant in MUTANTS} == set(RUNS) >= set(LONG)

@@ -85,6 +85,7 @@ def in_the_simulator(
 
 
 MODELS = [("quire-bundled", "1536KiB"), ("quire-bundled-window", "640KiB"), ("quire-bundled-recurrent", "2MiB")]
+ONE_MODEL = [MODELS[0], *(pytest.param(*more, marks=pytest.mark.slow) for more in MODELS[1:])]
 
 
 def core_of(model: str, kv_memory: str, **more: object) -> EngineCore:
@@ -121,7 +122,7 @@ def check(core: EngineCore, prompts: dict[str, Ids], real: dict[str, Fate]) -> N
     assert statistics.evicted_pages + dropped > 0
 
 
-@pytest.mark.parametrize(("model", "kv_memory"), MODELS)
+@pytest.mark.parametrize(("model", "kv_memory"), ONE_MODEL)
 @pytest.mark.skipif(not AGENTS.exists(), reason="no traces: shared/data is not beside the repository")
 def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
     core = core_of(model, kv_memory)
@@ -131,7 +132,7 @@ def test_agents_prompts_fare_alike(model: str, kv_memory: str) -> None:
     assert sum(fate.preemptions for fate in real.values()) > 0 or model != "quire-bundled"
 
 
-@pytest.mark.parametrize(("model", "kv_memory"), MODELS)
+@pytest.mark.parametrize(("model", "kv_memory"), ONE_MODEL)
 @pytest.mark.skipif(not AGENTS.exists(), reason="no traces: shared/data is not beside the repository")
 def test_with_drafts_they_fare_alike_too(model: str, kv_memory: str) -> None:
     """All drafts are right, so that both make the same ones."""

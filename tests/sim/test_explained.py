@@ -13,6 +13,7 @@ from quire.sim.comparison import Grid, SimulatedModel, replay_one
 from quire.sim.replay import ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import open_trace
+from tests.covering import covering, few
 from tests.sim.replays import COST, HYBRIDS, run
 
 FAST = CostModel.from_flags(prefill_rate=200_000, decode_ms=1)
@@ -64,8 +65,7 @@ def test_causes_add_up_and_evictions_have_a_culprit_and_a_time(workload: str) ->
     assert causes[expected.get(workload, "evicted")] > 0
 
 
-@pytest.mark.parametrize("groups", [name for name in HYBRIDS if name != "full"])
-@pytest.mark.parametrize("overlap", [False, True])
+@covering(groups=[name for name in HYBRIDS if name != "full"], overlap=[False, True])
 def test_groups_that_keep_less_than_everything_add_up_too(groups: str, overlap: bool) -> None:
     frames = {"window": (700, 90), "chunk": (700, 90), "state": (700, 40)}[groups]
     causes = check(replayed("sessions", groups=groups, frames=frames, overlap=overlap))
@@ -73,7 +73,7 @@ def test_groups_that_keep_less_than_everything_add_up_too(groups: str, overlap: 
     assert causes["evicted"] > 0
 
 
-@pytest.mark.parametrize("groups", HYBRIDS)
+@pytest.mark.parametrize("groups", few(HYBRIDS, 2))
 def test_to_explain_changes_nothing(groups: str) -> None:
     explained, plain = (replayed("sessions", groups=groups, explain=explain) for explain in (True, False))
     assert explained.digest == plain.digest

@@ -14,6 +14,7 @@ from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import open_trace
 from quire.spec.speculation import SpeculativeConfig
+from tests.covering import few
 from tests.sim.replays import COST, HYBRIDS, replay_of, requests, run
 
 FASTER = CostModel.from_flags(prefill_rate=20_000, decode_ms=2.5, key_ns=10)
@@ -42,7 +43,7 @@ def test_a_starved_replay_draws_the_same(groups: str, page_size: int) -> None:
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("groups", HYBRIDS)
+@pytest.mark.parametrize("groups", few(HYBRIDS, 2))
 def test_prefixes_are_hit_as_often(groups: str) -> None:
     """One request after the other, so that only what drafts reserve and drop could make a difference."""
     trace = open_trace("chat:requests=30,rate=1", seed=2)

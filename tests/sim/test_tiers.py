@@ -21,6 +21,7 @@ from quire.sim.trace import Trace, open_trace
 from quire.sim.workloads import WORKLOADS
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
+from tests.covering import covering, few
 from tests.sim.replays import HYBRIDS, replay_of, requests
 
 FAST = CostModel.from_flags(prefill_rate=30_000, decode_ms=6, key_ns=1)
@@ -57,8 +58,7 @@ def use_of(result: ReplayResult) -> TierUse:
     return result.tiers
 
 
-@pytest.mark.parametrize("host_bandwidth", [2e9, 8e9, 40e9])
-@pytest.mark.parametrize("name", WORKLOADS)
+@covering(name=WORKLOADS, host_bandwidth=[2e9, 8e9, 40e9])
 def test_tiers_make_no_workload_slower(name: str, host_bandwidth: float) -> None:
     tiers = SimulatedTiers(host_tokens=1_000_000, host_bandwidth=host_bandwidth)
     without, beside = both(name, tiers, limit=32)
@@ -68,7 +68,7 @@ def test_tiers_make_no_workload_slower(name: str, host_bandwidth: float) -> None
     assert [record.output_tokens for record in beside.records if record.end == "length"]
 
 
-@pytest.mark.parametrize("name", ["chat", "agents", "alternating", "sessions"])
+@pytest.mark.parametrize("name", few(["sessions", "chat", "agents", "alternating"], 2))
 def test_storage_behind_a_small_host_makes_nothing_slower(name: str) -> None:
     tiers = SimulatedTiers(host_tokens=20_000, storage_tokens=1_000_000, host_bandwidth=40e9, storage_bandwidth=7e9)
     without, beside = both(name, tiers, limit=40)
@@ -97,7 +97,7 @@ def test_a_fast_host_loads() -> None:
     assert not use.changes
 
 
-@pytest.mark.parametrize("write", WritePolicy)
+@pytest.mark.parametrize("write", few(WritePolicy, 1))
 def test_sessions_that_come_back_wait_a_third_at_most(write: WritePolicy) -> None:
     host = SimulatedTiers(host_tokens=400_000, host_bandwidth=25e9, write=write)
     without, beside = both(RETURNING, host, check="reads")
