@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -59,7 +60,7 @@ SESSION_COUNTS = ("sessions_continued", "sessions_expired", "sessions_given_up",
 MOST_GROWTH = 0.05
 GROWS_AFTER_S = 600.0  # shorter runs say nothing about memory
 MORE_FILES = 16  # slabs of a directory
-MORE_THREADS = 8  # of pools that grow when they are needed, up to the number of cores and 4
+MORE_THREADS = 7 + (os.cpu_count() or 1)  # of pools: 4 tokenise, 3 of a directory, and the tokenizer's own
 MORE_PROCESSES = 0
 MUST_BE_NONE = (
     *("wrong", "errors", "requests_at_the_end", "sessions_at_the_end", "private_pages_at_idle"),

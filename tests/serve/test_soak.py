@@ -14,7 +14,7 @@ SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
 
 LEAST = ("--least-answers", "100")
-TIERS = ("--tiers", "--flush-every", "50", "--sessions", "--session-ttl", "1")
+TIERS = ("--tiers", "--flush-every", "50", "--sessions", "--session-ttl", "2")
 
 
 @pytest.mark.parametrize(
