@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import pytest
 from quire.engine import async_engine
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import engine_config
+from quire.engine.process import EngineProcess
 from quire.errors import EngineDead
 from quire.scheduler.sampling_params import SamplingParams
 from tests import waits
@@ -165,6 +167,42 @@ def test_a_shutdown_ends_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
             began = time.monotonic()
             await engine.shutdown()
             assert time.monotonic() - began < 20
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("num_failures", [1, 9])
+def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+    """The system may have no file, process or memory left for a moment, or for long."""
+    monkeypatch.setattr(async_engine, "_FIRST_PAUSE_S", 0.01)
+
+    async def body() -> None:
+        async with running(3) as engine:
+            start, starts = engine._start_again, 0
+
+            def start_again() -> EngineProcess:
+                nonlocal starts
+                starts += 1
+                if starts <= num_failures:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return start()
+
+            engine._start_again = start_again
+            kill(engine)
+            while engine._process.process.is_alive():
+                time.sleep(0.01)  # the event loop has not heard of it
+            said = engine.health().reason
+            assert "It is started again" in said and "restart the server" not in said
+
+            async def has_ended() -> bool:
+                return engine.num_restarts == 1 or "3 times" in engine.health().reason
+
+            await until(has_ended, timeout_s=60)
+            assert engine.health().healthy == (num_failures == 1), engine.health().reason
+            if num_failures == 1:
+                assert await text_of(engine, "ab", max_tokens=3) == "aba"
+            else:
+                assert "Too many open files" in engine.health().reason and starts == 3
 
     asyncio.run(body())
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from typing import Any
 
@@ -21,6 +22,7 @@ from quire.errors import ContextTooLong, Overloaded
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from quire.spec.ids import Ids
+from tests import waits
 from tests.serve.fake_core import ByteTokenizer
 
 CONTEXT = 1 << 20
@@ -43,7 +45,7 @@ def workers() -> list[psutil.Process]:
 
 
 async def until_gone() -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + waits.SOON_S
     while workers():
         assert time.monotonic() < deadline, "a process goes on"
         await asyncio.sleep(0.02)
@@ -118,13 +120,17 @@ def check_a_client_that_leaves_ends_the_work(tokenizer: Tokenizer) -> None:
     async def body() -> None:
         with closing(Tokenising(tokenizer, most_tokens=100 * CONTEXT)) as pool:
             tasks = [asyncio.create_task(pool.encode("ab " * 1_000_000)) for _ in range(4)]
-            while len(workers()) < tokenising.NUM_PROCESSES:
+            stopped: set[int] = set()  # these do not end by themselves, however short the text is
+            while len(stopped) < tokenising.NUM_PROCESSES:
+                for process in workers():
+                    process.suspend()
+                    stopped.add(process.pid)
                 await asyncio.sleep(0.02)
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(result, asyncio.CancelledError) for result in results)
-            assert not workers(), "a process goes on"
+            await until_gone()
             assert len(await pool.encode("ab " * LONG_CHARACTERS)) > 0, "the next one is served"
 
     run(body())
@@ -185,6 +191,43 @@ def test_a_process_that_ends_is_an_error_and_the_next_is_well(tokenizer: Tokeniz
             assert len(await pool.encode("ab " * LONG_CHARACTERS)) > 0
 
     run(body())
+
+
+def test_a_process_that_is_killed_without_work_fails_no_text(tokenizer: Tokenizer) -> None:
+    async def body() -> None:
+        text = "ab " * LONG_CHARACTERS
+        with closing(Tokenising(tokenizer, most_tokens=CONTEXT)) as pool:
+            before = await pool.encode(text)
+            [process] = workers()
+            process.kill()
+            while process.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+            assert np.array_equal(await pool.encode(text), before)
+
+    run(body())
+
+
+def test_processes_start_and_end_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either may take a tenth of a second."""
+    threads: list[threading.Thread] = []
+
+    def noted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            threads.append(threading.current_thread())
+            return real(*arguments, **more)
+
+        return call
+
+    for name in ("__init__", "wait"):
+        monkeypatch.setattr(subprocess.Popen, name, noted(getattr(subprocess.Popen, name)))
+
+    async def body() -> None:
+        with closing(Tokenising(tokenizer, most_tokens=CONTEXT)) as pool:
+            await pool.encode("Bath " * 300_000)
+            await until_gone()
+
+    run(body())
+    assert len(threads) >= 2 and threading.main_thread() not in threads
 
 
 def test_a_text_of_a_million_characters_leaves_no_memory_behind(tokenizer: Tokenizer) -> None:

@@ -361,7 +361,9 @@ class AsyncEngine:
         if self._draining:
             return Health(healthy=False, reason="the server is shutting down.")
         if not self._process.process.is_alive():  # its last reports are read before its requests end
-            return Health(healthy=False, reason=str(self._process.death()))
+            death = self._process.death()
+            restarts = self._may_restart()
+            return Health(healthy=False, reason=f"{death.message} It is started again." if restarts else str(death))
         if violation := self.last_statistics.get("violation"):
             return Health(healthy=False, reason=f"{violation}; requests that run end, and no other is admitted.")
         silent_s = time.monotonic() - self._heard_s
@@ -524,12 +526,12 @@ class AsyncEngine:
             pause_s = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
             self._back_at_s = time.monotonic() + pause_s + self._start_s
             await asyncio.sleep(pause_s)
-            self._attach(await asyncio.to_thread(self._start_again))
             try:
+                self._attach(await asyncio.to_thread(self._start_again))
                 await self._ready
-            except QuireError as failed:
+            except (QuireError, OSError) as failed:  # OSError: no file, process or memory is left for it
                 logger.error("the engine did not start again: %s", failed)
-                error = failed
+                error = failed if isinstance(failed, QuireError) else EngineDead(f"no engine can be started: {failed}.")
                 continue
             self._death, self._restarting = None, None
             self.num_restarts += 1

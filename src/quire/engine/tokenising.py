@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ class Tokenising:
         self._talkers = concurrent.futures.ThreadPoolExecutor(2 * NUM_PROCESSES, thread_name_prefix="quire-tokeniser")
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
+        self._is_closed = False
         self._json: str | None = None
         self._is_portable = True
 
@@ -92,6 +94,7 @@ class Tokenising:
 
     def close(self) -> None:
         """End all work; the threads end with the text that they have, the processes now."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers):
             worker.end()
@@ -127,7 +130,7 @@ class Tokenising:
         return self._json
 
     async def _in_process(self, content: str, text: str, *, add_special_tokens: bool) -> Ids:
-        worker = self._idle.pop() if self._idle else _Worker(content)
+        worker = self._well() or _Worker(content)
         self._workers.add(worker)
         is_well = False
         try:
@@ -138,40 +141,63 @@ class Tokenising:
             if is_well:
                 self._idle.append(worker)
             else:  # cancelled, failed or large
-                self._workers.discard(worker)
-                worker.end()
+                self._end(worker)
         return ids
+
+    def _well(self) -> _Worker | None:
+        """A process without work; one that was killed meanwhile is not."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                return worker
+            self._end(worker)
+        return None
+
+    def _end(self, worker: _Worker) -> None:
+        """In a thread: the system takes long to free the memory of a long text. One is free, as each thread that still
+        talks to a process has its end before it in the queue, or is one of `NUM_PROCESSES`."""
+        self._workers.discard(worker)
+        if self._is_closed:
+            worker.end()
+        else:
+            self._talkers.submit(worker.end)
 
 
 class _Worker:
-    """A process that has a tokenizer (`token_worker`). One thread talks to it; any may end it."""
+    """A process that has a tokenizer (`token_worker`), from the first text on. One thread talks to it; any may end it,
+    and waits until it has."""
 
     def __init__(self, content: str) -> None:
         """`content` is the tokenizer's JSON."""
         self._content: str | None = content  # until it is sent
-        path = str(Path(token_worker.__file__))
-        self._process = subprocess.Popen(
-            (sys.executable, "-P", path),  # -P: what lies beside that file is not imported
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process, which drains first
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_ended = False
+        self._starting = threading.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.poll() is None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Ids:
         """Token ids int32. Raises QuireError if the process ends."""
         try:
+            process = self._started()
             if self._content is not None:
-                self._send(self._content.encode())
+                _send(process, self._content.encode())
                 self._content = None
-            self._send(bytes([add_special_tokens]) + text.encode())
-            (length,) = token_worker.LENGTH.unpack(self._read(token_worker.LENGTH.size))
-            return np.frombuffer(self._read(length), dtype=np.int32)
+            _send(process, bytes([add_special_tokens]) + text.encode())
+            (length,) = token_worker.LENGTH.unpack(_read(process, token_worker.LENGTH.size))
+            return np.frombuffer(_read(process, length), dtype=np.int32)
         except (OSError, EOFError) as error:
             raise QuireError("the process that tokenised the prompt has ended; its memory may have run out.") from error
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the process, or start none."""
+        with self._starting:
+            self._has_ended = True
+        if self._process is None:
+            return
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -179,14 +205,31 @@ class _Worker:
             with contextlib.suppress(OSError):  # what was to be written
                 pipe.close()
 
-    def _read(self, num_bytes: int) -> bytes:
-        assert self._process.stdout is not None
-        found = self._process.stdout.read(num_bytes)
-        if len(found) < num_bytes:
-            raise EOFError
-        return found
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._starting:
+            if self._has_ended:
+                raise EOFError
+            if self._process is None:
+                path = str(Path(token_worker.__file__))
+                self._process = subprocess.Popen(
+                    (sys.executable, "-P", path),  # -P: what lies beside that file is not imported
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for this process, which drains first
+                )
+            return self._process
 
-    def _send(self, message: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(token_worker.LENGTH.pack(len(message)) + message)
-        self._process.stdin.flush()
+
+def _read(process: subprocess.Popen[bytes], num_bytes: int) -> bytes:
+    assert process.stdout is not None
+    found = process.stdout.read(num_bytes)
+    if len(found) < num_bytes:
+        raise EOFError
+    return found
+
+
+def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(token_worker.LENGTH.pack(len(message)) + message)
+    process.stdin.flush()
