@@ -176,6 +176,31 @@ def test_damaged_frames_in_the_whole_pool_still_leave_room(dense: Case, monkeypa
     assert core.statistics()["frames"]["full"]["quarantined"] <= 1
 
 
+def test_a_damaged_frame_stays_out_of_use_while_a_request_waits_for_something_else(
+    dense: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn waits for a step in flight of the turn before. There is room."""
+    core = tight_core(dense.model, num_tokens=400, page_size=4, canary="all", overlap=True)
+    run(core, [OLD], GREEDY, "old")
+    faults.bit_flip(core, monkeypatch)
+    run(core, [NEW[0]], GREEDY, "new")
+    assert core.statistics()["frames"]["full"]["quarantined"] == 1
+    prompt = np.array(NEW[1], dtype=np.int32)
+    for name in ("left", "comes back"):
+        core.add(EngineRequest(request_id=name, prompt=prompt.tobytes(), params=GREEDY, session_id="s"))
+        if name == "left":
+            while not core.scheduler.num_running or len(core.scheduler._rows.running[0].tokens) == len(prompt):
+                core.step()
+            prompt = core.scheduler._rows.running[0].tokens.copy()
+            core.abort(name)
+    core.step()
+    [waiting] = core.scheduler.waiting
+    assert "last step of its session" in waiting.wait_reason and not core.scheduler.num_running
+    assert core.statistics()["frames"]["full"]["quarantined"] == 1
+    while core.has_work():
+        core.step()
+
+
 def test_a_hit_on_another_prompt_is_found(dense: Case) -> None:
     """Two pages of the tree that are exchanged are found where a prompt begins on them."""
     core = tight_core(dense.model, num_tokens=400, page_size=4, canary="all")

@@ -114,7 +114,7 @@ class Proof:
         if self._containment.is_waiting:
             self._containment.go_on()
         scheduler = self._scheduler
-        if scheduler.waiting and not scheduler.num_running and self._containment.release_oldest():
+        if scheduler.lacks_room and not scheduler.num_running and self._containment.release_oldest():
             logger.warning("a quarantined frame is used again: a request fits in no other way")
         return self.canary.look()
 

@@ -154,8 +154,8 @@ class Tokenising:
         return None
 
     def _end(self, worker: _Worker) -> None:
-        """In a thread: the system takes long to free the memory of a long text. One is free, as each thread that still
-        talks to a process has its end before it in the queue, or is one of `NUM_PROCESSES`."""
+        """In a thread: the system takes long to free the memory of a long text. There are twice as many threads as
+        processes that work, and an end is queued before the next text, so it never waits for one."""
         self._workers.discard(worker)
         if self._is_closed:
             worker.end()
