@@ -130,7 +130,12 @@ class Tokenising:
         return self._json
 
     async def _in_process(self, content: str, text: str, *, add_special_tokens: bool) -> Ids:
-        worker = self._well() or _Worker(content)
+        while self._idle:
+            with contextlib.suppress(_HasEnded):  # it was killed while it had no work
+                return await self._by(self._idle.pop(), text, add_special_tokens=add_special_tokens)
+        return await self._by(_Worker(content), text, add_special_tokens=add_special_tokens)
+
+    async def _by(self, worker: _Worker, text: str, *, add_special_tokens: bool) -> Ids:
         self._workers.add(worker)
         is_well = False
         try:
@@ -144,15 +149,6 @@ class Tokenising:
                 self._end(worker)
         return ids
 
-    def _well(self) -> _Worker | None:
-        """A process without work; one that was killed meanwhile is not."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_alive:
-                return worker
-            self._end(worker)
-        return None
-
     def _end(self, worker: _Worker) -> None:
         """In a thread: the system takes long to free the memory of a long text. There are twice as many threads as
         processes that work, and an end is queued before the next text, so it never waits for one."""
@@ -161,6 +157,10 @@ class Tokenising:
             worker.end()
         else:
             self._talkers.submit(worker.end)
+
+
+class _HasEnded(QuireError):
+    """A process has ended within a text, or before it."""
 
 
 class _Worker:
@@ -174,13 +174,8 @@ class _Worker:
         self._has_ended = False
         self._starting = threading.Lock()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its process runs."""
-        return self._process is not None and self._process.poll() is None
-
     def encode(self, text: str, *, add_special_tokens: bool) -> Ids:
-        """Token ids int32. Raises QuireError if the process ends."""
+        """Token ids int32. Raises `_HasEnded` if the process ends."""
         try:
             process = self._started()
             if self._content is not None:
@@ -190,7 +185,7 @@ class _Worker:
             (length,) = token_worker.LENGTH.unpack(_read(process, token_worker.LENGTH.size))
             return np.frombuffer(_read(process, length), dtype=np.int32)
         except (OSError, EOFError) as error:
-            raise QuireError("the process that tokenised the prompt has ended; its memory may have run out.") from error
+            raise _HasEnded("the process that tokenised the prompt has ended; its memory may have run out.") from error
 
     def end(self) -> None:
         """Kill the process, or start none."""
