@@ -149,9 +149,8 @@ class Load:
             client.join(client.deadline_s + 2 * SLACK_S)
 
 
-def wrong(client: Client, expected: Sequence[int], *, may_close: bool, routed: bool = False) -> str | None:
-    """What a client may not have been told. `may_close`: the process that it was connected to has ended. `routed`: it
-    was connected to a router, which may have no server for it."""
+def wrong(client: Client, expected: Sequence[int], *, may_close: bool) -> str | None:
+    """What a client may not have been told. `may_close`: the process that it was connected to has ended."""
     told = client.told
     shown = f"client of prompt {client.number}: {told}"
     if client.is_alive() or told.kind == "silent":
@@ -166,7 +165,7 @@ def wrong(client: Client, expected: Sequence[int], *, may_close: bool, routed: b
         return None if may_close else f"its connection was closed without an answer; {shown}"
     if told.kind in ("refused", "failed"):
         code = told.error.get("code", "")
-        allowed = {"QUIRE-ENGINE-01", "QUIRE-SERVE-04"} | ({"QUIRE-SERVE-02"} if routed else set())
+        allowed = {"QUIRE-ENGINE-01", "QUIRE-SERVE-04"}
         if code not in allowed or (told.kind == "refused" and told.status not in (408, 503)):
             return f"an error that is not one of {sorted(allowed)}; {shown}"
     if told.seconds > client.deadline_s + SLACK_S:

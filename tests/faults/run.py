@@ -103,8 +103,7 @@ class Matrix:
         going_on.join()
         for client in load.clients:
             self._told[client.told.kind] += 1
-            expected, routed = self._expected[client.number], this.target == "cluster"
-            if found := wrong(client, expected, may_close=this.ends_the_front, routed=routed):
+            if found := wrong(client, self._expected[client.number], may_close=this.ends_the_front):
                 raise Fault(found)
         if this.ends_the_front:
             target.gone(family, 0 if this.signal == "TERM" else -signal.SIGKILL)

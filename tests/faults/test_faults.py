@@ -85,12 +85,6 @@ def test_what_a_client_may_not_be_told(what: str) -> None:
     assert wrong(client(FAULTS[what]()), EXPECTED, may_close=False)
 
 
-def test_only_a_router_may_have_no_server() -> None:
-    made = told(kind="refused", status=503, error={"code": "QUIRE-SERVE-02"})
-    assert wrong(client(made()), EXPECTED, may_close=False)
-    assert wrong(client(made()), EXPECTED, may_close=False, routed=True) is None
-
-
 @pytest.mark.parametrize(
     ("made", "may_close"),
     [

@@ -6,8 +6,11 @@ from functools import partial
 from heapq import heappush
 from typing import Any
 
-from quire.prefix import evict
+from quire.prefix import evict, lru_bound
+from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
+from quire.prefix.guarded_density import GuardedDensity
+from quire.prefix.lru_bound import Guard, LRUBound
 from quire.sim import hit_bounds, paged_trace
 from quire.sim.paged_trace import PagedRequest
 from quire.sim.sequential import SequentialReplay
@@ -56,3 +59,41 @@ def the_optimum_evicts_what_is_needed_next(patch: Patch) -> None:
 def the_optimum_hits_what_is_only_written(patch: Patch) -> None:
     real: Any = hit_bounds._PageUse
     patch.setattr(hit_bounds, "_PageUse", lambda last, lookup, held: real(last, last.end, held))
+
+
+@mutant("guard", "what was evicted and is computed again is not counted, and eviction never gives way to LRU")
+def losses_are_not_counted(patch: Patch) -> None:
+    patch.setattr(Guard, "returned", lambda guard, edge, num_pages: None)
+
+
+@mutant("guard", "LRU is taken to have an unlimited pool, and eviction always gives way to it")
+def the_bound_never_evicts(patch: Patch) -> None:
+    patch.setattr(LRUBound, "limit", lambda bound, num_pages: None)
+
+
+@mutant("guard", "an order that loses goes on, and hits stay below those of LRU")
+def the_guard_never_switches(patch: Patch) -> None:
+    patch.setattr(Guard, "_switch", lambda guard, *, by_use: None)
+
+
+@mutant("guard", "a trial that fails is repeated at once, and its losses add up")
+def trials_do_not_wait(patch: Patch) -> None:
+    patch.setattr(lru_bound, "FIRST_WAIT", 1)
+    patch.setattr(lru_bound, "LONGER", 1)
+    real = Guard.__init__
+
+    def no_wait(guard: Guard) -> None:
+        real(guard)
+        guard._waits = 1
+
+    patch.setattr(Guard, "__init__", no_wait)
+
+
+@mutant("guard", "candidates of the other order are forgotten when the order changes, and their pages are never free")
+def candidates_are_left_behind(patch: Patch) -> None:
+    patch.setattr(GuardedDensity, "candidates", lambda policy: iter(policy._by_use))
+
+
+@mutant("guard", "all outputs end alike, and sessions that wait for a tool go before those that wait for a person")
+def endings_are_all_alike(patch: Patch) -> None:
+    patch.setattr(Endings, "class_of", lambda endings, token: (0, False))

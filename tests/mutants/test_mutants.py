@@ -89,6 +89,7 @@ from tests.offload.test_never_slower import check_link
 from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix.test_evict import check_eviction_orders
+from tests.prefix.test_guarded_density import GUARD
 from tests.prefix.test_policy_models import KEYS, check_policy
 from tests.scheduler import test_chunk_budget, test_sessions
 from tests.scheduler.session_machine import run_sessions
@@ -162,6 +163,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
+    "guard": GUARD,
     "page replays": [
         lambda: test_sequential.check_small_pool(5),
         lambda: test_sequential.check_small_pool(9),

@@ -20,7 +20,7 @@ PINNED_DIGESTS = {
     "sessions": "9427bece5f980141",
     "alternating": "e1d43e0badfd8c39",
     "agents": "3195110df598fbae",
-    "agent-sessions": "f9802b7ef6980d01",
+    "agent-sessions": "337d5baf960e8b9f",
     "rag-scan": "14b99be9032f657d",
     "mixed-prefixes": "07ec5fca6ef6e4a7",
     "match-unit": "a5abbede46af623e",

@@ -539,6 +539,7 @@ class EngineCore:
             "steps": self._steps,
             "preemptions": self.scheduler.num_preemptions,
             "chunk_budget": self.scheduler.chunks.statistics(),
+            "eviction": self.cache.tree.eviction_statistics(),
             "running_requests": self.scheduler.num_running,
             "waiting_requests": len(self.scheduler.waiting),
             "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",

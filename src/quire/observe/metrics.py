@@ -71,6 +71,12 @@ FRAME_COUNTERS = {
     "skipped": "Places where a request left none, because no frame was to spare.",
 }
 
+EVICTION_COUNTERS = {
+    "switches": "Times that eviction by hit density gave way to LRU, or decided again (--eviction guarded).",
+    "won_pages": "Pages that were hit and that LRU would not have had.",
+    "lost_pages": "Pages that were computed and that LRU would have had.",
+}
+
 CHUNK_COUNTERS = {
     "steps": "Steps in which requests decoded and prompts were limited (--target-itl-ms).",
     "tokens": "Prompt tokens that such steps computed.",
@@ -213,6 +219,9 @@ class EngineCollector(Collector):
             yield _counter("attention_calls", text, found["calls"], "backend")
             text = "Calls of attention that the kernel of the device could not compute, by reason."
             yield _counter("attention_fallbacks", text, found["fallbacks"], "reason")
+        if found := statistics.get("eviction"):
+            for key, text in EVICTION_COUNTERS.items():
+                yield _counter(f"eviction_{key}", text, found[key])
         if found := statistics.get("chunk_budget"):
             for key, text in CHUNK_COUNTERS.items():
                 yield _counter(f"chunk_budget_{key}", text, found[key])

@@ -34,27 +34,27 @@ class EvictedEdges:
         while self.num_bytes > self.capacity:
             self._forget_oldest()
 
-    def returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Node], Node | None]:
-        """How many bytes of `data` become one edge below `node`, the evicted edges at its end, and the deepest evicted
-        edge that these tokens cache again, which is removed."""
-        last: Node | None = None
+    def returning(self, node: Node, data: bytes) -> tuple[int, dict[bytes, Node], list[tuple[Node, int]]]:
+        """How many bytes of `data` become one edge below `node`, the evicted edges at its end, and the evicted edges
+        that these tokens cache again, which are removed, each with the number of its pages, the deepest last."""
+        returned: list[tuple[Node, int]] = []
         below: dict[bytes, Node] = {}
         size = 0
         while size < len(data):
             edge = node.evicted.get(data[size : size + self._page_bytes])
             if edge is None:
-                return (size if below else len(data)), below, last
+                return (size if below else len(data)), below, returned
             if size and len(below) > 1:
                 break
-            last = edge
             common = common_pages(data, size, edge.key, self._page_bytes)
             whole = common == len(edge.key)
             below = self._take(edge, common)
+            returned.append((edge, common // self._page_bytes))
             size += common
             node = edge
             if not whole:
                 break
-        return size, below, last
+        return size, below, returned
 
     def forget_below(self, nodes: Iterable[Node]) -> None:
         """Remove the evicted edges below these nodes, and those below them."""

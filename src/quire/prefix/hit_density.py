@@ -52,10 +52,13 @@ class HitDensity(EvictionPolicy):
     Candidates are in runs of one kind and nearly one age. Runs are ranked every few ticks: a victim costs one `pop`.
     """
 
+    groups: tuple[int, ...] = (KINDS, ANSWERS, 1)
+    """Kinds that lend each other their records, in steps: all first, and each alone at last."""
+
     def __init__(self) -> None:
         self._now = 0
-        self._begun = np.zeros(KINDS)
-        self._reused = np.zeros((KINDS, len(AGES)))
+        self._begun = np.zeros(self.groups[0])
+        self._reused = np.zeros((self.groups[0], len(AGES)))
         self._num_reused = 0
         self._runs: dict[tuple[int, int], LazyQueue[Node]] = {}  # by kind and epoch: since // self._epoch
         self._untidy: list[LazyQueue[Node]] = []  # recently merged
@@ -63,7 +66,7 @@ class HitDensity(EvictionPolicy):
         self._ranked: list[tuple[float, tuple[int, int]]] = []  # the worst run last
         self._rank_at = self._learn_at = 0
         self._tickets = count(1)
-        self._table = worth(self._begun, self._reused)
+        self._table = worth(self._begun, self._reused, self.groups)
 
     # -- learning
 
@@ -88,12 +91,17 @@ class HitDensity(EvictionPolicy):
 
     def _begin(self, node: Node) -> Stay:
         self._now += 1
+        return self._stay(node, self._kind(node), self._now)
+
+    def _stay(self, node: Node, kind: int, since: int) -> Stay:
+        node.memo = stay = Stay(kind, since)
+        self._begun[kind] += 1
+        return stay
+
+    def _kind(self, node: Node) -> int:
         turn = min(node.turn, TURNS) - 1
         answer = min(max(node.answer.bit_length() - 3, 0) // 2, ANSWERS - 1)  # under 16, 64, 256 tokens; more
-        stay = Stay((turn * HITS + min(node.hits, HITS - 1)) * ANSWERS + answer, self._now)
-        self._begun[stay.kind] += 1
-        node.memo = stay
-        return stay
+        return (turn * HITS + min(node.hits, HITS - 1)) * ANSWERS + answer
 
     def _age(self, since: int) -> int:
         return bisect_right(_AGES, max(1, self._now - since)) - 1
@@ -134,7 +142,7 @@ class HitDensity(EvictionPolicy):
     def _learn(self) -> None:
         """Compute the worth of leaves."""
         self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
-        self._table = worth(self._begun, self._reused)
+        self._table = worth(self._begun, self._reused, self.groups)
         if self._num_reused > MEMORY // 8:
             self._num_reused = 0
             self._begun *= 0.5**0.125
@@ -165,19 +173,19 @@ class HitDensity(EvictionPolicy):
         self._rank_at = 0  # before the next victim
 
 
-def worth(begun: Table, reused: Table) -> Table:
-    """Per kind and age [KINDS, ages]: the most hits per page and tick that a leaf can earn from this age on. `begun`
-    [KINDS] counts stays, and `reused` [KINDS, ages] those that ended. A short record is completed from kinds that
-    differ in generated tokens only, and these from all kinds. At first this is LRU: reuse becomes rarer with age."""
+def worth(begun: Table, reused: Table, groups: tuple[int, ...] = HitDensity.groups) -> Table:
+    """Per kind and age [kinds, ages]: the most hits per page and tick that a leaf can earn from this age on. `begun`
+    [kinds] counts stays, and `reused` [kinds, ages] those that ended. A short record is completed from those of the
+    kinds in larger `groups`, up to that of all kinds. At first this is LRU: reuse becomes rarer with age."""
     guess = _FIRST_GUESS
-    padded = np.empty((KINDS, len(AGES) + 2))
+    padded = np.empty((len(begun), len(AGES) + 2))
     for _ in range(3):  # smoothed: a histogram of few counts is mostly gaps
         padded[:, 1:-1], padded[:, 0], padded[:, -1] = reused, reused[:, 0], reused[:, -1]
         reused = padded[:, 1:-1] * 2
         reused += padded[:, :-2]
         reused += padded[:, 2:]
         reused /= 4
-    for width in (KINDS, ANSWERS, 1):
+    for width in groups:
         mine = np.repeat(reused.reshape(-1, width, len(AGES)).sum(1), width, axis=0)
         stays = np.repeat(begun.reshape(-1, width).sum(1), width)[:, None]
         guess = (mine + PRIOR * guess) / (stays + PRIOR)

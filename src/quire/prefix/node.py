@@ -43,13 +43,15 @@ class Node:
     turn: int = 0  # requests that lengthened the path one after the other
     tail: bytes = b""  # tokens, less than a page, that follow the path in the last request to end here
     answer: int = 0  # tokens that the last request to end here had generated
+    ending: bytes = b""  # the last of these, as a raw int32
     leases: int = 0  # that end here
     held: int = 0  # leases here, plus the levels of the children: a lease changes only nodes whose level changes
     level: int = 0  # min(2, leases here or below): 0 is evictable, 1 protected, 2 shared
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of the child's first page
     evicted: dict[bytes, Node] = field(default_factory=dict)  # evicted children, likewise
     hashes: list[PageHashes] = field(default_factory=list)  # of its pages, in runs as cached, if events are on
-    memo: object | None = None  # belongs to the eviction policy
+    memo: object | None = None  # belongs to the eviction policy, and so does `touched`
+    touched: int = 0  # when a request used these pages or any below; below 0: and they left the device since
     ticket: int = 0  # of its valid entry in the policy's queue; 0: no candidate for eviction
     copy_ticket: int = 0  # of its valid entry in `NodeTiers.copies`
     eviction: Eviction | None = None  # of an evicted edge

@@ -13,10 +13,12 @@ class EvictionPolicy(ABC):
     to the upper part, and an evicted edge retains it.
 
         lease on a hit        used(end of the leased path)
-        insert a new leaf     stored(leaf, memo of the same edge before its eviction)
+        insert a new leaf     returned(each evicted edge that it caches again); stored(leaf, memo of the last of these)
+        insert into a leaf    lengthened(leaf, pages)
         last lease released   offered(leaf)
         pages are needed      victim(); then the rest of the leaf is offered again, or
-                              merged(leaf, parent), and the parent is offered if it is a leaf now
+                              merged(leaf, parent), and the parent is offered if it is a leaf now;
+                              at last evicted(pages that are left)
     """
 
     def used(self, node: Node) -> None:  # noqa: B027 - most policies ignore it
@@ -24,6 +26,15 @@ class EvictionPolicy(ABC):
 
     def stored(self, node: Node, memo: object | None) -> None:  # noqa: B027
         """A new leaf. `memo` is that of the deepest evicted edge that its tokens cache again, if any."""
+
+    def returned(self, edge: Node, num_pages: int) -> None:  # noqa: B027
+        """The first `num_pages` pages of an evicted edge are computed again."""
+
+    def lengthened(self, node: Node, num_pages: int) -> None:  # noqa: B027
+        """A leased leaf has got `num_pages` new pages."""
+
+    def evicted(self, num_pages: int) -> None:  # noqa: B027
+        """Pages were evicted, and the tree has `num_pages` left on the device."""
 
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
         """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""
@@ -35,6 +46,10 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def victim(self) -> Node | None:
         """Remove and return the first candidate; None if there is none."""
+
+    def statistics(self) -> dict[str, int] | None:
+        """Counters of a policy that compares itself with another."""
+        return None
 
     @abstractmethod
     def candidates(self) -> Iterator[Node]:

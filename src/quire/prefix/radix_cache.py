@@ -191,6 +191,7 @@ class RadixCache:
         """The request of a lease has ended with `tail`, less than a page of tokens, after the leased path."""
         node = lease.node
         node.answer = max(0, num_generated)
+        node.ending = (tail.tobytes() or node.key)[-TOKEN_BYTES:] if num_generated > 0 else b""
         if self.evicted.capacity:
             node.tail = tail.tobytes()
 
@@ -206,6 +207,7 @@ class RadixCache:
             keep = max(0, node.num_pages - num_pages)
             num_pages -= node.num_pages - keep
             self._forget(node, keep, eviction, removed)
+        self._policy.evicted(self.num_pages)
         return join_ids(removed)
 
     def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
@@ -229,6 +231,7 @@ class RadixCache:
             if kept:
                 num_moved += kept
                 self._leave(node, leave)
+        self._policy.evicted(self.num_pages)
         return Evicted(join_ids(removed), num_moved)
 
     def evict_lower(self, num_pages: int, leave: Give, cause: str = "") -> Evicted:
@@ -321,6 +324,10 @@ class RadixCache:
         """All roots, with those of flushed namespaces that are still in use."""
         return [*self.roots.values(), *self.hidden_roots]
 
+    def eviction_statistics(self) -> dict[str, int] | None:
+        """Counters of the policy, if it has any."""
+        return self._policy.statistics()
+
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""
         return set(self._policy.candidates() if tier is Tier.DEVICE else self._tiers.copies)
@@ -374,7 +381,7 @@ class RadixCache:
         self.version += 1
         parent, cut = node.parent, at * self._page_bytes
         upper = Node(node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created)
-        upper.answer, upper.memo = node.answer, node.memo
+        upper.answer, upper.memo, upper.touched = node.answer, node.memo, node.touched
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.turn = parent.turn + 1
@@ -403,14 +410,16 @@ class RadixCache:
         self.names.appended(node, node, data, run, Tier.DEVICE)
         node.key += data
         node.run += run
-        node.tail = b""
+        node.tail = node.ending = b""
         self._levels.num_held[1] += count
+        self._policy.lengthened(node, count)
         return node
 
     def _add_nodes(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
         """Add pages below `node`: one node, or several, since an edge ends where other evicted edges begin."""
         while data:
-            size, below, evicted = self.evicted.returning(node, data)
+            size, below, returned = self.evicted.returning(node, data)
+            evicted = returned[-1][0] if returned else None
             pages = size // self._page_bytes * ID_BYTES
             leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
             attach(leaf, below)
@@ -419,6 +428,8 @@ class RadixCache:
             leaf.turn, leaf.last_used = lease.turn, self._clock
             self.names.appended(leaf, node, leaf.key, leaf.run, tier)
             node.children[leaf.key[: self._page_bytes]] = leaf
+            for edge, num_pages in returned:
+                self._policy.returned(edge, num_pages)
             self._policy.stored(leaf, evicted.memo if evicted is not None else None)
             node, data, run = leaf, data[size:], run[pages:]
         return node
@@ -465,10 +476,11 @@ class RadixCache:
         if self.evicted.capacity:
             edge = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
             edge.turn, edge.memo, edge.tail, edge.eviction = node.turn, node.memo, node.tail, eviction
+            edge.touched = -abs(node.touched)
             attach(edge, node.evicted)
             node.evicted = {}
             self.evicted.add(edge, node)
-        node.tail = b""
+        node.tail = node.ending = b""
         node.key = node.key[:at]
 
     def _forget_unheld(self, root: Node) -> Ids:

@@ -26,8 +26,9 @@ BRANCHES = 0.06  # share of those that start sub-agents
 FORKS = 0.5  # share of sub-agents that begin with the history
 ABANDONED = 0.25  # share of sessions whose last answer calls a tool whose result never comes
 SUMMARY = (800, 2500)
-CALL_ENDS, ANSWER_ENDS = Text(("end of a call",), 1), Text(("end of an answer",), 1)
-"""The last token of every output that calls a tool, and of every other one, as models have them."""
+CALL_ENDS, ANSWER_ENDS = Text(("end of a call",), 2), Text(("end of an answer",), 2)
+"""The last tokens of every output that calls a tool, and of every other one, as models have them. The very last
+token is never computed, so policies see the one before."""
 
 
 @dataclass(slots=True)
@@ -51,7 +52,8 @@ class _Agent:
     def turn(self, appended: Text, output_tokens: int, *, calls: bool) -> None:
         """Add the next turn, and draw how long the one after it takes to arrive: a tool's time or a person's."""
         self.said.append(appended)
-        output, end = self.load.text(output_tokens - 1), CALL_ENDS if calls else ANSWER_ENDS
+        end = CALL_ENDS if calls else ANSWER_ENDS
+        output = self.load.text(output_tokens - end.length)
         request_id = f"{self.session}.{self.num_turns}"
         fields: dict[str, Any] = {"after": self.after, "think": round(self.think, 6)} if self.after else {}
         self.load.add(

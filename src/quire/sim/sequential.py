@@ -20,7 +20,8 @@ from quire.sim.paged_trace import PagedRequest, PagedTrace
 from quire.spec.ids import Ids
 
 _REMEMBERED = 4  # times the pool: evicted pages that the tree remembers, as in `KVCache`
-_NO_TAIL: Ids = np.empty(0, dtype=np.int32)
+_TAILS: tuple[Ids, ...] = tuple(np.array([ending], dtype=np.int32) for ending in range(3))
+"""In place of the last token of an output, which trees of page ids do not have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,7 @@ class SequentialReplay:
         self._make_room(request.held_pages - request.prompt_pages)
         output = pages[request.prompt_pages :]
         tree.insert(lease, output, output)
-        tree.ended(lease, _NO_TAIL, request.output_tokens)
+        tree.ended(lease, _TAILS[request.ending], request.output_tokens)
         tree.release(lease)
         return match.num_pages
 
