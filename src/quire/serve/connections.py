@@ -3,7 +3,7 @@
     accepted --first byte--> head --headers complete--> body --message complete--> answer --> idle
              head_s             head_s                  body_s, and more for its length      (uvicorn closes it)
 
-What takes longer is answered with 408 and closed. An answer that its client does not read for write_s is dropped.
+What takes longer is answered with 408 and closed. An answer whose waiting part is not read in write_s is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_HEADERS = 100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """`most_connections` may be open. A head may take `head_s`, and a body `body_s` beside its length, which is at most
-    `most_body_bytes`. A client that reads nothing for `write_s` loses its answer."""
+    `most_body_bytes`. A client that has not read what waits for it after `write_s` loses its answer."""
 
     most_connections: int = 2048
     most_body_bytes: int = 32 << 20
