@@ -21,7 +21,7 @@ from tests.kernels.stored_case import pool_of
 TREE = [-1, 0, 0, 1, 1, 2]
 SHAPES = (Shape(), Shape(kv_heads=1, group=3, key_dim=24, value_dim=16), Shape(kv_heads=2, group=20, value_dim=4))
 CLOSE = 1e-6
-"""Of float32, to either."""
+"""Of float32, to either, relative to the largest number above 1."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -53,7 +53,9 @@ def check_case(case: PagedCase, programs: int = 1, close: float = CLOSE, **optio
         found = case.attend(**options)
     assert backend.calls == {"triton": 1}
     assert not backend.fallbacks
-    assert (found.double() - case.expected(**options)).abs().max() < close
+    expected = case.expected(**options)
+    close *= max(1.0, float(expected.abs().max()))  # numbers above 1 are rounded to fewer places
+    assert (found.double() - expected).abs().max() < close
     case.batch.backend = AttentionBackend("torch")
     assert (found - case.attend(**options)).abs().max() < 2 * close
 
