@@ -133,6 +133,19 @@ def test_a_shared_run_is_read_once():
     check_case(case)
 
 
+def test_parts_that_take_too_much_memory_are_not_made(monkeypatch):
+    """Then each sequence reads what is shared, and its rows have one part."""
+    from quire.kernels.triton import attention
+    from quire.kernels.triton.tasks import Blocks, plan_tasks
+
+    case = PagedCase([(340, 12)] * 4, page_size=16, shared=320)
+    for most, expected in ((96, 96), (95, 0)):
+        blocks = Blocks(8, 32, 2, 1, most)
+        assert plan_tasks(case.batch.arrays, 0, blocks, torch.device("cpu"), chunked=False).num_parts == expected
+    monkeypatch.setattr(attention, "PARTS_BYTES", 100)
+    check_case(case)
+
+
 def test_keys_are_cut_until_the_device_is_busy():
     from quire.kernels.triton.tasks import Blocks, plan_tasks
 

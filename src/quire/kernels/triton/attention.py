@@ -16,7 +16,7 @@ from quire.kernels.page_arrays import PageArrays
 from quire.kernels.triton.attend import attend_tasks, merge_parts
 from quire.kernels.triton.launch import Launch, hint, is_aligned
 from quire.kernels.triton.numbers import device_of, stored_field
-from quire.kernels.triton.tasks import KEYS, MIN_PIECE, Blocks, TaskPlan, new_parts, plan_tasks, to_device
+from quire.kernels.triton.tasks import KEYS, MIN_PIECE, PARTS_BYTES, Blocks, TaskPlan, new_parts, plan_tasks, to_device
 
 _PROGRAMS_PER_PROCESSOR = 2
 
@@ -190,7 +190,8 @@ class PreparedAttention:
         self.large = tile_of(*sizes, 64, **kind)
         self.lanes = min(self.group, self.small.m, self.large.m)
         self.programs = self.kv_heads * -(-self.group // self.lanes)
-        self.blocks = Blocks(self.rows_of(self.small), self.rows_of(self.large), self.programs, busy)
+        most_parts = PARTS_BYTES // (4 * self.heads * (self.width + 1))
+        self.blocks = Blocks(self.rows_of(self.small), self.rows_of(self.large), self.programs, busy, most_parts)
         self.scale, self.softcap = scale, softcap or 0.0
         self._numbers = (scale, softcap or 1.0, self.heads)
         self._constants = {"GROUP": self.group, "LANES": self.lanes, "SOFTCAP": bool(softcap)}

@@ -27,6 +27,8 @@ MIN_PIECE = 256
 """Keys from which a task is cut."""
 KEYS = 64
 """Keys of which the length of a piece is a multiple."""
+PARTS_BYTES = 256 << 20
+"""Parts of a step may take so much memory. Beyond it, runs that sequences share are read by each of them."""
 
 _Int32 = npt.NDArray[np.int32]
 _ALIGNED = 16 // 4
@@ -82,12 +84,13 @@ def new_parts(num_parts: int, heads: int, width: int, device: torch.device) -> t
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Rows in a task: `small` for sequences of so few, `large` for others. A task is `programs` programs, and the
-    device is busy with `wanted` of them."""
+    device is busy with `wanted` of them. Shared runs are read once if there are `most_parts` parts then, at most."""
 
     small: int
     large: int
     programs: int
     wanted: int
+    most_parts: int = 2**31
 
 
 def plan_tasks(arrays: PageArrays, window: int, blocks: Blocks, device: torch.device, *, chunked: bool) -> TaskPlan:
@@ -103,6 +106,9 @@ def plan_tasks(arrays: PageArrays, window: int, blocks: Blocks, device: torch.de
     if space is not None and not space.holds(tasks):
         tasks = _tasks(arrays, starts, contexts, sees, blocks, None).cut(blocks)
     places, merges, num_parts = tasks.places(len(sees.lows), whole=space is None)
+    if space is None and num_parts > blocks.most_parts:
+        tasks = _tasks(arrays, starts, contexts, sees, blocks, None).cut(blocks)
+        places, merges, num_parts = tasks.places(len(sees.lows))
     tables = tasks.sequences if arrays.table is None else arrays.table.rows[tasks.sequences]
     table = np.stack((tasks.at, tasks.counts, tasks.firsts, tasks.stops, tables), axis=1)
     num_small, rows = int(np.count_nonzero(~tasks.large)), tasks.rows
