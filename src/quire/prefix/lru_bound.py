@@ -90,8 +90,8 @@ class Guard:
     """Compares the hits of an eviction order with those of LRU on the same requests, and chooses between the two.
 
     `by_use` is whether LRU decides. It does once the order has lost LIMIT, net of what it won before, and for
-    FIRST_WAIT requests. Then the order is tried again. Each trial that fails makes the next wait twice as long, and a
-    gain of CREDIT makes it short again.
+    FIRST_WAIT requests. Then the order is tried again. Each trial that fails makes the next wait LONGER times as long,
+    and a gain of CREDIT makes it short again.
     """
 
     def __init__(self) -> None:
