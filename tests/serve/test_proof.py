@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 from quire.engine.async_engine import STALL_AFTER_S, AsyncEngine
 from tests.serve.live_server import LiveServer
@@ -31,7 +34,8 @@ def test_the_command(server: LiveServer) -> None:
 
 
 def test_health_fails_with_the_reason() -> None:
-    engine = object.__new__(AsyncEngine)
+    engine: Any = object.__new__(AsyncEngine)
+    engine._process = SimpleNamespace(process=multiprocessing.current_process())
     engine._death, engine._draining, engine._streams, engine._progress_s = None, False, {}, 0.0
     engine._has_work, engine._heard_s, engine._stall_after_s = False, time.monotonic(), STALL_AFTER_S
     engine.last_statistics = {"violation": ""}

@@ -80,8 +80,8 @@ def warm_ups_of(config: EngineConfig, plan: MemoryPlan, device: torch.device) ->
     that were admitted, so their kernels are compiled by the first ones."""
     if device.type != "cuda" or config.skip_warmup or config.attention_backend == "torch" or config.hisparse:
         return []
-    speculation = plan.speculation
-    trees = speculation is not None and speculation.topk > 1
+    drafts = plan.speculation
+    trees = drafts is not None and drafts.topk > 1
     return warm_ups(plan.largest_request, config.max_num_batched_tokens, trees=trees)
 
 
