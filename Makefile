@@ -9,8 +9,9 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 LIBRARIES := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 CHECK  := $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports
 LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
-# One process for each core, up to four: each may run a server and a model. A file's tests stay together and in order.
-WORKERS := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One process for each core and one more, as some tests wait for timers, up to four: each may run a server and a model.
+# A file's tests stay together and in order.
+WORKERS := -n $(shell n=$$(getconf _NPROCESSORS_ONLN || echo 2); echo $$((n < 4 ? n + 1 : 4))) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-all fuzz bench docs picture check clean setup
 

@@ -295,7 +295,7 @@ def main() -> int:
     parser.add_argument("--toy", action="store_true", help="tiny sizes, and no governor: every draft is computed")
     options = parser.parse_args()
     if options.toy:
-        options.models, options.loads, options.batch, options.new = "bundled", "code,prose", "1,3", 24
+        options.models, options.loads, options.batch, options.new = "bundled", "code,prose", "3", 24
         options.repeats = 1
     options.models = (options.models or ",".join(MODELS)).split(",")
     options.loads, options.batch = options.loads.split(","), [int(each) for each in options.batch.split(",")]

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from quire.testing.choices import Choices
 from tests.canary.machine import OPERATIONS, CanaryMachine, run_canary
+from tests.covering import few
 
 
 @pytest.mark.parametrize(("everything", "late"), [(True, 0), (False, 0), (False, 3)])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", few(range(20), 10))
 def test_what_is_damaged_is_found_and_nothing_else(seed: int, everything: bool, late: int) -> None:
     run_canary(seed, 120, everything=everything, late=late)
 

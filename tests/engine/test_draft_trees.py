@@ -16,7 +16,7 @@ from quire.models.hf import LoadedModel
 from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.spec.pages import pages_for
 from quire.spec.speculation import SpeculativeConfig
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.engine import test_draft_head, test_draft_model
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_head import bigram_target, head_for, rigged_head
@@ -58,7 +58,7 @@ def models_of(kind: str) -> tuple[str, LoadedModel, Any]:
     return (kind, *drafted(kind, Path(mkdtemp())))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=few(KINDS, 2))
 def models(request: pytest.FixtureRequest) -> tuple[str, LoadedModel, Any]:
     return models_of(request.param)
 

@@ -172,7 +172,7 @@ PROMPTS = prompts_of(30, 9, 17)
 STEPS = range(11)
 
 
-@covering(what=["abort", "preemption"], tiers=[{}, {"host_memory": "4MiB", "load": "always"}])
+@covering(1, what=["preemption", "abort"], tiers=[{}, {"host_memory": "4MiB", "load": "always"}])
 def test_at_every_step(model: LoadedModel, what: str, tiers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Others go on as they would, rows are used again, and no row reads what the last request left in its buffer. With
     tiers, all that may leaves the device at that step."""

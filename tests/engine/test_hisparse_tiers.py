@@ -20,7 +20,7 @@ from quire.plan.plan import Plan
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids, Tier
-from tests.covering import covering
+from tests.covering import covering, few
 from tests.engine import apart
 from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, Case, at_rest, case_of, closed, end_all, settle, small
@@ -45,7 +45,7 @@ def latents_on_host(buffer_size: int = BUFFER) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=SPARSE)
+@pytest.fixture(scope="module", params=few(SPARSE, 2))
 def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 

@@ -78,7 +78,7 @@ def test_the_same_tokens(name: str, page_size: int) -> None:
     check_some_right(core, accepted=False)
 
 
-@covering(name=BRANCHING, page_size=[1, 4, 16])
+@covering(1, name=BRANCHING, page_size=[1, 4, 16])
 def test_trees(tmp_path: Path, name: str, page_size: int) -> None:
     """Of a layer that is often right: rows that were right are moved down, those of the layer too."""
     target = load_model(rigged(tmp_path, name))
@@ -176,6 +176,7 @@ def test_cached_pages_are_complete(page_size: int, governed: bool) -> None:
     check_pages_are_complete(*case_of("glm4_moe"), MTP, page_size, governed=governed)
 
 
+@pytest.mark.slow
 def test_starved() -> None:
     """Preempted with drafts, and evicted between."""
     target, head = case_of("deepseek_v3")

@@ -25,7 +25,7 @@ from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
 KINDS = ("llama", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next", "gemma3_text", "falcon_h1")
 
 
-@covering(name=KINDS, page_size=[1, 4, 16])
+@covering(5, name=KINDS, page_size=[1, 4, 16])
 def test_tokens_are_those_of_one_engine(name: str, page_size: int) -> None:
     case = case_of(name)
     room = 8 * LONGEST

@@ -62,6 +62,7 @@ def test_the_same_seed_does_the_same_in_any_process() -> None:
     assert lives(seed=4).digest != found.digest
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_seeds() -> None:
     heard: list[int] = []
     found = fuzz(Task("cache", 10, 2, operations=2_400), lambda tally: heard.append(tally.lives))

@@ -45,6 +45,7 @@ def lives(seed: int, number: int, ask: TierAsk = TierAsk()) -> Tally:  # noqa: B
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_found_without_faults() -> None:
     found = lives(21_000, 25)
     assert found.lives == 25 and not found.met

@@ -86,7 +86,7 @@ def test_what_cannot_verify_branches_says_so(name: str, what: str) -> None:
         text.run(list(range(len(TREE))), 0, TREE)
 
 
-@pytest.mark.parametrize("page_size", few(PAGE_SIZES, 2))
+@pytest.mark.parametrize("page_size", few(PAGE_SIZES, 1))
 def test_accepted_rows_move_in_every_layout(page_size: int) -> None:
     """Every field and layer of the targets is that of the sources before, although some slots are both; nothing else
     changes. Layouts with entries of several tokens are refused, and nothing changes."""

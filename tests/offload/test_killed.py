@@ -274,7 +274,9 @@ TROUBLES: dict[str, tuple[Trouble, float]] = {"killed": (killed, 2.0), "hung": (
 """And how long an answer may take."""
 
 
-@pytest.mark.parametrize(("trouble", "seed"), [("killed", 0), ("killed", 1), ("hung", 2)])
+@pytest.mark.parametrize(
+    ("trouble", "seed"), [("killed", 0), pytest.param("killed", 1, marks=pytest.mark.slow), ("hung", 2)]
+)
 def test_a_server_that_is_away_for_a_while(trouble: str, seed: int, folder: Path) -> None:
     before = threading.active_count()
     act, timeout = TROUBLES[trouble]

@@ -20,7 +20,7 @@ TIERS = ("--tiers", "--flush-every", "50", "--sessions", "--session-ttl", "2")
 @pytest.mark.parametrize(
     ("clients", "seconds", "max_tokens", "kv_memory", "more"),
     [
-        (24, 1, 12, "1536KiB", LEAST),
+        pytest.param(24, 1, 12, "1536KiB", LEAST, marks=pytest.mark.slow),
         (12, 1, 12, "3MiB", (*TIERS, *LEAST)),
         pytest.param(200, 60, 40, "4MiB", (), marks=pytest.mark.slow),
         pytest.param(

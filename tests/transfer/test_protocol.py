@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from tests.covering import few
 from tests.transfer.protocol_model import Bounds, Ends, World, explore
 
 SMALL = {
@@ -33,7 +34,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", few(SMALL, 4))
 def test_every_order(name: str) -> None:
     happened = explore(SMALL[name])
     assert happened["states"] > 500
