@@ -39,7 +39,7 @@ demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, 
 	@echo "==> Starting the server and a client that holds several conversations"
 	@$(BIN)/quire demo
 
-test: $(READY)   ## checks and tests, under 10 minutes on 2 cores
+test: $(READY)   ## checks and tests, 10 to 15 minutes on 2 cores
 	@echo "==> Tests, and meanwhile checks: format, lint, types, import layers"
 	@{ $(CHECK); } >$(VENV)/check.log 2>&1 & checks=$$!; \
 	  $(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 $(WORKERS); tests=$$?; \
