@@ -11,7 +11,7 @@ from typing import Any
 from quire.prefix.node import Node
 from quire.prefix.policy import EvictionPolicy
 
-_TIMED = ("used", "stored", "merged", "offered", "victim", "returned", "lengthened", "evicted")
+_TIMED = ("used", "stored", "merged", "returned", "lengthened", "evicted")
 
 
 class TimedPolicy(EvictionPolicy):
@@ -34,10 +34,11 @@ class TimedPolicy(EvictionPolicy):
         return self._ns / 1e9
 
     def offered(self, node: Node) -> None:
-        raise NotImplementedError
+        self._timed(self._policy.offered, node)
 
     def victim(self) -> Node | None:
-        raise NotImplementedError
+        node: Node | None = self._timed(self._policy.victim)
+        return node
 
     def candidates(self) -> Iterator[Node]:
         return self._policy.candidates()
