@@ -149,8 +149,9 @@ class Load:
             client.join(client.deadline_s + 2 * SLACK_S)
 
 
-def wrong(client: Client, expected: Sequence[int], *, may_close: bool) -> str | None:
-    """What a client may not have been told. `may_close`: the process that it was connected to has ended."""
+def wrong(client: Client, expected: Sequence[int], *, may_close: bool, behind_router: bool = False) -> str | None:
+    """What a client may not have been told. `may_close`: the process that it was connected to has ended.
+    `behind_router`: a router may say that no server of a role can answer."""
     told = client.told
     shown = f"client of prompt {client.number}: {told}"
     if client.is_alive() or told.kind == "silent":
@@ -165,7 +166,7 @@ def wrong(client: Client, expected: Sequence[int], *, may_close: bool) -> str | 
         return None if may_close else f"its connection was closed without an answer; {shown}"
     if told.kind in ("refused", "failed"):
         code = told.error.get("code", "")
-        allowed = {"QUIRE-ENGINE-01", "QUIRE-SERVE-04"}
+        allowed = {"QUIRE-ENGINE-01", "QUIRE-SERVE-04"} | ({"QUIRE-SERVE-02"} if behind_router else set())
         if code not in allowed or (told.kind == "refused" and told.status not in (408, 503)):
             return f"an error that is not one of {sorted(allowed)}; {shown}"
     if told.seconds > client.deadline_s + SLACK_S:

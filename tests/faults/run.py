@@ -103,7 +103,9 @@ class Matrix:
         going_on.join()
         for client in load.clients:
             self._told[client.told.kind] += 1
-            if found := wrong(client, self._expected[client.number], may_close=this.ends_the_front):
+            may_close, behind_router = this.ends_the_front, this.target == "cluster"
+            expected = self._expected[client.number]
+            if found := wrong(client, expected, may_close=may_close, behind_router=behind_router):
                 raise Fault(found)
         if this.ends_the_front:
             target.gone(family, 0 if this.signal == "TERM" else -signal.SIGKILL)
