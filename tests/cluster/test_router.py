@@ -15,6 +15,7 @@ from openai import APIError, APIStatusError
 
 from quire.cluster.upstream import Upstream, beginning, preferred
 from quire.serve.config import LEAST_BODY_BYTES, MOST_BODY_BYTES
+from quire.serve.keys import Keys
 from tests.cluster.live_router import LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 
@@ -90,7 +91,7 @@ def test_a_body_may_be_as_large_as_a_servers(router: LiveRouter) -> None:
 def test_a_key_is_asked_for_and_passed_on() -> None:
     headers = {"Authorization": "Bearer schlüssel".encode().decode("latin-1")}
     with (
-        LiveServer.echo(api_key="schlüssel") as server,
+        LiveServer.echo(keys=Keys("schlüssel")) as server,
         LiveRouter([server], api_key="schlüssel") as router,
         LiveRouter([server]) as open_router,
     ):

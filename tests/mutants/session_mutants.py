@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.cache.hold import Fences
 from quire.cache.running import RunningTables
-from quire.cache.session import Session, Turn
+from quire.cache.session import Session, SessionKey, Turn
 from quire.cache.sessions import Sessions
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -37,8 +37,18 @@ def states_are_trimmed(patch: Patch) -> None:
 def sessions_have_no_namespace(patch: Patch) -> None:
     real = Sessions.open
 
-    def open_session(sessions: Sessions, namespace: Namespace, session_id: str, arrival: int) -> Turn:
-        return real(sessions, Namespace(), session_id, arrival)
+    def open_session(sessions: Sessions, key: SessionKey, arrival: int) -> Turn:
+        return real(sessions, key._replace(namespace=Namespace()), arrival)
+
+    patch.setattr(Sessions, "open", open_session)
+
+
+@mutant("sessions", "a key that shares a cache with another sees, ends and overwrites the other's session by its id")
+def sessions_have_no_owner(patch: Patch) -> None:
+    real = Sessions.open
+
+    def open_session(sessions: Sessions, key: SessionKey, arrival: int) -> Turn:
+        return real(sessions, key._replace(owner=""), arrival)
 
     patch.setattr(Sessions, "open", open_session)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.session import SessionSettings, Start
+from quire.cache.session import SessionKey, SessionSettings, Start
 from quire.offload import Offloads
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request, RequestState
@@ -27,6 +27,7 @@ from quire.testing.fake_model import FakeStep
 
 NAMESPACES = (Namespace(), Namespace(salt="a"))
 NAMES = ("s", "t", "u")
+OWNERS = ("ann", "bob")
 TTL_S = 10.0
 MODELS = (
     (),
@@ -34,7 +35,6 @@ MODELS = (
     (ReachSpec(), ReachSpec("state")),
     (ReachSpec("window", 7), ReachSpec("state")),
 )
-Key = tuple[Namespace, str]
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class ModelTurn:
     """What the model knows of an open turn."""
 
     request: Request
-    key: Key | None
+    key: SessionKey | None
     arrival: int
     computed: int = 0  # tokens of its prompt that steps computed
     began: bool = False
@@ -61,9 +61,9 @@ class SessionMachine:
         num_pages = 400 if self.ample else choices.between(6, 20)
         if page_size == 16 and not self.ample:
             num_pages = choices.between(3, 8)
-        max_requests = 12 if self.ample else choices.between(1, 4)
+        max_requests = 20 if self.ample else choices.between(1, 4)
         groups = tuple(f"{reach.kind}{at}" for at, reach in enumerate(reaches)) or ("full",)
-        states = 60 if self.ample else max_requests * 2 + choices.between(0, 4)
+        states = 100 if self.ample else max_requests * 2 + choices.between(0, 4)
         least = -(-7 // page_size) + 3  # of the longest window
         num_pages = max(num_pages, least)
         windows = num_pages if self.ample else max(least, num_pages - choices.between(0, 3))
@@ -91,10 +91,10 @@ class SessionMachine:
         )
         self.model = FakeModel(self.cache, 3)
         self.overlap = choices.chance(50)
-        self.held: dict[Key, list[int]] = {}
-        self.expires: dict[Key, float] = {}
-        self.last: dict[Key, list[int]] = {}  # all tokens of the last turn, for the next prompt
-        self.newest: dict[Key, int] = {}  # arrival of the held turn
+        self.held: dict[SessionKey, list[int]] = {}
+        self.expires: dict[SessionKey, float] = {}
+        self.last: dict[SessionKey, list[int]] = {}  # all tokens of the last turn, for the next prompt
+        self.newest: dict[SessionKey, int] = {}  # arrival of the held turn
         self.open: list[ModelTurn] = []
         self.flight: FakeStep | None = None
         self.arrived = 0
@@ -123,8 +123,8 @@ class SessionMachine:
         """A turn, mostly of a session: it goes on with the last one, edits it, or begins anew."""
         namespace = NAMESPACES[choices.chance(25)]
         name = choices.one_of(NAMES) if choices.chance(85) else ""
-        key = (namespace, name)
-        before = self.last.get(key, []) if not choices.chance(10) else self.last.get((NAMESPACES[0], name), [])
+        key = SessionKey(namespace, name, OWNERS[choices.chance(25)])
+        before = self.last.get(SessionKey(NAMESPACES[0], name, OWNERS[0]) if choices.chance(10) else key, [])
         if before and choices.chance(20):  # an edit, mostly near the end
             at = choices.between(max(0, len(before) - 4), len(before) - 1)
             before = [*before[:at], (before[at] + 1) % 3]
@@ -142,6 +142,7 @@ class SessionMachine:
             namespace=namespace,
             priority=choices.below(2),
             session_id=name,
+            owner=key.owner,
         )
         self.scheduler.add(request)
         self.open.append(ModelTurn(request, key if name else None, self.arrived))
@@ -160,7 +161,7 @@ class SessionMachine:
 
     def close(self, choices: Choices) -> None:
         """A client closes a session."""
-        key = (NAMESPACES[choices.below(2)], choices.one_of(NAMES))
+        key = SessionKey(NAMESPACES[choices.below(2)], choices.one_of(NAMES), choices.one_of(OWNERS))
         self.expire()
         found = self.cache.sessions.close(*key)
         running = any(turn.key == key for turn in self.open)
@@ -321,16 +322,16 @@ class SessionMachine:
                 self.forget(key)
                 del self.expires[key]
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: SessionKey) -> None:
         self.held.pop(key, None)
         self.newest.pop(key, None)
 
-    def held_tokens(self, key: Key) -> int:
+    def held_tokens(self, key: SessionKey) -> int:
         """What the cache says."""
-        listing = self.cache.sessions.listing(key[0])
+        listing = self.cache.sessions.listing(key.namespace, key.owner)
         return next((each.held_tokens for each in listing.sessions if each.session_id == key[1]), 0)
 
-    def was_taken(self, key: Key) -> bool:
+    def was_taken(self, key: SessionKey) -> bool:
         """Whether a turn that has just begun took the row of its session, or ended it."""
         turns = [turn for turn in self.open if turn.key == key and not turn.began and turn.request.turn is not None]
         began = [turn for turn in turns if turn.request.state is RequestState.RUNNING]

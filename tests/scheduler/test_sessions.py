@@ -69,6 +69,7 @@ class TurnServer:
         max_tokens: int = 3,
         salt: str = "",
         stop: frozenset[int] = frozenset(),
+        owner: str = "",
     ) -> Request:
         """Queue a turn."""
         request = Request(
@@ -79,6 +80,7 @@ class TurnServer:
             stop_ids=stop,
             namespace=Namespace(salt=salt),
             session_id=session,
+            owner=owner,
         )
         self._count += 1
         self.scheduler.add(request)
@@ -287,6 +289,22 @@ def test_another_tenant_has_other_sessions() -> None:
     assert len(server.cache.sessions.listing(Namespace(salt="theirs")).sessions) == 1
     mine = server.turn([*history, 1], salt="mine")
     assert grant_of(mine).start is Start.CONTINUED
+
+
+def test_another_owner_has_other_sessions_of_a_namespace() -> None:
+    """Keys with names that share a cache."""
+    server, sessions = TurnServer(), Namespace()
+    history = server.turn(prompt(1, 37), owner="ann").tokens.tolist()
+    theirs = server.turn([*history, 1], owner="bob")
+    assert (grant_of(theirs).start, theirs.num_cached) == (Start.NEW, 32), "pages are shared, and nothing else"
+    listed = server.cache.sessions.listing
+    assert [len(listed(sessions, owner).sessions) for owner in (None, "ann", "bob", "eve")] == [2, 1, 1, 0]
+    assert not server.cache.sessions.close(sessions, "s", "eve")
+    assert server.cache.sessions.close(sessions, "s", "bob")
+    mine = server.turn([*history, 1], owner="ann")
+    assert grant_of(mine).start is Start.CONTINUED
+    server.turn([*history, 1], owner="bob")
+    assert server.cache.sessions.close(sessions, "s") and not len(server.cache.sessions)
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])

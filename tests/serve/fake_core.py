@@ -60,10 +60,10 @@ class EchoCore:
     def has_moves(self) -> bool:
         return False
 
-    def sessions(self, namespace: Namespace | None) -> SessionList:
+    def sessions(self, namespace: Namespace | None, owner: str | None) -> SessionList:
         return SessionList(budget_tokens=0, held_tokens=0, sessions=())
 
-    def close_session(self, namespace: Namespace, session_id: str) -> bool:
+    def close_session(self, namespace: Namespace, session_id: str, owner: str | None) -> bool:
         return False
 
     def close(self) -> None:

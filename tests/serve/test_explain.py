@@ -154,6 +154,19 @@ def test_an_engine_that_does_not_explain_says_so(tiny_model: Any) -> None:
         assert "by_cause" not in live.request("/metrics")[1]
 
 
+def test_an_explanation_is_its_owners() -> None:
+    kept = Explanations()
+    for owner in ("ann", "bob"):
+        kept.add(f"of-{owner}-0", Explanation(1, ()), owner)
+    assert kept.of("of-ann", "ann").keys() == kept.of("of-ann").keys() == {"of-ann-0"}
+    for asked in ("of-ann", "of-ann-0"):
+        with pytest.raises(UnknownRequest) as told:
+            kept.of(asked, "bob")
+        with pytest.raises(UnknownRequest) as unknown:
+            kept.of("x", "bob")
+        assert told.value.message.replace(asked, "x") == unknown.value.message
+
+
 def test_only_the_newest_are_kept() -> None:
     kept = Explanations()
     for number in range(Explanations.CAPACITY + 5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from quire.cache.request_kv import RequestKV
 from quire.spec.events import Namespace
@@ -100,12 +101,19 @@ class HeldRow:
     arrival: int  # of its turn
 
 
+class SessionKey(NamedTuple):
+    """An owner's own name of a session in a namespace."""
+
+    namespace: Namespace
+    session_id: str
+    owner: str = ""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Session:
-    """One session of a namespace."""
+    """One session."""
 
-    session_id: str
-    namespace: Namespace
+    key: SessionKey
     turns: int = 0
     running_turns: int = 0
     prompt_tokens: int = 0

@@ -20,7 +20,17 @@ from typing import Protocol
 
 from quire.cache.offload import CacheParts, Offload
 from quire.cache.request_kv import RequestKV
-from quire.cache.session import HeldRow, Session, SessionGrant, SessionList, SessionSettings, SessionState, Start, Turn
+from quire.cache.session import (
+    HeldRow,
+    Session,
+    SessionGrant,
+    SessionKey,
+    SessionList,
+    SessionSettings,
+    SessionState,
+    Start,
+    Turn,
+)
 from quire.cache.states import StateGroup
 from quire.cache.statistics import CacheCounters
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
@@ -69,7 +79,7 @@ class Sessions:
         self.budget = int(settings.share * parts.plan.num_pages)  # pages
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._trims = not self._states and parts.plan.speculation is None and parts.plan.hot is None
-        self._by_key: dict[tuple[Namespace, str], Session] = {}  # those used last come last
+        self._by_key: dict[SessionKey, Session] = {}  # those used last come last
         self._next_expiry = math.inf  # no session expires before
         self.num_held = 0
         self.last_fence = 0  # of all rows
@@ -82,16 +92,15 @@ class Sessions:
 
     # -- turns
 
-    def open(self, namespace: Namespace, session_id: str, arrival: int) -> Turn:
-        """A turn of a session arrives; `end` or `leave` follows. A namespace has its own sessions."""
+    def open(self, key: SessionKey, arrival: int) -> Turn:
+        """A turn of a session arrives; `end` or `leave` follows."""
         self.expire()
-        key = (namespace, session_id)
         session = self._by_key.pop(key, None)
         if session is None:
             idle = (each for each in self._by_key.values() if not each.running_turns)
             if len(self._by_key) >= MOST_SESSIONS and (oldest := next(idle, None)) is not None:
                 self._close(oldest)
-            session = Session(session_id=session_id, namespace=namespace)
+            session = Session(key=key)
         self._by_key[key] = session
         session.running_turns += 1
         session.expires_at = math.inf
@@ -190,16 +199,14 @@ class Sessions:
         session = turn.session
         session.running_turns -= 1
         if not session.closed:
-            self._by_key[session.namespace, session.session_id] = self._by_key.pop(
-                (session.namespace, session.session_id)
-            )
+            self._by_key[session.key] = self._by_key.pop(session.key)
         if not session.running_turns:
             session.expires_at = self._parts.seconds() + self._ttl_s
             self._next_expiry = min(self._next_expiry, session.expires_at)
         if reason and session.row is None and turn.start is not Start.NONE:
             session.lost = reason
         return SessionGrant(
-            session_id=session.session_id,
+            session_id=session.key.session_id,
             start=turn.start,
             resumed_tokens=turn.resumed_tokens,
             saved_tokens=session.saved_tokens,
@@ -210,26 +217,27 @@ class Sessions:
 
     # -- verbs of callers
 
-    def close(self, namespace: Namespace, session_id: str) -> bool:
-        """End a session, and the hold of its row. Turns that run continue, and are not held. False: there is none."""
-        session = self._by_key.get((namespace, session_id))
-        if session is None:
-            return False
-        self._close(session)
-        return True
+    def close(self, namespace: Namespace, session_id: str, owner: str | None = None) -> bool:
+        """End a session of an owner, or of any, and the hold of its row. Turns that run continue, and are not held.
+        False: there is none."""
+        owners = {owner} if owner is not None else {each.key.owner for each in self._of(namespace)}
+        keys = [key for each in owners if (key := SessionKey(namespace, session_id, each)) in self._by_key]
+        for key in keys:
+            self._close(self._by_key[key])
+        return bool(keys)
 
     def close_all(self) -> None:
         """End all sessions."""
         for session in list(self._by_key.values()):
             self._close(session)
 
-    def listing(self, namespace: Namespace | None) -> SessionList:
-        """The sessions of a namespace, or all."""
+    def listing(self, namespace: Namespace | None, owner: str | None = None) -> SessionList:
+        """The sessions of a namespace, or all; of an owner, or of any."""
         self.expire()
         now = self._parts.seconds()
         found = tuple(
             SessionState(
-                session_id=each.session_id,
+                session_id=each.key.session_id,
                 turns=each.turns,
                 running_turns=each.running_turns,
                 prompt_tokens=each.prompt_tokens,
@@ -240,8 +248,7 @@ class Sessions:
                 expires_in_seconds=self._ttl_s if each.running_turns else each.expires_at - now,
                 reason=each.lost,
             )
-            for each in reversed(self._by_key.values())
-            if namespace in (None, each.namespace)
+            for each in reversed(self._of(namespace, owner))
         )
         return SessionList(budget_tokens=self.budget * self._size, held_tokens=self.num_tokens, sessions=found)
 
@@ -351,6 +358,10 @@ class Sessions:
                 return f"the budget of {self.budget * self._size:,} tokens is taken by sessions that still compute"
         return ""
 
+    def _of(self, namespace: Namespace | None, owner: str | None = None) -> list[Session]:
+        found = self._by_key.values()
+        return [each for each in found if namespace in (None, each.key.namespace) and owner in (None, each.key.owner)]
+
     def _held(self) -> Iterator[HeldRow]:
         return (each.row for each in self._by_key.values() if each.row is not None)
 
@@ -386,13 +397,12 @@ class Sessions:
     def _close(self, session: Session) -> None:
         self._end_row(session, "")
         session.closed = True
-        del self._by_key[session.namespace, session.session_id]
+        del self._by_key[session.key]
 
     def _flushed(self, namespace: Namespace | None) -> None:
-        for session in self._by_key.values():
-            if namespace in (None, session.namespace):
-                session.num_flushes += 1
-                self._end_row(session, "its pages were flushed")
+        for session in self._of(namespace):
+            session.num_flushes += 1
+            self._end_row(session, "its pages were flushed")
 
     def _faults(self) -> Iterator[str]:
         """For the audit: each held row is live, has its tokens, and no step may write to it."""

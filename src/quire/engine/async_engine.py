@@ -260,6 +260,7 @@ class AsyncEngine:
         priority: int = 0,
         explain: bool = False,
         session_id: str = "",
+        owner: str = "",
     ) -> RequestStream:
         """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal."""
         if params.stop and self.tokenizer is None:
@@ -275,7 +276,7 @@ class AsyncEngine:
             params=params,
             decoder=self.tokenizer,
         )
-        options = {"adapter": adapter, "salt": salt, "priority": priority, "explain": explain}
+        options = {"adapter": adapter, "salt": salt, "priority": priority, "explain": explain, "owner": owner}
         requests = assembler.engine_requests(**options, session_id=session_id)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
@@ -342,6 +343,7 @@ class AsyncEngine:
         salt: str = "",
         priority: int = 0,
         pin: bool = False,
+        owner: str = "",
     ) -> Granted:
         """Retain the cached part of a prompt for so long; the answer says how much that is and why not more (`ask`)."""
         request = RetainRequest(
@@ -351,6 +353,7 @@ class AsyncEngine:
             salt=salt,
             priority=priority,
             pin=pin,
+            owner=owner,
         )
         return await self.ask(Core.retain, request)
 

@@ -411,7 +411,7 @@ class EngineCore:
         """Store why no more of a request's prompt was cached, and send it to the client if the request asks for it."""
         if request.explanation is None:
             return
-        self.explanations.add(request.request_id, request.explanation)
+        self.explanations.add(request.request_id, request.explanation, request.owner)
         if request.explain:
             outputs.noted.append(output_of(request, explanation=request.explanation))
 
@@ -460,23 +460,25 @@ class EngineCore:
             ttl_seconds=message.ttl_seconds,
             priority=message.priority,
             pin=message.pin,
+            owner=message.owner,
         )
 
-    def release(self, retention_id: str) -> bool:
-        """Release a retention; returns False if there is none with that id."""
-        return self.offload.retention.release(retention_id)
+    def release(self, retention_id: str, owner: str | None = None) -> bool:
+        """Release a retention of an owner, or of any; returns False if there is none with that id."""
+        return self.offload.retention.release(retention_id, owner)
 
     def retained(self) -> RetainedList:
         """What is kept now."""
         return self.offload.retention.listing()
 
-    def sessions(self, namespace: Namespace | None) -> SessionList:
-        """The sessions of a namespace, or all."""
-        return self.cache.sessions.listing(namespace)
+    def sessions(self, namespace: Namespace | None, owner: str | None = None) -> SessionList:
+        """The sessions of a namespace, or all; of an owner, or of any."""
+        return self.cache.sessions.listing(namespace, owner)
 
-    def close_session(self, namespace: Namespace, session_id: str) -> bool:
-        """End a session and free what it holds; its turns that run go on. Returns False if there is none."""
-        return self.cache.sessions.close(namespace, session_id)
+    def close_session(self, namespace: Namespace, session_id: str, owner: str | None = None) -> bool:
+        """End a session of an owner, or of any, and free what it holds; its turns that run go on. Returns False if
+        there is none."""
+        return self.cache.sessions.close(namespace, session_id, owner)
 
     def flush(self, namespace: Namespace | None) -> Later[Flushed]:
         """Delete the cached pages of a namespace, or all, in every tier, and its retentions. Running requests continue;
@@ -568,9 +570,9 @@ class EngineCore:
             "architecture": self.model.spec.architecture,
         }
 
-    def explain(self, request_id: str) -> dict[str, Explanation]:
+    def explain(self, request_id: str, owner: str | None = None) -> dict[str, Explanation]:
         """Why no more of a request's prompt was cached (`Explanations.of`)."""
-        return self.explanations.of(request_id)
+        return self.explanations.of(request_id, owner)
 
     def audit(self) -> None:
         """Check every invariant of the cache. Raises AuditFailure."""

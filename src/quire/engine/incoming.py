@@ -45,6 +45,7 @@ def request_of(
         explain=message.explain,
         is_for_peer=message.is_for_peer,
         session_id=message.session_id,
+        owner=message.owner,
     )
 
 

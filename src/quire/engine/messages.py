@@ -33,7 +33,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     `prompt` is the prompt's token ids as raw int32 bytes: converted once, on arrival. `adapter` and `salt` are the
     cache namespace: nothing is ever shared across two of them. Higher `priority` goes first. With `explain`, an output
     says why no more of the prompt was cached. One that `is_for_peer` computes a prompt for another engine. One with a
-    `session_id` is a turn of that session (`quire.cache.sessions`).
+    `session_id` is a turn of that session (`quire.cache.sessions`). Its `owner` alone, and the operator, may
+    ask for its explanation, and see or end its session.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     explain: bool = False
     is_for_peer: bool = False
     session_id: str = ""
+    owner: str = ""
 
     def tokens(self) -> Ids:
         """The prompt's token ids, int32 `[num_prompt_tokens]`, a read-only view."""
@@ -53,7 +55,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
 
 class RetainRequest(msgspec.Struct, kw_only=True):
-    """A prefix to retain: token ids as in `EngineRequest`, its namespace, and the terms (`quire.offload.retention`)."""
+    """A prefix to retain: token ids, namespace and owner as in `EngineRequest`, and the terms
+    (`quire.offload.retention`)."""
 
     prompt: bytes
     ttl_seconds: float
@@ -61,6 +64,7 @@ class RetainRequest(msgspec.Struct, kw_only=True):
     salt: str = ""
     priority: int = 0
     pin: bool = False
+    owner: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

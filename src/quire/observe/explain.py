@@ -128,28 +128,27 @@ def never_seen(start: int, stop: int) -> tuple[Reason, ...]:
 
 
 class Explanations:
-    """The explanations of the last admitted requests, by their ids; older ones are dropped."""
+    """The explanations of the last admitted requests, by their ids, for their owners; older ones are dropped."""
 
     CAPACITY = 1000
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Explanation] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[str, Explanation]] = OrderedDict()
 
-    def add(self, request_id: str, explanation: Explanation) -> None:
+    def add(self, request_id: str, explanation: Explanation, owner: str = "") -> None:
         """Store the explanation of an admitted request."""
-        self._kept[request_id] = explanation
+        self._kept[request_id] = owner, explanation
         self._kept.move_to_end(request_id)
         if len(self._kept) > self.CAPACITY:
             self._kept.popitem(last=False)
 
-    def of(self, request_id: str) -> dict[str, Explanation]:
+    def of(self, request_id: str, owner: str | None = None) -> dict[str, Explanation]:
         """The explanation of the sequence of that id, or of all sequences of that request: at least one. Raises
-        UnknownRequest if none is stored."""
-        if request_id in self._kept:
-            return {request_id: self._kept[request_id]}
-        sequences = re.compile(re.escape(request_id) + r"(-\d+)+")
-        if found := {key: kept for key, kept in self._kept.items() if sequences.fullmatch(key)}:
-            return found
+        UnknownRequest if none of this `owner`, or of any owner, is stored."""
+        sequences = re.compile(re.escape(request_id) + r"(-\d+)*")
+        kept = self._kept.items()
+        if found := {key: each for key, (its, each) in kept if owner in (None, its) and sequences.fullmatch(key)}:
+            return {request_id: found[request_id]} if request_id in found else found
         raise UnknownRequest(
             f"no explanation of request '{request_id}' is kept; {len(self._kept):,} are, of at most "
             f"{self.CAPACITY:,} sequences that were admitted last.",

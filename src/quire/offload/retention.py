@@ -75,6 +75,7 @@ class RetainedPrefix:
 
     key: bytes
     namespace: Namespace
+    owner: str
     hold: Hold
     priority: int
     retention_id: str = field(default_factory=lambda: f"retention-{secrets.token_hex(16)}")
@@ -112,9 +113,16 @@ class Retention(RetentionPort):
     # -- verbs of callers
 
     def retain(
-        self, tokens: Ids, namespace: Namespace, *, ttl_seconds: float, priority: int = 0, pin: bool = False
+        self,
+        tokens: Ids,
+        namespace: Namespace,
+        *,
+        ttl_seconds: float,
+        priority: int = 0,
+        pin: bool = False,
+        owner: str = "",
     ) -> Granted:
-        """Retain the cached part of `tokens` for so long. A repeated call for the same tokens also retains pages that
+        """Retain the cached part of `tokens` for so long. A repeated call of an owner also retains pages that
         were cached since. It takes the latest expiry, the highest priority and any pin of all calls. Raises
         InvalidInput for an impossible time.
         """
@@ -123,7 +131,8 @@ class Retention(RetentionPort):
             raise InvalidInput(asked, fix="ask again before the time is over to keep it longer.")
         now = self._parts.seconds()
         self.expire()
-        key = hashlib.sha256(namespace_seed(namespace) + tokens.tobytes()).digest()
+        whose = namespace_seed(namespace) + hashlib.sha256(owner.encode()).digest()
+        key = hashlib.sha256(whose + tokens.tobytes()).digest()
         prefix = self._by_key.get(key)
         pin = pin or (prefix is not None and prefix.pinned)
         match = self._tree.match(namespace, tokens)
@@ -135,7 +144,7 @@ class Retention(RetentionPort):
             lease = self._tree.pin_path(match, num_pages)
             if prefix is None:
                 hold = self._parts.holds.add(Reason.RETAIN, frames, lease=lease)
-                prefix = RetainedPrefix(key, namespace, hold, priority)
+                prefix = RetainedPrefix(key, namespace, owner, hold, priority)
                 self._by_id[prefix.retention_id] = self._by_key[key] = prefix
             else:
                 self._parts.holds.change(prefix.hold, frames, lease=lease)
@@ -156,9 +165,10 @@ class Retention(RetentionPort):
             host_tokens=(num_retained - self._num_here(pages_to(prefix.end))) * self._size,
         )
 
-    def release(self, retention_id: str) -> bool:
-        """End a retention; returns False if none has that id."""
-        return retention_id in self._by_id and self._end(self._by_id[retention_id]) > 0
+    def release(self, retention_id: str, owner: str | None = None) -> bool:
+        """End a retention of an owner, or of any; returns False if none has that id."""
+        prefix = self._by_id.get(retention_id)
+        return prefix is not None and owner in (None, prefix.owner) and self._end(prefix) > 0
 
     def release_all(self, namespace: Namespace | None) -> int:
         """End all retentions of a namespace, or of any (None), and return their number."""

@@ -62,6 +62,7 @@ class Request:
         explain: bool = False,
         is_for_peer: bool = False,
         session_id: str = "",
+        owner: str = "",
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -73,6 +74,7 @@ class Request:
         self.explain = explain  # its client wants the explanation
         self.is_for_peer = is_for_peer  # another engine has asked for it
         self.session_id = session_id  # "" for none
+        self.owner = owner  # of its session and its explanation
         self.turn: Turn | None = None  # of its session, set by the scheduler
         self.grant: SessionGrant | None = None  # what its session holds, when it has ended
         self.arrival = 0  # set by the scheduler: its place in the order of arrival

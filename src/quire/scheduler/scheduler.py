@@ -22,6 +22,7 @@ import numpy as np
 from quire.cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
+from quire.cache.session import SessionKey
 from quire.errors import InvalidInput, OutOfPages
 from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.chunk_budget import Backlog, ChunkBudget
@@ -107,7 +108,8 @@ class Scheduler:
         request.arrival = self._arrivals
         request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
         if request.session_id:
-            request.turn = self._cache.sessions.open(request.namespace, request.session_id, self._arrivals)
+            key = SessionKey(request.namespace, request.session_id, request.owner)
+            request.turn = self._cache.sessions.open(key, self._arrivals)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._wait(request)

@@ -136,8 +136,8 @@ def _router(service: Service) -> APIRouter:
     @router.get("/v1/cache/explain/{request_id}")
     async def explain(request_id: str, request: Request) -> dict[str, Any]:
         """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
-        that is not known any more. To operators it also tells what other namespaces have cached."""
-        found = await service.engine.ask(Core.explain, request_id)
+        that is not known any more, or another key's. To operators it also tells what other namespaces have cached."""
+        found = await service.engine.ask(Core.explain, request_id, request.state.client.sees)
         if not request.state.client.is_admin:
             found = {key: explanation.for_client() for key, explanation in found.items()}
         return {

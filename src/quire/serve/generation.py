@@ -267,6 +267,7 @@ class Generation:
                 priority=body.priority or 0,
                 explain=bool(body.explain),
                 session_id=body.session_id or "",
+                owner=client.owner,
             )
 
         turn: Turn | None = None

@@ -34,11 +34,21 @@ _EXPLAIN = "/v1/cache/explain/"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
     """The sender of a request. `name` is that of its key, "" if keys have no names. A `tenant` has namespaces of its
-    own."""
+    own. What it makes has it as `owner`, and it sees what has the owner that it `sees`, or all."""
 
     name: str = ""
     is_tenant: bool = False
     is_admin: bool = False
+
+    @property
+    def owner(self) -> str:
+        """No name of a key is that of the operator."""
+        return "(operator)" if self.is_admin else self.name
+
+    @property
+    def sees(self) -> str | None:
+        """None: all."""
+        return None if self.is_admin else self.owner
 
     def salt(self, given: str) -> str:
         """The salt of its namespace; no other tenant has one that is equal."""

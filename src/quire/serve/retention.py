@@ -1,7 +1,7 @@
 """`POST /v1/cache/retain`, `release`, `flush`, `epoch` and `role`, `GET /v1/cache/retained`: what an engine keeps.
 
-A client may use each namespace whose salt it knows. A retention is released by an id that only the answer has; the list
-has neither ids nor tokens nor salts.
+A client may use each namespace whose salt it knows. A retention is released by the key that made it, by an id that only
+the answer has; the list has neither ids nor tokens nor salts.
 """
 
 from __future__ import annotations
@@ -117,14 +117,16 @@ def retention_router(service: Service) -> APIRouter:
             salt=request.state.client.salt(body.cache_salt or ""),
             priority=body.priority or 0,
             pin=_allowed_pin(body, request),
+            owner=request.state.client.owner,
         )
         found = asdict(granted)
         return {"id": found.pop("retention_id") or None, **found}
 
     @router.post("/v1/cache/release")
-    async def release(body: ReleaseBody) -> dict[str, Any]:
-        """Keep it no longer. `released` is false if it had expired, was ended for other requests, or never existed."""
-        return {"id": body.id, "released": await engine.ask(Core.release, body.id)}
+    async def release(body: ReleaseBody, request: Request) -> dict[str, Any]:
+        """Keep it no longer. `released` is false if it had expired, was ended for other requests, never existed, or is
+        another key's."""
+        return {"id": body.id, "released": await engine.ask(Core.release, body.id, request.state.client.sees)}
 
     @router.get("/v1/cache/retained")
     async def retained() -> dict[str, Any]:
