@@ -91,8 +91,8 @@ def test_a_body_may_be_as_large_as_a_servers(router: LiveRouter) -> None:
 def test_a_key_is_asked_for_and_passed_on() -> None:
     headers = {"Authorization": "Bearer schlüssel".encode().decode("latin-1")}
     with (
-        LiveServer.echo(keys=Keys("schlüssel")) as server,
-        LiveRouter([server], api_key="schlüssel") as router,
+        LiveServer.echo(api_key="schlüssel") as server,
+        LiveRouter([server], keys=Keys("schlüssel")) as router,
         LiveRouter([server]) as open_router,
     ):
         assert router.request("/v1/models", headers=headers)[0] == 200

@@ -79,6 +79,19 @@ class LiveServer:
         method: str = "",
     ) -> tuple[int, Any]:
         """Status and decoded body of one request; a body makes it a POST."""
+        status, _, answer = self.exchange(path, body, raw=raw, headers=headers, method=method)
+        return status, answer
+
+    def exchange(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        raw: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        method: str = "",
+    ) -> tuple[int, http.client.HTTPMessage, Any]:
+        """The same, with the headers of the answer."""
         payload = json.dumps(body).encode() if body is not None else raw
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
@@ -87,7 +100,7 @@ class LiveServer:
             response = connection.getresponse()
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
-            return response.status, json.loads(text) if is_json else text
+            return response.status, response.headers, json.loads(text) if is_json else text
         finally:
             connection.close()
 

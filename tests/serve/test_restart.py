@@ -154,19 +154,25 @@ def test_restarts_are_limited() -> None:
 
 
 def test_a_shutdown_ends_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "_FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(async_engine, "_FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(async_engine, "_LONGEST_PAUSE_S", 3600.0)
 
     async def body() -> None:
         async with running(2) as engine:
+            started: list[EngineProcess] = []
+            start = engine._start_again
+            engine._start_again = lambda: started.append(start()) or started[-1]  # type: ignore[func-returns-value]
             kill(engine)
 
-            async def is_dead() -> bool:
-                return not engine.health().healthy
+            async def pauses() -> bool:
+                return engine._restarted_s != []
 
-            await until(is_dead)
-            began = time.monotonic()
-            await engine.shutdown()
-            assert time.monotonic() - began < 20
+            await until(pauses, timeout_s=waits.SOON_S)
+            restarting = engine._restarting
+            assert restarting is not None and not restarting.done()
+            await asyncio.wait_for(engine.shutdown(), 60)
+            assert restarting.cancelled() and not started
+            assert not engine._process.process.is_alive()
 
     asyncio.run(body())
 

@@ -18,7 +18,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.errors import HeaderTooLarge, InvalidInput, Overloaded, QuireError, TooSlow
-from quire.serve.errors import error_body
+from quire.serve.errors import COME_AGAIN, error_body
 
 BODY_BYTES_PER_S = 128 * 1024
 """A body may take a second more for so many bytes."""
@@ -168,7 +168,7 @@ class Connection(HttpToolsProtocol):
                 f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
                 "content-type: application/json",
                 f"content-length: {len(body)}",
-                *(["retry-after: 1"] if isinstance(error, Overloaded) else ()),
+                *(["retry-after: 1"] if error.status in COME_AGAIN else ()),
                 "connection: close",
                 *("", ""),
             )

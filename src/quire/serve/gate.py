@@ -1,4 +1,5 @@
-"""The checks of every request before its route: its id, its key, the size limit; and the count of answers.
+"""The checks of every request before its route: its id, its key, the size limit; and the count of answers. Each 429 and
+503 leaves with the time after which to come again.
 
 Plain ASGI, so that a closed connection reaches the routes untouched.
 """
@@ -18,13 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import BodyTooLarge
 from quire.serve.config import MOST_BODY_BYTES
-from quire.serve.errors import error_response
+from quire.serve.errors import COME_AGAIN, RETRY_AFTER_S, error_response
 from quire.serve.keys import Keys
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
 """Header that a client may send, and gets back; without it, it gets one of the server's."""
+
+RETRY_AFTER = "Retry-After"
 
 _IS_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -52,7 +55,10 @@ class Gate:
             if message["type"] == "http.response.start":
                 route, status = getattr(scope.get("route"), "path", "other"), str(message["status"])
                 self._responses[route, status] += 1
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                answered = MutableHeaders(scope=message)
+                answered[REQUEST_ID] = request_id
+                if message["status"] in COME_AGAIN:
+                    answered.setdefault(RETRY_AFTER, str(RETRY_AFTER_S))
                 if message["status"] >= 400:
                     logger.info("%s %s: %s [%s]", scope["method"], route, status, request_id)
             await send(message)
@@ -85,7 +91,7 @@ def add_gate(
             allow_origins=cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID],
+            expose_headers=[REQUEST_ID, RETRY_AFTER],
         )
 
 

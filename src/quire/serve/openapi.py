@@ -147,7 +147,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     408: {"model": ErrorAnswer, "description": "The request was not sent, or not answered, by its deadline."},
     413: {"model": ErrorAnswer, "description": "More than this server has memory for, or a body that is too large."},
     429: {"model": ErrorAnswer, "description": "More than the server takes at once; `Retry-After` says when to come."},
-    503: {"model": ErrorAnswer, "description": "The engine has ended, or the server is shutting down."},
+    503: {"model": ErrorAnswer, "description": "No engine, or the server shuts down; `Retry-After` says when to come."},
 }
 
 
