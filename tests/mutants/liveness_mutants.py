@@ -5,6 +5,7 @@ from __future__ import annotations
 from multiprocessing.process import BaseProcess
 
 from quire.engine.async_engine import AsyncEngine
+from quire.engine.process import EngineProcess
 from quire.engine.watchdog import LaneWatch, Watchdog
 from quire.serve.shares import Shares, Turn
 from tests.mutants.mutants import Patch, mutant
@@ -64,6 +65,16 @@ def the_dead_look_alive(patch: Patch) -> None:
 @mutant("restarts", "an engine whose memory is broken is started again for ever, and clients never hear of it")
 def restarts_have_no_limit(patch: Patch) -> None:
     patch.setattr(AsyncEngine, "_may_restart", lambda engine: len(engine._restarted_s) < 5)
+
+
+@mutant("late deaths", "a start that failed starts another engine, which nobody owns, and which keeps its memory")
+def the_dead_are_buried_twice(patch: Patch) -> None:
+    def bury(engine: AsyncEngine, process: EngineProcess, until_s: float) -> None:
+        if process is engine._process:
+            engine._draining = False
+            engine._die(process.death())
+
+    patch.setattr(AsyncEngine, "_bury", bury)
 
 
 @mutant("silent engines", "an engine that stopped while it had no work looks well until a request is lost")

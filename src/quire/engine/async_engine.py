@@ -13,8 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 
 from quire.engine.config import EngineConfig
+from quire.engine.health import Health, stuck
 from quire.engine.messages import (
     ENCODER,
     REPORT_DECODER,
@@ -68,18 +68,10 @@ SILENT_AFTER_S = 30.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _LEAST_RETRY_S = 1.0
+_LOOK_S = 0.1  # between two looks at whether a process has ended
+_LINGER_S = 5.0  # in which it has to
 
 Prompt = str | Sequence[int] | Ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """Whether requests can progress; if not, why not. `stuck` is what does not work meanwhile: lanes between tiers, the
-    store, peers. Requests are answered without them."""
-
-    healthy: bool
-    reason: str = ""
-    stuck: tuple[str, ...] = ()
 
 
 def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
@@ -95,17 +87,6 @@ def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     found.set_running_or_notify_cancel()
     threading.Thread(target=run, daemon=True).start()
     return asyncio.wrap_future(found)
-
-
-def _stuck(statistics: dict[str, Any]) -> Iterator[str]:
-    """What does not work, by the last heartbeat, and why."""
-    tiers, transfer = statistics.get("tiers") or {}, statistics.get("transfer") or {}
-    for lane, seconds in tiers.get("stuck", {}).items():
-        yield f"lane {lane}: something is in flight, and nothing has ended for {seconds:.0f} s"
-    for kind in tiers.get("store_lost", ()):
-        yield f"store: it answers no {kind}"
-    for peer, problem in transfer.get("problems", {}).items():
-        yield f"peer {peer}: {problem}"
 
 
 def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
@@ -231,6 +212,7 @@ class AsyncEngine:
                 engine.tokenising = Tokenising(engine.tokenizer, most_tokens=engine.context_length)
             engine._on_progress = None
         except BaseException:
+            await engine._start_no_other()
             if loading is not None:
                 loading.cancel()
                 await asyncio.gather(loading, return_exceptions=True)
@@ -381,14 +363,11 @@ class AsyncEngine:
                 reason=f"the engine {work} for {waited_s:.0f} s ({len(self._streams)} sequences are open; "
                 f"the limit is {self._stall_after_s:g} s){': ' if waits else '.'}{waits}",
             )
-        return Health(healthy=True, stuck=tuple(_stuck(self.last_statistics)))
+        return Health(healthy=True, stuck=tuple(stuck(self.last_statistics)))
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, let the open ones finish for at most `drain_s`, abort the rest, end the process."""
-        self._draining = True
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.gather(self._restarting, return_exceptions=True)
+        await self._start_no_other()
         if self._death is None and drain_s > 0:
             try:
                 await asyncio.wait_for(self._idle.wait(), drain_s)
@@ -400,6 +379,13 @@ class AsyncEngine:
         if self.tokenising is not None:
             self.tokenising.close()
         self._death = self._death or closed
+
+    async def _start_no_other(self) -> None:
+        """Take no more requests, and let no other process take the place of one that dies."""
+        self._draining = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
 
     async def _end(self, *, deadline_s: float | None = None) -> None:
         """Stop the process, and listen to it no longer."""
@@ -420,6 +406,7 @@ class AsyncEngine:
                 self._on_report(REPORT_DECODER.decode(message))
             if not channel.is_open:
                 self._loop.remove_reader(channel)
+                self._loop.call_later(_LOOK_S, self._bury, self._process, self._heard_s + _LINGER_S)
         except Exception as error:  # every open request must get this error, whatever it is
             logger.exception("reading the engine's reports failed")
             self._die(EngineDead(f"the engine's reports cannot be read: {error}", fix="restart the server."))
@@ -444,7 +431,8 @@ class AsyncEngine:
                 self.start_statistics = self.last_statistics = report.statistics
                 self._progress_s = time.monotonic()
                 self._start_s = self._progress_s - self._began_s
-                self._ready.set_result(None)
+                if not self._ready.done():  # it is cancelled if the start is
+                    self._ready.set_result(None)
             case Died(error) if not self._ready.done():
                 logger.debug("engine start-up failed:\n%s", error.details)
                 self._ready.set_exception(error.rebuild())
@@ -476,14 +464,24 @@ class AsyncEngine:
         self._progress, self._has_work = beat.progress, beat.has_work
 
     def _on_exit(self) -> None:
-        """The process is gone. Its last reports may still be in the socket, so these are read first."""
+        """The process is gone, or about to be."""
         self._loop.remove_reader(self._process.process.sentinel)
-        self._loop.call_later(0.1, self._bury, self._process)
+        self._loop.call_later(_LOOK_S, self._bury, self._process, time.monotonic() + _LINGER_S)
 
-    def _bury(self, process: EngineProcess) -> None:
-        if process is self._process:  # another may have taken its place
-            process.process.join(0)
+    def _bury(self, process: EngineProcess, until_s: float) -> None:
+        """What waits for a process gets the error that it left, or how it ended. One that has not ended by then is
+        killed."""
+        if process is not self._process or self._has_ended:  # another has its place, or nothing waits for it
+            return
+        while process.channel.has_news():  # its last reports
+            self._receive()
+        if process.process.exitcode is not None:
             self._die(process.death())
+            return
+        if time.monotonic() > until_s:
+            logger.error("the engine process has closed its channel, and is killed as it does not end")
+            process.process.kill()
+        self._loop.call_later(_LOOK_S, self._bury, process, until_s)
 
     def _die(self, error: QuireError) -> None:
         if not self._ready.done():

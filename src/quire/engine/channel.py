@@ -57,6 +57,12 @@ class Channel:
                 self._unsent.clear()
         return True
 
+    def has_news(self) -> bool:
+        """Whether `receive` would find bytes, or the end."""
+        readable = select.poll()
+        readable.register(self._end, select.POLLIN)
+        return self.is_open and bool(readable.poll(0))
+
     def receive(self) -> list[bytes]:
         """The messages that have arrived; without waiting."""
         try:
