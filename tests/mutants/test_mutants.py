@@ -104,6 +104,7 @@ from tests.scheduler.test_hybrid_reuse import (
 from tests.serve import (
     test_async_engine,
     test_connections,
+    test_late_death,
     test_output,
     test_restart,
     test_shares,
@@ -349,6 +350,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "queues": [test_shares.check_retry_after_follows_the_queue],
     "times to come again": [lambda: with_patches(test_restart.check_the_time_to_come_again_gets_shorter)],
     "deaths": [test_restart.check_health_knows_a_death_at_once],
+    "late deaths": [lambda: with_patches(test_late_death.check_a_start_that_dies_late_starts_no_other)],
     "restarts": [test_restart.check_restarts_are_limited],
     "silent engines": [test_restart.check_a_silent_engine_fails_health],
     "watchdogs": [test_watchdog.check_a_stuck_thread_is_told],

@@ -86,7 +86,7 @@ def test_a_start_that_dies_late_starts_no_other(monkeypatch: pytest.MonkeyPatch)
     check_a_start_that_dies_late_starts_no_other(monkeypatch)
 
 
-def check_a_tokenizer_that_fails_ends_a_restart(started: list[EngineProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_fails_ends_a_restart(started: list[EngineProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is ready, dies and is started again while the tokenizer still loads."""
     may_fail = threading.Event()
     made: list[AsyncEngine] = []
@@ -123,10 +123,6 @@ def check_a_tokenizer_that_fails_ends_a_restart(started: list[EngineProcess], mo
         await nothing_is_left(started, 1)
 
     asyncio.run(body())
-
-
-def test_a_tokenizer_that_fails_ends_a_restart(started: list[EngineProcess], monkeypatch: pytest.MonkeyPatch) -> None:
-    check_a_tokenizer_that_fails_ends_a_restart(started, monkeypatch)
 
 
 def closes_its_channel(config: EngineConfig, progress: Progress) -> Core:
