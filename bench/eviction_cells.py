@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--pool", default="1/16,1/8,1/4,1/2", help="parts of the working set (%(default)s)")
     parser.add_argument("--page", default="64")
     parser.add_argument("--policy", default="lru,density", help="sieve, or one of quire replay --list")
+    parser.add_argument("--closes", type=float, default=0.0, help="also with this share of sessions closed at the end")
     parser.add_argument(
         "--no-optimum", action="store_true", help="leave out the optimum and the closed part of the gap"
     )
@@ -160,12 +161,13 @@ def main() -> None:
             pool = int(bounds.working_set_tokens * part)
             best = 0.0 if given.no_optimum else bounds.optimal_hit_tokens(pool) / bounds.prompt_tokens
             lru = 0.0
-            for policy in given.policy.split(","):
-                found = replay_in_order(pages, pool, eviction_policy(policy))
+            for policy, closes in itertools.product(given.policy.split(","), sorted({0.0, given.closes})):
+                found = replay_in_order(pages, pool, eviction_policy(policy), closes=closes)
                 rate = found.hit_rate(pages)
-                lru = rate if policy == "lru" else lru
-                gap = f"{(rate - lru) / (best - lru):6.1%} of the gap" if lru < best and policy != "lru" else ""
-                print(f"  {part!s:5} {policy:10} {rate:.4f} {found.cpu_seconds:7.2f} s  {gap}", flush=True)
+                lru = rate if policy == "lru" and not closes else lru
+                gap = f"{(rate - lru) / (best - lru):6.1%} of the gap" if lru < best and rate != lru else ""
+                name = f"{policy:10}{' closed' * bool(closes):7}"
+                print(f"  {part!s:5} {name} {rate:.4f} {found.cpu_seconds:7.2f} s  {gap}", flush=True)
             print(f"  {part!s:5} optimum    {best:.4f}" if best else "", flush=True)
 
 

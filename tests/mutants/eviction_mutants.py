@@ -6,11 +6,15 @@ from functools import partial
 from heapq import heappush
 from typing import Any
 
-from quire.prefix import evict, lru_bound
+from quire.cache.sessions import Sessions
+from quire.prefix import evict, lru_bound, radix_cache
 from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
+from quire.prefix.evicted import EvictedEdges
 from quire.prefix.guarded_density import GuardedDensity
 from quire.prefix.lru_bound import Guard, LRUBound
+from quire.prefix.node import Node, User, used_by
+from quire.prefix.placement import NodeTiers
 from quire.sim import hit_bounds, paged_trace
 from quire.sim.paged_trace import PagedRequest
 from quire.sim.sequential import SequentialReplay
@@ -97,3 +101,64 @@ def candidates_are_left_behind(patch: Patch) -> None:
 @mutant("guard", "all outputs end alike, and sessions that wait for a tool go before those that wait for a person")
 def endings_are_all_alike(patch: Patch) -> None:
     patch.setattr(Endings, "class_of", lambda endings, token: (0, False))
+
+
+@mutant(
+    "ended sessions", "a client closes its session, and nothing follows from it: its pages wait for their turn to go"
+)
+def an_end_is_ignored(patch: Patch) -> None:
+    patch.setattr(NodeTiers, "end", lambda tiers, user: None)
+
+
+@mutant("ended sessions", "a prompt that many sessions share goes when the first of them is closed")
+def what_others_use_goes_too(patch: Patch) -> None:
+    patch.setattr(radix_cache, "used_by", lambda node, user: None)
+
+
+@mutant("ended sessions", "a client that closes each session and opens it again never frees what it leaves at last")
+def nothing_is_taken_over(patch: Patch) -> None:
+    def shared(node: Node, user: User | None) -> None:
+        used_by(node, user if node.user is None or not node.user.ended else None)
+
+    patch.setattr(radix_cache, "used_by", shared)
+
+
+@mutant(
+    "ended sessions",
+    "who used evicted pages is forgotten: a popular prompt goes with the session that computed it again",
+)
+def evicted_pages_have_no_users(patch: Patch) -> None:
+    real = EvictedEdges.returning
+
+    def returning(edges: EvictedEdges, node: Node, data: bytes) -> Any:
+        found = real(edges, node, data)
+        for edge, _ in found[2]:
+            edge.user = User(ended=True)
+        return found
+
+    patch.setattr(EvictedEdges, "returning", returning)
+
+
+@mutant("ended sessions", "a session that has expired is forgotten, and closing it later frees nothing")
+def expired_sessions_have_no_pages(patch: Patch) -> None:
+    real = Sessions.expire
+
+    def expire(sessions: Sessions) -> int:
+        before, ended = sessions.num_expired, real(sessions)
+        if sessions.num_expired > before:
+            sessions._users.clear()
+        return ended
+
+    patch.setattr(Sessions, "expire", expire)
+
+
+@mutant("ended sessions", "pages of closed sessions are copied to the host, and take the room of others there")
+def what_has_ended_is_written_back(patch: Patch) -> None:
+    real = radix_cache.RadixCache.demote
+
+    def demote(tree: radix_cache.RadixCache, num_pages: int, cause: str, keep: Any, leave: Any) -> Any:
+        for node in tree.nodes():
+            node.user = None
+        return real(tree, num_pages, cause, keep, leave)
+
+    patch.setattr(radix_cache.RadixCache, "demote", demote)

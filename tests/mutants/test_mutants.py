@@ -88,6 +88,7 @@ from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import check_link
 from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
+from tests.prefix import test_ended
 from tests.prefix.test_evict import check_eviction_orders
 from tests.prefix.test_guarded_density import GUARD
 from tests.prefix.test_policy_models import KEYS, check_policy
@@ -166,6 +167,15 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
     "guard": GUARD,
+    "ended sessions": [
+        *(lambda name=name: test_ended.check_what_is_its_own_goes_first(name) for name in ("lru", "density")),
+        test_ended.check_a_use_takes_it_back,
+        test_ended.check_a_turn_that_still_runs,
+        test_ended.check_evicted_pages_know_their_users,
+        test_ended.check_lower_tiers,
+        test_sessions.check_a_closed_session_goes_first,
+        test_sessions.check_an_expired_session_is_closed,
+    ],
     "page replays": [
         lambda: test_sequential.check_small_pool(5),
         lambda: test_sequential.check_small_pool(9),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.errors import LeaseError
 from quire.prefix.evict import POLICIES, eviction_policy
-from quire.prefix.node import Lease, Node, pages_to
+from quire.prefix.node import Lease, Node, User, pages_to
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Bools, Ids, Tier
@@ -35,6 +35,7 @@ class Page:
     number: int
     here: bool
     kept: bool
+    user: User | None = field(default=None, compare=False)  # the only one
 
 
 class Model:
@@ -48,6 +49,13 @@ class Model:
     def fresh(self, count: int) -> list[int]:
         self._last += count
         return list(range(self._last - count + 1, self._last + 1))
+
+    def use(self, prefix: Prefix, user: User | None) -> None:
+        """A request uses a path."""
+        for n in range(len(prefix)):
+            page = self.pages[prefix[: n + 1]]
+            if page.user is not user and (user is None or not user.ended):
+                page.user = user if page.user is not None and page.user.ended else None
 
     def matched(self, tokens: Prefix) -> int:
         return next((n for n in range(len(tokens)) if tokens[: n + 1] not in self.pages), len(tokens))
@@ -106,19 +114,22 @@ class TieredTree(RuleBasedStateMachine):
         )
         self.model = Model()
         self.leases: list[tuple[Lease, Prefix, bool]] = []  # whether it is a pin
+        self.users: list[User | None] = [None, User(), User()]
+        self.all_users = self.users[1:]
         self.told: dict[Tier, set[bytes]] = {Tier.DEVICE: set(), Tier.HOST: set()}
 
     # -- holding
 
-    @rule(tokens=TOKENS)
-    def begin(self, tokens: Prefix) -> None:
+    @rule(tokens=TOKENS, who=st.integers(0, 2))
+    def begin(self, tokens: Prefix, who: int) -> None:
         """A request begins: what it holds comes to the device."""
         match = self.tree.match(NAMESPACE, ids(tokens))
         count = self.model.matched(tokens)
         assert match.pages.tolist() == [self.model.pages[tokens[: n + 1]].number for n in range(count)]
         assert match.num_here == sum(self.model.pages[tokens[: n + 1]].here for n in range(count))
-        lease = self.tree.lease(match)
+        lease = self.tree.lease(match, user=self.users[who])
         self.tree.arrive(lease, match.num_here, count)
+        self.model.use(tokens[:count], self.users[who])
         self.where.device.update(match.pages.tolist())
         self.leases.append((lease, tokens[:count], False))
         self.model.held[tokens[:count]] += 1
@@ -142,6 +153,14 @@ class TieredTree(RuleBasedStateMachine):
         with pytest.raises(LeaseError):
             end(lease)
 
+    @rule(who=st.integers(1, 2))
+    def close(self, who: int) -> None:
+        """A session ends; another one follows. Requests of the one that ended may still run."""
+        user, self.users[who] = self.users[who], User()
+        self.all_users.append(self.users[who])
+        assert user is not None
+        self.tree.end(user)
+
     # -- growing
 
     @precondition(lambda self: self.leases)
@@ -161,12 +180,22 @@ class TieredTree(RuleBasedStateMachine):
             self.where.device.update(grown.pages.tolist())
         assert grown.duplicates.tolist() == numbers[:duplicates]
         for n, number in enumerate(numbers):
-            page = self.model.pages.setdefault(whole[: len(prefix) + n + 1], Page(number, not is_pin, is_pin))
+            where = whole[: len(prefix) + n + 1]
+            if where not in self.model.pages:
+                self.model.pages[where] = Page(number, not is_pin, is_pin, self._first_user(where, lease, is_pin))
+            page = self.model.pages[where]
             page.here |= not is_pin
             assert int(grown.pages[n]) == page.number
+        if not is_pin:
+            self.model.use(whole, lease.user)
         self.model.held[prefix] -= 1
         self.model.held[whole] += 1
         self.leases[at] = lease, whole, is_pin
+
+    def _first_user(self, prefix: Prefix, lease: Lease, is_pin: bool) -> User | None:
+        """The user of a new page. What a pin grafts belongs to the page before."""
+        before = self.model.pages.get(prefix[:-1])
+        return lease.user if not is_pin else before.user if before is not None else None
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -187,13 +216,16 @@ class TieredTree(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 9), most=st.sampled_from((0, 1, 99)))
     def evict_device(self, count: int, most: int) -> None:
-        """The callback copies all of a node, its first page, or nothing."""
+        """The callback copies all of a node, its first page, or nothing. Pages of ended sessions go first."""
         idle = [prefix for prefix, page in self.model.pages.items() if page.here and not self.model.is_held(prefix)]
+        over = {number for node in self.tree.nodes() if node.is_over for number in node.pages.tolist()}
+        first = [prefix for prefix in idle if self.model.pages[prefix].number in over]
 
         def keep(node: Node) -> int:
             lease = self.tree.pin(node)
             self.where.copy(self.tree, lease, node.depth, node.depth + min(most, node.num_pages))
             self.tree.release(lease)
+            assert not node.is_over, "pages of an ended session are written back"
             return self.tree.num_copies(node)
 
         left: list[int] = []
@@ -209,11 +241,15 @@ class TieredTree(RuleBasedStateMachine):
             self.model.pages[prefix].here, self.model.pages[prefix].kept = False, True
         removed = self._forget(evicted.removed)  # of which some may have moved before
         assert set(moved) <= set(idle)
-        assert len({*moved, *(prefix for prefix in removed if prefix in idle)}) == min(count, len(idle))
+        left_now = {*moved, *(prefix for prefix in removed if prefix in idle)}
+        assert len(left_now) == min(count, len(idle))
+        assert len(left_now.intersection(first)) >= min(count, len(first)), "pages of an ended session stay"
 
     @rule(count=st.integers(0, 9))
     def evict_lower(self, count: int) -> None:
         copies = [prefix for prefix, page in self.model.pages.items() if page.kept and not self.model.is_held(prefix)]
+        over = {number for node in self.tree.nodes() if node.is_over for number in node.pages.tolist()}
+        first = [prefix for prefix in copies if self.model.pages[prefix].number in over]
         left: list[int] = []
 
         def leave(pages: Ids) -> None:
@@ -229,6 +265,7 @@ class TieredTree(RuleBasedStateMachine):
         removed = self._forget(evicted.removed)
         assert {*moved, *removed} <= set(copies)
         assert len(moved) + len(removed) == min(count, len(copies))
+        assert len({*moved, *removed}.intersection(first)) >= min(count, len(first)), "copies of an ended session stay"
 
     @precondition(lambda self: self.model.pages)
     @rule(data=st.data())
@@ -279,6 +316,18 @@ class TieredTree(RuleBasedStateMachine):
             assert here or self.tree.num_copies(node) == node.num_pages, "a page is nowhere"
         assert self.where.host == {page.number for page in found.values() if page.kept}
         assert found == self.model.pages
+
+    @invariant()
+    def what_only_one_session_has_used(self) -> None:
+        """The tree may take pages of one session for those of several: it remembers who used them before eviction."""
+        nodes = list(self.tree.nodes())
+        for node in nodes:
+            users = {self.model.pages[self.model.named(number)].user for number in node.pages.tolist()}
+            assert node.user is None or users == {node.user}, "another session's pages would go first"
+            below = [each for each in nodes if node.user is not None and each.parent is node]
+            assert all(each.user is not None for each in below), "a page would go before the one that needs it"
+        for user in self.all_users:
+            assert user is None or user.nodes.keys() == {node for node in nodes if node.user is user}
 
     @invariant()
     def counters(self) -> None:

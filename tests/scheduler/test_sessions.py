@@ -13,6 +13,7 @@ from quire.cache import KVCache
 from quire.cache.session import SessionGrant, SessionSettings, Start
 from quire.errors import OutOfPages
 from quire.offload import Offloads
+from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ class TurnServer:
         share: float = 0.5,
         share_prefixes: bool = True,
         overlap: bool = False,
+        eviction: str = DEFAULT_POLICY,
     ) -> None:
         reaches = KINDS[kind]
         groups = tuple(f"{reach.kind}{at}" for at, reach in enumerate(reaches))
@@ -50,6 +52,7 @@ class TurnServer:
         self.now = 0.0
         self.cache = KVCache(
             plan,
+            eviction=eviction,
             share_prefixes=share_prefixes,
             explains=True,
             seconds=lambda: self.now,
@@ -333,6 +336,54 @@ def test_a_session_is_closed() -> None:
     assert len(server.cache.sessions) == 0 and not server.cache.rows.live
     found = server.cache.pages.num_free_pages + server.cache.tree.num_evictable
     assert found == server.cache.plan.num_pages
+
+
+def check_a_closed_session_goes_first() -> None:
+    """Two sessions with a common prompt of two pages. The one used last is closed."""
+    server = TurnServer(share=0.9, eviction="lru")
+    common = prompt(1, 32)
+    other = server.turn(prompt(4, 32), "").tokens
+    theirs = server.turn([*common, *prompt(2, 32)], "theirs").tokens
+    mine = server.turn([*common, *prompt(3, 32)], "mine").tokens
+    server.cache.sessions.close(Namespace(), "mine")
+    assert len(server.cache.match(mine).pages) == 4, "it is cached until its room is needed"
+    assert server.cache.evict(2) == 2
+    assert len(server.cache.match(mine).pages) == 2 and len(server.cache.match(theirs).pages) == 4
+    assert len(server.cache.match(other).pages) == 2, "which was used before"
+
+
+def test_what_a_closed_session_alone_has_used_is_evicted_first() -> None:
+    check_a_closed_session_goes_first()
+
+
+def check_an_expired_session_is_closed() -> None:
+    """A client may come back after its session has expired, or close it then."""
+    server = TurnServer(share=0.9, eviction="lru")
+    history = server.turn(prompt(1, 32), "s").tokens
+    other = server.turn(prompt(2, 32), "t").tokens
+    server.now = 200.0
+    assert server.cache.sessions.expire() == 2
+    history = server.turn([*history.tolist(), *prompt(3, 32)], "s").tokens
+    assert grant_of(server.turn(prompt(4, 16), "u")).start is Start.NEW
+    server.now = 400.0
+    assert server.cache.sessions.expire() == 2
+    assert not server.cache.sessions.close(Namespace(), "s"), "there is none any more"
+    assert server.cache.evict(4) == 4
+    assert not len(server.cache.match(history).pages) and len(server.cache.match(other).pages) == 2
+
+
+def test_a_session_that_has_expired_can_be_closed() -> None:
+    check_an_expired_session_is_closed()
+
+
+def test_an_expired_session_does_not_go_first() -> None:
+    """A client that is slow comes back."""
+    server = TurnServer(share=0.9, eviction="lru")
+    server.turn(prompt(1, 32), "")
+    history = server.turn(prompt(2, 32), "s").tokens
+    server.now = 200.0
+    assert server.cache.sessions.expire() == 1
+    assert server.cache.evict(2) == 2 and len(server.cache.match(history).pages) == 2
 
 
 def test_held_rows_have_an_owner_in_errors() -> None:

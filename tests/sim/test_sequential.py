@@ -70,6 +70,15 @@ def check_small_pool(pool_pages: int) -> None:
     assert found.refused.tolist() == [each > pool_pages for each in held] and found.refused.any() == (pool_pages < 6)
 
 
+@pytest.mark.parametrize("policy", ["lru", "density"])
+def test_clients_that_close_their_sessions_leave_more_to_hit(policy: str) -> None:
+    pages = PagedTrace.of(open_trace("agent-sessions:sessions=8", seed=1), 64)
+    pool = HitBounds(pages, 64).working_set_tokens // 4
+    shares = [replay_in_order(pages, pool, eviction_policy(policy), closes=share) for share in (0.0, 0.5, 1.0)]
+    hits = [found.hit_tokens.sum() for found in shares]
+    assert hits[0] < hits[1] < hits[2] and not shares[2].refused.any()
+
+
 def test_the_pool_is_never_exceeded_and_every_page_is_evictable_at_the_end() -> None:
     pages = PagedTrace.of(open_trace("sessions:requests=60"), 16)
     replay = SequentialReplay(400, 16, eviction_policy("density"))

@@ -246,6 +246,9 @@ def _tree(now: Snapshot) -> Iterator[str]:
     tree, page_bytes, queued = now.parts.tree, now.parts.plan.page_size * TOKEN_BYTES, now.parts.tree.queued()
     sums = dict.fromkeys(("num_pages", "num_protected", "num_shared", "num_below"), 0)
     num_children = sum(len(root.children) for root in now.roots)
+    owned = Counter(node.user for node, _ in now.edges if node.user is not None)
+    if any(len(each.nodes) != count for each, count in owned.items()):
+        yield "a session has other nodes than those that it alone has used"
     for node, pages in now.edges:
         length, parent = len(pages), node.parent
         if not length or len(node.key) != length * page_bytes:

@@ -35,7 +35,7 @@ from quire.observe.explain import Cause, FromPeer, arrived_tokens
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.prefix.hashing import layout_identity
-from quire.prefix.node import Lease
+from quire.prefix.node import Lease, User
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import reach_of
 from quire.spec.events import CacheEvent, Namespace
@@ -165,13 +165,14 @@ class KVCache:
         resumed: bool = False,
         label: str = "",
         asked: Sequence[FromPeer] = (),
+        user: User | None = None,
     ) -> RequestKV:
         """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, and hold that until `finish`.
 
         A request that is `resumed` after a preemption is not counted again. In explanations, `label` names the request
-        that caused an eviction, and peers were `asked` for tokens. Pages of the prefix on lower tiers are loaded, and
-        no step may be launched before `is_ready`. Raises OutOfPages if all `max_requests` rows are taken or there is no
-        room for the loads.
+        that caused an eviction, and peers were `asked` for tokens. Pages that only requests of one `user` use are its
+        own. Pages of the prefix on lower tiers are loaded, and no step may be launched before `is_ready`. Raises
+        OutOfPages if all `max_requests` rows are taken or there is no room for the loads.
         """
         if not self.rows.free and not self.sessions.give_way():
             held = self.sessions.num_held
@@ -182,7 +183,7 @@ class KVCache:
         if hit is None or grown or not self.admission.is_current(hit):
             hit = self.match(tokens, namespace)
         explanation = self.admission.explain(tokens, hit, asked) if self.explains and not resumed else None
-        lease, pages = self.tree.lease(hit.match, hit.num_pages, priority=priority), hit.pages
+        lease, pages = self.tree.lease(hit.match, hit.num_pages, priority=priority, user=user), hit.pages
         try:
             loads = self.offload.bring(lease, hit, label)
         except BaseException:

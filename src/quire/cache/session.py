@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from quire.cache.request_kv import RequestKV
+from quire.prefix.node import User
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
@@ -125,6 +126,7 @@ class Session:
     lost: str = ""  # why it holds no row, if a turn has ended
     num_flushes: int = 0
     closed: bool = False
+    user: User = field(default_factory=User)  # of what its turns leave in the tree
 
 
 @dataclass(slots=True, eq=False)

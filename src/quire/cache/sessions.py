@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from quire.cache.offload import CacheParts, Offload
 from quire.cache.request_kv import RequestKV
@@ -34,7 +35,7 @@ from quire.cache.session import (
 from quire.cache.states import StateGroup
 from quire.cache.statistics import CacheCounters
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
-from quire.prefix.node import Node, path_to
+from quire.prefix.node import Node, User, path_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
@@ -80,6 +81,7 @@ class Sessions:
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._trims = not self._states and parts.plan.speculation is None and parts.plan.hot is None
         self._by_key: dict[SessionKey, Session] = {}  # those used last come last
+        self._users: WeakValueDictionary[SessionKey, User] = WeakValueDictionary()  # of these, and of expired ones
         self._next_expiry = math.inf  # no session expires before
         self.num_held = 0
         self.last_fence = 0  # of all rows
@@ -101,6 +103,7 @@ class Sessions:
             if len(self._by_key) >= MOST_SESSIONS and (oldest := next(idle, None)) is not None:
                 self._close(oldest)
             session = Session(key=key)
+            session.user = self._users.setdefault(key, session.user)
         self._by_key[key] = session
         session.running_turns += 1
         session.expires_at = math.inf
@@ -219,12 +222,18 @@ class Sessions:
 
     def close(self, namespace: Namespace, session_id: str, owner: str | None = None) -> bool:
         """End a session of an owner, or of any, and the hold of its row. Turns that run continue, and are not held.
-        False: there is none."""
-        owners = {owner} if owner is not None else {each.key.owner for each in self._of(namespace)}
-        keys = [key for each in owners if (key := SessionKey(namespace, session_id, each)) in self._by_key]
+        Cached pages that no other request has used are evicted first, also those of a session that has expired. False:
+        there is none."""
+        keys, found = [SessionKey(namespace, session_id, owner or "")], False
+        if owner is None:
+            keys = [key for key in self._users if key[:2] == (namespace, session_id)]
         for key in keys:
-            self._close(self._by_key[key])
-        return bool(keys)
+            if (user := self._users.pop(key, None)) is not None:
+                self._parts.tree.end(user)
+            if (session := self._by_key.get(key)) is not None:
+                self._close(session)
+                found = True
+        return found
 
     def close_all(self) -> None:
         """End all sessions."""

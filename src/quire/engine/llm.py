@@ -143,7 +143,8 @@ class LLM:
         return self.engine.sessions(None if salt is None else Namespace(salt=salt))
 
     def close_session(self, session_id: str, *, salt: str = "") -> bool:
-        """End a session and free what it holds; returns False if there is none with that id."""
+        """End a session that no turn will follow, and free what it holds. Cached pages that no other request has used
+        are evicted first. Returns False if there is none with that id."""
         return self.engine.close_session(Namespace(salt=salt), session_id)
 
     def flush(self, *, salt: str | None = None) -> Flushed:

@@ -25,6 +25,15 @@ class Eviction:
     seconds: float
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
+class User:
+    """One session, as the tree knows it. `nodes` of the tree have been used by it and by no request of others, except
+    of sessions that have `ended`, after which nobody is expected to use what was theirs."""
+
+    nodes: dict[Node, None] = field(default_factory=dict)  # a set in order, so that replays repeat
+    ended: bool = False
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One edge of the tree and the point at its end. All of its pages are on the device, or none is. An evicted edge is
@@ -54,6 +63,7 @@ class Node:
     touched: int = 0  # when a request used these pages or any below; below 0: and they left the device since
     ticket: int = 0  # of its valid entry in the policy's queue; 0: no candidate for eviction
     copy_ticket: int = 0  # of its valid entry in `NodeTiers.copies`
+    user: User | None = None  # None: requests of several sessions have used it, or one without a session
     eviction: Eviction | None = None  # of an evicted edge
 
     @property
@@ -66,6 +76,11 @@ class Node:
         """The number of pages of the edge."""
         return len(self.run) // ID_BYTES
 
+    @property
+    def is_over(self) -> bool:
+        """Whether only a session has used it that has ended."""
+        return self.user is not None and self.user.ended
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
@@ -76,6 +91,7 @@ class Lease:
     priority: int
     turn: int  # of all nodes that are appended under this lease
     counts: bool = True  # whether its release updates `last_used`
+    user: User | None = None  # of the nodes that are appended
 
     @property
     def node(self) -> Node:
@@ -119,6 +135,19 @@ class Levels:
                 self.num_held[node.level] -= node.num_pages
             node.level -= 1
             node = node.parent
+
+
+def used_by(node: Node, user: User | None) -> None:
+    """A request of this user uses the path to a node. Amortised O(1): above a node of its own, or of nobody, are none
+    of others. Requests of an ended session that still run do not count."""
+    if user is not None and user.ended:
+        return
+    while node.parent is not None and (before := node.user) is not None and before is not user:
+        before.nodes.pop(node, None)
+        node.user = user if before.ended else None
+        if node.user is not None:
+            node.user.nodes[node] = None
+        node = node.parent
 
 
 def nodes_below(node: Node) -> list[Node]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from itertools import count
+from collections.abc import Iterator
+from itertools import chain, count
 from typing import Protocol
 
 import numpy as np
 
 from quire.lazy_queue import LazyQueue
-from quire.prefix.node import ID_BYTES, Node, path_to
-from quire.prefix.policy import EvictionPolicy
+from quire.prefix.node import ID_BYTES, Node, User, path_to
+from quire.prefix.policy import EvictionPolicy, live
 from quire.spec.ids import Bools, Ids
 
 
@@ -27,12 +28,14 @@ class Placement(Protocol):
 class NodeTiers:
     """Nodes on the device are offered to `policy`. `copies` queues nodes whose copies may be evicted: the least
     recently used first, and the end of a path before the nodes above it. Without a `placement` every page is on the
-    device alone. Only copies of a node's first pages, without a gap, count."""
+    device alone. Only copies of a node's first pages, without a gap, count. In each tier, nodes of ended users come
+    before all others: on the device in the order in which they are offered."""
 
     def __init__(self, placement: Placement | None, policy: EvictionPolicy) -> None:
         self._placement = placement
         self._policy = policy
         self.copies: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
+        self._ended: LazyQueue[Node] = LazyQueue(live)
         self._tickets = count(1)
 
     def is_here(self, node: Node) -> bool:
@@ -48,10 +51,38 @@ class NodeTiers:
         found = self._placement.have_copies(node.pages)
         return int(np.argmin(found)) if not found.all() else len(found)
 
+    def offer_here(self, node: Node) -> None:
+        """Queue a node that may leave the device."""
+        if not node.is_over:
+            self._policy.offered(node)
+        else:
+            node.ticket = -next(self._tickets)  # the tickets of policies are above 0
+            self._ended.push(node.ticket, node)
+
+    def victim(self) -> Node | None:
+        """Remove and return the first node that may leave the device; None if there is none."""
+        if not self._ended or (entry := self._ended.pop()) is None:
+            return self._policy.victim()
+        entry.item.ticket = 0
+        return entry.item
+
+    def candidates(self) -> Iterator[Node]:
+        """All nodes that may leave the device, for audits. O(entries)."""
+        return chain(self._ended, self._policy.candidates())
+
+    def end(self, user: User) -> None:
+        """No request of a session follows: its nodes are evicted first. O(its nodes)."""
+        user.ended = True
+        for node in user.nodes:
+            if node.ticket:
+                self.offer_here(node)
+            if self._placement is not None:
+                self.offer_copies(node)
+
     def offer(self, node: Node) -> None:
         """Queue a node without leases in each tier that it may leave."""
         if self._is_last_here(node):
-            self._policy.offered(node)
+            self.offer_here(node)
         self.offer_path(node)
 
     def offer_path(self, node: Node) -> None:
@@ -62,14 +93,14 @@ class NodeTiers:
                 break
             self.offer_copies(above)
             if not was_here and self._is_last_here(above):
-                self._policy.offered(above)
+                self.offer_here(above)
             was_here = self.is_here(above)
 
     def offer_copies(self, node: Node) -> None:
         """Queue a node if its copies may be evicted."""
         if self._may_lose_copies(node):
             node.copy_ticket = next(self._tickets)
-            self.copies.push(node.copy_ticket, node, node.last_used)
+            self.copies.push(node.copy_ticket, node, -1 if node.is_over else node.last_used)
 
     def _live(self, ticket: int, node: Node) -> Node | None:
         return node if ticket == node.copy_ticket and self._may_lose_copies(node) else None

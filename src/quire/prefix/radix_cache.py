@@ -30,10 +30,12 @@ from quire.prefix.node import (
     Lease,
     Levels,
     Node,
+    User,
     common_pages,
     join_ids,
     nodes_below,
     path_to,
+    used_by,
 )
 from quire.prefix.page_names import PageNames
 from quire.prefix.placement import NodeTiers, Placement
@@ -116,18 +118,21 @@ class RadixCache:
             num_here = next(node.depth for node in path if not self.is_here(node))
         return Match(namespace, pages, len(pages), path, self.version, num_here)
 
-    def lease(self, match: Match, num_pages: int | None = None, *, priority: int = 0) -> Lease:
-        """Pin the first `num_pages` pages of a match (default: all) and count a hit on them. Raises LeaseError if the
-        match is not valid any more."""
+    def lease(
+        self, match: Match, num_pages: int | None = None, *, priority: int = 0, user: User | None = None
+    ) -> Lease:
+        """Pin the first `num_pages` pages of a match (default: all) and count a hit on them, by a request of `user`.
+        Raises LeaseError if the match is not valid any more."""
         wanted = match.num_pages if num_pages is None else num_pages
         node = self._end_of(match, wanted)
         self._clock += 1
         node.last_used = self._clock
         node.hits += 1
         node.priority = max(node.priority, priority)
+        used_by(node, user)
         self._policy.used(node)
         self._levels.hold(node)
-        return Lease(node, wanted, priority, node.turn + 1)
+        return Lease(node, wanted, priority, node.turn + 1, user=user)
 
     def use(self, lease: Lease, priority: int) -> None:
         """Another request goes on with a lease: count a hit on its path."""
@@ -195,6 +200,11 @@ class RadixCache:
         if self.evicted.capacity:
             node.tail = tail.tobytes()
 
+    def end(self, user: User) -> None:
+        """No request of this user follows: nodes that it alone has used are the first to be evicted, from now on or
+        when their leases end. A request that uses them before takes that back. O(these nodes)."""
+        self._tiers.end(user)
+
     # -- shrinking
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
@@ -203,7 +213,7 @@ class RadixCache:
         plus the cost of the policy. `cause` is for explanations."""
         removed: list[bytes] = []
         eviction = self._eviction(cause)
-        while num_pages > 0 and (node := self._policy.victim()) is not None:
+        while num_pages > 0 and (node := self._tiers.victim()) is not None:
             keep = max(0, node.num_pages - num_pages)
             num_pages -= node.num_pages - keep
             self._forget(node, keep, eviction, removed)
@@ -217,7 +227,7 @@ class RadixCache:
         removed: list[bytes] = []
         num_moved = 0
         eviction = self._eviction(cause)
-        while num_pages > 0 and (node := self._policy.victim()) is not None:
+        while num_pages > 0 and (node := self._tiers.victim()) is not None:
             above = max(0, node.num_pages - num_pages)
             num_pages -= node.num_pages - above
             if keep is None and self.num_copies(node) <= above:
@@ -225,7 +235,7 @@ class RadixCache:
                 continue
             if above:
                 self._split(node, above)
-            kept = self.num_copies(node) if keep is None else keep(node)
+            kept = self.num_copies(node) if keep is None or node.is_over else keep(node)
             if kept < node.num_pages:
                 self._forget(node, kept, eviction, removed)
             if kept:
@@ -330,7 +340,7 @@ class RadixCache:
 
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""
-        return set(self._policy.candidates() if tier is Tier.DEVICE else self._tiers.copies)
+        return set(self._tiers.candidates() if tier is Tier.DEVICE else self._tiers.copies)
 
     def _end_of(self, match: Match, num_pages: int) -> Node:
         """The node at the end of a match's first `num_pages` pages. Splits an edge if they end inside it."""
@@ -363,6 +373,7 @@ class RadixCache:
             at += len(node.key)
         depth = at // page_bytes
         if here and depth:
+            used_by(node, lease.user)
             self._policy.used(node)
         if at < len(data):
             runs.append(pages[depth:].tobytes())
@@ -384,6 +395,9 @@ class RadixCache:
         upper.answer, upper.memo, upper.touched = node.answer, node.memo, node.touched
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
+        upper.user = node.user
+        if upper.user is not None:
+            upper.user.nodes[upper] = None
         upper.turn = parent.turn + 1
         upper.hashes, node.hashes = cut_hashes(node.hashes, at)
         parent.children[upper.key[: self._page_bytes]] = upper
@@ -404,6 +418,7 @@ class RadixCache:
             return self._add_nodes(node, lease, data, run, Tier.HOST)
         self.num_pages += count
         is_shared = node is not lease.node or node.children or node.evicted or node.held > 1
+        is_shared = is_shared or node.user is not lease.user
         if is_shared or node.parent is None or len(node.key) > self.longest_grown:
             node.ticket = 0
             return self._add_nodes(node, lease, data, run, Tier.DEVICE)
@@ -426,6 +441,11 @@ class RadixCache:
             if evicted is not None:
                 lease.turn = max(lease.turn, evicted.turn + 1)
             leaf.turn, leaf.last_used = lease.turn, self._clock
+            leaf.user = user = lease.user if tier is Tier.DEVICE else node.user
+            if user is not None:
+                user.nodes[leaf] = None
+                if any(edge.user is not user and not edge.is_over for edge, _ in returned):
+                    used_by(leaf, None)
             self.names.appended(leaf, node, leaf.key, leaf.run, tier)
             node.children[leaf.key[: self._page_bytes]] = leaf
             for edge, num_pages in returned:
@@ -461,6 +481,8 @@ class RadixCache:
             return run
         del parent.children[node.key[: self._page_bytes]]
         node.ticket = 0
+        if node.user is not None:
+            node.user.nodes.pop(node, None)
         if self.evicted.capacity:
             node.eviction = eviction
             self.evicted.add(node, parent)
@@ -476,7 +498,7 @@ class RadixCache:
         if self.evicted.capacity:
             edge = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
             edge.turn, edge.memo, edge.tail, edge.eviction = node.turn, node.memo, node.tail, eviction
-            edge.touched = -abs(node.touched)
+            edge.touched, edge.user = -abs(node.touched), node.user
             attach(edge, node.evicted)
             node.evicted = {}
             self.evicted.add(edge, node)
@@ -507,7 +529,7 @@ class RadixCache:
         elif self._has_lower:
             self._tiers.offer(node)
         elif not node.children:
-            self._policy.offered(node)
+            self._tiers.offer_here(node)
 
     def _drop_root(self, node: Node) -> None:
         """Remove it if it is an unused root."""

@@ -490,6 +490,7 @@ class Scheduler:
                 resumed=again,
                 label=request.request_id,
                 asked=self._prefetching.asked(request, hit.num_tokens),
+                user=request.turn.session.user if request.turn is not None else None,
             )
             if request.turn is not None:
                 self._cache.sessions.began(request.turn, request.num_tokens, kv.num_cached, again=again)

@@ -38,7 +38,8 @@ def sessions_router(service: Service) -> APIRouter:
 
     @router.delete("/v1/sessions/{session_id:path}")
     async def close(session_id: str, request: Request, cache_salt: Salt = "") -> dict[str, Any]:
-        """End a session and free what it holds. Its turns that run go on. `closed` is false if there is none."""
+        """End a session that no turn will follow, and free what it holds. Its turns that run go on. Cached pages that
+        no other request has used are evicted first. `closed` is false if there is none."""
         client: Client = request.state.client
         namespace = Namespace(salt=client.salt(cache_salt))
         closed = await engine.ask(Core.close_session, namespace, session_id, client.sees)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire.prefix.node import User
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
 from quire.sim.paged_trace import PagedRequest, PagedTrace
@@ -54,14 +55,15 @@ class SequentialReplay:
         self._page_size = page_size
         self._pool_pages = pool_pages
 
-    def serve(self, request: PagedRequest[Ids]) -> int | None:
-        """Serve a request to its end. Returns how many pages it hits; None if the pool can never hold it."""
+    def serve(self, request: PagedRequest[Ids], user: User | None = None) -> int | None:
+        """Serve a request, a turn of the `user`, to its end. Returns how many pages it hits; None if the pool can
+        never hold it."""
         if request.held_pages > self._pool_pages:
             return None
         self.now = request.arrival
         tree, pages = self.tree, request.pages
         match = tree.match(request.namespace, pages[: request.lookup_pages])
-        lease = tree.lease(match, priority=request.priority)
+        lease = tree.lease(match, priority=request.priority, user=user)
         self._make_room(-(-request.prompt_tokens // self._page_size) - match.num_pages)
         prompt = pages[match.num_pages : request.prompt_pages]
         tree.insert(lease, prompt, prompt)  # the ids of frames do not matter
@@ -79,17 +81,34 @@ class SequentialReplay:
 
 
 def replay_in_order(
-    trace: PagedTrace, pool_tokens: int, policy: EvictionPolicy, *, progress: Callable[[int], None] = lambda ended: None
+    trace: PagedTrace,
+    pool_tokens: int,
+    policy: EvictionPolicy,
+    *,
+    closes: float = 0.0,
+    progress: Callable[[int], None] = lambda ended: None,
 ) -> SequentialResult:
-    """Replay a trace with a new `policy` in a pool of whole pages. `progress` is called with the number of requests
-    that have ended, whenever one has."""
+    """Replay a trace with a new `policy` in a pool of whole pages. Clients close this share of the sessions after the
+    last turn. `progress` is called with the number of requests that have ended, whenever one has."""
+    users, last = _closed(trace, closes) if closes else ([None] * len(trace), ())
     replay = SequentialReplay(pool_tokens // trace.page_size, trace.page_size, policy)
     hits = np.zeros(len(trace), dtype=np.int64)
     refused = np.zeros(len(trace), dtype=np.bool_)
     began = time.thread_time()
     for at, request in enumerate(trace):
-        found = replay.serve(request)
+        found = replay.serve(request, user := users[at])
+        if user is not None and at in last:
+            replay.tree.end(user)
         refused[at] = found is None
         hits[at] = (found or 0) * trace.page_size
         progress(at + 1)
     return SequentialResult(hits, refused, replay.evicted_pages, time.thread_time() - began)
+
+
+def _closed(trace: PagedTrace, share: float) -> tuple[list[User | None], set[int]]:
+    """Of each request its session, and the last requests of those that are closed."""
+    names, which = np.unique(trace.sessions, return_inverse=True)
+    users = [User() for _ in names]
+    last = dict(zip(which.tolist(), range(len(trace)), strict=True))
+    closed = np.flatnonzero(np.random.default_rng(0).random(len(names)) < share)
+    return [users[each] for each in which.tolist()], {last[each] for each in closed.tolist()}
