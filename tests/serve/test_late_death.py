@@ -42,6 +42,19 @@ def noted_starts(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
     return found
 
 
+def noted_engines(monkeypatch: pytest.MonkeyPatch) -> list[AsyncEngine]:
+    """The engines from now on, before they are ready."""
+    made: list[AsyncEngine] = []
+    init = AsyncEngine.__init__
+
+    def noted(engine: AsyncEngine, *arguments: Any, **options: Any) -> None:
+        init(engine, *arguments, **options)
+        made.append(engine)
+
+    monkeypatch.setattr(AsyncEngine, "__init__", noted)
+    return made
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EngineProcess]]:
     found = noted_starts(monkeypatch)
@@ -59,14 +72,15 @@ async def nothing_is_left(started: list[EngineProcess], num_expected: int) -> No
 
 
 def check_a_start_that_dies_late_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process has ended when its error is read: both arrive at once."""
-    started = noted_starts(monkeypatch)
+    """The process has ended before its error is read: both arrive at once."""
+    started, made = noted_starts(monkeypatch), noted_engines(monkeypatch)
 
     def when_it_has_ended(done: int, total: int) -> None:
         process = psutil.Process(started[0].process.pid)
         until_s = time.monotonic() + waits.SOON_S
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until_s:
             time.sleep(0.01)
+        made[0]._on_exit()  # the event loop may come to it first
 
     async def body() -> None:
         with pytest.raises(PlanError, match="zero pages"):
@@ -79,7 +93,11 @@ def check_a_start_that_dies_late_starts_no_other(monkeypatch: pytest.MonkeyPatch
             )
         await nothing_is_left(started, 1)
 
-    asyncio.run(body())
+    try:
+        asyncio.run(body())
+    finally:
+        for each in started:
+            each.stop(deadline_s=0)
 
 
 def test_a_start_that_dies_late_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,19 +107,13 @@ def test_a_start_that_dies_late_starts_no_other(monkeypatch: pytest.MonkeyPatch)
 def test_a_tokenizer_that_fails_ends_a_restart(started: list[EngineProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is ready, dies and is started again while the tokenizer still loads."""
     may_fail = threading.Event()
-    made: list[AsyncEngine] = []
-    init = AsyncEngine.__init__
+    made = noted_engines(monkeypatch)
 
     def load(config: EngineConfig) -> Any:
         may_fail.wait(60)
         raise InvalidInput("no tokenizer.")
 
-    def noted(engine: AsyncEngine, *arguments: Any, **options: Any) -> None:
-        init(engine, *arguments, **options)
-        made.append(engine)
-
     monkeypatch.setattr(EngineConfig, "load_tokenizer", load)
-    monkeypatch.setattr(AsyncEngine, "__init__", noted)
     monkeypatch.setattr(async_engine, "_FIRST_PAUSE_S", 1.0)
 
     async def body() -> None:
@@ -171,7 +183,6 @@ def test_a_start_that_is_cancelled_leaves_no_process(started: list[EngineProcess
     """Also one that is cancelled while a thread still makes the process."""
 
     async def body() -> None:
-        before = set(psutil.Process().children())
         starting = asyncio.create_task(
             AsyncEngine.start(engine_config(), build=EchoCore, tokenizer=ByteTokenizer(), max_restarts=2)
         )
@@ -181,11 +192,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(started: list[EngineProcess
         with pytest.raises(asyncio.CancelledError):
             await starting
 
-        async def are_gone() -> bool:
-            started.clear()
-            left = set(psutil.Process().children()) - before
-            return not [each for each in left if "spawn_main" in " ".join(each.cmdline())]
-
-        await until(are_gone, timeout_s=60)
+        await nothing_is_left(started, len(started))
+        assert all(each.channel.fileno() == -1 for each in started), "their sockets are closed"
 
     asyncio.run(body())

@@ -89,6 +89,17 @@ def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.wrap_future(found)
 
 
+async def _made(start: Callable[[], EngineProcess]) -> EngineProcess:
+    """A process that a thread starts. If nobody waits for it any more, it ends."""
+    making = asyncio.ensure_future(asyncio.to_thread(start))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        process = await making
+        await asyncio.to_thread(process.stop, deadline_s=0)
+        raise
+
+
 def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
     """Raises InvalidInput for values that cannot be sent: integers beyond 64 bits, lone surrogates, other types."""
     try:
@@ -193,7 +204,7 @@ class AsyncEngine:
         while host memory is touched.
         """
         start_process = partial(EngineProcess, config, build=build)
-        process = await asyncio.to_thread(start_process)
+        process = await _made(start_process)
         engine = cls(
             process,
             tokenizer,
@@ -528,7 +539,7 @@ class AsyncEngine:
             self._back_at_s = time.monotonic() + pause_s + self._start_s
             await asyncio.sleep(pause_s)
             try:
-                self._attach(await asyncio.to_thread(self._start_again))
+                self._attach(await _made(self._start_again))
                 await self._ready
             except (QuireError, OSError) as failed:  # OSError: no file, process or memory is left for it
                 logger.error("the engine did not start again: %s", failed)
