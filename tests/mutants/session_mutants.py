@@ -87,10 +87,27 @@ def sessions_never_give_way(patch: Patch) -> None:
 def the_newest_row_ends_first(patch: Patch) -> None:
     real = Sessions.give_way
 
-    def give_way(sessions: Sessions, but: Session | None = None, **by: str) -> bool:
+    def give_way(sessions: Sessions, but: Session | None = None, **by: Any) -> bool:
         sessions._by_key = dict(reversed(sessions._by_key.items()))
         found = real(sessions, but, **by)
         sessions._by_key = dict(reversed(sessions._by_key.items()))
+        return found
+
+    patch.setattr(Sessions, "give_way", give_way)
+
+
+@mutant("sessions", "a key with many sessions ends the only one of each other key, which was used before")
+def the_oldest_row_of_all_ends_first(patch: Patch) -> None:
+    real = Sessions.give_way
+
+    def give_way(sessions: Sessions, but: Session | None = None, **by: Any) -> bool:
+        sessions.expire()
+        keys = {session: session.key for session in sessions._by_key.values()}
+        for session, key in keys.items():
+            session.key = key._replace(owner="")
+        found = real(sessions, but, **by)
+        for session, key in keys.items():
+            session.key = key
         return found
 
     patch.setattr(Sessions, "give_way", give_way)

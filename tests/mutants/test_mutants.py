@@ -153,6 +153,7 @@ SESSIONS: tuple[Callable[[], object], ...] = (
     test_sessions.test_an_edit_in_the_last_page_goes_on_where_it_differs,
     test_sessions.test_another_tenant_has_other_sessions,
     test_sessions.test_another_owner_has_other_sessions_of_a_namespace,
+    test_sessions.test_a_key_that_holds_most_gives_way_first,
     test_sessions.test_the_budget_ends_the_session_that_was_not_used_for_the_longest_time,
     test_sessions.test_sessions_give_way_before_a_request_is_preempted_or_waits,
     lambda: test_sessions.test_a_flush_ends_sessions_and_what_runs_is_not_held(share_prefixes=True),

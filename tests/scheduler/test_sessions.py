@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.cache import KVCache
+from quire.cache import sessions as sessions_module
 from quire.cache.session import SessionGrant, SessionSettings, Start
 from quire.errors import OutOfPages
 from quire.offload import Offloads
@@ -292,6 +293,41 @@ def test_another_tenant_has_other_sessions() -> None:
     assert len(server.cache.sessions.listing(Namespace(salt="theirs")).sessions) == 1
     mine = server.turn([*history, 1], salt="mine")
     assert grant_of(mine).start is Start.CONTINUED
+
+
+def test_a_key_that_holds_most_gives_way_first() -> None:
+    """To its own sessions when the budget is full, and to other requests when rows or pages are short."""
+    server = TurnServer(num_pages=60, max_requests=8, share=0.34)  # 20 pages
+    listed = server.cache.sessions.listing
+
+    def held(owner: str) -> str:
+        return "".join(sorted(each.session_id for each in listed(None, owner).sessions if each.held_tokens))
+
+    server.turn(prompt(0, 60), "a", owner="ann")  # 4 pages, as all
+    for at, name in enumerate("vwxyz", 1):
+        server.turn(prompt(at, 60), name, owner="bob")
+    assert (held("ann"), held("bob")) == ("a", "wxyz")
+    server.turn(prompt(9, 60), "b", owner="ann")
+    assert (held("ann"), held("bob")) == ("ab", "xyz"), "bob held more than his part"
+    large = server.turn(prompt(10, 300), "c", owner="eve")
+    assert "other keys that hold less" in grant_of(large).reason and held("ann") + held("bob") == "abxyz"
+    for at in range(4):  # of 8 rows sessions have 5
+        server.submit(prompt(20 + at, 20), "", max_tokens=9, owner="eve")
+    server.finish(steps=2)
+    assert (held("ann"), held("bob")) == ("ab", "yz"), "rows are short"
+
+
+def test_of_too_many_sessions_those_of_the_key_with_most_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MOST_SESSIONS", 4)
+    server = TurnServer()
+    names = [("ann", "a"), *(("bob", f"b{at}") for at in range(9)), ("eve", "e")]
+    for owner, name in names:
+        server.turn(prompt(1, 20), name, owner=owner)
+    found = {
+        owner: [each.session_id for each in server.cache.sessions.listing(None, owner).sessions]
+        for owner in ("ann", "bob", "eve")
+    }
+    assert found == {"ann": ["a"], "bob": ["b8", "b7"], "eve": ["e"]}
 
 
 def test_another_owner_has_other_sessions_of_a_namespace() -> None:

@@ -128,6 +128,10 @@ class Session:
     closed: bool = False
     user: User = field(default_factory=User)  # of what its turns leave in the tree
 
+    def is_idle_of(self, owner: str) -> bool:
+        """Whether it is this owner's, and no turn of it runs."""
+        return self.key.owner == owner and not self.running_turns
+
 
 @dataclass(slots=True, eq=False)
 class Turn:

@@ -15,6 +15,7 @@ continues, the others begin as requests without a session. No step in flight wri
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -41,7 +42,7 @@ from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
 MOST_SESSIONS = 4096
-"""Of more sessions, the one that was not used for the longest time is closed."""
+"""Of more sessions, of the owner with most of them, the one that was not used for the longest time is closed."""
 
 
 class TurnCache(Protocol):
@@ -81,6 +82,7 @@ class Sessions:
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._trims = not self._states and parts.plan.speculation is None and parts.plan.hot is None
         self._by_key: dict[SessionKey, Session] = {}  # those used last come last
+        self._num_of = Counter[str]()  # by owner
         self._users: WeakValueDictionary[SessionKey, User] = WeakValueDictionary()  # of these, and of expired ones
         self._next_expiry = math.inf  # no session expires before
         self.num_held = 0
@@ -99,7 +101,9 @@ class Sessions:
         self.expire()
         session = self._by_key.pop(key, None)
         if session is None:
-            idle = (each for each in self._by_key.values() if not each.running_turns)
+            self._num_of[key.owner] += 1
+            most = [owner for owner, count in self._num_of.most_common() if count >= self._num_of[key.owner]]
+            idle = (each for owner in most for each in self._by_key.values() if each.is_idle_of(owner))
             if len(self._by_key) >= MOST_SESSIONS and (oldest := next(idle, None)) is not None:
                 self._close(oldest)
             session = Session(key=key)
@@ -309,20 +313,39 @@ class Sessions:
         self._next_expiry = min((each.expires_at for each in self._by_key.values()), default=math.inf)
         return before - self.num_held
 
-    def give_way(self, but: Session | None = None, *, by: str = "another request") -> bool:
-        """End the rows of expired sessions, or that of the session which was not used for the longest time, except for
-        `but` and rows that a step in flight computes. False if there is none. Clients are told that the room was needed
+    def give_way(
+        self, but: Session | None = None, *, by: str = "another request", num_tokens: int | None = None
+    ) -> bool:
+        """End the rows of expired sessions, or of the owner who holds most the one that was not used for the longest
+        time, except for `but` and rows that a step in flight computes. False if there is none; if `but` is to hold
+        `num_tokens`, also if other owners hold less than its owner would. Clients are told that the room was needed
         `by` this, so it names no request: that may be another tenant's."""
         if not self.num_held:
             return False
         if self.expire():
             return True
-        for session in self._by_key.values():
-            if session.row is not None and session is not but and self._fences.has_passed(session.row.fence):
-                self._end_row(session, f"its room was needed by {by}")
-                self.num_given_up += 1
-                return True
-        return False
+        tokens, rows = Counter[str](), Counter[str]()
+        for each in self._by_key.values():
+            num_held = len(each.row.tokens) if each.row is not None else 0
+            if each is but and num_tokens is not None:
+                num_held = num_tokens
+            tokens[each.key.owner] += num_held
+            rows[each.key.owner] += num_held > 0
+
+        def share(session: Session) -> float:
+            """What its owner holds, of the budget or of all rows, whichever is more."""
+            owner, budget = session.key.owner, max(1, self.budget * self._size)
+            return max(tokens[owner] / budget, rows[owner] / self._parts.plan.max_requests)
+
+        least = share(but) if but is not None and num_tokens is not None else 0.0
+        held = (each for each in self._by_key.values() if each.row is not None and each is not but)
+        resting = [each for each in held if each.row is not None and self._fences.has_passed(each.row.fence)]
+        first = max(resting, key=share, default=None)  # of equal ones the first: that used last comes last
+        if first is None or share(first) < least:
+            return False
+        self._end_row(first, f"its room was needed by {by}")
+        self.num_given_up += 1
+        return True
 
     def give_up(self, turn: Turn) -> None:
         """The row of a turn's session cannot grow to what the turn needs: end it."""
@@ -363,8 +386,9 @@ class Sessions:
             return f"{num_tokens:,} tokens are more than the budget of {self.budget * self._size:,}; {fix}"
         own = [] if session.row is None else [session.row.kv]
         while self._num_pages([kv, *(row.kv for row in self._held() if row.kv not in own)]) > self.budget:
-            if not self.give_way(session, by="a later session, as all have one budget"):
-                return f"the budget of {self.budget * self._size:,} tokens is taken by sessions that still compute"
+            if not self.give_way(session, by="a later session, as all have one budget", num_tokens=num_tokens):
+                taken = "is taken by sessions that still compute, or by other keys that hold less"
+                return f"the budget of {self.budget * self._size:,} tokens {taken}"
         return ""
 
     def _of(self, namespace: Namespace | None, owner: str | None = None) -> list[Session]:
@@ -407,6 +431,7 @@ class Sessions:
         self._end_row(session, "")
         session.closed = True
         del self._by_key[session.key]
+        self._num_of -= Counter([session.key.owner])
 
     def _flushed(self, namespace: Namespace | None) -> None:
         for session in self._of(namespace):
