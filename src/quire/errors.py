@@ -215,11 +215,13 @@ class StepFailed(QuireError, RuntimeError):
 
 
 class EngineDead(QuireError, RuntimeError):
-    """The engine process has ended; no request can progress. With `retry_after_s` another one starts."""
+    """The engine process has ended; no request can progress. With `retry_after_s` another one starts. The `detail` is
+    the operator's: it may be of another client's request."""
 
     code = "QUIRE-ENGINE-01"
     status = 503
     retry_after_s: float | None = None
+    detail: str = ""
 
 
 class AuditFailure(QuireError):

@@ -69,8 +69,9 @@ def test_a_broken_law_stops_admission_and_requests_that_run_end(dense: Case, tmp
     core.cache.groups[0].table.frame[0] = 3  # the padding page
     ends = list(core.step().noted)
     assert "padding page" in core.statistics()["violation"]
-    with pytest.raises(EngineDead, match="padding page"):
+    with pytest.raises(EngineDead, match="a law is broken") as refused:
         core.add(request("late", PROMPTS[1]))
+    assert "padding page" in refused.value.detail
     core.cache.groups[0].table.frame[0] = 0
     while core.has_work():
         ends += core.step()

@@ -101,6 +101,7 @@ class EchoCore:
             "steps": self._num_steps,
             "running_requests": len(self._running),
             "waiting_requests": 0,
+            "waiting_reason": f"waits for the prefix that {next(iter(self._running), '')} is computing",
             "aborted_requests": self._num_aborted,
             "stopped_requests": self._num_stopped,
         }

@@ -104,11 +104,12 @@ class LiveServer:
         finally:
             connection.close()
 
-    def open_request(self, path: str, body: object) -> socket.socket:
+    def open_request(self, path: str, body: object, *, headers: dict[str, str] | None = None) -> socket.socket:
         """A POST that was sent and not read yet."""
         payload = json.dumps(body).encode()
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(payload)}")
+        head = (*head, *(f"{name}: {value}" for name, value in (headers or {}).items()))
         connection.sendall("\r\n".join((*head, "", "")).encode() + payload)
         return connection
 

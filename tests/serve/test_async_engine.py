@@ -184,9 +184,9 @@ def test_an_error_of_a_class_the_owner_does_not_know_is_still_an_error() -> None
 def test_a_broken_law_in_add_ends_the_engine() -> None:
     async def body() -> None:
         async with running() as engine:
-            with pytest.raises(EngineDead, match="a law does not hold"):
+            with pytest.raises(EngineDead, match="stopped after an error"):
                 await engine.submit("broken law", SamplingParams())
-            assert not engine.health().healthy
+            assert not engine.health().healthy and "a law does not hold" in engine.health().detail
 
     asyncio.run(body())
 
@@ -196,8 +196,9 @@ def test_an_error_of_the_loop_is_a_defect_whatever_its_class() -> None:
 
     async def body() -> None:
         async with running() as engine:
-            with pytest.raises(QuireError, match="a page is freed twice"):
+            with pytest.raises(QuireError, match="stopped after an error"):
                 await text_of(engine, "free twice")
+            assert "a page is freed twice" in engine.health().detail
             engine._process.process.join(30)
             assert engine._process.process.exitcode == EXIT_DEFECT
 

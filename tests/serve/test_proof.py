@@ -42,4 +42,6 @@ def test_health_fails_with_the_reason() -> None:
     assert engine.health().healthy
     engine.last_statistics = {"violation": "an invariant of the cache is broken: page 3 is cached and free"}
     state = engine.health()
-    assert not state.healthy and "page 3 is cached and free" in state.reason
+    assert not state.healthy and "invariant of the cache is broken" in state.reason
+    assert "page 3" not in str(state.to_dict(for_operator=False))
+    assert "page 3 is cached and free" in state.to_dict(for_operator=True)["reason"]

@@ -353,7 +353,7 @@ class AsyncEngine:
     def health(self) -> Health:
         """Whether a request made now could be answered."""
         if self._death is not None:
-            return Health(healthy=False, reason=str(self._death))
+            return Health(healthy=False, reason=str(self._death), detail=getattr(self._death, "detail", ""))
         if self._draining:
             return Health(healthy=False, reason="the server is shutting down.")
         if not self._process.process.is_alive():  # its last reports are read before its requests end
@@ -361,19 +361,17 @@ class AsyncEngine:
             restarts = self._may_restart()
             return Health(healthy=False, reason=f"{death.message} It is started again." if restarts else str(death))
         if violation := self.last_statistics.get("violation"):
-            return Health(healthy=False, reason=f"{violation}; requests that run end, and no other is admitted.")
+            reason = "an invariant of the cache is broken; requests that run end, and no other is admitted."
+            return Health(healthy=False, reason=reason, detail=violation)
         silent_s = time.monotonic() - self._heard_s
         if not self._streams and not self._has_work and silent_s > min(SILENT_AFTER_S, self._stall_after_s):
             return Health(healthy=False, reason=f"the engine has no work, and was not heard of for {silent_s:.0f} s.")
         waited_s = time.monotonic() - self._progress_s
         if self._streams and waited_s > self._stall_after_s:
             work = "has work but makes no progress" if self._has_work else "does not answer"
-            waits = self.last_statistics.get("waiting_reason", "")
-            return Health(
-                healthy=False,
-                reason=f"the engine {work} for {waited_s:.0f} s ({len(self._streams)} sequences are open; "
-                f"the limit is {self._stall_after_s:g} s){': ' if waits else '.'}{waits}",
-            )
+            limit = f"{len(self._streams)} sequences are open; the limit is {self._stall_after_s:g} s"
+            reason = f"the engine {work} for {waited_s:.0f} s ({limit})."
+            return Health(healthy=False, reason=reason, detail=self.last_statistics.get("waiting_reason", ""))
         return Health(healthy=True, stuck=tuple(stuck(self.last_statistics)))
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
@@ -450,7 +448,9 @@ class AsyncEngine:
             case Died(error):
                 logger.error("the engine stopped:\n%s", error.details)
                 cause = error.rebuild()
-                self._die(EngineDead(f"the engine stopped: {cause.message}", fix="restart the server."))
+                death = EngineDead("the engine stopped after an error of its own.", fix="restart the server.")
+                death.detail = cause.message
+                self._die(death)
 
     def _deliver(self, output: TokenOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -515,7 +515,7 @@ class AsyncEngine:
         """The error of requests until the next engine is ready."""
         self._back_at_s = time.monotonic() + _FIRST_PAUSE_S + self._start_s
         death = EngineDead(f"{error.message} It is started again.", fix="send the request again.")
-        death.retry_after_s = self._retry_after_s()
+        death.retry_after_s, death.detail = self._retry_after_s(), getattr(error, "detail", "")
         return death
 
     def _retry_after_s(self) -> float:

@@ -10,11 +10,22 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """Whether requests can progress; if not, why not. `stuck` is what does not work meanwhile: lanes between tiers, the
-    store, peers. Requests are answered without them."""
+    store, peers. Requests are answered without them. The `detail` is the operator's: it may name requests."""
 
     healthy: bool
     reason: str = ""
+    detail: str = ""
     stuck: tuple[str, ...] = ()
+
+    def to_dict(self, *, for_operator: bool) -> dict[str, Any]:
+        """The body of an answer. Others than the operator get no detail, and of what is stuck no more than its name."""
+        if not self.healthy:
+            detail = f" {self.detail}" if for_operator and self.detail else ""
+            return {"status": "unhealthy", "reason": self.reason + detail}
+        if not self.stuck:
+            return {"status": "ok"}
+        told = self.stuck if for_operator else tuple(each.partition(":")[0] for each in self.stuck)
+        return {"status": "degraded", "stuck": list(told)}
 
 
 def stuck(statistics: dict[str, Any]) -> Iterator[str]:

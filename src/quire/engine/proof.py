@@ -93,7 +93,9 @@ class Proof:
     def check_admits(self) -> None:
         """Raises EngineDead if a law is broken."""
         if self.violation:
-            raise EngineDead(f"no request is admitted: {self.violation}", fix="restart the server; its log has more.")
+            error = EngineDead("no request is admitted: a law is broken.", fix="restart the server; its log has more.")
+            error.detail = self.violation
+            raise error
 
     def admitted(self, requests: Sequence[Request]) -> None:
         """These requests begin with the step that is made."""

@@ -106,14 +106,10 @@ def _router(service: Service) -> APIRouter:
         return model
 
     @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         """200 while a request could be answered; 503 with the reason when none can progress."""
         state = service.engine.health()
-        body: dict[str, Any] = {"status": "ok"}
-        if not state.healthy:
-            body = {"status": "unhealthy", "reason": state.reason}
-        elif state.stuck:
-            body = {"status": "degraded", "stuck": list(state.stuck)}
+        body = state.to_dict(for_operator=request.state.client.is_admin)
         return JSONResponse(body, status_code=200 if state.healthy else 503)
 
     @router.get("/version", responses={200: {"model": Version}})
