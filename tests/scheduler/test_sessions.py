@@ -13,7 +13,7 @@ from quire.cache import KVCache
 from quire.cache import sessions as sessions_module
 from quire.cache.session import SessionGrant, SessionSettings, Start
 from quire.errors import OutOfPages
-from quire.offload import Offloads
+from quire.offload import Offloads, offload_of
 from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
@@ -390,6 +390,20 @@ def check_a_closed_session_goes_first() -> None:
 
 def test_what_a_closed_session_alone_has_used_is_evicted_first() -> None:
     check_a_closed_session_goes_first()
+
+
+def test_a_retention_outlives_the_close_of_its_session() -> None:
+    """What a client retains is no candidate. When the retention ends, the pages of the closed session go first."""
+    server = TurnServer(share=0.9, eviction="lru")
+    other = server.turn(prompt(4, 32), "").tokens
+    mine = server.turn(prompt(3, 32), "mine").tokens
+    retention = offload_of(server.cache).retention
+    granted = retention.retain(mine[:16], Namespace(), ttl_seconds=100.0)
+    server.cache.sessions.close(Namespace(), "mine")
+    assert server.cache.evict(2) == 2
+    assert len(server.cache.match(mine).pages) == 1 and len(server.cache.match(other).pages) == 1
+    assert retention.release(granted.retention_id) and server.cache.evict(1) == 1
+    assert not len(server.cache.match(mine).pages) and len(server.cache.match(other).pages) == 1
 
 
 def check_an_expired_session_is_closed() -> None:
