@@ -18,6 +18,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
 from quire.observe.explain import FromPeer
+from quire.prefix.node import User
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from tests.clear import clear
@@ -95,6 +96,7 @@ class FollowedCache:
         resumed: bool = False,
         label: str = "",
         asked: Sequence[FromPeer] = (),
+        user: User | None = None,
     ) -> RequestKV:
         """As the cache's; it begins on what it was matched with, if that still holds."""
         name = self._name(tokens, namespace)
@@ -106,7 +108,9 @@ class FollowedCache:
             self._check("begin")
             self._same(unchanged)
             raise error
-        kv = self.cache.begin(tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label, asked=asked)
+        kv = self.cache.begin(
+            tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label, asked=asked, user=user
+        )
         cached = kv.num_cached
         assert cached == expected.num_tokens, f"a request begins on {cached} tokens, {expected.num_tokens} were matched"
         self._of[kv] = s = Followed(

@@ -26,7 +26,7 @@ from quire.observe.explain import FromPeer
 from quire.offload import offload_of
 from quire.offload.prefetch import Prefetch, ReadAhead
 from quire.offload.tiering import Tiering
-from quire.prefix.node import nodes_below
+from quire.prefix.node import User, nodes_below
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Lane
@@ -151,6 +151,7 @@ class TieredCache(FollowedCache, ReadAhead):
         resumed: bool = False,
         label: str = "",
         asked: Sequence[FromPeer] = (),
+        user: User | None = None,
     ) -> RequestKV:
         """As the cache's; it begins on what it was matched with, or is refused where what it has to load has no
         room."""
@@ -160,7 +161,7 @@ class TieredCache(FollowedCache, ReadAhead):
         is_full = len(self.model.live) == self.cache.plan.max_requests
         try:
             kv = self.cache.begin(
-                tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label, asked=asked
+                tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label, asked=asked, user=user
             )
         except OutOfPages as error:
             why = "rows are short or are not" if is_full != (error.group == "rows") else ""
