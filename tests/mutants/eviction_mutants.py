@@ -7,7 +7,7 @@ from heapq import heappush
 from typing import Any
 
 from quire.cache.sessions import Sessions
-from quire.prefix import evict, lru_bound, radix_cache
+from quire.prefix import evict, hit_table, lru_bound, radix_cache
 from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
 from quire.prefix.evicted import EvictedEdges
@@ -93,9 +93,43 @@ def trials_do_not_wait(patch: Patch) -> None:
     patch.setattr(Guard, "__init__", no_wait)
 
 
-@mutant("guard", "candidates of the other order are forgotten when the order changes, and their pages are never free")
-def candidates_are_left_behind(patch: Patch) -> None:
-    patch.setattr(GuardedDensity, "candidates", lambda policy: iter(policy._by_use))
+@mutant("guard", "what was used last is not protected, however much the order has lost")
+def nothing_is_protected(patch: Patch) -> None:
+    patch.setattr(Guard, "protected_age", lambda guard: 0)
+
+
+@mutant("guard", "when runs are merged, later ones are forgotten, and their pages are never free")
+def merged_runs_are_forgotten(patch: Patch) -> None:
+    real = GuardedDensity._merge_runs
+
+    def forget(policy: GuardedDensity) -> None:
+        before = {id(run): list(run) for run in policy._runs.values()}
+        real(policy)
+        for run in policy._runs.values():
+            run[:] = before[id(run)]
+
+    patch.setattr(GuardedDensity, "_merge_runs", forget)
+
+
+@mutant("guard", "entries of leaves that were leased since stay in their runs, and memory grows without end")
+def invalid_entries_stay(patch: Patch) -> None:
+    patch.setattr(GuardedDensity, "_clean", lambda policy: None)
+
+
+@mutant("guard", "a leaf is worth what the next moment brings, and what returns on time is evicted just before")
+def worth_looks_no_further(patch: Patch) -> None:
+    real = hit_table.worth
+
+    def next_age(reused: hit_table.Table, begun: float, num_ages: int) -> list[float]:
+        return [min(real(reused, begun, at + 1)[at], 1.0) for at in range(num_ages)]
+
+    patch.setattr(hit_table, "worth", next_age)
+
+
+@mutant("guard", "what a kind is worth is computed once, and nothing that is learned later counts")
+def the_first_worth_stays(patch: Patch) -> None:
+    patch.setattr(hit_table, "KEPT", 1 << 30)
+    patch.setattr(hit_table, "CHANGED", 0)
 
 
 @mutant("guard", "all outputs end alike, and sessions that wait for a tool go before those that wait for a person")

@@ -1,4 +1,4 @@
-"""GuardedDensity: what it counts for LRU against a real LRU, what it does where density is bad, and endings."""
+"""LRUBound and Guard: counted hits of LRU against a real LRU, what happens where density is bad; endings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.prefix import guarded_density, hit_density
+from quire.prefix import guarded_density
 from quire.prefix.endings import CLASSES, Endings
 from quire.prefix.evict import eviction_policy
 from quire.prefix.guarded_density import GuardedDensity
+from quire.prefix.hit_table import AGES, HitTable, Table
+from quire.prefix.lru_bound import Guard
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from tests.prefix.test_hit_table import check_candidates, check_worth
 
 NAMESPACE = Namespace()
 NO_IDS: Ids = np.empty(0, dtype=np.int32)
@@ -101,9 +104,10 @@ def recent(requests: int) -> list[list[int]]:
     return [[max(0, at // 4 - (at % 4 > 0) * int(draw.exponential(3)))] * 4 for at in range(requests)]
 
 
-def worst_first(begun: hit_density.Table, reused: hit_density.Table, groups: tuple[int, ...]) -> hit_density.Table:
-    """A table by which the youngest leaves go first."""
-    return np.broadcast_to(np.arange(reused.shape[1], dtype=np.float64), reused.shape)
+def youngest_first(table: HitTable, kinds: Ids, ages: Ids) -> Table:
+    """Worth by which the youngest leaves go first."""
+    found: Table = ages / AGES[-1]
+    return found
 
 
 def hits(policy: EvictionPolicy, requests: list[list[int]], pool: int) -> int:
@@ -113,10 +117,11 @@ def hits(policy: EvictionPolicy, requests: list[list[int]], pool: int) -> int:
 
 def check_bad_order(patch: pytest.MonkeyPatch) -> None:
     """An order that loses everything loses to LRU a few requests only, in spite of its trials."""
-    patch.setattr(hit_density, "worth", worst_first)
+    patch.setattr(HitTable, "of_all", youngest_first)
+    patch.setattr(HitTable, "of", lambda table, kind, age: age / AGES[-1])
     policy = GuardedDensity()
     best, own = hits(eviction_policy("lru"), recent(1_500), 40), hits(policy, recent(1_500), 40)
-    assert policy.guard.by_use and 3 <= policy.guard.num_switches <= 9
+    assert 1 <= policy.guard.num_switches <= 4
     assert own > 0.98 * best > 4_000
 
 
@@ -126,20 +131,37 @@ def test_a_bad_order_gives_way_to_lru(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert "eviction is by last use for now" in caplog.text and "by hit density again" in caplog.text
 
 
-def check_moving(patch: pytest.MonkeyPatch) -> None:
-    """Candidates change places one at a time, and none is lost: `World.serve` compares them with the leaves."""
-    patch.setattr(guarded_density, "MOVED", 1)
+def check_by_use(patch: pytest.MonkeyPatch) -> None:
+    """While LRU decides, and a run has the candidates of one tick, each request hits what it hits with LRU."""
+    patch.setattr(guarded_density, "RUNS", 1 << 20)
+    patch.setattr(Guard, "_switch", lambda guard, *, by_use: None)
     policy = GuardedDensity()
-    world = World(policy, 60)
+    policy.guard.by_use = True
+    own, lru = World(policy, 60), World(eviction_policy("lru"), 60)
     for number, request in enumerate(traffic(5)):
-        if number % 40 == 39:
-            policy.guard.by_use = not policy.guard.by_use
-        world.serve(request)
-    assert len(world.tree.evict(1_000)) > 50 and not world.tree.num_pages
+        policy._rank_at = 0
+        assert own.serve(request) == lru.serve(request), number
 
 
-def test_no_candidate_is_lost_while_the_order_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_moving(monkeypatch)
+def test_while_lru_decides_the_order_is_that_of_lru(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_by_use(monkeypatch)
+
+
+def check_part() -> None:
+    """The more an order has lost, the older is what it may evict."""
+    guard = Guard()
+    guard.ended(100)
+    guard.bound.now, guard.bound.horizon = 1_000, 200
+    ages = []
+    for lost in (0, 20, 60, 100, 100, 200):
+        guard._count(0, lost)
+        ages.append(guard.protected_age())
+    assert ages[0] == 0 and ages == sorted(set(ages[:-1])) + ages[-1:] and ages[-1] == 800, ages
+    assert guard.by_use
+
+
+def test_losses_protect_what_was_used_last() -> None:
+    check_part()
 
 
 def test_an_order_that_wins_again_decides_again() -> None:
@@ -201,11 +223,10 @@ def agents(requests: int) -> list[tuple[list[int], int]]:
 def check_agents() -> None:
     """What ended with an answer goes first."""
     rates = []
-    for name in ("lru", "density", "guarded"):
+    for name, told in (("lru", True), ("density", True), ("guarded", False), ("guarded", True)):
         world = World(eviction_policy(name), 180)
-        rates.append(sum(world.serve(request, ending) for request, ending in agents(3_000)))
-    lru, density, guarded = rates
-    assert guarded > 1.02 * max(lru, density), rates
+        rates.append(sum(world.serve(request, ending if told else 0) for request, ending in agents(3_000)))
+    assert rates[3] > 1.02 * max(rates[:3]), rates
 
 
 def test_calls_of_tools_stay_and_answers_go() -> None:
@@ -220,4 +241,13 @@ def with_patch(check: Callable[[pytest.MonkeyPatch], None]) -> Callable[[], None
     return run
 
 
-GUARD = [lambda: check_bound(1), with_patch(check_bad_order), with_patch(check_moving), check_endings, check_agents]
+GUARD = [
+    lambda: check_bound(1),
+    check_worth,
+    with_patch(lambda patch: check_candidates(0, patch)),
+    with_patch(check_bad_order),
+    with_patch(check_by_use),
+    check_part,
+    check_endings,
+    check_agents,
+]

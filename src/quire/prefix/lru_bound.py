@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 
-from quire.prefix.node import Node
+from quire.prefix.node import ID_BYTES, Node
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 1.5  # requests of mean length: hits that the other order may lose to LRU
-CREDIT = 20.0  # the same: hits of the past that make up for later losses, at most
-FIRST_WAIT = 256  # requests
+LIMIT = 3.5  # requests of mean length: hits that the order may lose until LRU decides alone
+CREDIT = 5.0  # the same: hits of the past that make up for later losses, at most
+FORGIVEN = 4096  # requests in which a loss fades to a third
+FIRST_WAIT = 256  # requests that LRU decides
 LONGER = 4  # times, after each trial that fails
 LONGEST_WAIT = 1 << 16
 _MEAN_OVER = 1024  # requests
@@ -32,13 +33,26 @@ class LRUBound:
         self.now = 1
         self.num_pages = 0
         """Pages that LRU would have now."""
-        self._first = 1  # no tick before has pages
+        self.horizon = 1
+        """No page of LRU was last used before this tick."""
         self._pages = {1: 0}  # of no other tick than `now` 0
 
     def limit(self, num_pages: int) -> None:
         """LRU evicts, until it has `num_pages` pages."""
-        while self.num_pages > num_pages:
-            self._first += self.take(self._first, self.num_pages - num_pages) == 0
+        excess, pages, tick = self.num_pages - num_pages, self._pages, self.horizon
+        while excess > 0:
+            counted = pages.get(tick, 0)
+            if counted > excess:
+                pages[tick] = counted - excess
+                break
+            excess -= counted
+            if counted and tick != self.now:
+                del pages[tick]
+            elif counted:
+                pages[tick] = 0
+            tick += 1
+        self.horizon = tick
+        self.num_pages = num_pages
 
     def use(self, node: Node) -> tuple[int, int]:
         """A request uses the path to a node, and a tick begins. Returns how many pages LRU would not have had, and how
@@ -50,7 +64,7 @@ class LRUBound:
         added = won = lost = 0
         above: Node | None = node
         while above is not None:
-            count, tick = above.num_pages, above.touched
+            count, tick = len(above.run) // ID_BYTES, above.touched
             above.touched = now
             added += count
             counted = pages.get(abs(tick), 0)
@@ -87,11 +101,12 @@ class LRUBound:
 
 
 class Guard:
-    """Compares the hits of an eviction order with those of LRU on the same requests, and chooses between the two.
+    """Compares the hits of an eviction order with those of LRU on the same requests, and says what the order may evict.
 
-    `by_use` is whether LRU decides. It does once the order has lost LIMIT, net of what it won before, and for
-    FIRST_WAIT requests. Then the order is tried again. Each trial that fails makes the next wait LONGER times as long,
-    and a gain of CREDIT makes it short again.
+    Net losses protect the pages that were used last. With none, the order is free. With a quarter of LIMIT it only
+    evicts what is in the older half of LRU's time, and at LIMIT only what LRU evicts, for FIRST_WAIT requests. Then the
+    order is tried again. Each trial that fails makes the next wait LONGER times as long, and a gain of CREDIT makes it
+    short again.
     """
 
     def __init__(self) -> None:
@@ -99,6 +114,7 @@ class Guard:
         self.num_cached = 0
         """Pages that the tree has."""
         self.by_use = False
+        """Whether LRU decides."""
         self.num_switches = 0
         self.won_pages = self.lost_pages = 0
         """Hits that LRU would not have had, and misses that would have been hits of LRU."""
@@ -116,8 +132,17 @@ class Guard:
         won, lost = bound.use(node)
         if won or lost:
             self._count(won, lost)
+        if self._balance < 0:
+            self._balance -= self._balance / FORGIVEN
         if self.by_use and bound.now >= self._wait_until:
             self._switch(by_use=False)
+
+    def protected_age(self) -> int:
+        """Leaves that were used fewer ticks ago go last, in order of last use."""
+        if self._balance >= 0 and not self.by_use:
+            return 0
+        part = 1.0 if self.by_use else min(1.0, -self._balance / (LIMIT * self._mean)) ** 0.5
+        return int(part * (self.bound.now - self.bound.horizon))
 
     def stored(self, leaf: Node) -> None:
         """A new leaf has its pages."""
