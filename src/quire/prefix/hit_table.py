@@ -112,7 +112,7 @@ class HitTable:
             stays = begun.reshape(-1, size).sum(1)[:, None]
             reused = self._reused.reshape(-1, size, len(AGES)).sum(1)
             guess = (reused + PRIOR * np.repeat(guess, len(reused) // len(guess), axis=0)) / (stays + PRIOR)
-        return PRIOR * guess
+        return np.asarray(PRIOR * guess, dtype=np.float64)
 
     def _update(self, kind: int) -> None:
         """Compute what a kind is worth, if its record has changed enough, or it is old."""
