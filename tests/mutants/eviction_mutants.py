@@ -11,7 +11,7 @@ from quire.prefix import evict, hit_table, lru_bound, radix_cache
 from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
 from quire.prefix.evicted import EvictedEdges
-from quire.prefix.guarded_density import GuardedDensity
+from quire.prefix.hit_density import HitDensity
 from quire.prefix.lru_bound import Guard, LRUBound
 from quire.prefix.node import Node, User, used_by
 from quire.prefix.placement import NodeTiers
@@ -100,20 +100,20 @@ def nothing_is_protected(patch: Patch) -> None:
 
 @mutant("guard", "when runs are merged, later ones are forgotten, and their pages are never free")
 def merged_runs_are_forgotten(patch: Patch) -> None:
-    real = GuardedDensity._merge_runs
+    real = HitDensity._merge_runs
 
-    def forget(policy: GuardedDensity) -> None:
+    def forget(policy: HitDensity) -> None:
         before = {id(run): list(run) for run in policy._runs.values()}
         real(policy)
         for run in policy._runs.values():
             run[:] = before[id(run)]
 
-    patch.setattr(GuardedDensity, "_merge_runs", forget)
+    patch.setattr(HitDensity, "_merge_runs", forget)
 
 
 @mutant("guard", "entries of leaves that were leased since stay in their runs, and memory grows without end")
 def invalid_entries_stay(patch: Patch) -> None:
-    patch.setattr(GuardedDensity, "_clean", lambda policy: None)
+    patch.setattr(HitDensity, "_clean", lambda policy: None)
 
 
 @mutant("guard", "a leaf is worth what the next moment brings, and what returns on time is evicted just before")

@@ -90,7 +90,7 @@ from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix import test_ended
 from tests.prefix.test_evict import check_eviction_orders
-from tests.prefix.test_guarded_density import GUARD
+from tests.prefix.test_lru_bound import GUARD
 from tests.prefix.test_policy_models import KEYS, check_policy
 from tests.scheduler import test_chunk_budget, test_sessions
 from tests.scheduler.session_machine import run_sessions

@@ -225,7 +225,7 @@ class EngineConfig(Settings):
     )
     eviction: str = setting(
         "density",
-        "Which cached pages go first: density, lru, lfu, slru, fifo, mru, filo, priority, gdsf, s3fifo, guarded, or "
+        "Which cached pages go first: density, lru, lfu, slru, fifo, mru, filo, priority, gdsf, s3fifo, or "
         "one of your own (`register_eviction`).",
         group=_MEMORY,
     )

@@ -72,7 +72,7 @@ FRAME_COUNTERS = {
 }
 
 EVICTION_COUNTERS = {
-    "switches": "Times that eviction by hit density gave way to LRU, or decided again (--eviction guarded).",
+    "switches": "Times that eviction by hit density gave way to LRU, or decided again.",
     "won_pages": "Pages that were hit and that LRU would not have had.",
     "lost_pages": "Pages that were computed and that LRU would have had.",
 }

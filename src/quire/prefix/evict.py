@@ -9,7 +9,6 @@ from itertools import chain, count
 
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
-from quire.prefix.guarded_density import GuardedDensity
 from quire.prefix.hit_density import HitDensity
 from quire.prefix.node import Node
 from quire.prefix.policy import EvictionPolicy, live
@@ -120,7 +119,6 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "priority": partial(Order, lambda node: (node.priority, node.last_used)),
     "gdsf": GDSF,
     "s3fifo": S3FIFO,
-    "guarded": GuardedDensity,
 }
 """The smallest key is evicted first, among equal keys the least recently used. `priority` is that of requests."""
 DEFAULT_POLICY = "density"

@@ -1,36 +1,29 @@
-"""HitDensity: evicts the pages with the fewest expected hits per page and time, learned from earlier hits."""
+"""HitDensity: evicts the pages with the fewest expected hits per page and time, and does as LRU where LRU hits more."""
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-from quire.lazy_queue import LazyQueue
-from quire.prefix.node import Node
-from quire.prefix.policy import EvictionPolicy, live
-
-Table = NDArray[np.float64]
+from quire.prefix.endings import CLASSES, Endings
+from quire.prefix.hit_table import HitTable
+from quire.prefix.lru_bound import Guard
+from quire.prefix.node import ID_BYTES, Node
+from quire.prefix.policy import EvictionPolicy
 
 TURNS, HITS, ANSWERS = 4, 3, 4  # levels of each feature of a leaf; the last level has no upper bound
-KINDS = TURNS * HITS * ANSWERS
-STEPS_PER_OCTAVE = 4  # classes of ages, each 19 % wide
-AGES = np.unique(np.round(2 ** (np.arange(17 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)).astype(np.int64))
-WIDTHS = np.diff(np.append(AGES, 2 * AGES[-1])).astype(np.float64)
-PRIOR = 20.0  # stays: the weight of the first estimate, and of related kinds against a kind's own record
-MEMORY = 20_000  # reuses after which a record counts half
+KINDS = TURNS * HITS * ANSWERS  # of each ending
 RUNS = 256  # at most; above that, runs of neighbouring ages are merged
-TIDIED = 16  # entries of merged runs that each offer checks
+SLACK = 256  # invalid entries that are never worth a pass
+RANKED = 8  # runs for each tick until the next ranking: it costs as much for each request with few runs as with many
+PART = 256  # entries, at most, of a part of a run
 
-_AGES = AGES.tolist()
-_FIRST_GUESS = (np.arange(len(AGES)) + 3.0) ** -1.2
-_FIRST_GUESS *= 0.5 / _FIRST_GUESS.sum()
-_BLOCK = 4  # ages for which `worth` is computed together
-_NOT_LATER = np.where(np.arange(len(AGES)) >= np.arange(_BLOCK)[:, None], 0.0, np.inf)
+_EPOCH_BITS = 48  # of the key of a run, below its kind
+_EPOCHS = (1 << _EPOCH_BITS) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -44,164 +37,200 @@ class Stay:
 
 class HitDensity(EvictionPolicy):
     """A *stay* begins when the last lease of a path ends. It ends when the path, cached or evicted, is used again. Its
-    kind is the path's turn, the hits on its end, and the number of tokens generated at its end. Each kind has a
-    histogram of the ages at which its stays ended. It gives the chance that a stay of age `a` ends within `t` ticks,
-    and the time its pages are held until then. The greatest ratio of the two over all `t` is the worth of a leaf. A
-    tick is the begin of a stay: nothing depends on a clock or on random numbers.
+    kind is the path's turn, the hits on its end, the number of tokens generated at its end, and the last of these:
+    models end a call of a tool otherwise than an answer. `HitTable` has, for each kind, the ages at which its stays
+    ended. It gives the chance that a stay of age `a` ends within `t` ticks, and the time its pages are held until then.
+    The greatest ratio of the two over all `t` is the worth of a leaf. A tick is the begin of a request, and the age of
+    a shared prompt is that since its last use by any conversation: nothing depends on a clock or on random numbers.
 
-    Candidates are in runs of one kind and nearly one age. Runs are ranked every few ticks: a victim costs one `pop`.
+    Candidates are in runs of one kind and nearly one age. Runs are ranked every few ticks: a victim costs one `pop`. A
+    `Guard` compares hits with those of LRU on the same requests, and protects leaves up to an age. These are ranked
+    after all others, by age.
     """
 
-    groups: tuple[int, ...] = (KINDS, ANSWERS, 1)
-    """Kinds that lend each other their records, in steps: all first, and each alone at last."""
-
     def __init__(self) -> None:
-        self._now = 0
-        self._begun = np.zeros(self.groups[0])
-        self._reused = np.zeros((self.groups[0], len(AGES)))
-        self._num_reused = 0
-        self._runs: dict[tuple[int, int], LazyQueue[Node]] = {}  # by kind and epoch: since // self._epoch
-        self._untidy: list[LazyQueue[Node]] = []  # recently merged
-        self._epoch = 1
-        self._ranked: list[tuple[float, tuple[int, int]]] = []  # the worst run last
-        self._rank_at = self._learn_at = 0
-        self._tickets = count(1)
-        self._table = worth(self._begun, self._reused, self.groups)
+        self.guard = Guard()
+        self._bound = self.guard.bound
+        self._endings = Endings()
+        self._table = HitTable((CLASSES * KINDS, KINDS, HITS * ANSWERS, 1))
+        self._runs: dict[int, list[list[Node]]] = {}  # by kind << _EPOCH_BITS | since >> self._shift; in parts
+        self._shift = 0
+        self._num_entries = 0  # of runs; those of nodes that were leased since, or that are twice there, are invalid
+        self._clean_at = SLACK
+        self._unclean: list[tuple[int, list[Node]]] = []  # parts, and the keys of their runs
+        self._ranked: list[int] = []  # keys of runs, the worst last
+        self._losses: list[float] = []  # of these runs, ascending: what they are worth, below 0
+        self._rank_at = 0
+        self._young = 0  # leaves of less age are protected
 
     # -- learning
 
     def used(self, node: Node) -> None:
-        self._end(node.memo)
-        node.memo = None
+        self.guard.used(node)
+        if node.memo is not None:
+            self._end(node.memo)
+            node.memo = None
+        if self._bound.now >= self._table.pass_at:
+            self._table.begin_pass({key >> _EPOCH_BITS for key in self._runs}, self._bound.now)
+
+    def returned(self, edge: Node, num_pages: int) -> None:
+        self.guard.returned(edge, num_pages)
 
     def stored(self, node: Node, memo: object | None) -> None:
-        self._end(memo)
-        node.memo = None
+        self.guard.stored(node)
+        if memo is not None:
+            self._end(memo)
+
+    def lengthened(self, node: Node, num_pages: int) -> None:
+        self.guard.lengthened(node, num_pages)
+
+    def evicted(self, num_pages: int) -> None:
+        self.guard.num_cached = num_pages
 
     def merged(self, child: Node, parent: Node) -> None:
+        child.touched = -abs(child.touched)
         # A path with hits by several requests, such as a system prompt, has a record of its own. Any other path
         # continues the stay of its only conversation.
         parent.memo = child.memo if parent.hits < 2 else None
 
-    def _end(self, stay: object | None) -> None:
+    def _end(self, stay: object) -> None:
         if isinstance(stay, Stay) and stay.open:
             stay.open = False
-            self._reused[stay.kind, self._age(stay.since)] += 1
-            self._num_reused += 1
+            self._table.end(stay.kind, self._bound.now - stay.since)
 
     def _begin(self, node: Node) -> Stay:
-        self._now += 1
-        return self._stay(node, self._kind(node), self._now)
-
-    def _stay(self, node: Node, kind: int, since: int) -> Stay:
-        node.memo = stay = Stay(kind, since)
-        self._begun[kind] += 1
+        self.guard.ended(node.depth + len(node.run) // ID_BYTES)
+        ending = 0
+        if node.ending:
+            ending, is_new = self._endings.class_of(node.ending)
+            if is_new:
+                self._table.forget(range(ending * KINDS, (ending + 1) * KINDS))
+        turn, hits, answer = node.turn, node.hits, node.answer
+        kind = (
+            KINDS * ending
+            + (turn - 1 if turn < TURNS else TURNS - 1) * (HITS * ANSWERS)
+            + (hits if hits < HITS else HITS - 1) * ANSWERS
+            + (0 if answer < 16 else 1 if answer < 64 else 2 if answer < 256 else 3)
+        )
+        node.memo = stay = Stay(kind, abs(node.touched))
+        self._table.begin(kind)
         return stay
-
-    def _kind(self, node: Node) -> int:
-        turn = min(node.turn, TURNS) - 1
-        answer = min(max(node.answer.bit_length() - 3, 0) // 2, ANSWERS - 1)  # under 16, 64, 256 tokens; more
-        return (turn * HITS + min(node.hits, HITS - 1)) * ANSWERS + answer
-
-    def _age(self, since: int) -> int:
-        return bisect_right(_AGES, max(1, self._now - since)) - 1
 
     # -- choosing
 
     def offered(self, node: Node) -> None:
-        stay = node.memo if isinstance(node.memo, Stay) else self._begin(node)
-        where = (stay.kind, stay.since // self._epoch)
-        run = self._runs.get(where)
+        stay = node.memo
+        if not isinstance(stay, Stay):
+            stay = self._begin(node)
+        node.ticket = 1
+        run = self._runs.get(stay.kind << _EPOCH_BITS | stay.since >> self._shift)
         if run is None:
-            while len(self._runs) >= RUNS:
-                self._merge_runs()
-                where = (stay.kind, stay.since // self._epoch)
-            run = self._runs.setdefault(where, LazyQueue(live, newest_first=True))
-            insort(self._ranked, (-float(self._table[stay.kind, self._age(stay.since)]), where))
-        node.ticket = next(self._tickets)
-        run.push(node.ticket, node)
-        if self._untidy and self._untidy[-1].tidy(TIDIED):
-            self._untidy.pop()
+            run = self._new_run(stay)
+        elif len(run[-1]) == PART:
+            run.append([])
+        run[-1].append(node)
+        self._num_entries += 1
+        if self._table.stale:
+            self._table.refresh()
+        if self._unclean or self._num_entries > self._clean_at:
+            self._clean()
 
     def victim(self) -> Node | None:
-        if self._now >= self._rank_at:
+        if self._bound.now >= self._rank_at:
             self._rank()
         while self._ranked:
-            where = self._ranked[-1][1]
-            entry = self._runs[where].pop()
-            if entry is not None:
-                entry.item.ticket = 0
-                return entry.item
-            del self._runs[where]
-            self._ranked.pop()
+            where = self._ranked[-1]
+            run = self._runs[where]
+            while run:
+                part = run[-1]
+                while part:
+                    node = part.pop()
+                    self._num_entries -= 1
+                    stay = node.memo
+                    if (
+                        node.ticket
+                        and isinstance(stay, Stay)
+                        and stay.kind << _EPOCH_BITS | stay.since >> self._shift == where
+                    ):
+                        node.ticket = 0
+                        return node
+                run.pop()
+            del self._runs[self._ranked.pop()]
+            self._losses.pop()
         return None
 
-    def candidates(self) -> Iterator[Node]:
-        return chain(*self._runs.values())
+    def statistics(self) -> dict[str, int]:
+        return {
+            "switches": self.guard.num_switches,
+            "won_pages": self.guard.won_pages,
+            "lost_pages": self.guard.lost_pages,
+        }
 
-    def _learn(self) -> None:
-        """Compute the worth of leaves."""
-        self._learn_at = self._now + max(64, min(self._now, MEMORY) // 8)
-        self._table = worth(self._begun, self._reused, self.groups)
-        if self._num_reused > MEMORY // 8:
-            self._num_reused = 0
-            self._begun *= 0.5**0.125
-            self._reused *= 0.5**0.125
+    def candidates(self) -> Iterator[Node]:
+        return chain.from_iterable(self._valid(part, where) for where, run in self._runs.items() for part in run)
+
+    def _new_run(self, stay: Stay) -> list[list[Node]]:
+        """The run of a stay, which has none, or one only after runs are merged."""
+        while len(self._runs) >= RUNS:
+            self._merge_runs()
+        where = stay.kind << _EPOCH_BITS | stay.since >> self._shift
+        run = self._runs.get(where)
+        if run is None:
+            run = self._runs[where] = [[]]
+            age = self._bound.now - stay.since
+            loss = -self._table.of(stay.kind, age) if age >= self._young else -2.0 - stay.since
+            at = bisect_right(self._losses, loss)
+            self._losses.insert(at, loss)
+            self._ranked.insert(at, where)
+        return run
+
+    def _valid(self, part: list[Node], where: int) -> list[Node]:
+        """The candidates in a part of a run, each once."""
+        shift = self._shift
+        return [
+            node
+            for node in dict.fromkeys(part)
+            if node.ticket
+            and isinstance(stay := node.memo, Stay)
+            and stay.kind << _EPOCH_BITS | stay.since >> shift == where
+        ]
+
+    def _clean(self) -> None:
+        """Remove invalid entries of one part. A pass over all begins when there are twice as many as after the last."""
+        if not self._unclean:
+            self._unclean = [(where, part) for where, run in self._runs.items() for part in run]
+        where, part = self._unclean.pop()
+        valid = self._valid(part, where)
+        self._num_entries -= len(part) - len(valid)
+        part[:] = valid
+        if not self._unclean:
+            self._clean_at = 2 * self._num_entries + SLACK
 
     def _rank(self) -> None:
         """Order all runs. Afterwards every run is in `_ranked`, so that every candidate can be a victim."""
-        if self._now >= self._learn_at:
-            self._learn()
-        self._rank_at = self._now + 4 + len(self._runs) // 4
-        where = list(self._runs)
-        kinds, epochs = np.array(where, dtype=np.int64).reshape(-1, 2).T
-        middles = np.maximum(1, self._now - epochs * self._epoch - self._epoch // 2)
-        worths = -self._table[kinds, np.searchsorted(AGES, middles, side="right") - 1]
-        self._ranked = sorted(zip(worths.tolist(), where, strict=True))
+        now = self._bound.now
+        self._rank_at = now + 4 + len(self._runs) // RANKED
+        keys = np.fromiter(self._runs, np.int64, len(self._runs))
+        kinds, begins = keys >> _EPOCH_BITS, (keys & _EPOCHS) << self._shift
+        ages = (now - (1 << self._shift) // 2) - begins
+        losses = -self._table.of_all(kinds, ages)
+        self._young = self.guard.protected_age()
+        if self._young:
+            young = ages < self._young
+            losses[young] = -2.0 - begins[young]
+        order = losses.argsort()
+        self._ranked, self._losses = keys[order].tolist(), losses[order].tolist()
 
     def _merge_runs(self) -> None:
-        """Double the range of ages in one run. O(runs): later offers remove invalid entries."""
-        self._epoch *= 2
-        runs: dict[tuple[int, int], LazyQueue[Node]] = {}
-        for kind, epoch in sorted(self._runs):
-            run, where = self._runs[kind, epoch], (kind, epoch // 2)
+        """Double the range of ages in one run. O(runs and their parts)."""
+        self._shift += 1
+        runs: dict[int, list[list[Node]]] = {}
+        for key in sorted(self._runs):
+            run = self._runs[key]
+            where = key >> _EPOCH_BITS << _EPOCH_BITS | (key & _EPOCHS) >> 1
             if runs.setdefault(where, run) is not run:
-                runs[where].join(run)
+                runs[where] += run
         self._runs = runs
-        self._untidy = list(runs.values())
-        self._ranked = []
+        self._unclean = []
+        self._ranked, self._losses = [], []
         self._rank_at = 0  # before the next victim
-
-
-def worth(begun: Table, reused: Table, groups: tuple[int, ...] = HitDensity.groups) -> Table:
-    """Per kind and age [kinds, ages]: the most hits per page and tick that a leaf can earn from this age on. `begun`
-    [kinds] counts stays, and `reused` [kinds, ages] those that ended. A short record is completed from those of the
-    kinds in larger `groups`, up to that of all kinds. At first this is LRU: reuse becomes rarer with age."""
-    guess = _FIRST_GUESS
-    padded = np.empty((len(begun), len(AGES) + 2))
-    for _ in range(3):  # smoothed: a histogram of few counts is mostly gaps
-        padded[:, 1:-1], padded[:, 0], padded[:, -1] = reused, reused[:, 0], reused[:, -1]
-        reused = padded[:, 1:-1] * 2
-        reused += padded[:, :-2]
-        reused += padded[:, 2:]
-        reused /= 4
-    for width in groups:
-        mine = np.repeat(reused.reshape(-1, width, len(AGES)).sum(1), width, axis=0)
-        stays = np.repeat(begun.reshape(-1, width).sum(1), width)[:, None]
-        guess = (mine + PRIOR * guess) / (stays + PRIOR)
-    rows: dict[bytes, int] = {}  # most kinds have no record, and equal rows
-    which = [rows.setdefault(row.tobytes(), len(rows)) for row in guess]
-    guess = np.frombuffer(b"".join(rows)).reshape(len(rows), -1)
-    ends = guess * np.minimum(1, 0.995 / guess.sum(1, keepdims=True))  # chance to end at each age; some stays never end
-    hits, held = np.zeros((2, len(ends), len(AGES) + 1))
-    np.cumsum(ends, 1, out=hits[:, 1:])
-    np.cumsum((1 - hits[:, :-1] - ends / 2) * WIDTHS, 1, out=held[:, 1:])
-    best: Table = np.empty_like(ends)
-    for first_age in range(0, len(AGES), _BLOCK):
-        at = slice(first_age, min(first_age + _BLOCK, len(AGES)))
-        spent = held[:, None, first_age + 1 :] - held[:, at, None]
-        spent += _NOT_LATER[: spent.shape[1], : spent.shape[2]]
-        gained = hits[:, None, first_age + 1 :] - hits[:, at, None]
-        gained /= spent
-        best[:, at] = np.maximum.reduce(gained, axis=2)
-    return best[which]
