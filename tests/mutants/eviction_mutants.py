@@ -128,8 +128,13 @@ def worth_looks_no_further(patch: Patch) -> None:
 
 @mutant("guard", "what a kind is worth is computed once, and nothing that is learned later counts")
 def the_first_worth_stays(patch: Patch) -> None:
-    patch.setattr(hit_table, "KEPT", 1 << 30)
-    patch.setattr(hit_table, "CHANGED", 0)
+    real = hit_table.HitTable._update
+
+    def once(table: hit_table.HitTable, kind: int) -> None:
+        if not table._passes[kind]:
+            real(table, kind)
+
+    patch.setattr(hit_table.HitTable, "_update", once)
 
 
 @mutant("guard", "all outputs end alike, and sessions that wait for a tool go before those that wait for a person")

@@ -14,8 +14,6 @@ STEPS_PER_OCTAVE = 4  # classes of ages, each 19 % wide
 AGES = np.unique(np.round(2 ** (np.arange(17 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)).astype(np.int64))
 PRIOR = 20.0  # stays: the weight of the first estimate, and of related kinds against a kind's own record
 MEMORY = 20_000  # reuses after which a record counts half
-KEPT = 8  # passes after which any kind is computed again
-CHANGED = 4  # before that, kinds whose record has grown by one part in so many
 
 _LATER = AGES[1:].tolist()
 _WIDTHS = np.diff(np.append(AGES, 2 * AGES[-1])).astype(np.float64)
@@ -52,8 +50,7 @@ class HitTable:
         self._guesses = self._lent()
         self._worth = np.zeros((groups[0], len(AGES)))
         self._rows: list[list[float]] = [[]] * groups[0]  # the same as `_worth`
-        self._passes = [-KEPT] * groups[0]  # in which each was computed
-        self._changes = [0] * groups[0]  # stays that began or ended since
+        self._passes = [0] * groups[0]  # in which each was computed
         self._pass = 1
         self.pass_at = 0
         self._num_ages = len(AGES)
@@ -63,13 +60,11 @@ class HitTable:
     def begin(self, kind: int) -> None:
         """A stay of this kind begins."""
         self._begun[kind] += 1
-        self._changes[kind] += 1
 
     def end(self, kind: int, age: int) -> None:
         """A stay ends at this age, because its path is used again."""
         row = self._reused[kind]
         row += _SMOOTHED[bisect_right(_LATER, age)]
-        self._changes[kind] += 1
         self._num_reused += 1
 
     def forget(self, kinds: range) -> None:
@@ -115,9 +110,8 @@ class HitTable:
         return np.asarray(PRIOR * guess, dtype=np.float64)
 
     def _update(self, kind: int) -> None:
-        """Compute what a kind is worth, if its record has changed enough, or it is old."""
-        age = self._pass - self._passes[kind]
-        if not age or (age < KEPT and CHANGED * self._changes[kind] < self._begun[kind] + PRIOR):
+        """Compute what a kind is worth, once in a pass."""
+        if self._passes[kind] == self._pass:
             return
         counts = self._reused[kind] + self._guesses[kind // self._groups[-2]]
         row = worth(counts, self._begun[kind] + PRIOR, self._num_ages)
@@ -125,7 +119,6 @@ class HitTable:
         self._rows[kind] = row
         self._worth[kind] = row
         self._passes[kind] = self._pass
-        self._changes[kind] = 0
 
 
 def worth(reused: Table, begun: float, num_ages: int) -> list[float]:

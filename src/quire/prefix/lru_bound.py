@@ -16,7 +16,7 @@ from quire.prefix.node import ID_BYTES, Node
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 3.5  # requests of mean length: hits that the order may lose until LRU decides alone
+LIMIT = 4.5  # requests of mean length: hits that the order may lose until LRU decides alone
 CREDIT = 5.0  # the same: hits of the past that make up for later losses, at most
 FORGIVEN = 4096  # requests in which a loss fades to a third
 FIRST_WAIT = 256  # requests that LRU decides
