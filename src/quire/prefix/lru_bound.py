@@ -16,7 +16,8 @@ from quire.prefix.node import ID_BYTES, Node
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 4.5  # requests of mean length: hits that the order may lose until LRU decides alone
+LIMITS = 1.5, 4.5  # requests of mean length: hits that the order may lose until LRU decides alone, at first and at most
+LIMIT_GROWS = 0.0015  # with each request
 CREDIT = 5.0  # the same: hits of the past that make up for later losses, at most
 FORGIVEN = 4096  # requests in which a loss fades to a third
 FIRST_WAIT = 256  # requests that LRU decides
@@ -103,8 +104,8 @@ class LRUBound:
 class Guard:
     """Compares the hits of an eviction order with those of LRU on the same requests, and says what the order may evict.
 
-    Net losses protect the pages that were used last. With none, the order is free. With a quarter of LIMIT it only
-    evicts what is in the older half of LRU's time, and at LIMIT only what LRU evicts, for FIRST_WAIT requests. Then the
+    Net losses protect the pages that were used last. With none, the order is free. With a quarter of its limit it
+    only evicts what is in the older half of LRU's time, and at the limit only what LRU evicts, for FIRST_WAIT requests. Then the
     order is tried again. Each trial that fails makes the next wait LONGER times as long, and a gain of CREDIT makes it
     short again.
     """
@@ -141,7 +142,7 @@ class Guard:
         """Leaves that were used fewer ticks ago go last, in order of last use."""
         if self._balance >= 0 and not self.by_use:
             return 0
-        part = 1.0 if self.by_use else min(1.0, -self._balance / (LIMIT * self._mean)) ** 0.5
+        part = 1.0 if self.by_use else min(1.0, -self._balance / self._limit) ** 0.5
         return int(part * (self.bound.now - self.bound.horizon))
 
     def stored(self, leaf: Node) -> None:
@@ -171,6 +172,11 @@ class Guard:
             self._ended += 1
         self._mean += (num_pages - self._mean) / self._ended
 
+    @property
+    def _limit(self) -> float:
+        """Pages. It grows with the requests, as a loss is a part of all hits."""
+        return min(LIMITS[1], LIMITS[0] + LIMIT_GROWS * self.bound.now) * self._mean
+
     def _count(self, won: int, lost: int) -> None:
         self.won_pages += won
         self.lost_pages += lost
@@ -180,7 +186,7 @@ class Guard:
             return
         if self._balance >= credit:
             self._waits = FIRST_WAIT
-        elif self._balance < -LIMIT * self._mean:
+        elif self._balance < -self._limit:
             self._wait_until = self.bound.now + self._waits
             self._waits = min(LONGER * self._waits, LONGEST_WAIT)
             self._switch(by_use=True)
