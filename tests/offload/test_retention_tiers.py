@@ -347,5 +347,5 @@ def test_long_lives() -> None:
             error.add_note(f"seed {seed}")
             raise
         happened += life.happened
-    assert len(happened) == 11 and min(happened.values()) >= 10, happened
+    assert len(happened) == 11 and min(happened.values()) >= 5, happened
     assert np.all([happened["flushed what was held"] > 20, happened["flushed while bytes moved"] > 20])

@@ -104,10 +104,10 @@ class LRUBound:
 class Guard:
     """Compares the hits of an eviction order with those of LRU on the same requests, and says what the order may evict.
 
-    Net losses protect the pages that were used last. With none, the order is free. With a quarter of its limit it
-    only evicts what is in the older half of LRU's time, and at the limit only what LRU evicts, for FIRST_WAIT requests. Then the
-    order is tried again. Each trial that fails makes the next wait LONGER times as long, and a gain of CREDIT makes it
-    short again.
+    Net losses protect the pages that were used last. With none, the order is free. With a quarter of its limit it only
+    evicts what is in the older half of LRU's time, and at the limit only what LRU evicts, for FIRST_WAIT requests. Then
+    the order is tried again. Each trial that fails makes the next wait LONGER times as long, and a gain of CREDIT makes
+    it short again.
     """
 
     def __init__(self) -> None:
