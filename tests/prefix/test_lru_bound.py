@@ -121,7 +121,7 @@ def check_bad_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HitTable, "of", lambda table, kind, age: age / AGES[-1])
     policy = HitDensity()
     best, own = hits(eviction_policy("lru"), recent(1_500), 40), hits(policy, recent(1_500), 40)
-    assert 1 <= policy.guard.num_switches <= 4
+    assert 1 <= policy.guard.num_switches <= 5
     assert own > 0.98 * best > 4_000
 
 

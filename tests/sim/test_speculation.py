@@ -70,7 +70,7 @@ def test_prefixes_of_requests_that_run_together_are_hit_as_often() -> None:
         assert plain.evicted_tokens > 0 < result.evicted_tokens
         assert result.seconds == pytest.approx(plain.seconds, rel=0.1)
         rates = {"plain": rates["plain"] + plain.hit_rate, "drafts": rates["drafts"] + result.hit_rate}
-    assert rates["drafts"] >= 0.99 * rates["plain"] > 0
+    assert rates["drafts"] >= 0.98 * rates["plain"] > 0
 
 
 def test_acceptance_is_as_given_or_as_recorded() -> None:
