@@ -139,8 +139,14 @@ def bounds_checked(*, exact: bool) -> Iterator[list[int]]:
 def test_bounds_follow_pages_through_preemption_and_reuse(model: LoadedModel) -> None:
     engine = selecting_core(model, 32, 37, tokens=256)
     with bounds_checked(exact=True) as compared:
-        for name in ("first", "again"):
-            run(engine, prompts_of(20, 35, 41, 47, 50, 60), LONG, name)
+        prompts = prompts_of(20, 35, 41, 47, 50, 60)
+        for name, some in (
+            ("first", prompts),
+            ("again", prompts),
+            ("alone", prompts[-1:]),
+            ("and again", prompts[-1:]),
+        ):
+            run(engine, some, LONG, name)
     found = engine.statistics()
     assert found["preemptions"] > 0 and found["hit_tokens"] > 0 and compared[0] > 1000
     engine.close()
