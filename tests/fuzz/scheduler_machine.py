@@ -16,10 +16,10 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.errors import ContextTooLong, RequestTooLarge
 from quire.offload import Offloads
-from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.prefix.evict import POLICIES as EVICTION
 from quire.scheduler.chunk_budget import ChunkBudget
 from quire.scheduler.policy import POLICIES, scheduling_policy
+from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
@@ -95,7 +95,7 @@ class SchedulerMachine:
         shuffle_frames(cache, choices)
         return FollowedCache(cache, None)
 
-    def _ahead(self) -> ReadAhead:
+    def _ahead(self) -> ReadAhead[Any]:
         """What brings prefixes from tiers below the device."""
         return NOTHING_TO_READ_AHEAD
 

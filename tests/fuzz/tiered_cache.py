@@ -14,6 +14,7 @@ What is evicted, saved and fetched when is the policies' business. What must be 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,10 @@ from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
 from quire.observe.explain import FromPeer
 from quire.offload import offload_of
-from quire.offload.prefetch import Prefetch, ReadAhead
+from quire.offload.prefetch import Prefetch
 from quire.offload.tiering import Tiering
 from quire.prefix.node import User, nodes_below
+from quire.scheduler.prefetching import ReadAhead
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Lane
@@ -102,7 +104,7 @@ class TieredWatch(Watch):
         return arriving.union(np.flatnonzero(damaged.are(every_page)).tolist()) if damaged.num_damaged else arriving
 
 
-class TieredCache(FollowedCache, ReadAhead):
+class TieredCache(FollowedCache, ReadAhead[Prefetch]):
     """See the module. `world` is what is below the device."""
 
     model_type = TieredPlain
@@ -135,7 +137,7 @@ class TieredCache(FollowedCache, ReadAhead):
         return tiers
 
     @property
-    def ahead(self) -> ReadAhead:
+    def ahead(self) -> ReadAhead[Any]:
         """Of the cache."""
         return offload_of(self.cache).ahead
 

@@ -6,7 +6,9 @@ until something has arrived, as an engine would wait for that.
 
 from __future__ import annotations
 
-from quire.offload.prefetch import ReadAhead
+from typing import Any
+
+from quire.scheduler.prefetching import ReadAhead
 from quire.testing.choices import Choices
 from tests.fuzz.scheduler_machine import SchedulerMachine
 from tests.fuzz.tier_faults import spoil
@@ -52,7 +54,7 @@ class TieredSchedulerMachine(SchedulerMachine):
         else:
             super().step(choices)
 
-    def _ahead(self) -> ReadAhead:
+    def _ahead(self) -> ReadAhead[Any]:
         return self.cache
 
     def end(self) -> None:

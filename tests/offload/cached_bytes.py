@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,10 @@ from quire.cache.states import GroupCache, Pieces
 from quire.errors import OutOfPages
 from quire.offload import offload_of
 from quire.offload.deletion import Flushed
-from quire.offload.prefetch import ReadAhead
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.retention import Retention
 from quire.offload.tiering import Tiering
+from quire.scheduler.prefetching import ReadAhead
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
@@ -80,7 +81,7 @@ class CachedBytes(ABC):
         """What is computed of a namespace from now on has another mark."""
 
     @property
-    def ahead(self) -> ReadAhead:
+    def ahead(self) -> ReadAhead[Any]:
         return offload_of(self.cache).ahead
 
     @property

@@ -8,6 +8,7 @@ that running requests still compute are never shared.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from quire.memory.residency import State
 from quire.offload.audit import tier_faults
 from quire.offload.deletion import Flushed, Stored
 from quire.offload.host_groups import needed_frames
-from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.retention import RETAIN_SHARE, Retention
 from quire.offload.tier_settings import TierSettings, WritePolicy
@@ -31,6 +31,7 @@ from quire.prefix.hashing import layout_identity
 from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
 from quire.prefix.reach import reach_of
+from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Lane, Transfer
@@ -39,7 +40,7 @@ from quire.tiers.transfer import Lane, Transfer
 class Offloading(Offload):
     """Retention on the device alone, without `tiers`. Schedulers ask `ahead`."""
 
-    ahead: ReadAhead = NOTHING_TO_READ_AHEAD
+    ahead: ReadAhead[Any] = NOTHING_TO_READ_AHEAD
     tiers: Tiering | None = None
     prefetcher: Prefetcher | None = None
 

@@ -1,5 +1,4 @@
-"""Prefetch: pages of one waiting prompt that are fetched from the store to the host, in pieces. ReadAhead: the port by
-which schedulers and engines start and end prefetches."""
+"""Prefetch: pages of one waiting prompt that are fetched from the store to the host, in pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from quire.prefix.node import Lease, pages_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
-from quire.tiers.prefill import PrefillAsk, PrefillPeers
+from quire.tiers.prefill import PrefillAsk
 from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, REFUSED, Answers, Lane, Transfer, Units
 
@@ -201,6 +200,11 @@ class Prefetch:
         self.limit = self.wanted = self.stored = self.last = self.prefix.start
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the prompt."""
+        return self.prefix.limit
+
+    @property
     def moves(self) -> list[Transfer]:
         """Transfers in flight, and those that have ended and are not bound yet."""
         looking = [self.look] if self.look is not None else []
@@ -354,46 +358,3 @@ class Prefetch:
             move.stop()
         if self.stopped or not piece.is_stored:
             self._stop_peer("" if self.stopped else "damaged")
-
-
-class ReadAhead:
-    """Bytes that requests wait for. This class is for a cache with the device alone, which has no prefetches."""
-
-    loads: bool = False  # whether requests can be loaded from a lower tier
-    prefetches: bool = False  # whether there is a store, or a peer that computes prompts
-    peers: PrefillPeers | None = None
-
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether another request may prefetch now."""
-        return False
-
-    def settle_moves(self) -> bool:
-        """Process transfers that have ended, without waiting; returns whether there were any."""
-        return False
-
-    def wait_moves(self, seconds: float) -> bool:
-        """Wait for up to `seconds` until a transfer has ended; returns False at once if none is in flight."""
-        return False
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Record that a step with prompts computed so many tokens in this time, without waiting for bytes."""
-
-    def prefetch(self, tokens: Ids, namespace: Namespace, *, for_peer: bool = False) -> Prefetch | None:
-        """Start to fetch the pages of a prompt that are not cached. Returns None if there is nothing to wait
-        for. Call `stop_prefetch` when the request begins or ends. One `for_peer` asks no peer."""
-        return None
-
-    def is_awaited(self, prefetch: Prefetch) -> bool:
-        """Whether the request should wait longer. Fetched pages are held until `stop_prefetch`."""
-        return False
-
-    def stop_prefetch(self, prefetch: Prefetch) -> None:
-        """The request does not wait for it any more."""
-
-    def release_prefetched(self) -> bool:
-        """Release the pages held for one waiting request; returns whether there were any."""
-        return False
-
-
-NOTHING_TO_READ_AHEAD = ReadAhead()

@@ -21,10 +21,11 @@ import numpy as np
 from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts
-from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, ReadAhead, RequestedPrefix
+from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, RequestedPrefix
 from quire.offload.retention import Retention
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
+from quire.scheduler.prefetching import ReadAhead
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.prefill import PrefillPeers
@@ -40,7 +41,7 @@ _MOST_AT_ONCE = 16  # prefetches that run or hold pages: each holds a whole pref
 _MOST_OF_HOST = 0.5  # share of the host's bytes for prefetches; running requests need the rest
 
 
-class Prefetcher(ReadAhead):
+class Prefetcher(ReadAhead[Prefetch]):
     """Prefetches for the cache that has these parts."""
 
     loads = True

@@ -1,24 +1,94 @@
 """Prefetching: pages of waiting requests' prompts are fetched from storage, and held until these requests begin.
 
-The first requests of the queue prefetch, and others when they are considered.
+The first requests of the queue prefetch, and others when they are considered. `ReadAhead` is the
+scheduler's port to what fetches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from quire.observe.explain import FromPeer
-from quire.offload.prefetch import ReadAhead
-from quire.scheduler.request import Request
+from quire.spec.events import Namespace
+from quire.spec.ids import Ids
+from quire.tiers.prefill import PrefillAsk, PrefillPeers
+
+if TYPE_CHECKING:
+    from quire.scheduler.request import Request
 
 _NEXT = 32
 """Waiting requests, from the first, that prefetch as soon as there is room."""
 
 
+class PromptFetch(Protocol):
+    """A fetch of the pages of one prompt, in pages of the prompt: those before `stored` come from the store, and
+    requests can begin after `limit` now. `ask` is what a peer computes."""
+
+    ask: PrefillAsk | None
+    limit: int
+    stored: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the prompt."""
+
+    def leads_on(self, tokens: Ids) -> bool:
+        """Whether another prefetch may find more for a request that waited for this one."""
+
+
+F = TypeVar("F", bound=PromptFetch)
+
+
+class ReadAhead(Generic[F]):
+    """Bytes that requests wait for. This class is for a cache with the device alone, which has no prefetches."""
+
+    loads: bool = False
+    """Whether requests can be loaded from a lower tier."""
+    prefetches: bool = False
+    """Whether there is a store, or a peer that computes prompts."""
+    peers: PrefillPeers | None = None
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether another request may prefetch now."""
+        return False
+
+    def settle_moves(self) -> bool:
+        """Process transfers that have ended, without waiting; returns whether there were any."""
+        return False
+
+    def wait_moves(self, seconds: float) -> bool:
+        """Wait for up to `seconds` until a transfer has ended; returns False at once if none is in flight."""
+        return False
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Record that a step with prompts computed so many tokens in this time, without waiting for bytes."""
+
+    def prefetch(self, tokens: Ids, namespace: Namespace, *, for_peer: bool = False) -> F | None:
+        """Start to fetch the pages of a prompt that are not cached. Returns None if there is nothing to wait
+        for. Call `stop_prefetch` when the request begins or ends. One `for_peer` asks no peer."""
+        return None
+
+    def is_awaited(self, prefetch: F) -> bool:
+        """Whether the request should wait longer. Fetched pages are held until `stop_prefetch`."""
+        return False
+
+    def stop_prefetch(self, prefetch: F) -> None:
+        """The request does not wait for it any more."""
+
+    def release_prefetched(self) -> bool:
+        """Release the pages held for one waiting request; returns whether there were any."""
+        return False
+
+
+NOTHING_TO_READ_AHEAD: ReadAhead[Any] = ReadAhead()
+
+
 class Prefetching:
     """The prefetches of one scheduler's waiting requests."""
 
-    def __init__(self, ahead: ReadAhead, page_size: int) -> None:
+    def __init__(self, ahead: ReadAhead[Any], page_size: int) -> None:
         self._ahead = ahead
         self._page_size = page_size
 
@@ -71,7 +141,7 @@ class Prefetching:
         size, found = self._page_size, []
         for each in request.prefetched:
             if each.ask is not None:
-                start, end, stop = (at * size for at in (each.stored, each.limit, each.prefix.limit))
+                start, end, stop = (at * size for at in (each.stored, each.limit, each.num_pages))
                 found.append(FromPeer(each.ask.peer, start, end, stop, each.ask.why))
         stop = max(0, request.num_tokens - 1) // size * size
         if not found and (why := self._ahead.peers.why_local(stop - num_cached)):

@@ -11,7 +11,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths
 from quire.cache.session import SessionGrant, Turn
 from quire.observe.explain import Explanation
-from quire.offload.prefetch import Prefetch
+from quire.scheduler.prefetching import PromptFetch
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -83,8 +83,8 @@ class Request:
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None
         self.read_ahead = False  # whether its prompt was looked up in storage
-        self.prefetch: Prefetch | None = None  # of pages of its prompt from storage, while it waits
-        self.prefetched: list[Prefetch] = []  # ended prefetches whose pages are held until it begins
+        self.prefetch: PromptFetch | None = None  # of pages of its prompt from storage, while it waits
+        self.prefetched: list[PromptFetch] = []  # ended prefetches whose pages are held until it begins
         self.follows: Following | None = None  # the leader it waits for, when it was last considered
         self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`

@@ -16,6 +16,7 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +25,11 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.cache.session import SessionKey
 from quire.errors import InvalidInput, OutOfPages
-from quire.offload.prefetch import NOTHING_TO_READ_AHEAD, ReadAhead
 from quire.scheduler.chunk_budget import Backlog, ChunkBudget
 from quire.scheduler.followers import Leaders
 from quire.scheduler.next_step import NextStep
 from quire.scheduler.policy import SchedulingPolicy
-from quire.scheduler.prefetching import Prefetching
+from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, Prefetching, ReadAhead
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.rows import RunningRows
 from quire.scheduler.step import Settled, Step, StepRows
@@ -48,7 +48,7 @@ class Scheduler:
         *,
         max_running: int,
         max_tokens: int,
-        ahead: ReadAhead = NOTHING_TO_READ_AHEAD,
+        ahead: ReadAhead[Any] = NOTHING_TO_READ_AHEAD,
         chunks: ChunkBudget | None = None,
     ) -> None:
         self._cache = cache
