@@ -10,18 +10,21 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 from unittest.mock import AsyncMock
 
 import psutil
 import pytest
 
-from quire.cluster.cluster import make_members
+from quire.cluster.cluster import _start, make_members
 from quire.cluster.config import ClusterConfig
 from quire.cluster.processes import Member, Supervisor, reserve_port
+from quire.cluster.router import open_client
 from quire.cluster.upstream import Upstream
-from quire.errors import InvalidInput, NoServer
+from quire.errors import ConnectorError, InvalidInput, NoServer
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind
 from tests.cli.conftest import Run
@@ -255,6 +258,56 @@ def test_a_process_that_hangs_before_it_is_ready_is_killed_and_started_again(
     asyncio.run(run())
     assert (tmp_path / "quire" / "starts").read_text() == "..."
     assert "it was not ready within 1.5 s, and was killed." in caplog.text
+
+
+STARTING = json.dumps({"error": {"message": "the engine has not started.", "code": "engine_dead"}})
+
+
+class SlowStart(BaseHTTPRequestHandler):
+    """A decode engine's server: 503 twice, then statistics without a peer, then with one."""
+
+    answers: ClassVar[list[tuple[int, str]]] = []
+
+    def do_GET(self) -> None:
+        status, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+
+async def start_beside(answers: list[tuple[int, str]]) -> None:
+    """Start a cluster of one prefill engine and one decode engine, whose server gives these answers, the last for
+    ever."""
+    SlowStart.answers = answers
+    with ThreadingHTTPServer(("127.0.0.1", 0), SlowStart) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        upstream = Upstream(name="decode-0", role="decode", url=f"http://127.0.0.1:{http.server_port}")
+        supervisor = Supervisor([], stall_s=1.0, stop_s=1.0, tell=lambda name, line: None)
+        config, server = ClusterConfig.read({"prefill": 1, "decode": 1}), ServerConfig.read({})
+        try:
+            async with open_client() as client:
+                await _start(supervisor, config, server, client, [upstream])
+        finally:
+            http.shutdown()
+
+
+def statistics(*peers: str) -> tuple[int, str]:
+    return 200, json.dumps({"transfer": {"prefill_peers": peers, "problems": {}}})
+
+
+def test_a_decode_engine_that_starts_slowly_is_waited_for() -> None:
+    answers = [(503, STARTING), (503, STARTING), statistics(), statistics("prefill-0")]
+    asyncio.run(start_beside(answers))
+    assert answers == [statistics("prefill-0")]
+
+
+def test_a_decode_engine_that_never_starts_ends_the_start_with_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cluster.cluster._CONNECT_S", 0.2)
+    with pytest.raises(ConnectorError, match=r"decode-0 is not connected .* 503.*the engine has not started"):
+        asyncio.run(start_beside([(503, STARTING)]))
 
 
 # -- settings

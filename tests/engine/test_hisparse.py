@@ -14,6 +14,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.errors import ModelCheckFailed
 from quire.kernels.backend import AttentionBackend
+from quire.memory.host_pool import HostPool
 from quire.models.check import check_forward
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
@@ -218,6 +219,21 @@ def test_a_pool_that_is_full_while_requests_decode(model: LoadedModel) -> None:
     found = core.statistics()
     assert found["preemptions"] > 0 and found["evicted_pages"] > 0
     core.close()
+
+
+@pytest.mark.parametrize("failing", ["quire.engine.core.Scheduler", "quire.engine.tiers.build_pools"])
+@pytest.mark.parametrize("tiers", [False, True])
+def test_an_engine_that_fails_to_start_returns_the_memory_of_latents(
+    failing: str, tiers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[HostPool] = []
+    begin = HostPool.__init__
+    monkeypatch.setattr(HostPool, "__init__", lambda host, *a, **named: made.append(host) or begin(host, *a, **named))
+    monkeypatch.setattr(failing, lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hosted_core(model_of("deepseek_v32"), 16, page_size=4, **({"host_memory": "1MiB"} if tiers else {}))
+    host = max(made, key=lambda each: each.num_bytes)  # small ones are of the check of a loaded model
+    assert host.num_bytes > 0 and len(host.memory) == 0
 
 
 def test_a_page_of_host_memory_is_allocated_for_a_page_of_tokens() -> None:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 60.0
 _POLL_S = 0.05
+_LONGEST_ANSWER = 300  # characters of an answer that an error repeats
 _MARGIN_S = 5.0
 
 OnReady = Callable[[list[dict[str, Any]]], None]
@@ -150,15 +151,24 @@ async def _start(
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     until = time.monotonic() + _CONNECT_S
     for upstream in (each for each in upstreams if each.role == "decode"):
-        while True:
-            try:
-                answer = await client.get(f"{upstream.url}/v1/cache/statistics", headers=headers)
-            except httpx.TransportError:
-                raise NoServer(f"{upstream.name} ended while the others started.", fix="see its log.") from None
-            transfer = answer.json()["transfer"]
-            if len(transfer["prefill_peers"]) == config.prefill:
-                break
+        while problem := await _not_connected(upstream, config.prefill, client, headers):
             if time.monotonic() > until:
-                problems = "; ".join(transfer["problems"].values())
-                raise ConnectorError(f"{upstream.name} is not connected to all prefill engines: {problems}.")
+                raise ConnectorError(f"{upstream.name} is not connected to all prefill engines: {problem}.")
             await asyncio.sleep(_POLL_S)
+
+
+async def _not_connected(
+    upstream: Upstream, num_peers: int, client: httpx.AsyncClient, headers: list[tuple[bytes, bytes]]
+) -> str:
+    """The reason why a decode engine is not connected to `num_peers` prefill engines; empty if it is. Raises NoServer
+    if its process has ended. A server whose engine still starts answers 503: it is not connected yet."""
+    try:
+        answer = await client.get(f"{upstream.url}/v1/cache/statistics", headers=headers)
+    except httpx.TransportError:
+        raise NoServer(f"{upstream.name} ended while the others started.", fix="see its log.") from None
+    if answer.status_code != 200:
+        return f"it answers {answer.status_code}: {answer.text[:_LONGEST_ANSWER]}"
+    transfer = answer.json()["transfer"]
+    if len(transfer["prefill_peers"]) == num_peers:
+        return ""
+    return "; ".join(transfer["problems"].values()) or "no answer from them yet"

@@ -115,13 +115,14 @@ class EngineCore:
         self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
-        self.compute = ComputeStream(self.device, self.backend.moves) if self.device.type == "cuda" else None
-        self.tiers: EngineTiers | None = None
-        if host is not None:
-            self.tiers = EngineTiers(config, self.plan, self.pools, storage, host, self.compute)
         self.wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
-            if self.tiers is not None:
+            if self.latents is not None:
+                undo.callback(self.latents.close)
+            self.compute = ComputeStream(self.device, self.backend.moves) if self.device.type == "cuda" else None
+            self.tiers: EngineTiers | None = None
+            if host is not None:
+                self.tiers = EngineTiers(config, self.plan, self.pools, storage, host, self.compute)
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
             self.transfer: TransferNode | None = None
             if self.tiers is not None and config.role is not None:

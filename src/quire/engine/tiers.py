@@ -48,9 +48,15 @@ def build_memory(
     if memory.hot.lossy:
         model.refuse_own_attention()
     warn_of_loss(plan, model.spec)
-    host = _tier_memory(config, memory, device, progress) if config.has_tiers else None
-    latents = HostedLatents(memory, model, progress, host=host)
-    return build_pools(memory, device, latents), latents, host
+    with ExitStack() as undo:
+        host = _tier_memory(config, memory, device, progress) if config.has_tiers else None
+        if host is not None:
+            undo.callback(host.close)
+        latents = HostedLatents(memory, model, progress, host=host)
+        undo.callback(latents.close)
+        pools = build_pools(memory, device, latents)
+        undo.pop_all()
+    return pools, latents, host
 
 
 def _tier_memory(config: EngineConfig, plan: MemoryPlan, device: torch.device, progress: Progress | None) -> HostPool:
