@@ -6,7 +6,8 @@
 
 Alternatives take turns in short bursts, and the shortest burst of each counts. With one thread it is CPU time, so that
 other programs disturb less. `linear` is torch's plain product, `transposed` one with a weight stored `[in, out]`, `mkl`
-MKL's packed weight, `packed` oneDNN's for that number of rows, and `packed 64` oneDNN's for 64 rows.
+MKL's packed weight, `packed` oneDNN's for that number of rows, and `packed 64` oneDNN's for 64 rows. A
+column is empty where the CPU or the library has no such product.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from quire.kernels.sdpa import native_on_cpu
 from quire.models.linear import CLOSE
 
 BUNDLED = {"q, k, v": (256, 512), "gate, up": (256, 1408), "down": (704, 256), "output": (256, 2048)}
@@ -29,14 +31,15 @@ BURSTS, BURST_S, MOST_PRODUCTS = 25, 0.0015, 1 << 33
 
 def alternatives(rows: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     """The same product in several ways."""
-    packed, packed64 = (torch.ops.mkldnn._reorder_linear_weight(weight, count) for count in (len(rows), 64))
     transposed = weight.t().contiguous()
     found: dict[str, Callable[[], Tensor]] = {
         "linear": lambda: linear(rows, weight),
         "transposed": lambda: torch.mm(rows, transposed),
-        "packed": lambda: torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], ""),
-        "packed 64": lambda: torch.ops.mkldnn._linear_pointwise.default(rows, packed64, None, "none", [], ""),
     }
+    if native_on_cpu(weight.dtype):
+        packed, packed64 = (torch.ops.mkldnn._reorder_linear_weight(weight, count) for count in (len(rows), 64))
+        found["packed"] = lambda: torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], "")
+        found["packed 64"] = lambda: torch.ops.mkldnn._linear_pointwise.default(rows, packed64, None, "none", [], "")
     if weight.dtype is torch.float32:
         mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, len(rows))
         found["mkl"] = lambda: torch.ops.mkl._mkl_linear.default(rows, mkl, weight, None, len(rows))

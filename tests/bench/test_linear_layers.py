@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
+from quire.kernels.sdpa import native_on_cpu
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench"
 
 
-def rows_of(program: str, *arguments: str) -> list[list[str]]:
+def rows_of(program: str, environment: dict[str, str] | None = None) -> list[list[str]]:
     """The cells of the table that it prints, without its head. It fails by itself where ways differ."""
-    done = run_program(BENCH / program, "--toy", *arguments)
+    done = run_program(BENCH / program, "--toy", environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
 
 
-def test_alternatives_for_linear_layers_are_measured() -> None:
-    rows = rows_of("linear_layers.py")
+@pytest.mark.parametrize("narrowest", [False, True])
+def test_alternatives_for_linear_layers_are_measured(narrowest: bool) -> None:
+    """On this CPU, and as on one without products of bfloat16."""
+    rows = rows_of("linear_layers.py", {"ONEDNN_MAX_CPU_ISA": "AVX2"} if narrowest else None)
     assert len(rows) == 2 * 4 * 2  # dtypes, layers, numbers of rows
+    packs = {"float32": True, "bfloat16": native_on_cpu(torch.bfloat16) and not narrowest}
     for dtype, _, _, _, *times in rows:
         named = dict(zip(("linear", "transposed", "mkl", "packed", "packed 64"), times, strict=True))
-        assert (named.pop("mkl") != "") == (dtype == "float32")
-        assert all(float(each) > 0 for each in named.values())
+        measured = {"linear", "transposed"} | ({"mkl"} if dtype == "float32" else set())
+        measured |= {"packed", "packed 64"} if packs[dtype] else set()
+        assert {name for name, each in named.items() if each} == measured
+        assert all(float(named[name]) > 0 for name in measured)
 
 
 def test_ways_of_a_forward_pass_are_measured() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from quire.kernels import backend, hidden_states
 from quire.kernels.native import library
-from quire.kernels.native.library import Native, _cpu, build, sources
+from quire.kernels.native.library import Native, build, sources
+from tests.kernels.native.emulated_pairs import with_pairs
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -20,7 +21,7 @@ def _changed(
     """`right_text` occurs once in the source, which is compiled without the other ones."""
 
     def apply(patch: Patch) -> None:
-        texts = sources()
+        texts = with_pairs(sources()) if killer == "native bfloat16" else sources()
         assert texts[source].count(right_text) == 1, f"the source of {name} has changed"
         texts[source] = texts[source].replace(right_text, wrong_text)
         unit = source if source.endswith(".cpp") else "attention.cpp"
@@ -123,21 +124,20 @@ _changed(
     "std::fill(score[i] + tokens, score[i] + up, NOTHING);",
     "std::fill(score[i] + tokens, score[i] + up, 0.0f);",
 )
-if any(" avx512_bf16" in line for line in _cpu()):
-    _pairs = partial(_changed, source="in_place.h", killer="native bfloat16")
-    _pairs(
-        "weights_of_a_pair_are_swapped",
-        "in bfloat16, a value is weighed with the weight of its neighbour",
-        "first = load_as<vu>(values[0] + at + j * W), second = load_as<vu>(values[1] + at + j * W)",
-        "first = load_as<vu>(values[1] + at + j * W), second = load_as<vu>(values[0] + at + j * W)",
-    )
-    _pairs(
-        "sizes_that_are_no_pairs_are_paired",
-        "in bfloat16, values of heads of 48 numbers are read as if they had 64",
-        "format == BF16 && width % Paired::NUMBERS == 0",
-        "format == BF16",
-        source="attention.cpp",
-    )
+_pairs = partial(_changed, source="in_place.h", killer="native bfloat16")
+_pairs(
+    "weights_of_a_pair_are_swapped",
+    "in bfloat16, a value is weighed with the weight of its neighbour",
+    "first = load_as<vu>(values[0] + at + j * W), second = load_as<vu>(values[1] + at + j * W)",
+    "first = load_as<vu>(values[1] + at + j * W), second = load_as<vu>(values[0] + at + j * W)",
+)
+_pairs(
+    "sizes_that_are_no_pairs_are_paired",
+    "in bfloat16, values of heads of 48 numbers are read as if they had 64",
+    "format == BF16 && width % Paired::NUMBERS == 0",
+    "format == BF16",
+    source="attention.cpp",
+)
 
 
 # -- functions on rows of hidden states

@@ -23,6 +23,8 @@ from quire.engine.process import Core
 from quire.engine.request_stream import MOST_AT_ONCE, RequestStream
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
+from quire.testing.contracts.connector import activity
+from tests import waits
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
 
 
@@ -149,9 +151,7 @@ def test_what_cannot_be_sent_leaves_nothing_open() -> None:
             with pytest.raises(InvalidInput, match="stop must be text without lone surrogates"):
                 await engine.submit("abc", SamplingParams(stop=["\ud800"]))
             assert not engine._streams
-            started = time.monotonic()
-            await engine.shutdown(drain_s=60.0)
-            assert time.monotonic() - started < 30, "shutdown waited for a request that never was"
+            await engine.shutdown(drain_s=waits.FOR_EVER_S)  # it waits for no request that never was
 
     asyncio.run(body())
 
@@ -290,9 +290,7 @@ def test_shutdown_drains_then_aborts() -> None:
         async with running() as engine:
             stuck = asyncio.create_task(text_of(engine, "stall"))
             await until(has_stream(engine))
-            started = time.monotonic()
             await engine.shutdown(drain_s=0.2)
-            assert time.monotonic() - started < 30
             with pytest.raises(EngineDead, match="aborted"):
                 await stuck
             assert not psutil.pid_exists(engine._process.process.pid or 0)
@@ -316,9 +314,7 @@ def test_the_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path, mon
 def test_an_idle_engine_does_not_spin() -> None:
     async def body() -> None:
         async with running() as engine:
-            child = psutil.Process(engine._process.process.pid)
-            before = sum(child.cpu_times()[:2])
-            await asyncio.sleep(1.0)
-            assert sum(child.cpu_times()[:2]) - before < 0.2
+            wakes_per_s, restless = await asyncio.to_thread(activity, engine._process.process.pid)
+            assert not restless and wakes_per_s < 50, f"{wakes_per_s:.0f} wake-ups a second"
 
     asyncio.run(body())

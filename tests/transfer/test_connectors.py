@@ -49,6 +49,8 @@ class TestMemory(ConnectorContract):
 
 
 class TestTcp(ConnectorContract):
+    most_wakes_per_s = 10
+
     @staticmethod
     def make(memory: Memory, name: str) -> Connector:
         return open_connector("tcp", memory, name=name, secret=SECRET)

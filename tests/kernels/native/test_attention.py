@@ -10,6 +10,7 @@ import torch
 from quire.kernels import backend
 from quire.kernels.native import library
 from quire.kernels.native.library import Native, build, native, sources
+from tests.kernels.native.emulated_pairs import with_pairs
 from tests.kernels.native.native_case import check_narrow, check_native
 from tests.kernels.paged_case import PagedCase, Shape
 
@@ -42,6 +43,14 @@ def test_narrower_vectors_give_the_same(march, monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "native", lambda: Native(ctypes.CDLL(str(path)), path))
     for seed in range(8):
         check_native(seed)
+        check_narrow(seed)
+
+
+def test_pairs_of_bfloat16_give_the_same(monkeypatch, tmp_path):
+    """On a CPU without AVX512-BF16 its instructions are emulated."""
+    path = build(with_pairs(sources()), tmp_path)
+    monkeypatch.setattr(backend, "native", lambda: Native(ctypes.CDLL(str(path)), path))
+    for seed in range(12):
         check_narrow(seed)
 
 

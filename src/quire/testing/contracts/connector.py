@@ -64,12 +64,6 @@ class Side:
         """Its state and error."""
         return self._writes[write].poll(), self._writes[write].error
 
-    def cpu(self, seconds: float) -> float:
-        """The share of a core that this process uses while it is asked nothing."""
-        before = time.process_time()
-        time.sleep(seconds)
-        return (time.process_time() - before) / seconds
-
 
 def serve_side(make: Make, name: str, path: str, pipe: Connection) -> None:
     """The main program of a peer: answers calls of a `Side`."""
@@ -134,6 +128,28 @@ class Peer:
         os.close(self._file)
 
 
+def activity(process: int | None, seconds: float = 0.7) -> tuple[float, set[Path]]:
+    """Wake-ups per second of a process's threads, and the threads that were never seen asleep. A slow machine adds
+    none to either."""
+    before, began = switches(process), time.monotonic()
+    restless = set(before)
+    for _ in range(10):
+        time.sleep(seconds / 10)
+        restless = {thread for thread in restless if (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"}
+    elapsed, after = time.monotonic() - began, switches(process)
+    return sum(after[thread] - before[thread] for thread in before) / elapsed, restless
+
+
+def switches(process: int | None) -> dict[Path, int]:
+    """How often each thread of a process gave up its core, or lost it, since it began."""
+    return {
+        thread: sum(
+            int(line.split()[1]) for line in (thread / "status").read_text().splitlines() if "ctxt_switches" in line
+        )
+        for thread in Path(f"/proc/{process}/task").iterdir()
+    }
+
+
 def needs(attribute: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Mark a test that applies only to classes where an attribute is true."""
 
@@ -191,6 +207,8 @@ class ConnectorContract:
     separate = True  # peers are other processes
     checks_tags = True  # the receiver refuses tags that are unknown or shut, so that `shut` is a proof
     leaves_nothing = True  # `close` ends all threads and closes all sockets
+    most_wakes_per_s = 150
+    """Times a second that its threads may wake up in sum while nothing is asked of it."""
     death_s = 3.0
     """Within so many seconds after the death of a peer a write to it has failed."""
 
@@ -463,13 +481,15 @@ class ConnectorContract:
 
     @needs("separate")
     def test_idle_costs_nothing(self, peers: tuple[Peer, Peer]) -> None:
-        """Less than 2 % of a core, connected and with open tags."""
+        """Threads of a peer sleep, and few timers wake them, with an open tag and without."""
         _, there = peers
         tag = next(_tags)
         there.open(tag, whole(0, MIB))
-        assert min(there.cpu(0.7) for _ in range(3)) < 0.02
-        there.shut(tag)
-        assert min(there.cpu(0.5) for _ in range(3)) < 0.02
+        for _ in range(2):
+            wakes_per_s, restless = activity(there.process.pid)
+            assert wakes_per_s <= self.most_wakes_per_s
+            assert not restless, "threads that never sleep"
+            there.shut(tag)
 
     def test_disconnected_and_closed(self, new: Callable[..., Peer]) -> None:
         """Later writes fail, verbs can be repeated, and the other side goes on."""
