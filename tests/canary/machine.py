@@ -21,6 +21,7 @@ from quire.canary.digest import Digests, FrameDigests, Reading
 from quire.canary.finding import Finding, Kind
 from quire.errors import OutOfPages
 from quire.memory.pool import Pool
+from quire.offload import Offloads, offload_of
 from quire.spec.dtype import DType
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
@@ -30,7 +31,7 @@ from quire.testing import small_plan
 from quire.testing.choices import Choices
 
 OPERATIONS = (
-    *("begin", "begin", "compute", "compute", "compute", "compute", "finish", "evict", "flush"),
+    *("begin", "begin", "compute", "compute", "compute", "compute", "finish", "retain", "evict", "flush"),
     *("flip", "neighbour", "skip", "misplace", "reuse", "look", "look"),
 )
 NAMESPACES = (Namespace(), Namespace(salt="a"), Namespace(salt="b"))
@@ -78,12 +79,13 @@ class CanaryMachine:
         reaches = (
             (ReachSpec(), ReachSpec(kind="window", tokens=2 * self.size)) if choices.chance(50) else (ReachSpec(),)
         )
-        plan = small_plan(choices.between(8, 20), self.size, groups=("full", "window")[: len(reaches)], reaches=reaches)
+        num_pages, context, groups = choices.between(8, 20), 6 * self.size, ("full", "window")[: len(reaches)]
+        plan = small_plan(num_pages, self.size, context=context, groups=groups, reaches=reaches)
         layout = PageLayout(self.size, (Field(name="k", shape=(8,), dtype=DType.UINT8, layers=(0, 1)),))
-        self.plan = replace(plan, groups=tuple(replace(group, layout=layout) for group in plan.groups))
-        self.cache = KVCache(self.plan)
-        self.pools = [Pool(layout, self.plan.frames_of(at)) for at in range(len(reaches))]
         self.now = 0.0
+        self.plan = replace(plan, groups=tuple(replace(group, layout=layout) for group in plan.groups))
+        self.cache = KVCache(self.plan, seconds=lambda: self.now, offload=Offloads(retain_share=0.4))
+        self.pools = [Pool(layout, self.plan.frames_of(at)) for at in range(len(reaches))]
         share = math.inf if everything else 0.01
         self.canary = Canary(self.cache.parts, self.pools, share=share, seconds=lambda: self.now)
         self.num_looks = 0
@@ -162,6 +164,16 @@ class CanaryMachine:
             kv, tokens, _ = self.requests.pop(choices.below(len(self.requests)))
             self.cache.finish(kv, tokens[: self.cache.rows.committed(kv)])
             self._forget()
+
+    def retain(self, choices: Choices) -> None:
+        """A caller retains the cached part of a prompt, for longer than the machine lives."""
+        if self.requests:
+            kv, tokens, _ = choices.one_of(self.requests)
+            granted = offload_of(self.cache).retention.retain(
+                tokens, kv.namespace, ttl_seconds=80_000.0, pin=choices.chance(50)
+            )
+            self.happened["retained"] += granted.granted_tokens > 0
+            self.happened["pinned"] += granted.pinned
 
     def evict(self, choices: Choices) -> None:
         self.cache.evict(choices.between(1, 3))
@@ -298,8 +310,7 @@ class CanaryMachine:
         if not found:
             return
         pages = [each.page for each in found]
-        for each in found:
-            self.containment.add(each.page, each.index, each.frame)
+        self.containment.add(found)
         readers = self.containment.readers(pages)
         below = {page for each in self.requests for page in self._path(each.kv)} & set(pages)
         assert {id(kv) for kv in readers} == {id(each.kv) for each in self.requests if below & set(self._path(each.kv))}

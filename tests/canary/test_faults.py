@@ -12,7 +12,7 @@ import pytest
 
 from quire.canary.finding import Kind
 from quire.engine.core import EngineCore
-from quire.engine.messages import EngineRequest
+from quire.engine.messages import EngineRequest, RetainRequest
 from quire.engine.proof import MOST_TRIES
 from quire.scheduler.sampling_params import SamplingParams
 from tests.canary import faults
@@ -113,6 +113,25 @@ def test_a_request_that_read_damage_is_computed_again(dense: Case, expected: lis
     assert tokens["both-0"][: drawn - 1] == expected[0][0][: drawn - 1]  # the step that read it drew one more
     core.audit()
     assert run(core, [OLD], GREEDY, "again") == expected[0]
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_damaged_page_of_a_retained_prefix_is_computed_again(
+    dense: Case, expected: list[list[list[int]]], pin: bool
+) -> None:
+    """Without tiers. The retention ends: until it expired, the prefix would be cached up to the damaged page only."""
+    core = tight_core(dense.model, num_tokens=400, page_size=4, canary="all", max_model_len=100)
+    assert run(core, [OLD], GREEDY, "old") == expected[0]
+    prompt = np.array(OLD, dtype=np.int32)
+    granted = core.retain(RetainRequest(prompt=prompt.tobytes(), ttl_seconds=1000.0, pin=pin))
+    assert granted.granted_tokens == 40 and granted.pinned == pin
+    faults.flip(core, int(core.cache.groups[0].table.frame[core.cache.match(prompt).match.pages[4]]))
+    core.step()
+    assert core.statistics()["canary"]["found_pages"] == core.statistics()["canary"]["quarantined_frames"] == 1
+    assert core.statistics()["retentions_lost"] == 1 and not core.offload.retention.num_pages
+    core.audit()
+    assert run(core, [OLD], GREEDY, "again") == expected[0]
+    assert core.cache.match(prompt).num_tokens == 40
 
 
 def test_damage_that_comes_back_fails_the_request(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.groups import DamagedPages
 from quire.canary import budget as budgets
 from quire.canary import chain as chains
 from quire.canary.auditor import Auditor
@@ -110,6 +111,11 @@ def the_sweep_follows_first_children(patch: Patch) -> None:
 @mutant("canary", "a frame with a broken bit serves the next page too")
 def damaged_frames_are_free_again(patch: Patch) -> None:
     patch.setattr(Containment, "_quarantine", lambda containment, group, page, frame: None)
+
+
+@mutant("canary", "a retained prefix with a damaged page is computed again by each request until the retention expires")
+def retentions_hold_damaged_pages(patch: Patch) -> None:
+    patch.setattr(DamagedPages, "release_holds", lambda damaged: None)
 
 
 @mutant("canary", "a request goes on that has read a damaged page in the middle of its prefix")

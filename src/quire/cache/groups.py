@@ -10,7 +10,7 @@ Both classes have the same methods, which `PagedGroup` explains. The class of a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,10 +232,12 @@ class PagedGroup(GroupBase):
 
 
 class DamagedPages:
-    """Cached pages whose bytes are lost: no request begins on them. `num_marked` counts calls of `mark`."""
+    """Cached pages whose bytes are lost: no request begins on them. `num_marked` counts calls of `mark`. `holders`
+    release what they hold of such pages: holds for callers, which would keep them for long."""
 
     def __init__(self, pages: Column, groups: Sequence[GroupBase]) -> None:
         self._pages = pages
+        self.holders: list[Callable[[], None]] = []
         self.num_damaged = self.num_marked = 0
         self._groups = groups
 
@@ -263,6 +265,11 @@ class DamagedPages:
         if self.num_damaged:
             self._pages.unmark(pages, State.DAMAGED)
             self._count()
+
+    def release_holds(self) -> None:
+        """Release what callers hold of damaged pages, so that these can be deleted."""
+        for release in self.holders if self.num_damaged else ():
+            release()
 
     def _count(self) -> None:
         self.num_damaged = int(np.count_nonzero(self._pages.state & np.uint8(State.DAMAGED)))

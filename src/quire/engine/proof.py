@@ -113,8 +113,7 @@ class Proof:
         self._audit(idle=idle)
         if self.canary is None:
             return []
-        if self._containment.is_waiting:
-            self._containment.go_on()
+        self._containment.go_on()
         scheduler = self._scheduler
         if scheduler.lacks_room and not scheduler.num_running and self._containment.release_oldest():
             logger.warning("a quarantined frame is used again: a request fits in no other way")
@@ -123,8 +122,7 @@ class Proof:
     def contain(self, findings: Sequence[Finding], fail: Callable[[Request, Exception], Any]) -> list[Any]:
         """Compute requests again that read damaged pages, and take these out of the cache. No step is in flight.
         Returns the results of `fail`, for requests that were tried often enough."""
-        for finding in findings:
-            self._containment.add(finding.page, finding.index, finding.frame)
+        self._containment.add(findings)
         readers = self._containment.readers([finding.page for finding in findings])
         requests = [request for request in self._scheduler.requests if request.kv is not None and request.kv in readers]
         failed = []

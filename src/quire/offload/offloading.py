@@ -106,9 +106,8 @@ class Tiered(Offloading):
 
     def __init__(self, parts: CacheParts, settings: TierSettings, retain_share: float) -> None:
         self.tiers: Tiering = Tiering(settings, parts)
-        retention = Retention(parts, retain_share, self.tiers.hosts)
-        super().__init__(parts, retention)
-        self.prefetcher: Prefetcher = Prefetcher(self.tiers, parts, retention)
+        super().__init__(parts, Retention(parts, retain_share, self.tiers.hosts))
+        self.prefetcher: Prefetcher = Prefetcher(self.tiers, parts)
         self.ahead = self.prefetcher
         self._page_size = parts.plan.page_size
         self._write = settings.write

@@ -22,7 +22,6 @@ from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts
 from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, RequestedPrefix
-from quire.offload.retention import Retention
 from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.scheduler.prefetching import ReadAhead
@@ -46,10 +45,9 @@ class Prefetcher(ReadAhead[Prefetch]):
 
     loads = True
 
-    def __init__(self, tiers: Tiering, parts: CacheParts, retention: Retention) -> None:
+    def __init__(self, tiers: Tiering, parts: CacheParts) -> None:
         self._tiers = tiers
         self._parts = parts
-        self._retention = retention
         self.peers = tiers.settings.peers
         self.prefetches = tiers.settings.stores or (self.peers is not None and self.peers.asks)
         self._policy = tiers.settings.prefetch
@@ -64,6 +62,7 @@ class Prefetcher(ReadAhead[Prefetch]):
         self._fetched_bytes = 0
         self._at_once = _FIRST_BYTES
         self._landed: deque[Transfer] = deque()  # written by peers, to be checked
+        parts.damaged.holders.append(self.release_damaged)
 
     # -- transfers of all lanes
 
@@ -71,9 +70,7 @@ class Prefetcher(ReadAhead[Prefetch]):
         num_received = self._receive(self.peers) if self.peers is not None else 0
         if not self._tiers.settle(self._ended) and not num_received:
             return False
-        if self._parts.damaged.num_damaged:
-            self._retention.release_damaged()
-            self.release_damaged()
+        self._parts.damaged.release_holds()
         self._parts.sweep()
         self._parts.changed()
         return True

@@ -109,6 +109,7 @@ class Retention(RetentionPort):
         self._by_key: dict[bytes, RetainedPrefix] = {}
         self._next_expiry = math.inf  # no retention ends before
         self.num_expired = self.num_given_up = self.num_lost = 0
+        parts.damaged.holders.append(self.release_damaged)
 
     # -- verbs of callers
 

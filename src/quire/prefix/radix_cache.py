@@ -82,6 +82,7 @@ class RadixCache:
         self.evicted = EvictedEdges(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
         self._clock = 0
         self.version = 0  # changes when an earlier `Match` becomes invalid
+        self.num_releases = 0  # of leases and pins
         self._levels = Levels(self.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
         self.num_below = 0  # pages that have a copy on lower tiers only
@@ -147,6 +148,7 @@ class RadixCache:
     def release(self, lease: Lease) -> None:
         """Release a lease or a pin. Raises LeaseError the second time."""
         node, lease.end = lease.node, None
+        self.num_releases += 1
         if lease.counts:
             self._clock += 1
             node.last_used = self._clock
