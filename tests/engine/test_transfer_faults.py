@@ -133,7 +133,7 @@ def test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page() -> Non
     with pair(fault=Fault(late=True, delay_s=4.0)) as (decode, prefill):
         assert decode.transfer is not None
         side = decode.transfer.decode
-        (peer,) = side._ready
+        (peer,) = side.open_tokens
         side.ready(peer, is_ready=False)
         run(decode, [PROMPTS[1][:33]], GREEDY, "before")  # a part of the prompt is cached
         side.ready(peer, is_ready=True)
@@ -223,7 +223,7 @@ def test_a_peer_that_cannot_be_reached_is_waited_for_no_longer() -> None:
         add(decode, "mine")
         until(lambda: prefill.transfer and prefill.transfer.prefill._writes, decode, prefill)
         side = decode.transfer.decode
-        side.do(side.receiver.silent(next(iter(side._ready))))
+        side.do(side.receiver.silent(next(iter(side.open_tokens))))
         assert until(lambda: not decode.has_work(), decode, seconds=5)["mine"] == alone()[0]
         assert transfer_of(decode)["held_bytes"] > 0, "the write was waited for"
         until(lambda: not decode.has_moves() and not prefill.has_moves(), decode, prefill)

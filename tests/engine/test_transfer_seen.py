@@ -91,7 +91,7 @@ def test_a_prompt_came_from_its_peer(case: Case) -> None:
         assert samples(decode)["quire_tier_hit_tokens_total", "device"] == WHOLE
         node = decode.transfer
         assert node is not None
-        node._events.append(Silent(next(iter(node.decode._ready)), True))
+        node._events.append(Silent(next(iter(node.decode.open_tokens)), True))
         node.settle()
         assert transfer_of(decode)["prefill_peers"] == [{**where, "state": "silent"}]
         assert samples(decode)["quire_transfer_connected_peers", "prefill"] == 0

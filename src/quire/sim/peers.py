@@ -92,7 +92,7 @@ class SimulatedAsk:
 
     peers: SimulatedPeers
     server: PrefillServer
-    peer: str
+    label: str
     request_id: str
     tokens: Ids
     namespace: Namespace
@@ -125,7 +125,7 @@ class SimulatedAsk:
             self.falls_back("room")
         self.peers.received_tokens += num_tokens
         self.peers.asks_open.remove(self)
-        self.peers.open_tokens[self.peer] -= self.num_tokens
+        self.peers.open_tokens[self.label] -= self.num_tokens
         self.server.drop(self)
 
     def falls_back(self, cause: str) -> None:

@@ -18,7 +18,7 @@ class PrefillAsk(Protocol):
 
     seconds: float
     """How long the request waits."""
-    peer: str
+    label: str
     """What operators call the peer."""
     why: str
     """Why it has ended without the whole prompt; "" while it has not."""

@@ -87,7 +87,7 @@ class DecodeSide:
         """Whether peers are asked."""
         self._parts: list[tuple[Part, Transfer, float]] = []  # whose frames a peer may write, and since when
         self._refused: list[tuple[Transfer, str]] = []  # that no peer was told of, and why
-        self._ready: dict[str, int] = {}  # peers that answer, and tokens of their open asks
+        self.open_tokens: dict[str, int] = {}  # peers that answer, and tokens of their open asks
         self._off: set[str] = set()  # peers that compute no prompts now
         self._warned: dict[str, tuple[float, int]] = {}  # by cause: when, and fallbacks since
 
@@ -103,17 +103,17 @@ class DecodeSide:
 
     @property
     def _can_ask(self) -> dict[str, int]:
-        return {peer: tokens for peer, tokens in self._ready.items() if peer not in self._off}
+        return {peer: tokens for peer, tokens in self.open_tokens.items() if peer not in self._off}
 
     def state(self, peer: str) -> str:
         """That of a connected prefill engine: connected, silent, or off while it computes no prompts."""
-        return "silent" if peer not in self._ready else "off" if peer in self._off else "connected"
+        return "silent" if peer not in self.open_tokens else "off" if peer in self._off else "connected"
 
     def ready(self, peer: str, *, is_ready: bool) -> None:
         """Whether a prefill engine answers from now on."""
-        self._ready.pop(peer, None)
+        self.open_tokens.pop(peer, None)
         if is_ready:
-            self._ready[peer] = sum(asking.num_tokens for asking in self.asks.values() if asking.peer == peer)
+            self.open_tokens[peer] = sum(asking.num_tokens for asking in self.asks.values() if asking.peer == peer)
 
     def serves(self, peer: str, *, is_on: bool) -> None:
         """Whether a prefill engine computes prompts from now on."""
@@ -125,7 +125,7 @@ class DecodeSide:
             return None
         can_ask = self._can_ask
         if not can_ask:
-            self.fall_back("", *(("role", _OFF) if self._ready else ("unconnected", _UNCONNECTED)))
+            self.fall_back("", *(("role", _OFF) if self.open_tokens else ("unconnected", _UNCONNECTED)))
             return None
         peer = choose_peer(can_ask, tokens[: self._page_size])
         now = time.monotonic()
@@ -138,7 +138,7 @@ class DecodeSide:
             prompt=tokens.tobytes(),
             now=now,
         )
-        self._ready[peer] += num_missing
+        self.open_tokens[peer] += num_missing
         self.counts.of(peer).asks += 1
         self.asks[ask] = Asking(self, ask, peer, self.counts.label(peer), self.seconds, num_missing, now)
         self.do(effects)
@@ -157,7 +157,7 @@ class DecodeSide:
             if asking is None:
                 continue
             if part.state is PartState.SENT:
-                counts = self.counts.of(asking.name)
+                counts = self.counts.of(asking.peer)
                 counts.bytes += transfer.num_bytes
                 counts.part_seconds.observe(now - since)
             else:
@@ -194,11 +194,11 @@ class DecodeSide:
 
     def release(self, asking: Asking, num_tokens: int) -> None:
         """The request needs no more of the ask; so many tokens have arrived whole."""
-        counts = self.counts.of(asking.name)
+        counts = self.counts.of(asking.peer)
         counts.tokens += num_tokens
         counts.ask_seconds.observe(time.monotonic() - asking.since)
-        if asking.name in self._ready:
-            self._ready[asking.name] -= asking.num_tokens
+        if asking.peer in self.open_tokens:
+            self.open_tokens[asking.peer] -= asking.num_tokens
         self.do(self.receiver.release(asking.ask))
         del self.asks[asking.ask]
 
@@ -206,11 +206,11 @@ class DecodeSide:
         """See `PrefillPeers.why_local`."""
         if not self.is_on or self._can_ask or num_missing < self._least_tokens:
             return ""
-        return _OFF if self._ready else _UNCONNECTED
+        return _OFF if self.open_tokens else _UNCONNECTED
 
-    def fall_back(self, name: str, cause: str, reason: str) -> None:
+    def fall_back(self, peer: str, cause: str, reason: str) -> None:
         """Count a prompt that is computed here, and warn of it now and then."""
-        self.counts.of(name).fallbacks[cause] += 1
+        self.counts.of(peer).fallbacks[cause] += 1
         now = time.monotonic()
         since, count = self._warned.get(cause, (-_WARN_S, 0))
         if now - since < _WARN_S:
@@ -218,7 +218,7 @@ class DecodeSide:
             return
         self._warned[cause] = now, 0
         more = f" (and {count} more like it)" if count else ""
-        whose = f" that {label} was to compute" if (label := self.counts.label(name)) else ""
+        whose = f" that {label} was to compute" if (label := self.counts.label(peer)) else ""
         fix = _FIXES.get(cause, "the prefill engine refused it")
         logger.warning("A prompt%s is computed here: %s%s. What helps: %s.", whose, reason, more, fix)
 
@@ -240,8 +240,8 @@ class Asking:
 
     side: DecodeSide
     ask: int
-    name: str  # of the peer, as the receiver and the connector know it
-    peer: str
+    peer: str  # its name at the receiver and the connector
+    label: str  # what operators call it
     seconds: float
     num_tokens: int
     since: float
@@ -275,4 +275,4 @@ class Asking:
         """The rest of the prompt is computed here. The first cause counts, while the request waits."""
         if not self.why and not self._is_stopped:
             self.why = reason
-            self.side.fall_back(self.name, cause, reason)
+            self.side.fall_back(self.peer, cause, reason)
