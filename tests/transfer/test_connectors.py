@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import hmac
 import importlib
+import os
 import secrets
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -56,10 +58,13 @@ class TestTcp(ConnectorContract):
         return open_connector("tcp", memory, name=name, secret=SECRET)
 
 
-@pytest.mark.skipif(
+NEEDS_NIXL = pytest.mark.skipif(
     not can_import("nixl_cu12._bindings", "nixl_cu13._bindings"),
     reason="`pip install --no-deps nixl-cu12==1.5.1` brings NIXL",
 )
+
+
+@NEEDS_NIXL
 class TestNixl(ConnectorContract):
     checks_tags = False
 
@@ -79,7 +84,7 @@ class TestMooncake(ConnectorContract):
 
     @staticmethod
     def make(memory: Memory, name: str) -> Connector:
-        return open_connector("mooncake", memory, name=name)
+        return open_connector("mooncake", memory, name=name, unauthenticated=True)
 
 
 # -- tcp: foreign connections
@@ -294,7 +299,52 @@ def test_unknown_and_missing_connectors(monkeypatch: pytest.MonkeyPatch) -> None
     fixes = {"nixl": "pip install --no-deps nixl-cu12==1.5.1", "mooncake": "apt-get install libibverbs1"}
     for kind, command in fixes.items():
         with pytest.raises(ConnectorError, match=command):
-            open_connector(kind, memory, name="me")
+            open_connector(kind, memory, name="me", unauthenticated=True)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_connector_without_credentials_is_not_reached_from_elsewhere_unless_told(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is installed: the choice is made before a library is imported."""
+    monkeypatch.setattr(registry, "find_spec", lambda name: installed or None)
+    memory = np.zeros(1000, np.uint8)
+    refused = [("mooncake", "127.0.0.1"), ("mooncake", "10.0.0.7"), ("nixl", "10.0.0.7"), ("nixl", "0.0.0.0")]
+    for kind, host in [*refused, ("nixl", "::"), ("nixl", "prefill-0.local")]:
+        with pytest.raises(InvalidInput, match=f"'{kind}' listens on .*--transfer-unauthenticated"):
+            open_connector(kind, memory, name="me", host=host)
+        assert registry.connector_kind(kind, host, unauthenticated=True) == kind
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        assert registry.connector_kind("nixl", host) == "nixl"
+        assert registry.connector_kind("auto", host) == ("nixl" if installed else "tcp")
+    for host in ("10.0.0.7", "0.0.0.0", "::", "prefill-0.local"):
+        for told in (False, True):
+            assert registry.connector_kind("auto", host, unauthenticated=told) == "tcp"
+
+
+_LISTENS = """
+import sys
+import numpy as np, psutil
+from quire.transfer.connectors.registry import open_connector
+connector = open_connector("nixl", np.zeros(4096, np.uint8), name="me", host=sys.argv[1])
+each = psutil.Process().net_connections("inet")
+print(*{one.laddr.ip for one in each if one.status == psutil.CONN_LISTEN})
+connector.close()
+"""
+
+
+@NEEDS_NIXL
+def test_nixl_listens_on_loopback_alone() -> None:
+    """Whatever devices the environment names."""
+    for host in ("127.0.0.1", "localhost"):
+        done = subprocess.run(
+            [sys.executable, "-c", _LISTENS, host],
+            env=os.environ | {"UCX_NET_DEVICES": "all"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == ["127.0.0.1"]
 
 
 # -- spans

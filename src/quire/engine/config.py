@@ -46,13 +46,11 @@ _NEEDS = {
     "write_policy": "host memory or storage",
     "load": "host memory or storage",
     "prefetch_seconds": "--prefetch timeout",
-    "transfer_listen": "--role",
-    "prefill_peers": "--role",
-    "transfer_connector": "--role",
-    "transfer_seconds": "--role",
-    "transfer_min_tokens": "--role",
-    "transfer_name": "--role",
-}
+} | dict.fromkeys(
+    [f"transfer_{each}" for each in ("listen", "connector", "unauthenticated", "seconds", "min_tokens", "name")]
+    + ["prefill_peers"],
+    "--role",
+)
 
 MOST_EPOCHS = 2**63
 
@@ -323,7 +321,10 @@ class EngineConfig(Settings):
         group=_TRANSFER,
     )
     transfer_connector: str = setting(
-        "auto", "What carries pages: nixl, tcp, mooncake, or auto: nixl if it is installed, else tcp.", group=_TRANSFER
+        "auto", "What carries pages: tcp, nixl, mooncake, or auto: nixl if installed, on loopback.", group=_TRANSFER
+    )
+    transfer_unauthenticated: bool = setting(
+        False, "nixl may listen off loopback, mooncake anywhere: who reaches them can write pages.", group=_TRANSFER
     )
     transfer_secret: str | None = setting(
         None,

@@ -29,6 +29,7 @@ def transfer_node(config: EngineConfig, identity: Identity, host: HostPool, wake
         listen=config.transfer_listen,
         peers=config.prefill_peers.split(",") if config.prefill_peers else (),
         connector=config.transfer_connector,
+        unauthenticated=config.transfer_unauthenticated,
         seconds=config.transfer_seconds,
         least_tokens=config.transfer_min_tokens,
         label=config.transfer_name or "",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 Address = tuple[str, int]
 
 
@@ -21,3 +23,11 @@ def format_address(address: Address) -> str:
     """As `parse_address` reads it."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host. No name is looked up: one other than localhost is not."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

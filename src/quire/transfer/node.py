@@ -55,6 +55,7 @@ class TransferNode:
         listen: str,
         peers: Sequence[str],
         connector: str,
+        unauthenticated: bool,
         seconds: float,
         least_tokens: int,
         label: str,
@@ -71,9 +72,14 @@ class TransferNode:
         self._listen, self._peers = parse_address(listen), [parse_address(peer) for peer in peers]
         name, epoch = f"{socket.gethostname()[:40]}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
         self._secret = secret.encode()
-        kind = connector_kind(connector)
+        kind = connector_kind(connector, self._listen[0], unauthenticated=unauthenticated)
         self.connector = open_connector(
-            kind, host.memory, name=f"{name}@{epoch:016x}", secret=self._secret, host=self._listen[0]
+            kind,
+            host.memory,
+            name=f"{name}@{epoch:016x}",
+            secret=self._secret,
+            host=self._listen[0],
+            unauthenticated=unauthenticated,
         )
         self._hello = Hello(name, epoch, role, identity, kind, self.connector.address(), label)
         self._control: Control | None = None

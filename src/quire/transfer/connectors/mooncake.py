@@ -3,8 +3,8 @@
     pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1; apt-get install libibverbs1
 
 Two ports of the library listen on every address, whatever `host` and MC_TCP_BIND_ADDRESS are, and ask for no
-credentials: any peer that reaches them, and has an address, can read and write the registered memory. Protect them by
-a firewall.
+credentials: any peer that reaches them, and has an address, can read and write the registered memory. So the registry
+opens it only if it is told to.
 
 Of more than 2,048 runs in flight to one peer the library refuses some, so one batch of up to 1,024 is in flight. A
 batch has a thread, which waits for it: the calls that do not wait report a batch as complete before it is. A write to

@@ -6,10 +6,10 @@ Its progress thread is off, as it spins: this connector calls the library every 
 50 ms, and more often while it writes. Batches are small, because on one machine the library copies within the call that
 begins a transfer. Close the connector before the process ends, and never fork a process that has one.
 
-With `host` on loopback the ports of UCX bind there: the first connector sets UCX_NET_DEVICES=lo for its process. On
-another host UCX chooses, unless UCX_NET_DEVICES is set. The ports ask for no credentials: a peer that reaches one and
-has an address can write to the registered memory. Protect them by a firewall. Between processes of one machine and
-user the library writes with the rights of that user.
+With `host` on loopback the ports of UCX bind there: the first connector sets UCX_NET_DEVICES=lo for its process,
+whatever it was. On another host UCX chooses, unless UCX_NET_DEVICES is set. The ports ask for no credentials: a peer
+that reaches one and has an address can write to the registered memory. So the registry opens another host only if it is
+told to. Between processes of one machine and user the library writes with the rights of that user.
 
 Over UCX's TCP, bytes that this machine received from a peer that died since can land when the library is next called.
 They are in records that were not complete, which their digests show.
@@ -17,7 +17,6 @@ They are in records that were not complete, which their digests show.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from quire.errors import ConnectorError
+from quire.transfer.address import is_loopback
 from quire.transfer.connectors.one_sided import OneSided, Place
 from quire.transfer.spans import Runs
 
@@ -47,8 +47,8 @@ class NixlConnector(OneSided):
     def _start(self) -> bytes:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # errors are those of writes
         os.environ.setdefault("UCX_LOG_LEVEL", "error")
-        if self._host == "localhost" or ipaddress.ip_address(self._host).is_loopback:
-            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        if is_loopback(self._host):
+            os.environ["UCX_NET_DEVICES"] = "lo"
         package = next((name for name in _PACKAGES if find_spec(name)), _PACKAGES[0])
         api, bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
         self._errors = tuple(

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from quire.errors import ConnectorError, InvalidInput
+from quire.transfer.address import is_loopback
 from quire.transfer.connector import Connector
 from quire.transfer.spans import Memory
 
@@ -22,22 +23,45 @@ _CONNECTORS: Final[dict[str, tuple[str, str]]] = {
 """By name, which is that of a module: its class, and the command that installs its library."""
 
 
-def connector_kind(kind: str) -> str:
-    """The name of a connector; that of `auto` is nixl where it is installed, else tcp. Raises InvalidInput."""
+_UNAUTHENTICATED: Final = {"nixl": "", "mooncake": "every address"}
+"""Connectors whose ports ask for no credentials: where they listen, if that is not the host that is given."""
+
+
+def connector_kind(kind: str, host: str = "127.0.0.1", *, unauthenticated: bool = False) -> str:
+    """The name of a connector whose pages arrive at `host`. Of `auto`: nixl, where it is installed and the host is on
+    loopback, else tcp. Raises InvalidInput; also, unless told `unauthenticated`, for one that other machines reach and
+    that asks them for no credentials."""
     if kind == "auto":
-        return "nixl" if find_spec("nixl_cu12") or find_spec("nixl_cu13") else "tcp"
+        installed = find_spec("nixl_cu12") or find_spec("nixl_cu13")
+        return "nixl" if installed and is_loopback(host) else "tcp"
     if kind not in _CONNECTORS:
         raise InvalidInput(f"there is no connector '{kind}'.", fix=f"use auto, or one of {', '.join(_CONNECTORS)}.")
+    where = _UNAUTHENTICATED.get(kind)
+    if where is not None and (where or not is_loopback(host)) and not unauthenticated:
+        raise InvalidInput(
+            f"connector '{kind}' listens on {where or host} and asks for no credentials: whoever reaches its ports can "
+            "write to the cached pages of all clients.",
+            fix="use --transfer-connector tcp, or, behind a firewall, add --transfer-unauthenticated.",
+        )
     return kind
 
 
-def open_connector(kind: str, memory: Memory, *, name: str, secret: bytes = b"", host: str = "127.0.0.1") -> Connector:
-    """Open a connector by its kind or as `auto`; the caller closes it, and keeps `memory` until then. Its peers know it
-    by `name`, which is of this process alone. Only tcp uses the secret. Ports bind to `host` where the library allows.
+def open_connector(
+    kind: str,
+    memory: Memory,
+    *,
+    name: str,
+    secret: bytes = b"",
+    host: str = "127.0.0.1",
+    unauthenticated: bool = False,
+) -> Connector:
+    """Open a connector, named as in `connector_kind`; the caller closes it, and keeps `memory` until then. Its peers
+    call it by `name`, which is of this process alone. Only tcp uses the secret. Ports bind to `host` where the library
+    allows.
 
-    Raises InvalidInput for an unknown kind, ConnectorError for a library that is not installed or does not start.
+    Raises InvalidInput as `connector_kind`, and ConnectorError for a library that is not installed or does not start.
     """
-    kind = connector_kind(kind)
+    kind = connector_kind(kind, host, unauthenticated=unauthenticated)
     made, install = _CONNECTORS[kind]
     try:
         connector: Connector = getattr(import_module(f"quire.transfer.connectors.{kind}"), made)(
