@@ -21,7 +21,6 @@ from quire.scheduler.step import Step
 from quire.spec.events import Namespace
 from quire.tiers.transfer import Lane, Transfer
 from quire.transfer.connector import Write
-from quire.transfer.connectors.memory import Fault
 from quire.transfer.control import Arrived
 from quire.transfer.messages import Ask, Cancel, Gone, Message, Release, Send, Want, tag_of
 from tests.covering import covering
@@ -29,6 +28,7 @@ from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfe
 from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, build
 from tests.engine.transfer_runs import MODELS, Faults, cut, faulty, flush, new_weights, run_pairs
+from tests.transfer.memory_connector import Fault
 
 PAGE = 4
 LONG_S = 20.0

@@ -21,7 +21,6 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.mover import ThreadMover
 from quire.transfer import control, node
 from quire.transfer.connector import Connector, Write
-from quire.transfer.connectors.memory import Fault, MemoryConnector
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.node import TransferNode
@@ -29,6 +28,7 @@ from quire.transfer.spans import Spans
 from tests.engine.apart import decode_engine, prefill_engine, ready_peers, transfer_of
 from tests.engine.running import core_for, run
 from tests.tiny_models import VOCAB_SIZE
+from tests.transfer.memory_connector import Fault, MemoryConnector
 
 SECONDS = 0.25  # that a request waits for the other engine
 LONGEST_S = 15.0  # in which a run must end on a busy machine
@@ -94,7 +94,7 @@ class FaultyTcp(TcpConnector):
 def faulty(faults: Faults) -> Iterator[None]:
     """Connectors have these faults, and silence is noticed soon."""
 
-    def opened(kind: str, memory: Any, **settings: Any) -> Connector:
+    def opened(kind: str, memory: Any, *, unauthenticated: bool, **settings: Any) -> Connector:
         if kind == "memory":
             return MemoryConnector(memory, **settings, faults=faults.bytes_of)
         if kind == "tcp":

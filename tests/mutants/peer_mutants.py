@@ -12,13 +12,13 @@ from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
 from quire.tiers.executor import TransferExecutor
 from quire.transfer import decode
-from quire.transfer.connectors.memory import MemoryConnector
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.messages import Want
 from quire.transfer.node import TransferNode
 from quire.transfer.prefill import PrefillSide
 from quire.transfer.receiving import Ended, Part, PartState
 from tests.mutants.mutants import Patch, mutant
+from tests.transfer.memory_connector import MemoryConnector
 
 # -- the decode side
 

@@ -23,9 +23,9 @@ from quire.engine.process import Core
 from quire.engine.request_stream import MOST_AT_ONCE, RequestStream
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
-from quire.testing.contracts.connector import activity
 from tests import waits
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
+from tests.transfer.connector_contract import activity
 
 
 @asynccontextmanager

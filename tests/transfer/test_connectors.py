@@ -20,13 +20,13 @@ import psutil
 import pytest
 
 from quire.errors import ConnectorError, InvalidInput
-from quire.testing.contracts.connector import ConnectorContract
 from quire.transfer.connector import Connector, Progress
 from quire.transfer.connectors import registry
-from quire.transfer.connectors.memory import Fault, MemoryConnector
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.spans import Memory, Spans, batches, join
+from tests.transfer.connector_contract import ConnectorContract
+from tests.transfer.memory_connector import Fault, MemoryConnector
 
 SECRET = b"a shared secret"
 
@@ -47,7 +47,7 @@ class TestMemory(ConnectorContract):
 
     @staticmethod
     def make(memory: Memory, name: str) -> Connector:
-        return open_connector("memory", memory, name=name)
+        return MemoryConnector(memory, name=name)
 
 
 class TestTcp(ConnectorContract):
@@ -287,8 +287,9 @@ def test_auto_is_nixl_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_unknown_and_missing_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = np.zeros(1000, np.uint8)
-    with pytest.raises(InvalidInput, match="use auto, or one of nixl, tcp"):
-        open_connector("pigeon", memory, name="me")
+    for kind in ("pigeon", "memory"):
+        with pytest.raises(InvalidInput, match="use auto, or one of nixl, tcp, mooncake"):
+            open_connector(kind, memory, name="me")
     with pytest.raises(InvalidInput, match="secret"):
         open_connector("tcp", memory, name="me")
     with pytest.raises(ConnectorError, match=r"cannot listen on 192\.0\.2\.1"):

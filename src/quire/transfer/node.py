@@ -16,7 +16,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
 from quire.transfer.address import Address, format_address, parse_address
-from quire.transfer.connectors.registry import connector_kind, open_connector
+from quire.transfer.connectors.registry import open_connector
 from quire.transfer.control import Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.handshake import Hello, Identity, Role
@@ -72,16 +72,15 @@ class TransferNode:
         self._listen, self._peers = parse_address(listen), [parse_address(peer) for peer in peers]
         name, epoch = f"{socket.gethostname()[:40]}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
         self._secret = secret.encode()
-        kind = connector_kind(connector, self._listen[0], unauthenticated=unauthenticated)
         self.connector = open_connector(
-            kind,
+            connector,
             host.memory,
             name=f"{name}@{epoch:016x}",
             secret=self._secret,
             host=self._listen[0],
             unauthenticated=unauthenticated,
         )
-        self._hello = Hello(name, epoch, role, identity, kind, self.connector.address(), label)
+        self._hello = Hello(name, epoch, role, identity, self.connector.kind, self.connector.address(), label)
         self._control: Control | None = None
         self._events: list[Event] = []
         self._others: dict[tuple[str, bool], dict[str, str]] = {}  # connected engines, by name and `dialed`

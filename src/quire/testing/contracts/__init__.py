@@ -2,6 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite(
-    "quire.testing.contracts.connector", "quire.testing.contracts.store", "quire.testing.contracts.store_model"
-)
+pytest.register_assert_rewrite("quire.testing.contracts.store", "quire.testing.contracts.store_model")

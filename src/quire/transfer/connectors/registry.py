@@ -18,7 +18,6 @@ _CONNECTORS: Final[dict[str, tuple[str, str]]] = {
         "MooncakeConnector",
         "pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1; apt-get install libibverbs1",
     ),
-    "memory": ("MemoryConnector", ""),
 }
 """By name, which is that of a module: its class, and the command that installs its library."""
 
