@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, a refusal, hybrids, a restart that starts warm
 	@echo "==> Starting the server and a client that holds several conversations"
-	@$(BIN)/quire demo
+	@$(BIN)/python -m examples.demo
 
 test: $(READY)   ## checks and tests, 10 to 15 minutes on 2 cores
 	@echo "==> Tests, and meanwhile checks: format, lint, types, import layers"

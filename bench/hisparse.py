@@ -7,7 +7,7 @@
 
 - `bookkeeping`: CPU microseconds of `HotSlots.swap_in` per request and index, one thread.
 - `hit_rates`: of hot buffers, beside Belady's optimum, on synthetic and recorded selections (`bench/dsa_model.py`
-  trains a model for these, `quire record-selections` records them).
+  trains a model for these, `bench/sparse/record_selections.py` records them).
 - `capacity`: requests of a context of 8 buffers in the same bytes of device memory, planned.
 - `engine`: a small random model on this machine, contexts of 8 buffers, latents on the device and in host memory.
 - `offered`: the same at fixed bytes of device memory and rising numbers of offered requests, one thread: how many run

@@ -35,13 +35,13 @@ sys.path[:0] = [str(HERE)]
 import numpy as np  # noqa: E402
 from copies import layout_of, measure_copies  # noqa: E402
 from rich.console import Console  # noqa: E402
+from storage.bandwidth import Bandwidth, measure_directory, measure_disk  # noqa: E402
 from stores_network import measure_mooncake, measure_valkey  # noqa: E402
 from tiers_report import FITS, RETURNING, print_report, verdicts  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedTiers  # noqa: E402
 from quire.cli.replay_grid import grid_of  # noqa: E402
-from quire.cli.store_bandwidth import Bandwidth, measure_directory, measure_disk  # noqa: E402
 from quire.plan.budget import parse_bytes  # noqa: E402
 from quire.sim.comparison import Grid, compare  # noqa: E402
 from quire.sim.hit_bounds import HitBounds  # noqa: E402

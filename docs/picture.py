@@ -1,4 +1,4 @@
-"""Draws docs/images/demo.svg, the picture of the README: runs `quire demo --scene plain` and draws what it prints."""
+"""Draws docs/images/demo.svg, the picture of the README: draws what the first scene of `make demo` prints."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ WIDTH = 92
 
 def main() -> None:
     """Takes half a minute."""
-    command = [sys.executable, "-m", "quire", "demo", "--scene", "plain"]
+    command = [sys.executable, "-m", "examples.demo", "--scene", "plain"]
     environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
     done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
-    console.print("[bold]$ quire demo --scene plain[/bold]", highlight=False)
+    console.print("[bold]$ make demo[/bold]", highlight=False)
     for line in re.sub(r"\x1b\[(?![\d;]*m)[\d;?]*[A-Za-z]|\r", "", done.stdout).splitlines():
         if line.strip() and not re.search(r"\d of \d: ", line):  # not the lines that show progress
             console.print(Text.from_ansi(line))
-    drawn = console.export_svg(title="quire demo", unique_id="demo")
+    drawn = console.export_svg(title="make demo", unique_id="demo")
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # no fonts from elsewhere
     PICTURE.write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n", encoding="utf-8")
     print(f"Drawn into {PICTURE}")

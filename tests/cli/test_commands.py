@@ -16,7 +16,7 @@ from quire.errors import UnsupportedModel
 from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
 
-COMMANDS = ("serve", "up", "generate", "record-selections", "plan", "replay", "explain", "demo", "doctor")
+COMMANDS = ("serve", "up", "generate", "plan", "replay", "explain", "doctor")
 NO_TORCH = """
 import sys
 from quire.cli import main
@@ -32,7 +32,7 @@ assert not heavy, heavy
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"]] + [[name, "--help"] for name in ("serve", "up", "demo", "plan", "replay", "explain")],
+    [["--help"], ["--version"]] + [[name, "--help"] for name in ("serve", "up", "plan", "replay", "explain")],
 )
 def test_looking_is_cheap(arguments: list[str]) -> None:
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import Result
 
 from quire.memory.record import RecordFormat
 from quire.testing.contracts.records import make_key, make_keys, write
@@ -91,16 +93,19 @@ SECRET = "hunter2"
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "bench"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc"])
 def test_passwords_are_not_shown(run: Run, command: str, as_json: bool) -> None:
-    """Of a server that answers, of one that does not, and of URLs that mean nothing."""
+    flags = ["--json"] if as_json else []
+    check_passwords(lambda url: run("store", command, url, *flags), as_json=as_json)
+
+
+def check_passwords(ask: Callable[[str], Result], *, as_json: bool) -> None:
+    """A server that answers, one that does not, and URLs that mean nothing."""
     pytest.importorskip("redis")
     port = free_port()
-    flags = ["--json"] if as_json else []
-    small = ["--sizes", "4KiB", "--total", "8KiB"] if command == "bench" else []
     with TemporaryDirectory(prefix="quire-") as folder:  # a socket's name has room for 100 characters
         with started(lambda: valkey(Path(folder), "--requirepass", SECRET)):
-            done = run("store", command, f"unix://:{SECRET}@{folder}/valkey.sock?db=0", *small, *flags)
+            done = ask(f"unix://:{SECRET}@{folder}/valkey.sock?db=0")
         assert done.exit_code == 0, done.output
         if as_json:
             assert read(done.stdout)["url"] == f"unix://{folder}/valkey.sock"
@@ -114,7 +119,7 @@ def test_passwords_are_not_shown(run: Run, command: str, as_json: bool) -> None:
         f"ftp://me:{SECRET}@127.0.0.1",
         f"s3://me:{SECRET}@bucket?endpoint=http://127.0.0.1:{port}&timeout=.1",
     ):
-        done = run("store", command, url, *small, *flags)
+        done = ask(url)
         assert done.exit_code == 2, done.output
         outputs.append(done.stdout + done.stderr)
     assert not any(SECRET in output for output in outputs)
@@ -229,38 +234,6 @@ def test_gc_of_dead_writers(run: Run, store: Path) -> None:
         dead = read(run("store", "gc", store, "--json").stdout)
         assert dead["reclaimed"] == 10
     DirectoryMedium(store).check()
-
-
-# -- bench
-
-
-def test_bench(run: Run, tmp_path: Path) -> None:
-    done = run("store", "bench", tmp_path, "--sizes", "8KiB,64KiB", "--total", "1MiB", "--batch", 8, "--json")
-    assert done.exit_code == 0, done.output
-    rows = read(done.stdout)["rows"]
-    assert [(row["how"], row["record_bytes"]) for row in rows if row["how"] == "buffered"] == [
-        ("buffered", 8192),
-        ("buffered", 65536),
-    ]
-    for row in rows:
-        assert (
-            row["store"]["put_gb_per_second"] > 0 and row["disk"]["get_gb_per_second"] > 0 and row["ratio"]["get"] > 0
-        )
-    assert list(tmp_path.iterdir()) == [], "something was left behind"
-
-
-def test_bench_for_people(run: Run, tmp_path: Path) -> None:
-    done = run("store", "bench", tmp_path, "--sizes", "8KiB", "--total", "64KiB", env=WIDE)
-    assert done.exit_code == 0 and "put GB/s" in done.stdout and "8.00 KiB" in done.stdout
-
-
-def test_bench_makes_no_directory(run: Run, tmp_path: Path) -> None:
-    """A name that was mistyped is not a new directory."""
-    (tmp_path / "file").write_text("x")
-    for name, said in (("nowhere", "is not there"), ("file", "is not a directory")):
-        done = run("store", "bench", tmp_path / name, "--sizes", "8KiB", "--total", "64KiB", env=WIDE)
-        assert done.exit_code == 2 and said in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # -- what is no store

@@ -23,13 +23,11 @@ FUZZ = (sys.executable, "-m", "tests.fuzz")
 PORT = 8000
 
 
-REPLAYED = "docs/images/replay.svg"
 EXPLAINED = "s27.0"
-PICTURE = "docs/images/plan-sweep.svg"
 PLANS = {
     "plan-gpu": "plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k",
     "plan-advice": "plan qwen3-32b --gpu h100-80gb --context 32k --concurrency 16",
-    "plan-sweep": f"plan gemma-3-27b --kv-memory 40GiB --sweep context --plot {PICTURE}",
+    "plan-sweep": "plan gemma-3-27b --kv-memory 40GiB --sweep context",
     "plan-compare": "plan --compare deepseek-v3.2 deepseek-v3.2,kv-dtype=fp8 --kv-memory 60GiB --tp 8",
     "plan-hisparse": "plan deepseek-v3.2 --gpu h200-141gb --tp 8 --context 128k --hisparse {}",
 }
@@ -55,9 +53,17 @@ def fuzz_found() -> str:
     return output_of(program=(sys.executable, "-c", f"{imports}\n{code}"))
 
 
+def draw(picture: str, *arguments: str) -> None:
+    """The picture of a replay or sweep, where documents show it."""
+    command = (*QUIRE, *arguments, "--json")
+    found = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, check=True).stdout
+    subprocess.run((sys.executable, "examples/chart.py", picture), cwd=ROOT, input=found, check=True)
+
+
 def sweep() -> str:
-    """The sweep, with its picture where documents show it and under the name that they give it."""
-    return output_of(*PLANS["plan-sweep"].split()).replace(PICTURE, "sweep.svg")
+    """The sweep, with its picture."""
+    draw("docs/images/plan-sweep.svg", *PLANS["plan-sweep"].split())
+    return output_of(*PLANS["plan-sweep"].split())
 
 
 def doctor() -> str:
@@ -81,12 +87,12 @@ def kv_error_of_all() -> str:
 
 
 def replay() -> str:
-    """The comparison, with its picture where documents show it and under the name that they give it."""
-    text = output_of(
-        *("replay", "chat:requests=2000", "--policy", "lru,s3fifo,density", "--pool-tokens", "1/16,1/8,1/4"),
-        *("--max-running", "8", "--plot", REPLAYED),
-    )
-    return text[text.index("workload chat") :].replace(REPLAYED, "replay.svg")
+    """The comparison, with its picture."""
+    pools = ("--pool-tokens", "1/16,1/8,1/4", "--max-running", "8")
+    command = ("replay", "chat:requests=2000", "--policy", "lru,s3fifo,density", *pools)
+    draw("docs/images/replay.svg", *command)
+    text = output_of(*command)
+    return text[text.index("workload chat") :]
 
 
 def replay_hisparse() -> str:
@@ -127,7 +133,7 @@ def _wait_until_healthy() -> None:
 
 
 OUTPUTS: dict[str, Callable[[], str]] = {
-    "demo": lambda: output_of("demo"),
+    "demo": lambda: output_of(program=(sys.executable, "-m", "examples.demo")),
     "doctor": doctor,
     "kv-error": lambda: kv_error("fp8_e4m3,nvfp4"),
     "kv-error-all": kv_error_of_all,
@@ -159,10 +165,8 @@ def paste_guide(name: str) -> None:
     document = ROOT / "docs" / "guides" / f"{name.removeprefix('guide-')}.md"
 
     def run(block: re.Match[str]) -> str:
-        picture = "docs/images/replay-sessions.svg"
         program = QUIRE if block["program"] == "quire" else FUZZ
-        printed = output_of(*block["arguments"].replace("replay.svg", picture).split(), program=program)
-        return f"{block['opening']}{printed.replace(picture, 'replay.svg')}\n```"
+        return f"{block['opening']}{output_of(*block['arguments'].split(), program=program)}\n```"
 
     blocks = re.compile(
         r"(?P<opening>^```(?:console)?\n\$ (?P<program>quire(?= (?:replay|explain) (?!--url))|python -m tests.fuzz)"
@@ -171,6 +175,9 @@ def paste_guide(name: str) -> None:
         re.DOTALL | re.MULTILINE,
     )
     document.write_text(blocks.sub(run, document.read_text(encoding="utf-8")), encoding="utf-8")
+    if name == "guide-simulator":
+        pools = ("--pool-tokens", "1/16,1/8,1/4,1/2")
+        draw("docs/images/replay-sessions.svg", "replay", "sessions", "--policy", "lru,density,s3fifo", *pools)
 
 
 if __name__ == "__main__":

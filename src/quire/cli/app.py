@@ -9,17 +9,14 @@ import typer
 from quire import __version__
 from quire.cli.audit import audit
 from quire.cli.command import command
-from quire.cli.demo import demo
 from quire.cli.doctor import DoctorSettings, doctor
 from quire.cli.explain import explain
 from quire.cli.generate import generate
 from quire.cli.plan import plan
-from quire.cli.record_selections import record_selections
 from quire.cli.replay import replay
 from quire.cli.report import reported
 from quire.cli.serve import serve
 from quire.cli.store import gc, inspect, verify
-from quire.cli.store_bench import bench
 from quire.cli.up import up
 from quire.errors import InvalidInput
 
@@ -30,15 +27,14 @@ _SHOWN: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 app = typer.Typer(name="quire", **_SHOWN)
-store = typer.Typer(name="store", help="Look into a store of pages, check it, shrink it, and measure it.", **_SHOWN)
+store = typer.Typer(name="store", help="Look into a store of pages, check it, and shrink it.", **_SHOWN)
 command(app, positional="model")(serve)
 command(app, positional="model")(up)
 command(app)(generate)
-command(app)(record_selections)
 command(app, positional="model")(plan)
-for body in (replay, explain, audit, demo, doctor):
+for body in (replay, explain, audit, doctor):
     command(app)(body)
-for part in (inspect, verify, gc, bench):
+for part in (inspect, verify, gc):
     command(store)(part)
 app.add_typer(store)
 
@@ -75,7 +71,7 @@ def root(
 ) -> None:
     """Serve language models from a paged, prefix-shared KV cache.
 
-    [bold]quire demo[/bold] shows what that means in a minute. Exit codes: 0 done, 1 a defect, 2 bad input
+    [bold]quire serve[/bold] serves the model that comes with Quire. Exit codes: 0 done, 1 a defect, 2 bad input
     or does not fit, 3 a combination that is refused, 4 something was found to be wrong.
     """
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import RenderableType
@@ -40,7 +38,6 @@ class PlanOutput(Settings):
         None, "Vary one thing: {choices}.", group=_OUTPUT
     )
     values: str | None = setting(None, "The values to sweep: 4k,8k,16k.", group=_OUTPUT)
-    plot: Path | None = setting(None, "Draw the sweep into a PNG or SVG file.", group=_OUTPUT)
     compare: tuple[str, str] | None = setting(
         None,
         "Two models side by side; settings may follow a comma: llama-3.1-8b,kv-dtype=fp8.",
@@ -82,13 +79,13 @@ def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:
         return _catalogue()
     if output.compare is not None:
         return _comparison(output.compare, request)
-    if output.sweep is None and (output.plot is not None or output.values is not None):
-        raise InvalidInput("--plot and --values belong to a sweep.", fix="add --sweep context, say.")
+    if output.sweep is None and output.values is not None:
+        raise InvalidInput("--values belong to a sweep.", fix="add --sweep context, say.")
     subject, settings = request.planned_model().with_draft(request.settings())
     if output.measure:
         settings = _measured(request.model or "", settings)
     if output.sweep is not None:
-        return _sweep(subject, settings, output.sweep, output.values, output.plot)
+        return _sweep(subject, settings, output.sweep, output.values)
     if roles.requests_per_second is not None:
         return _roles(subject, settings, request, roles)
     if roles != PlanRoles():
@@ -165,20 +162,14 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
     return Report(data, lambda: [roles_panel(data)])
 
 
-def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str | None, plot: Path | None) -> Report:
+def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str | None) -> Report:
     from quire.cli.plan_sweep import sweep_rows
 
     rows = sweep_rows(subject, settings, what, values)
-    if plot is not None:
-        from quire.cli.chart import draw_sweep
 
-        draw_sweep(plot, subject.name, what, rows)
-
-    def shown() -> Iterator[RenderableType]:
+    def shown() -> list[RenderableType]:
         columns = tuple(rows[0])
-        yield panel(plain_table(columns, (tuple(row.values()) for row in rows), wraps=columns), subject.name)
-        if plot is not None:
-            yield f"Drawn into {plot}."
+        return [panel(plain_table(columns, (tuple(row.values()) for row in rows), wraps=columns), subject.name)]
 
     data = {"model": subject.name, "sweep": what, "rows": rows}
     return Report(data, shown, 0 if any(row["fits"] for row in rows) else EXIT_DOES_NOT_FIT)

@@ -106,7 +106,7 @@ class ReplayedHiSparse(Settings):
         otherwise="all latents on the device",
     )
     selections: Path | None = setting(
-        None, "What requests select: a file of `quire record-selections`.", group=_HISPARSE, otherwise="drawn"
+        None, "What requests select: a file of `bench/sparse/record_selections.py`.", group=_HISPARSE, otherwise="drawn"
     )
     selection_drift: float | None = setting(
         None,
@@ -131,10 +131,9 @@ class ReplayedRoles(Settings):
 
 
 class ReplayOutput(Settings):
-    """The trace of a replay, and its chart."""
+    """The trace of a replay."""
 
     trace: str | None = setting(None, "A trace's file or folder, or a workload: see --list.", argument=True)
-    plot: Path | None = setting(None, "Draw hit rates and occupancy into a PNG or SVG file.", group="Output")
     names: bool = setting(False, "Print workloads, trace formats and policies.", group="Output", option="--list")
 
 
@@ -159,33 +158,21 @@ def replay(
         return _names()
     if output.trace is None:
         raise InvalidInput("no trace is named.", fix="name a file or a workload; see --list.")
-    from quire.cli.chart import check_chart, draw_runs
     from quire.cli.replay_grid import grid_of
     from quire.cli.replay_table import progress_bar, shown_runs
     from quire.sim.comparison import compare
     from quire.sim.trace import open_trace
 
-    plot = output.plot
     grid = grid_of(cache, engine, tiers, hisparse)
-    if plot is not None:
-        check_chart(plot)
     trace = open_trace(output.trace, limit=cache.limit, seed=cache.seed)
     if roles != ReplayedRoles():
-        return _roles(trace, grid, cache, roles, plot)
+        return _roles(trace, grid, cache, roles)
     with progress_bar(len(trace)) as progress:
         runs = compare(trace, grid, progress)
-    if plot is not None:
-        draw_runs(plot, trace.name, runs)
-
-    def shown() -> Iterator[RenderableType]:
-        yield from shown_runs(trace, runs)
-        if plot is not None:
-            yield f"Drawn into {plot}."
-
-    return Report([run.as_dict() for run in runs], shown)
+    return Report([run.as_dict() for run in runs], lambda: shown_runs(trace, runs))
 
 
-def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles, plot: Path | None) -> Report:
+def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles) -> Report:
     """Engines with roles, and as many without."""
     from quire.cli.replay_table import progress_bar, roles_table
     from quire.prefix.evict import DEFAULT_POLICY
@@ -194,8 +181,6 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles,
 
     if grid.hisparse is not None:
         raise InvalidInput("--hisparse: not yet with roles.", fix="leave --prefill and --decode out.")
-    if plot is not None:
-        raise InvalidInput("--plot draws pools, and roles have none to compare.", fix="leave it out.")
     if roles.prefill is None:
         raise InvalidInput("no engine computes prompts for others.", fix="add --prefill 1, or leave --decode out.")
     if "policy" not in cache.model_fields_set:

@@ -160,6 +160,7 @@ class ReplayResult:
             "ttft_mean_s": self.mean_first_token_seconds,
             "output_tokens_per_s": self.output_rate,
             "virtual_seconds": self.seconds,
+            "occupancy": [(sample.time, sample.held, sample.cached) for sample in self.occupancy],
             "tiers": asdict(self.tiers) if self.tiers is not None else None,
             "hisparse": asdict(self.hisparse) if self.hisparse is not None else None,
         }

@@ -69,7 +69,10 @@ class Selections:
                     raise InvalidInput(f"{path} has selections of another version.", fix="record them again.")
                 return cls(*(arrays[field.name] for field in fields(cls)))
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise InvalidInput(f"{path} has no selections: {error}.", fix="see `quire record-selections`.") from error
+            raise InvalidInput(
+                f"{path} has no selections: {error}.",
+                fix="write it with `python -m bench.sparse.record_selections` in a checkout of Quire.",
+            ) from error
 
 
 class SelectionRecorder(HotSlots):

@@ -1,21 +1,27 @@
-"""`quire store bench`: the speed of put and get of a store, and of the disk under it."""
+"""The speed of put and get of a store, and of the disk under it.
+
+python -m bench.storage.store DIR_OR_URL [--sizes 64KiB,1MiB] [--json]
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import typer
+from bench.storage.bandwidth import Bandwidth, measure_directory, measure_disk, measure_store
 from rich.console import Console
 
+from quire.cli.command import command
 from quire.cli.report import Report, plain_table
 from quire.cli.store import StoreUrl, opened, shown_url
 from quire.engine.setting import Bytes, Settings, setting
 from quire.errors import StoreError
 from quire.plan.budget import format_bytes, parse_bytes
+from quire.tiers.stores.registry import directory_of
 
-if TYPE_CHECKING:
-    from quire.cli.store_bandwidth import Bandwidth
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 _MOST_BATCH_BYTES = 16 << 20
 
@@ -35,6 +41,7 @@ class BenchSettings(Settings):
             yield num_bytes, max(1, min(self.batch, _MOST_BATCH_BYTES // num_bytes))
 
 
+@command(app)
 def bench(url: StoreUrl, settings: BenchSettings) -> Report:
     """Measure put and get: GB/s in batches, milliseconds of one record alone, by record size.
 
@@ -42,12 +49,10 @@ def bench(url: StoreUrl, settings: BenchSettings) -> Report:
     the same sizes by the same number of threads, and removed. The get without O_DIRECT reads from memory. Of a server,
     the store itself is measured, and the records are removed.
 
-    [dim]Example:[/dim] quire store bench /var/cache/quire
+    [dim]Example:[/dim] python -m bench.storage.store /var/cache/quire
 
-    [dim]Example:[/dim] quire store bench valkey://127.0.0.1:6379/0 --sizes 64KiB,1MiB --json
+    [dim]Example:[/dim] python -m bench.storage.store valkey://127.0.0.1:6379/0 --sizes 64KiB,1MiB --json
     """
-    from quire.tiers.stores.registry import directory_of
-
     folder = directory_of(url.url)
     with Console(stderr=True).status("Measuring ..."):
         found = _of_server(url.url, settings) if folder is None else _of_directory(Path(folder), settings)
@@ -58,16 +63,12 @@ def bench(url: StoreUrl, settings: BenchSettings) -> Report:
 
 
 def _of_server(url: str, settings: BenchSettings) -> Iterator[dict[str, Any]]:
-    from quire.cli.store_bandwidth import measure_store
-
     with opened(url) as store:
         for size, batch in settings.measured():
             yield _row(type(store).__name__, measure_store(store, size, settings.total, batch), None)
 
 
 def _of_directory(folder: Path, settings: BenchSettings) -> Iterator[dict[str, Any]]:
-    from quire.cli.store_bandwidth import measure_directory, measure_disk
-
     if not folder.is_dir():
         what = "is not a directory" if folder.exists() else "is not there"
         raise StoreError(f"'{folder}' {what}.", fix="give a directory on the disk that is to be measured.")
@@ -118,3 +119,7 @@ def _cells(row: dict[str, Any]) -> tuple[str | None, ...]:
         f"{store['put_ms']:.2f} ms",
         f"{store['get_ms']:.2f} ms",
     )
+
+
+if __name__ == "__main__":
+    app()

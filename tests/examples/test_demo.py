@@ -7,16 +7,23 @@ import subprocess
 from typing import Any
 
 import pytest
+from examples.demo.scenes import SCENES, TITLES, app
+from examples.demo.tiers import tier_ticks
+from typer.testing import CliRunner
 
-from quire.cli.demo import SCENES, TITLES
-from quire.cli.demo_tiers import tier_ticks
 from quire.cli.server import server_process
 from quire.errors import start_error
 from tests.cli.conftest import Run
 
 
+@pytest.fixture
+def run() -> Run:
+    """Runs the demo with arguments, in this process."""
+    return lambda *words, **options: CliRunner().invoke(app, [str(word) for word in words], **options)
+
+
 def act_of(run: Run, *options: object) -> dict[str, Any]:
-    done = run("demo", "--json", *options)
+    done = run("--json", *options)
     assert done.exit_code == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -100,7 +107,7 @@ def check_hybrid(name: str, act: dict[str, Any]) -> None:
 
 
 def test_a_scene_is_shown_for_people(run: Run) -> None:
-    shown = run("demo", "--scene", "recurrent", env={"COLUMNS": "80"})
+    shown = run("--scene", "recurrent", env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("The demo takes less than half a minute")
@@ -120,7 +127,7 @@ def test_titles_fit_a_narrow_terminal(title: str) -> None:
 
 def test_pools_with_room_for_all_show_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCENES, "window", SCENES["window"]._replace(settings={"kv_memory": "64MiB"}))
-    shown = run("demo", "--scene", "window", "--json")
+    shown = run("--scene", "window", "--json")
     assert shown.exit_code == 4
     assert json.loads(shown.stdout)["window"]["pools"]["window"]["dropped"] == 0
     message = json.loads(shown.stderr)["error"]["message"]

@@ -1,6 +1,6 @@
-"""`quire demo`: four scenes that show what a paged, prefix-shared cache does, on the models that come with Quire.
+"""Four scenes that show what a paged, prefix-shared cache does, on the models that come with Quire.
 
-Three run an engine in this process, with pools that are too small on purpose; the fourth, `quire.cli.demo_tiers`, stops
+Three run an engine in this process, with pools that are too small on purpose; the fourth, `examples.demo.tiers`, stops
 and kills servers. Each ends with ticks: its claims, and whether they hold.
 """
 
@@ -11,10 +11,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import typer
+from examples.demo.tiers import RULES, Rows, Tick, question, show_tiers
 from rich.console import Console
 from rich.panel import Panel
 
-from quire.cli.demo_tiers import RULES, Rows, Tick, question, show_tiers
+from quire.cli.command import command
 from quire.cli.report import named_rows
 from quire.engine.setting import Settings, setting
 from quire.errors import AuditFailure, RequestTooLarge
@@ -68,6 +70,9 @@ SCENES = {
 }
 
 
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
 class DemoSettings(Settings):
     """What the demo shows."""
 
@@ -77,11 +82,12 @@ class DemoSettings(Settings):
     turns: int = setting(3, "Questions in each conversation.", ge=2, le=16)
 
 
+@command(app)
 def demo(settings: DemoSettings, *, as_json: bool) -> None:
     """Show what the cache does: reuse, eviction and refusal, the pools of hybrids, and a conversation that outlives its
     server. Takes about a minute.
 
-    [dim]Example:[/dim] quire demo --scene window
+    [dim]Example:[/dim] python -m examples.demo --scene window
     """
     console, started_s = Console(quiet=as_json, highlight=False), time.perf_counter()
     names = [name for name in TITLES if settings.scene in (name, "all")]

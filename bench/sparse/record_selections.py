@@ -1,15 +1,22 @@
-"""`quire record-selections`: what the indexer of a model selects while it generates, as a file."""
+"""Writes what the indexer of a model selects while it generates, as a file.
+
+python -m bench.sparse.record_selections TEXT --model FOLDER --out FILE
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
+from quire.cli.command import command
 from quire.cli.report import Report
 from quire.engine.config import EngineConfig
 from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
 class Recording(Settings):
@@ -22,6 +29,7 @@ class Recording(Settings):
     max_tokens: int = setting(128, "Tokens generated after each.", ge=1)
 
 
+@command(app)
 def record_selections(recording: Recording, engine: EngineConfig) -> Report:
     """Generate, and write which tokens the indexer of a model selects in each step.
 
@@ -29,7 +37,7 @@ def record_selections(recording: Recording, engine: EngineConfig) -> Report:
     --hisparse` reads the file. Prints how many of the selected tokens hot buffers of some sizes would have had, and how
     many the best possible buffers would.
 
-    [dim]Example:[/dim] quire record-selections README.md --model FOLDER --out selections.npz
+    [dim]Example:[/dim] python -m bench.sparse.record_selections README.md --model FOLDER --out selections.npz
     """
     with Console(stderr=True).status(f"Loading {engine.model_name} ..."):
         from quire.engine.llm import LLM
@@ -67,3 +75,7 @@ def record_selections(recording: Recording, engine: EngineConfig) -> Report:
         return [f"{summary}, at most {top_k:,} tokens each: {recording.out}", *lines]
 
     return Report({"file": str(recording.out), "rows": len(found.step), "top_k": top_k, "hit_rates": rates}, shown)
+
+
+if __name__ == "__main__":
+    app()
