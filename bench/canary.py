@@ -52,7 +52,8 @@ def generate(llm: LLM, requests: list[dict[str, Any]], output: int) -> None:
 
 def run(llm: LLM, first: list[dict[str, Any]], requests: list[dict[str, Any]], output: int) -> dict[str, float]:
     """One batch after `first`: seconds of the clock and of CPU, tokens, and what the canary says it took of them."""
-    canary = llm.engine.proof.canary
+    part = llm.engine.canary
+    canary = part.canary if part is not None else None
     # What the canary has saved up while the other engine ran is spent here.
     generate(llm, first, min(output, 16))
     before = canary.statistics() if canary is not None else {}

@@ -61,7 +61,7 @@ def replayed(name: str, clients: int, shared: int, rule: tuple[float | None, int
     replay = Replay(small_plan(20_000, 32, context=1024, max_requests=256), COSTS[name], settings)
     result = replay.run(trace(clients, shared, 4))
     firsts = result.mean_first_token_seconds, *result.first_token_seconds((50, 99))
-    return result.output_rate, result.itl_s[0], result.itl_s[2], float(replay.gaps.all().max()), *firsts
+    return result.output_rate, result.itl_s[0], result.itl_s[2], float(replay.recorder.gaps.all().max()), *firsts
 
 
 def served(core: EngineCore, clients: int, shared: int, rounds: int, names: Iterator[int]) -> tuple[float, ...]:

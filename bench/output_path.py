@@ -105,10 +105,7 @@ class Producer:
     def has_work(self) -> bool:
         return self._left > 0
 
-    def has_checks(self) -> bool:
-        return False
-
-    def has_moves(self) -> bool:
+    def is_due(self) -> bool:
         return False
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ class Steps:
             kind, page, tokens=running * (context + page), context=context, running=running
         )
         if not whole:
-            self.core.runner = _runner_without_sampler(self.core)
+            self.core.runner = self.core.loop.device = _runner_without_sampler(self.core)
         self._whole = whole
         self.parts: Sequence[str] = ("step",) if whole else ("schedule", "launch", "settle")
         self._left = 0
@@ -198,7 +198,7 @@ class Turnover:
         self.running, self._first, self._count, self._due = running, sizes.step_prompt, 0, running
         context = -(-(self._first + 64 + running) // 64) * 64
         self.core, _ = new_core(kind, page, tokens=2 * running * (context + page), context=context, running=running)
-        self.core.runner = _runner_without_sampler(self.core)
+        self.core.runner = self.core.loop.device = _runner_without_sampler(self.core)
 
     def ready(self, steps: int) -> None:
         """Begin, so that one request ends in each step."""
@@ -233,7 +233,7 @@ class Followers:
         context = -(-(length + 256) // 64) * 64
         pool = 2 * context + followers * 256
         self.core, _ = new_core("full", page, tokens=pool, context=context, running=followers + 1)
-        self.core.runner = _runner_without_sampler(self.core)
+        self.core.runner = self.core.loop.device = _runner_without_sampler(self.core)
 
     def schedules(self) -> Iterator[tuple[int, int]]:
         """CPU nanoseconds of each `schedule` while the leader computes, but for the first, and how many waited."""

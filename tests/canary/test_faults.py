@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from quire.canary.finding import Kind
+from quire.canary.parts import MOST_TRIES
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, RetainRequest
-from quire.engine.proof import MOST_TRIES
 from quire.scheduler.sampling_params import SamplingParams
 from tests.canary import faults
 from tests.engine.running import run, tight_core
@@ -72,7 +72,7 @@ def test_each_fault_is_found_and_contained(
     assert run(core, [OLD], GREEDY, "old") == expected[0]
     fault(core, monkeypatch)
     *_, tokens = steps_of(core, NEW, "new")
-    found = core.proof.reports.to_dicts()
+    found = core.reports.to_dicts()
     assert found, "nothing was found"
     assert {each["kind"] for each in found} <= {str(kind) for kind in KINDS[fault]}
     by_device = fault in (faults.skipped_write, faults.wrong_slot, faults.wrong_slot_on_the_device)
@@ -90,7 +90,7 @@ def test_each_fault_is_found_and_contained(
         core.audit()
         assert run(core, [OLD], GREEDY, "again") == expected[0]
         assert run(core, NEW, GREEDY, "more") == expected[1]
-        assert core.proof.reports.to_dicts() == found, "what was contained is found again"
+        assert core.reports.to_dicts() == found, "what was contained is found again"
 
 
 def test_a_request_that_read_damage_is_computed_again(dense: Case, expected: list[list[list[int]]]) -> None:
@@ -103,7 +103,7 @@ def test_a_request_that_read_damage_is_computed_again(dense: Case, expected: lis
     faults.flip(core, int(core.cache.groups[0].table.frame[core.cache.rows.page_ids(kv)[4]]))
     before = dict(next(steps))
     assert core.statistics()["canary"]["recomputed_requests"] == 1
-    assert core.proof.reports.to_dicts()[0]["readers"] == ["both-0"]
+    assert core.reports.to_dicts()[0]["readers"] == ["both-0"]
     assert core.statistics()["frames"]["full"]["quarantined"] == 1
     core.audit()
     drawn = len(before["both-0"])
@@ -159,8 +159,8 @@ def test_a_small_share_finds_it_too(
     """At 1 %, within the time of two sweeps, which `statistics` reports."""
     core = tight_core(dense.model, num_tokens=400, page_size=4, canary="1%")
     now = [0.0]
-    canary = core.proof.canary
-    assert canary is not None
+    assert core.canary is not None
+    canary = core.canary.canary
     canary._seconds = lambda: now[0]
     canary.budget._at = None
     run(core, [OLD], GREEDY, "old")
@@ -170,17 +170,17 @@ def test_a_small_share_finds_it_too(
         sweeps, steps = canary.num_sweeps, 0
         while canary.num_sweeps < sweeps + 2:
             now[0] += 0.5
-            assert core.has_checks()
+            assert core.is_due()
             core.step()
             steps += 1
         return steps
 
     rest()
-    assert not core.proof.reports.newest
+    assert not core.reports.newest
     fault(core, monkeypatch)
     *_, _ = steps_of(core, NEW, "new")
     assert rest() <= 40
-    assert core.proof.reports.newest
+    assert core.reports.newest
 
 
 def test_damaged_frames_in_the_whole_pool_still_leave_room(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_hit_on_another_prompt_is_found(dense: Case) -> None:
     run_of[[1, 2]] = run_of[[2, 1]]
     node.run = run_of.tobytes()
     *_, _ = steps_of(core, [OLD], "hit")
-    assert {each["kind"] for each in core.proof.reports.to_dicts()} >= {str(Kind.WRONG_PREFIX)}
+    assert {each["kind"] for each in core.reports.to_dicts()} >= {str(Kind.WRONG_PREFIX)}
     assert core.statistics()["canary"]["recomputed_requests"] == 1
 
 
@@ -237,7 +237,7 @@ def test_off_is_off(dense: Case) -> None:
     core = tight_core(dense.model, num_tokens=400, page_size=4, canary="off")
     run(core, [OLD], GREEDY)
     assert core.statistics()["canary"] is None
-    assert core.proof.canary is None and core.runner.canary is None
+    assert core.canary is None and not core.runner.parts
 
 
 def test_a_report_names_no_tokens_and_no_salt(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,5 +245,5 @@ def test_a_report_names_no_tokens_and_no_salt(dense: Case, monkeypatch: pytest.M
     run(core, [OLD], GREEDY, "old", salt="a secret salt")
     faults.bit_flip(core, monkeypatch)
     run(core, [NEW[0]], GREEDY, "new")
-    text = json.dumps(core.proof.reports.to_dicts())
+    text = json.dumps(core.reports.to_dicts())
     assert "secret" not in text and "tokens" not in text

@@ -34,7 +34,7 @@ def request(name: str, prompt: list[int]) -> EngineRequest:
 def audited(core: EngineCore) -> dict[str, Any]:
     """The answer to an audit that is asked for now, after some steps."""
     later = core.audit_cache()
-    assert core.has_checks()
+    assert core.is_due()
     for _ in range(1000):
         if (found := later.poll(True)) is not None:
             return found
@@ -56,7 +56,7 @@ def test_an_audit_beside_requests_ends_and_is_not_whole(dense: Case) -> None:
     for at, prompt in enumerate(PROMPTS):
         core.add(request(f"r{at}", prompt))
     core.step()
-    core.proof.auditor._seconds = iter(np.arange(0.0, 1e6, 1.0)).__next__  # a piece takes a second: one for each step
+    core.audits.auditor._seconds = iter(np.arange(0.0, 1e6, 1.0)).__next__  # a piece takes a second: one for each step
     found = audited(core)
     assert found["ended"] and not found["whole"] and not found["faults"]
     assert core.has_work()
@@ -87,13 +87,13 @@ def test_an_idle_engine_finds_a_lost_page(dense: Case, monkeypatch: pytest.Monke
     core = tight_core(dense.model, num_tokens=400, page_size=4)
     run(core, PROMPTS, GREEDY)
     core.cache.pages.ids.take(1)
-    monkeypatch.setattr("quire.engine.proof._IDLE_AFTER_S", 0.0)
+    monkeypatch.setattr("quire.canary.parts._IDLE_AFTER_S", 0.0)
     for _ in range(1000):
-        assert core.has_checks() or core.proof.auditor.num_whole
+        assert core.is_due() or core.audits.auditor.num_whole
         core.step()
-        if core.proof.violation:
+        if core.audits.violation:
             break
-    assert "no owner" in core.proof.violation
+    assert "no owner" in core.audits.violation
 
 
 def test_what_held_memory_when_it_was_short(dense: Case) -> None:

@@ -234,7 +234,8 @@ def check_flush() -> None:
     expected = tokens_without(prompt, greedy(24))
     core = core_with(llama(), {**CHAIN, "prompt_lookup_min": 3})
     assert core.speculator is not None
-    core.speculator = Speculator(core.speculator.drafter, None, core.plan.tokens_per_step - 1)
+    assert core.speculation is not None
+    core.speculation.speculator = Speculator(core.speculator.drafter, None, core.plan.tokens_per_step - 1)
     counts = [0]
     for flushes in (False, False, True):
         if flushes:
@@ -248,8 +249,9 @@ def check_flush() -> None:
 def drafts_freely(core: EngineCore) -> Speculator:
     """From now on the engine drafts as much as there is room for, whatever it costs."""
     assert core.speculator is not None and core.plan.speculation is not None
-    core.speculator = Speculator(core.speculator.drafter, None, core.plan.speculation.num_steps)
-    return core.speculator
+    assert core.speculation is not None
+    core.speculation.speculator = Speculator(core.speculator.drafter, None, core.plan.speculation.num_steps)
+    return core.speculation.speculator
 
 
 def hit_tokens_of_follow_ups(core: EngineCore, turns: int = 4) -> int:

@@ -79,5 +79,6 @@ def follow_script(
     assert config is not None
     most = config.num_draft_tokens - 1 if config.topk > 1 else 0
     drafter = ScriptedDrafter(sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size, most)
-    core.speculator = Speculator(drafter, None, config.num_steps)
-    return core.speculator
+    assert core.speculation is not None
+    core.speculation.speculator = Speculator(drafter, None, config.num_steps)
+    return core.speculation.speculator

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, TokenLogprobs
-from quire.engine.runner import Launched, ModelRunner
+from quire.engine.runner import LaunchedForward, ModelRunner
 from quire.engine.sampler import Sampler
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ def watched(cuda: FakeCuda) -> Iterator[None]:
     """What launches do is noted."""
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, step: Step, previous: Launched | None) -> Launched:
+    def noted(runner: ModelRunner, step: Step, previous: LaunchedForward | None) -> LaunchedForward:
         with cuda.watched():
             return launch(runner, step, previous)
 
@@ -98,7 +98,7 @@ def check_family(name: str) -> None:
     with cuda.installed(), watched(cuda):
         for core in cores(name):
             found.append([run(core, PROMPTS, GREEDY, when) for when in ("cold", "warm")])
-        assert core._overlap and core.device.type == "cuda"
+        assert core.loop.overlaps and core.device.type == "cuda"
     assert found[0] == found[1]
     assert ours(cuda) == []
 
@@ -161,11 +161,11 @@ def test_flat_distributions_are_cut_alike() -> None:
 def check_readback() -> None:
     """A step is waited for while the next one is in flight, whose draws have not arrived then."""
     cuda, overlapping = FakeCuda(), 0
-    wait = Launched.wait
+    wait = LaunchedForward.wait
     with cuda.installed():
         *_, core = cores("llama_gqa")
 
-        def waits(launched: Launched) -> Any:
+        def waits(launched: LaunchedForward) -> Any:
             nonlocal overlapping
             tokens = wait(launched)
             assert not (tokens.astype(np.int64).view(np.uint8) == POISON).all(), "read before it arrived"
@@ -175,14 +175,14 @@ def check_readback() -> None:
                 assert (pending[0].readback._drawn.tokens.view(torch.uint8) == POISON).all(), "waited for a later step"
             return tokens
 
-        pending: list[Launched] = []
+        pending: list[LaunchedForward] = []
         launch = core.runner.launch
 
-        def noted(step: Step, previous: Launched | None) -> Launched:
+        def noted(step: Step, previous: LaunchedForward | None) -> LaunchedForward:
             pending.append(launch(step, previous))
             return pending[-1]
 
-        with patch.object(core.runner, "launch", noted), patch.object(Launched, "wait", waits):
+        with patch.object(core.runner, "launch", noted), patch.object(LaunchedForward, "wait", waits):
             run(core, PROMPTS, GREEDY)
     assert overlapping > 2
 

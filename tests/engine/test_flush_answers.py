@@ -34,10 +34,7 @@ class Core:
     def has_work(self) -> bool:
         return False
 
-    def has_checks(self) -> bool:
-        return False
-
-    def has_moves(self) -> bool:
+    def is_due(self) -> bool:
         return False
 
     def statistics(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from quire.cache.request_kv import RequestKV
 from quire.engine import frame_staging
 from quire.engine.core import EngineCore
 from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy
-from quire.engine.runner import Launched
+from quire.engine.runner import LaunchedForward
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.moves import TORCH, Moves, Pieces, TorchMoves
@@ -338,10 +338,10 @@ def check_moves() -> None:
     with cuda.installed(), handing_on(cuda), torch.cuda.stream(FakeStream()):
         core = tiered_on(on_device("llama_gqa"), cuda)
         try:
-            launched: list[Launched] = []
+            launched: list[LaunchedForward] = []
             launch = core.runner.launch
 
-            def noted(step: Step, previous: Launched | None) -> Launched:
+            def noted(step: Step, previous: LaunchedForward | None) -> LaunchedForward:
                 launched.append(launch(step, previous))
                 return launched[-1]
 

@@ -187,11 +187,11 @@ def damage_held_row(core: EngineCore) -> None:
 def check_contained(core: EngineCore, talks: Talks, expected: list[list[int]]) -> None:
     """Damage below one row was found once, and both conversations go on."""
     assert core.statistics()["frames"]["full"]["quarantined"] == 1
-    assert len(core.proof.reports.newest) == 1
+    assert len(core.reports.newest) == 1
     while len(talks.answers) < len(expected):
         talks.turn(core)
         assert talks.starts == [Start.CONTINUED] * 2
-    assert len(core.proof.reports.newest) == 1
+    assert len(core.reports.newest) == 1
     check_continued(core)
 
 
@@ -205,7 +205,7 @@ def test_damage_below_a_row_at_rest() -> None:
     damage_held_row(core)
     for _ in range(100):
         core.step()
-        if core.proof.reports.newest:
+        if core.reports.newest:
             break
     core.audit()
     listed = {each.session_id: each for each in core.sessions(None).sessions}
@@ -229,6 +229,6 @@ def test_damage_below_a_row_that_goes_on() -> None:
     talks.turn(core)
     assert talks.starts == [Start.CONTINUED] * 2
     assert core.statistics()["canary"]["recomputed_requests"] == 1
-    assert core.proof.reports.to_dicts()[0]["readers"] == [f"talk0-{damaged}"]
+    assert core.reports.to_dicts()[0]["readers"] == [f"talk0-{damaged}"]
     assert talks.answers[: len(talks.answers)] == [*expected[:damaged], talks.answers[damaged], expected[damaged + 1]]
     assert len(talks.answers[damaged]) == GREEDY.max_tokens

@@ -163,7 +163,8 @@ def tree_cases() -> dict[str, Case]:
 def test_trees_of_n_grams(llama: LoadedModel, params: str) -> None:
     expected = run(core_for(llama, page_size=4, **BOUNDS), REPEATING, MANY[params])
     core = core_for(llama, page_size=4, speculative_config={**TREE, "prompt_lookup_max": 2}, **BOUNDS)
-    core.speculator = Speculator(core.speculator.drafter, None, 4)
+    assert core.speculation is not None
+    core.speculation.speculator = Speculator(core.speculator.drafter, None, 4)
     for turn in range(2):
         assert run(core, REPEATING, MANY[params], f"turn{turn}") == expected
     assert (core.speculator.statistics()["draft_tokens"] > 0) == (params != "penalties")

@@ -107,7 +107,7 @@ def at_rest(core: EngineCore) -> dict[str, Any]:
 
 def check_audit_in_pieces(core: EngineCore) -> None:
     """That of servers finds nothing either."""
-    auditor = core.proof.auditor
+    auditor = core.audits.auditor
     while auditor.is_running:
         auditor.advance(1.0)
     found = None

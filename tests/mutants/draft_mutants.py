@@ -29,7 +29,7 @@ def the_last_accepted_draft_is_not_computed(patch: Patch) -> None:
 
 @mutant("draft models", "pages that were filled without drafts are cached without what the draft computes of them")
 def steps_without_drafts_are_not_followed(patch: Patch) -> None:
-    real = ModelDrafter.follow
+    real = ModelDrafter.after_forward
 
     def follow(drafter: ModelDrafter, step: Any, *others: Any) -> None:
         if step.computes_prompts:
@@ -37,15 +37,15 @@ def steps_without_drafts_are_not_followed(patch: Patch) -> None:
         else:
             drafter._computed[step.batch.rows] = step.ends
 
-    patch.setattr(ModelDrafter, "follow", follow)
+    patch.setattr(ModelDrafter, "after_forward", follow)
 
 
 @mutant("draft models", "what the draft computed of drafts that were rejected counts as that of the tokens drawn there")
 def rejected_drafts_count_as_computed(patch: Patch) -> None:
-    real = ModelDrafter.follow
+    real = ModelDrafter.after_forward
     patch.setattr(
         ModelDrafter,
-        "follow",
+        "after_forward",
         lambda drafter, step, *others: real(
             drafter, replace(step, draw_counts=np.maximum(step.draw_counts, 2)), *others
         ),
@@ -54,20 +54,20 @@ def rejected_drafts_count_as_computed(patch: Patch) -> None:
 
 @mutant("draft heads", "the last row of a page is computed with a token of another request, not with the drawn one")
 def the_drawn_token_is_not_read(patch: Patch) -> None:
-    real = HeadDrafter.follow
-    patch.setattr(HeadDrafter, "follow", lambda drafter, step, target, drawn: real(drafter, step, target, None))
+    real = HeadDrafter.after_forward
+    patch.setattr(HeadDrafter, "after_forward", lambda drafter, step, target, drawn: real(drafter, step, target, None))
 
 
 @mutant("draft heads", "what the head computed of its own drafts counts as that of the tokens drawn there")
 def drafts_of_a_head_count_as_computed(patch: Patch) -> None:
-    real = HeadDrafter.follow
+    real = HeadDrafter.after_forward
 
     def follow(drafter: HeadDrafter, step: Any, *others: Any) -> None:
         real(drafter, step, *others)
         drafted = step.draw_counts > 1
         drafter._computed[step.batch.rows[drafted]] = step.ends[drafted]
 
-    patch.setattr(HeadDrafter, "follow", follow)
+    patch.setattr(HeadDrafter, "after_forward", follow)
 
 
 @mutant("prediction layers", "a prediction layer reads embedding and hidden state in the order of another family")

@@ -12,7 +12,7 @@ from quire.cache.growth import Growth
 from quire.cache.running import Lengths, Rows
 from quire.cache.states import StateGroup
 from quire.engine import sampler
-from quire.engine.runner import Launched, ModelRunner
+from quire.engine.runner import LaunchedForward, ModelRunner
 from quire.engine.sampler import _Draws
 from quire.plan import budget, configurator, reserve
 from quire.plan.configurator import RecurrentPoolConfigurator
@@ -201,8 +201,10 @@ def stop_tokens_in_drafts_are_ignored(patch: Patch) -> None:
 
 @mutant("draws", "each token of a step comes with the log-probabilities of another one")
 def log_probabilities_are_in_another_order(patch: Patch) -> None:
-    real = Launched.logprobs
-    patch.setattr(Launched, "logprobs", lambda self, order=None: {n: t[::-1] for n, t in real(self, order).items()})
+    real = LaunchedForward.logprobs
+    patch.setattr(
+        LaunchedForward, "logprobs", lambda self, order=None: {n: t[::-1] for n, t in real(self, order).items()}
+    )
 
 
 # -- trees
@@ -227,8 +229,8 @@ def positions_of_a_tree_are_its_rows(patch: Patch) -> None:
 
 @mutant("trees", "tokens of a right branch come with the log-probabilities of a wrong one")
 def log_probabilities_are_of_the_first_branch(patch: Patch) -> None:
-    real = Launched.logprobs
-    patch.setattr(Launched, "logprobs", lambda self, order=None: real(self))
+    real = LaunchedForward.logprobs
+    patch.setattr(LaunchedForward, "logprobs", lambda self, order=None: real(self))
 
 
 # -- states

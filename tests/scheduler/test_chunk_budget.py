@@ -130,7 +130,7 @@ def test_a_long_prompt_is_computed_beside_a_short_answer() -> None:
     trace = [*clients(1, 1, output=400), *clients(1, 1, prompt=8000, shared=0, output=4)]
     trace[1] = TraceRequest(request_id="long", prompt=trace[1].prompt, output=trace[1].output, arrival=0.4)
     free, kept = (watched(CPU, trace, target) for target in ("off", "auto"))
-    gaps = [max(each.replay.gaps.all()) for each in (free, kept)]
+    gaps = [max(each.replay.recorder.gaps.all()) for each in (free, kept)]
     late = [max(record.first_token - record.arrived for record in each.result.records) for each in (free, kept)]  # type: ignore[operator]
     assert gaps[1] < gaps[0] / 2 and late[1] < 1.25 * late[0]
 

@@ -54,10 +54,7 @@ class EchoCore:
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def has_checks(self) -> bool:
-        return False
-
-    def has_moves(self) -> bool:
+    def is_due(self) -> bool:
         return False
 
     def sessions(self, namespace: Namespace | None, owner: str | None) -> SessionList:

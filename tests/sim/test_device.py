@@ -28,7 +28,7 @@ def after(replay: Replay, step: int, verb: str, change: Callable[..., None]) -> 
 
     def changed(*arguments: Any, **named: Any) -> Any:
         result = original(*arguments, **named)
-        if replay._steps >= step:
+        if replay.loop.num_steps >= step:
             change(result, *arguments, **named)
         return result
 

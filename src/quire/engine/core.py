@@ -1,70 +1,73 @@
-"""EngineCore: the step loop. Schedule, launch, settle; tokens in, tokens out. It connects all parts of the engine."""
+"""EngineCore: builds an engine from its settings, and has the verbs that its callers use. Tokens in, tokens out."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quire.cache import KVCache
-from quire.cache.running import Lengths
 from quire.cache.session import SessionList, SessionSettings
-from quire.canary.finding import Finding
+from quire.canary import Canary
+from quire.canary.finding import Reports
+from quire.canary.parts import AuditPart, CanaryPart, HistoryPart
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
 from quire.engine.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
 from quire.engine.frame_staging import ComputeStream
+from quire.engine.hisparse import HotBuffersPart
 from quire.engine.incoming import refuse_adapter, request_of
-from quire.engine.messages import (
-    EngineRequest,
-    Later,
-    RetainRequest,
-    StepOutputs,
-    TokenLogprobs,
-    TokenOutput,
-    output_of,
-)
-from quire.engine.proof import Proof
-from quire.engine.runner import Launched, ModelRunner
+from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs
+from quire.engine.reporting import ExplanationPart, Reporting
+from quire.engine.runner import ModelRunner
 from quire.engine.sampler import Sampler
 from quire.engine.tiers import EngineTiers, build_memory
-from quire.engine.transfer import identity_of, is_for_peer, prompt_for_peer, transfer_node
-from quire.errors import InvalidInput, QuireError, StepFailed
+from quire.engine.transfer import identity_of, prompt_for_peer, transfer_node
+from quire.errors import InvalidInput, QuireError
+from quire.loop import ForwardPart, Loop, Part
+from quire.loop.sessions import SessionsPart
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
-from quire.observe.histogram import Histogram
+from quire.observe.history import Occupancy
 from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Flushed, Stored
+from quire.offload.offloading import Tiered
+from quire.offload.parts import RetentionPart, TiersPart
 from quire.offload.retention import Granted, RetainedList
 from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
-from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.speculation import STANDARD
-from quire.speculative.speculator import Speculator, speculator_of
-from quire.speculative.verify import Accepted
+from quire.speculative.part import Speculation
+from quire.speculative.speculator import speculator_of
 from quire.transfer.handshake import Identity, parse_role
 from quire.transfer.node import TransferNode
+from quire.transfer.part import TransferPart
 
 logger = logging.getLogger(__name__)
 
-_MOVES_S = 0.005  # to wait for bytes when there is nothing to compute
+AUDIT_S = 8.0
+"""Seconds that the answer to a demanded audit waits until the audit has ended."""
+
+_ABSENT = dict.fromkeys(("canary", "tiers", "transfer", "speculation", "hisparse"))
+"""Counters of parts that an engine may lack."""
 
 
 class EngineCore:
@@ -124,29 +127,20 @@ class EngineCore:
             if host is not None:
                 self.tiers = EngineTiers(config, self.plan, self.pools, storage, host, self.compute)
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
-            self.transfer: TransferNode | None = None
-            if self.tiers is not None and config.role is not None:
-                shared = self._shared(config.weights_epoch)
-                self.transfer = transfer_node(config, shared, self.tiers.host, lambda: self.wake())
-                undo.callback(self.transfer.close)
-            self._wire()
+            self._wire(undo)
             undo.pop_all()
         self._closed = threading.Event()
         if self.device.type == "cpu":
             threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
-        overlaps = self.device.type != "cpu" and self.speculator is None
-        self._overlap = config.overlap if config.overlap is not None else overlaps
-        self._in_flight: Launched | None = None
-        self._settled_at = 0.0  # when the last step settled, by `time.perf_counter`
-        self._ended: list[TokenOutput] = []
-        self._queued: dict[str, float] = {}  # when a sequence that was not admitted yet was added
-        self.queue_s = Histogram()
-        self._output_tokens = self._steps = 0
-        self._ends = dict.fromkeys(("finished", "aborted", "refused", "failed"), 0)
 
-    def _wire(self) -> None:
-        """Create the cache on its pools, and everything that uses it."""
+    def _wire(self, undo: ExitStack) -> None:
+        """Create the cache on its pools, the loop over it, and its parts."""
         config = self.config
+        self.transfer: TransferNode | None = None
+        if self.tiers is not None and config.role is not None:
+            identity = self._shared(config.weights_epoch)
+            self.transfer = transfer_node(config, identity, self.tiers.host, lambda: self.wake())
+            undo.callback(self.transfer.close)
         self.cache = KVCache(
             self.plan,
             eviction=config.eviction,
@@ -176,18 +170,62 @@ class EngineCore:
             ahead=self.offload.ahead,
             chunks=chunk_budget(config.target_itl_ms),
         )
-        if self.draft is not None:
-            layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools, self.backend)
-            shared = (layers, self._sampler(drafts=True), self.cache, self.scheduler.tokens)
-            if isinstance(self.draft, LoadedHead):
-                self.runner.drafter = HeadDrafter(self.draft, *shared)
-            else:
-                self.runner.drafter = ModelDrafter(self.draft, *shared)
-        self.speculator = speculator_of(config.speculative_config, self.plan, self.runner.drafter)
-        self.proof = Proof(config, self.cache, self.scheduler, self.runner, len(self.model.spec.calls))
+        self.drafter = self._drafter()
+        speculator = speculator_of(config.speculative_config, self.plan, self.drafter)
+        self.speculation = None
+        if speculator is not None:
+            self.speculation = Speculation(speculator, self.scheduler, self.runner.move)
+        self.reporting, self.reports = Reporting(), Reports(_folder(config.canary_reports))
+        parts = self._parts()
+        self.runner.parts = tuple(part for part in (*parts, self.drafter) if isinstance(part, ForwardPart))
+        overlaps = self.device.type != "cpu" and self.speculation is None
+        overlaps = config.overlap if config.overlap is not None else overlaps
+        self.loop = Loop(self.scheduler, self.cache, self.runner, parts, overlaps=overlaps)
+
+    def _parts(self) -> list[Part]:
+        """The parts of the loop, in the order of their hooks. A feature that is off has none."""
+        config, cache, offload = self.config, self.cache, self.offload
+        parts: list[Part] = []
         if self.transfer is not None:
-            assert self.offload.tiers is not None
-            self.transfer.start(self.offload.tiers, self._prefill, self.abort)
+            assert offload.tiers is not None
+            parts.append(TransferPart(self.transfer, offload.tiers, self._prefill, self._shared))
+        parts += [RetentionPart(offload.retention), SessionsPart(cache.sessions)]
+        if self.speculation is not None:
+            parts.append(self.speculation)
+        if config.explain:
+            parts.append(ExplanationPart(self.explanations, self.reporting))
+        if self.latents is not None:
+            parts.append(HotBuffersPart(self.latents))
+        if self.tiers is not None and isinstance(offload, Tiered):
+            parts.append(TiersPart(offload, self.tiers.close, self.tiers.statistics))
+        self.history_part = HistoryPart(cache, self.scheduler, self._lower_frames)
+        self.canary = self._canary()
+        canaries = [self.canary] if self.canary is not None else []
+        self.audits = AuditPart(cache, self.history_part, self.reports, canaries)
+        return [*parts, self.history_part, self.audits, *canaries, self.reporting]
+
+    def _canary(self) -> CanaryPart | None:
+        share, cache = share_of(self.config.canary), self.cache
+        if not share:
+            return None
+        layers = {layer for pool in self.pools for field in pool.layout.fields for layer in field.layers}
+        drafts = [layer for layer in layers if layer >= len(self.model.spec.calls)]
+        canary = Canary(cache.parts, self.pools, share=share, except_for=drafts)
+        return CanaryPart(canary, cache, self.scheduler, self.reports)
+
+    def _drafter(self) -> ModelDrafter | HeadDrafter | None:
+        """The drafts of a model that follows each step on the same pages."""
+        if self.draft is None:
+            return None
+        layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools, self.backend)
+        shared = (layers, self._sampler(drafts=True), self.cache, self.scheduler.tokens)
+        if isinstance(self.draft, LoadedHead):
+            return HeadDrafter(self.draft, *shared)
+        return ModelDrafter(self.draft, *shared)
+
+    def _lower_frames(self) -> Occupancy:
+        tiers = self.offload.tiers
+        return {"host": tiers.statistics()["host"]} if tiers is not None else {}
 
     def _prefill(self, request_id: str, tokens: Ids, namespace: Namespace) -> None:
         self.add(prompt_for_peer(request_id, tokens, namespace))
@@ -234,223 +272,50 @@ class EngineCore:
 
     def add(self, message: EngineRequest) -> None:
         """Queue a sequence. Raises QuireError if it can never run; nothing has changed then."""
-        self.proof.check_admits()
+        vocabulary = self.model.spec.vocab_size
         try:
-            self.scheduler.add(
-                request_of(message, self.config, self.plan, self.model.spec.vocab_size, self.eos_token_ids)
-            )
+            request = request_of(message, self.config, self.plan, vocabulary, self.eos_token_ids)
         except QuireError:
-            self._ends["refused"] += 1
+            self.loop.refused()
             raise
-        self._queued[message.request_id] = time.perf_counter()
+        self.loop.add(request)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         """End a sequence at any moment; unknown and finished ids are ignored. Its last output has the reason "abort".
 
         With `stopped`, its text ended on a stop string, which only its reader sees; that counts as finished.
         """
-        request = self.scheduler.abort(request_id)
-        if request is not None:
-            if stopped:
-                self._remember(request)
-            self._queued.pop(request_id, None)
-            self._ends["finished" if stopped else "aborted"] += 1
-            self._ended.append(TokenOutput(request_id=request_id, finish_reason="abort", session=request.grant))
+        self.loop.abort(request_id, stopped=stopped)
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """What proposes drafts; None without speculation."""
+        return self.speculation.speculator if self.speculation is not None else None
 
     def has_work(self) -> bool:
         """Whether `step` has work or reports."""
-        return self.scheduler.has_requests or self._in_flight is not None or bool(self._ended)
+        return self.loop.has_work
 
-    def has_checks(self) -> bool:
-        """Whether a check of memory is due, so that `step` should be called although there is no work."""
-        return self.proof.is_due
+    def is_due(self) -> bool:
+        """Whether a part has something to do, so that `step` should be called although there is no work."""
+        return self.loop.is_due
 
     def has_moves(self) -> bool:
-        """Whether transfers between tiers are in flight, so that `step` should be called now and then."""
-        below = self.offload.tiers if self.tiers is not None else None
-        if self.transfer is not None and below is not None and self.transfer.is_due:
-            return True
-        return below is not None and (not below.mover.idle or below.deletion.is_due or below.archiver.is_due)
+        """Whether pages are on their way between tiers or engines."""
+        return any(part.is_due for part in self.loop.parts if isinstance(part, TiersPart | TransferPart))
 
     def close(self) -> None:
         """Stop: pending transfers to a store end, within `STORE_DRAIN_S`, and threads end. May be called twice; no
         request may be running."""
         self._closed.set()
-        if self.latents is not None:
-            self.latents.close()
-        tiers, below = self.tiers, self.offload.tiers
-        if tiers is None or below is None:
-            return
-        self.tiers = None
-        if self.transfer is not None:
-            self.transfer.close()
-        self.cache.sessions.close_all()
-        below.archiver.hasten()
-        tiers.close(self.offload.ahead.settle_moves, below.deletion.end)
-        states = [*below.deletion.scopes.values()]
-        if hidden := states.count(Stored.HIDDEN):
-            logger.warning(
-                "%d flushes are not at their end: no engine finds their records, but they are stored until one looks "
-                "there, or `quire store gc` is run",
-                hidden,
-            )
-        if held := states.count(Stored.HELD):
-            logger.warning("%d flushes have not reached the store: flush again when it answers", held)
-        if pending := len(below.archiver.pending):
-            logger.warning(
-                "what is on the host of %d prompts was not all stored: the store took no more of it", pending
-            )
-
-    # -- the loop
+        self.loop.close()
 
     def step(self) -> StepOutputs:
-        """One turn: schedule and launch a step, settle the one before it (or this one, without overlap)."""
-        began = time.perf_counter()
-        if self.transfer is not None:
-            self.transfer.serve()
-        outputs = StepOutputs(noted=self._ended)
-        self._ended = []
-        self.offload.retention.expire()
-        self.cache.sessions.expire()
-        if self.speculator is not None:
-            self._draft(self.speculator)
-        step = self.scheduler.schedule()
-        for request in step.admitted:
-            self.queue_s.observe(time.perf_counter() - self._queued.pop(request.request_id))
-            self._explain(request, outputs)
-        self.proof.admitted(step.admitted)
-        if not len(step) and self._in_flight is None and not len(outputs):
-            self.offload.ahead.wait_moves(_MOVES_S)
-        launched = self._launch(step, outputs)
-        if self._in_flight is not None:
-            self._settle(self._in_flight, outputs)
-        self._in_flight = launched
-        if launched is not None and not self._overlap:
-            self._settle(launched, outputs)
-            self._in_flight = None
-            if self.speculator is not None and not launched.waits and not step.computes_prompts:
-                self.speculator.measured(len(step), step.num_tokens - len(step), time.perf_counter() - began)
-        if findings := self.proof.look(idle=launched is None):
-            self._contain(findings, outputs)
-        if self.transfer is not None:
-            outputs.noted = [each for each in outputs.noted if not is_for_peer(each, self.transfer)]
-        return outputs
+        """One turn of the loop (`Loop.step`): what it has to report."""
+        self.loop.step()
+        return self.reporting.take()
 
-    def _contain(self, findings: list[Finding], outputs: StepOutputs) -> None:
-        """Cached pages are damaged: who read them is computed again, after the step in flight."""
-        if self._in_flight is not None:
-            self._settle(self._in_flight, outputs)
-            self._in_flight = None
-        outputs.noted += self.proof.contain(findings, self._fail)
-
-    def _launch(self, step: Step, outputs: StepOutputs) -> Launched | None:
-        if not len(step):
-            return None
-        self._steps += 1
-        try:
-            return self.runner.launch(step, self._in_flight)
-        except AssertionError:
-            raise  # a broken invariant: no later result can be trusted
-        except Exception as error:
-            logger.exception("a step of %d requests failed", len(step))
-            outputs.noted += [self._fail(request, error) for request in step.requests]
-            return None
-
-    def _draft(self, speculator: Speculator) -> None:
-        """Propose the next tokens of running requests, which the next step computes too."""
-        if speculator.rests(self.scheduler.num_running):
-            return
-        batch, tokens, known, room = self.scheduler.drafting()
-        try:
-            drafts = speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
-        except AssertionError:
-            raise
-        except Exception:  # a device out of memory, say: the step goes on without drafts
-            logger.exception("no drafts: proposing them failed")
-            return
-        if drafts is not None:
-            self.scheduler.draft(batch, drafts.counts, drafts.tokens, drafts.parents)
-
-    def _settle(self, launched: Launched, outputs: StepOutputs) -> None:
-        step, tokens = launched.step, launched.wait()
-        self._measure(launched)
-        verified = None
-        if self.speculator is not None and step.is_decode:
-            self.speculator.drew(len(step))
-        elif self.speculator is not None:
-            verified = self._verify(self.speculator, launched, tokens)
-        order = verified.order if verified is not None else None
-        logprobs = launched.logprobs(order)
-        tokens = tokens if order is None else tokens[order]
-        found = self.scheduler.settle(step, tokens, verified.kept if verified is not None else None)
-        if self.speculator is not None:
-            for request in [found.requests[at] for at in found.noted]:
-                if request.finish_reason is not None:
-                    self._remember(request)
-        self.cache.close_fence(launched.fence)
-        self._report(found, logprobs, outputs)
-
-    def _remember(self, request: Request) -> None:
-        """Later requests may get drafts from this one, which has ended."""
-        if self.speculator is not None and request.is_remembered:
-            self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
-
-    def _verify(self, speculator: Speculator, launched: Launched, drawn: Lengths) -> Accepted:
-        """Which draws of a step are tokens of their requests. What was written for these is moved to its place."""
-        step = launched.step
-        found = speculator.accepted(step.batch, step.tokens, step.draws, step.draw_counts, drawn, step.parents)
-        self.runner.move(launched, found.sources, found.targets)
-        return found
-
-    def _measure(self, launched: Launched) -> None:
-        """Learn what steps cost from one that waited for no bytes, since its launch or the end of the one before."""
-        began, self._settled_at = max(launched.began, self._settled_at), time.perf_counter()
-        if not launched.waits:
-            self.scheduler.measured(launched.step, self._settled_at - began)
-
-    def _explain(self, request: Request, outputs: StepOutputs) -> None:
-        """Store why no more of a request's prompt was cached, and send it to the client if the request asks for it."""
-        if request.explanation is None:
-            return
-        self.explanations.add(request.request_id, request.explanation, request.owner)
-        if request.explain:
-            outputs.noted.append(output_of(request, explanation=request.explanation))
-
-    def _report(self, found: Settled, logprobs: dict[str, list[TokenLogprobs]], outputs: StepOutputs) -> None:
-        """Report the tokens of each request; most have one token and nothing else to report."""
-        self._output_tokens += len(found.tokens)
-        ids, tokens = [request.request_id for request in found.requests], found.tokens.tolist()
-        apart = set(found.noted)
-        if logprobs or len(tokens) > len(ids):
-            apart |= {at for at, name in enumerate(ids) if name in logprobs or found.counts[at] > 1}
-        if apart:
-            stops = np.cumsum(found.counts).tolist()
-            for at in sorted(apart):
-                request, count = found.requests[at], int(found.counts[at])
-                self._ends["finished"] += request.finish_reason is not None
-                told = output_of(
-                    request,
-                    token_ids=tokens[stops[at] - count : stops[at]],
-                    logprobs=logprobs[ids[at]][:count] if ids[at] in logprobs else None,
-                    finish_reason=request.finish_reason,
-                    stop_token=request.stop_token,
-                )
-                outputs.noted.append(told)
-            tokens = [tokens[stop - 1] for at, stop in enumerate(stops) if at not in apart]
-            ids = [name for at, name in enumerate(ids) if at not in apart]
-        outputs.request_ids += ids
-        outputs.token_ids += tokens
-
-    def _fail(self, request: Request, error: Exception) -> TokenOutput:
-        self.scheduler.abort(request.request_id, failed=True)
-        self._ends["failed"] += 1
-        if not isinstance(error, QuireError):
-            error = StepFailed(f"the step failed: {type(error).__name__}: {error}.", fix="send the request again.")
-        told = TokenOutput(request_id=request.request_id, finish_reason="error", session=request.grant)
-        told.error, told.status = str(error), error.status
-        return told
-
-    # -- keeping and forgetting
+    # -- keeping and deleting
 
     def retain(self, message: RetainRequest) -> Granted:
         """Retain the cached part of a prefix (`Retention.retain`). Raises InvalidInput; nothing has changed then."""
@@ -486,10 +351,7 @@ class EngineCore:
         no other request finds their pages. The answer comes later: the state in the store, or StoreError if the records
         would be found again after a restart."""
         done = self.offload.flush(namespace)
-        if self.speculator is not None:
-            self.speculator.drafter.forget(namespace)
-            for request in self.scheduler.requests:
-                request.is_remembered = request.is_remembered and namespace not in (None, request.namespace)
+        self.loop.flush(namespace)
         return Later(
             poll=lambda waits: self.offload.flushed(done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
         )
@@ -512,8 +374,7 @@ class EngineCore:
             self.draft.weights_changed()
         done = self.offload.change_model(self._identity(epoch))
         self.weights_epoch = epoch
-        if self.transfer is not None:
-            self.transfer.set_identity(self._shared(epoch))
+        self.loop.model_changed(epoch)
         logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
         return done
 
@@ -528,33 +389,17 @@ class EngineCore:
 
     def statistics(self) -> dict[str, Any]:
         """Counters and gauges, flat except `frames`: by group, the frames of each owner."""
-        sessions = self.cache.sessions.statistics()  # first: it ends those that have expired
-        retention, cache = self.offload.retention, asdict(self.cache.statistics())
-        cache["tiers"] = self.offload.tiers.statistics() if self.offload.tiers is not None else None
-        if self.tiers is not None and cache["tiers"] is not None:
-            cache["tiers"] |= self.tiers.statistics()
+        parts = self.loop.counters()  # first: sessions that have expired end
         return {
-            **cache,
-            **sessions,
-            **self.proof.statistics(),
-            **{f"{name}_requests": count for name, count in self._ends.items()},
-            "output_tokens": self._output_tokens,
-            "steps": self._steps,
+            **asdict(self.cache.statistics()),
+            **_ABSENT,
+            **parts,
             "preemptions": self.scheduler.num_preemptions,
             "chunk_budget": self.scheduler.chunks.statistics(),
             "eviction": self.cache.tree.eviction_statistics(),
             "running_requests": self.scheduler.num_running,
             "waiting_requests": len(self.scheduler.waiting),
             "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",
-            "transfer": self.transfer.statistics() if self.transfer is not None else None,
-            "speculation": self.speculator.statistics() if self.speculator is not None else None,
-            "hisparse": self.latents.statistics() if self.latents is not None else None,
-            "queue_seconds": self.queue_s.to_dict(),
-            "retentions": len(retention),
-            "retained_pages": retention.num_pages,
-            "retentions_expired": retention.num_expired,
-            "retentions_given_up": retention.num_given_up,
-            "retentions_lost": retention.num_lost,
             "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
@@ -580,9 +425,18 @@ class EngineCore:
         self.cache.audit()
 
     def audit_cache(self) -> Later[dict[str, Any]]:
-        """Audit the cache beside steps (`Proof.audit`)."""
-        return self.proof.audit()
+        """Audit the cache beside steps (`AuditPart.demand`)."""
+        return Later(poll=self.audits.demand(), until_s=time.monotonic() + AUDIT_S)
 
     def history(self) -> dict[str, Any]:
         """How full the pools were (`History.to_dict`)."""
-        return self.proof.history.to_dict()
+        return self.history_part.history.to_dict()
+
+
+def share_of(text: str) -> float:
+    """The share of time of a valid `canary` setting: 0 for off, math.inf for all."""
+    return {"off": 0.0, "all": math.inf}[text] if text in ("off", "all") else float(text.removesuffix("%")) / 100
+
+
+def _folder(path: str | None) -> Path | None:
+    return Path(path) if path is not None else None

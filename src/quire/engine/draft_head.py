@@ -14,6 +14,9 @@ one position, and no page is computed twice. Features of rows that the head has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -134,7 +137,7 @@ class HeadDrafter(PageDrafter):
         self._computed[part.rows] = ends
 
     @torch.inference_mode()
-    def follow(self, step: Step, target: RunningForward, drawn: Drawn | None) -> None:
+    def after_forward(self, step: Step, target: RunningForward, drawn: Drawn | None) -> None:
         """The target has computed this step: keep its features, and compute the pages that it fills."""
         rows, starts, ends = step.batch.rows, step.starts, step.ends
         computed = np.where(self._serials[rows] == step.batch.serials, self._computed[rows], starts)
@@ -172,7 +175,7 @@ class HeadDrafter(PageDrafter):
         outputs = self._run(part, starts, ends, following, read, parents_of(step, at, starts))
         self._outputs.store(rows, positions, step.ends[work], outputs)
 
-    def moved(self, step: Step, sources: Rows, targets: Rows) -> None:
+    def moved(self, step: Step, batches: Sequence[Any], sources: Rows, targets: Rows) -> None:
         """See `PageDrafter`. What is kept of each row is moved too."""
         works = np.searchsorted(step.offsets, sources, side="right") - 1
         ahead = (step.starts - step.offsets[:-1])[works]

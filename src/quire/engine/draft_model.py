@@ -9,8 +9,8 @@ lower tiers. A page is committed only after both models have computed it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.segments import flatten_ranges
+from quire.loop import ForwardPart
 from quire.memory.pool import Pool
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.forward import RunningForward
@@ -121,7 +122,7 @@ the row that each row follows: of its request, `[requests, rows]`, and flat, as 
 the `topk` last rows of each, float32 `[requests * topk, vocabulary]`."""
 
 
-class PageDrafter:
+class PageDrafter(ForwardPart):
     """What drafters on the pages of their target share.
 
     `tokens` int32 `[rows, width]` has the tokens of all rows, as in `Drafting`; drafts are written after the known
@@ -141,6 +142,9 @@ class PageDrafter:
         self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading positions that the draft has computed
         self._drawing: list[tuple[Rows, int, Tensor]] = []  # rows, place and probabilities of the drafts being drawn
         self._drawn = self._drawing  # of the last drafts, if all of them were drawn
+
+    def preparing(self, step: Step) -> None:
+        step.proposal = self.proposal(step)
 
     def proposal(self, step: Step) -> Proposal | None:
         """The drafts of a step that were drawn from known probabilities."""
@@ -219,7 +223,7 @@ class PageDrafter:
         scores, tokens = (found.cpu().numpy().reshape(count, width, -1) for found in likely)
         return tokens.astype(np.int32), scores
 
-    def moved(self, step: Step, sources: Rows, targets: Rows) -> None:
+    def moved(self, step: Step, batches: Sequence[Any], sources: Rows, targets: Rows) -> None:
         """What the flat place `sources[i]` of a step has on the pages is at `targets[i]` now."""
 
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
@@ -262,7 +266,7 @@ class ModelDrafter(PageDrafter):
         self._drawn = self._drawing
         return Drafts(most, tokens)
 
-    def follow(self, step: Step, target: RunningForward, drawn: Drawn | None) -> None:
+    def after_forward(self, step: Step, target: RunningForward, drawn: Drawn | None) -> None:
         """The target computes this step: compute the pages that it fills, as far as the draft lacks them."""
         del target, drawn
         rows, ends = step.batch.rows, step.ends

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.errors import HostMemoryError
+from quire.loop import ForwardPart, Part
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.hosted_pool import HostedPool
 from quire.models.check import check_forward
@@ -18,6 +21,7 @@ from quire.plan.hisparse import HiSparseCosts, hisparse_gain
 from quire.plan.host import largest_host_bytes
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
+from quire.scheduler.step import Step
 from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.model import ModelSpec
 
@@ -74,6 +78,22 @@ class HostedLatents:
         """Return its host memory to the system. A second call does nothing."""
         if self._owns:
             self.host.close()
+
+
+class HotBuffersPart(Part, ForwardPart):
+    """The hot buffers of an engine, and what they buffer. It owns `latents`."""
+
+    def __init__(self, latents: HostedLatents) -> None:
+        self.latents = latents
+
+    def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
+        self.latents.coordinator.admit(step.batch.rows, step.batch.serials)
+
+    def counters(self) -> dict[str, Any]:
+        return {"hisparse": self.latents.statistics()}
+
+    def close(self) -> None:
+        self.latents.close()
 
 
 def warn_of_loss(plan: Plan, spec: ModelSpec) -> None:

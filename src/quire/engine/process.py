@@ -80,7 +80,7 @@ _LINGER_S = 2.0
 
 class Core(Protocol):
     """The interface of what the process runs: `EngineCore`, or a stand-in of a test. Any thread may call `wake`, which
-    the process sets, when `has_moves` may have become true."""
+    the process sets, when `is_due` may have become true."""
 
     wake: Callable[[], None]
 
@@ -91,8 +91,7 @@ class Core(Protocol):
     def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
     def step(self) -> StepOutputs: ...
     def has_work(self) -> bool: ...
-    def has_checks(self) -> bool: ...
-    def has_moves(self) -> bool: ...
+    def is_due(self) -> bool: ...
     def close(self) -> None: ...
 
     # Methods that the parent may call. Those with an `owner` answer for what is that one's; None: for all.
@@ -318,7 +317,7 @@ class StepLoop:
             self._tick()
             for command in self._link.commands(self._patience_ms()):
                 self._obey(command)
-            if self._core.has_work() or self._core.has_moves() or self._core.has_checks():
+            if self._core.has_work() or self._core.is_due():
                 self._step()
             self._answer_later()
             self._beat()
@@ -328,7 +327,7 @@ class StepLoop:
     def _patience_ms(self) -> int:
         """How long to wait for commands: without limit if idle, not at all while steps have results."""
         if not self._core.has_work():
-            return _REST_MS if self._core.has_moves() or self._core.has_checks() else int(BEAT_S * 1000)
+            return _REST_MS if self._core.is_due() else int(BEAT_S * 1000)
         return _REST_MS if self._num_empty_steps >= _EMPTY_STEPS_BEFORE_REST else 0
 
     def _step(self) -> None:

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
-from quire.canary import Canary
-from quire.engine.draft_head import HeadDrafter
-from quire.engine.draft_model import ModelDrafter
 from quire.engine.frame_staging import ComputeStream
 from quire.engine.graphs import DecodeGraphs
 from quire.engine.hisparse import HostedLatents
@@ -29,6 +26,7 @@ from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.moves import Pieces
 from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
+from quire.loop import ForwardPart
 from quire.memory.pool import Pool
 from quire.models.forward import RunningForward, slots_of
 from quire.models.hf import LoadedModel
@@ -43,7 +41,7 @@ from quire.upload import Upload, to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedForward:
     """A launched step. `began` is the time of its launch by `time.perf_counter`; `waits` says that it waits for loads
     from lower tiers."""
 
@@ -109,9 +107,8 @@ class ModelRunner:
         warm_ups: Sequence[Pads] = (),
     ) -> None:
         """Computes `warm_ups`, and captures CUDA graphs of up to `largest_graph` requests; 0 for none."""
-        self.drafter: ModelDrafter | HeadDrafter | None = None
-        """What follows each step on the same pages."""
-        self.canary: Canary | None = None
+        self.parts: tuple[ForwardPart, ...] = ()
+        """What follows each step of requests, in this order."""
         self.model = model
         self._cache = cache
         self._sampler = sampler
@@ -139,7 +136,7 @@ class ModelRunner:
             self.graphs.capture()
 
     @torch.inference_mode()
-    def launch(self, step: Step, previous: Launched | None) -> Launched:
+    def launch(self, step: Step, previous: LaunchedForward | None) -> LaunchedForward:
         """Start a step. `previous` is the step in flight, whose tokens this one may continue."""
         began = time.perf_counter()
         fence = self._cache.open_fence()
@@ -150,7 +147,8 @@ class ModelRunner:
             graph = self.graphs.find(step, loads=bool(loads)) if self.graphs is not None else None
             for pool in self.pools:
                 pool.arriving = loads
-            proposal = self.drafter.proposal(step) if self.drafter is not None else None
+            for part in self.parts:
+                part.preparing(step)
             upload = Upload(self._device, self._upload_bytes)
             with upload.collecting():
                 changes = self.tables.sent(self._cache.rows.page_table_changes())
@@ -161,27 +159,24 @@ class ModelRunner:
                     flat = (step.tokens, step.positions, step.draws)
                     ids, positions, rows = (to_device(array, self._device) for array in flat)
                     self._derive(batches)
-                prepared = self._sampler.prepare(step.places, self._device, proposal) if len(step.draws) else None
+                prepared = self._sampler.prepare(step.places, self._device, step.proposal) if len(step.draws) else None
             self._upload_bytes = max(self._upload_bytes, 2 * upload.sent)
             self.tables.apply(changes)
             if placed is not None:
                 ids = placed.take()
             if future is not None:
                 ids[future[0]] = future[1][future[2]]
-            if self.canary is not None:
-                new = () if step.is_decode else step.requests
-                self.canary.launched(step.positions, step.batch.serials, step.counts, new, batches)
-            if self._hisparse is not None:
-                self._hisparse.admit(step.batch.rows, step.batch.serials)
+            for part in self.parts:
+                part.before_forward(step, batches)
             running = RunningForward(self.pools, batches, hisparse=self._hisparse)
             if placed is not None:
                 logits = placed.replay()
             else:
                 logits = self.model.run(running, ids, positions, rows)
                 self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
-            drawn = self._sampler.draw(logits, step.places, proposal, prepared) if prepared is not None else None
-            if self.drafter is not None:
-                self.drafter.follow(step, running, drawn)
+            drawn = self._sampler.draw(logits, step.places, step.proposal, prepared) if prepared is not None else None
+            for part in self.parts:
+                part.after_forward(step, running, drawn)
             readback = Readback(drawn, self._device)
         except BaseException:
             self._cache.close_fence(fence)
@@ -189,7 +184,7 @@ class ModelRunner:
         finally:
             for pool in self.pools:
                 pool.arriving = ()
-        return Launched(step, fence, drawn, began, waits, batches, readback)
+        return LaunchedForward(step, fence, drawn, began, waits, batches, readback)
 
     def _derive(self, batches: Sequence[PagedBatch | StateBatch]) -> None:
         """Derive what layers asked for in the last step, so that it is sent with the rest. On a CPU nothing is sent,
@@ -201,20 +196,17 @@ class ModelRunner:
                 batch.slots_on(self._device)
         derive(batches, self._asked, self._device)
 
-    def move(self, launched: Launched, sources: Rows, targets: Rows) -> None:
+    def move(self, launched: LaunchedForward, sources: Rows, targets: Rows) -> None:
         """What a step has written at the flat places `sources` belongs at `targets` of it: drafts that were right."""
-        if len(sources):
-            for group, (pool, batch) in enumerate(zip(self.pools, launched.batches, strict=True)):
-                assert isinstance(batch, PagedBatch), "states are of chains"
-                if group not in self._slots:
-                    self._slots[group] = slots_of(pool)
-                places = (to_device(batch.slots[rows].astype(np.int64), pool.device) for rows in (sources, targets))
-                self.backend.moves.move(self._slots[group], *places)
-                if self.canary is not None:
-                    self.canary.moved(group, batch.slots[sources], batch.slots[targets])
-            if self.drafter is not None:
-                self.drafter.moved(launched.step, sources, targets)
-            self._mark()
+        for group, (pool, batch) in enumerate(zip(self.pools, launched.batches, strict=True)):
+            assert isinstance(batch, PagedBatch), "states are of chains"
+            if group not in self._slots:
+                self._slots[group] = slots_of(pool)
+            places = (to_device(batch.slots[rows].astype(np.int64), pool.device) for rows in (sources, targets))
+            self.backend.moves.move(self._slots[group], *places)
+        for part in self.parts:
+            part.moved(launched.step, launched.batches, sources, targets)
+        self._mark()
 
     def _mark(self) -> None:
         """Copies between tiers follow what was launched until now, but for steps in flight."""
@@ -290,7 +282,7 @@ class ModelRunner:
             )
         return found
 
-    def _future(self, step: Step, previous: Launched | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _future(self, step: Step, previous: LaunchedForward | None) -> tuple[Tensor, Tensor, Tensor] | None:
         """Which rows of the step continue tokens that only the device has yet: the rows int64, the tokens of the step
         before, and which of these they are, int64. None if there are none."""
         if not len(step.future):

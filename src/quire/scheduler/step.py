@@ -184,6 +184,7 @@ class Step:
     is_decode: bool = False
     parents: Ids | None = None
     admitted: list[Request] = field(default_factory=list)
+    proposal: Any = None
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -38,15 +38,13 @@ from quire.scheduler.step import Step
 from quire.sim.prefix_hash import Hashes, page_digests
 from quire.sim.scripts import Contents, Scripts, scripted
 from quire.spec.ids import Ids
-from quire.tiers.transfer import Transfer
 
 _SEVERAL = -1
 
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """A launched step. `drawn` are the tokens it draws, int64, and `ends` where each work ends without its drafts. A
-    replay adds the loads that it waits for, and when it began and will be done.
+    """A launched step. `drawn` are the tokens it draws, int64, and `ends` where each work ends without its drafts.
 
     The other fields are for the checks: by group the pieces if requests update a state, the contents, and by group the
     slots it writes and the page tables it reads, one for each part of `Contents.whole`."""
@@ -57,9 +55,6 @@ class SimulatedStep:
     ends: Lengths
     drawn: Lengths
     pieces: dict[int, Pieces]
-    loads: list[Transfer] = field(default_factory=list)
-    began: float = 0.0
-    done: float = 0.0
     contents: Contents | None = None
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[Ids]] = field(default_factory=dict)

@@ -19,8 +19,10 @@ import numpy.typing as npt
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
+from quire.sim.arrivals import Arrivals
 from quire.sim.peers import Inbox, PrefillServer, SimulatedLink, SimulatedPeers
-from quire.sim.replay import Arrivals, Replay, ReplaySettings, TokenGaps
+from quire.sim.recorder import TokenGaps
+from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult, RequestRecord, percentiles
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.trace_request import TraceRequest
@@ -107,7 +109,7 @@ class Roles:
         for at, (inbox, gaps) in enumerate(zip(self._inboxes, self._gaps, strict=True)):
             peers = SimulatedPeers(f"decode-{at}", self._servers, link, plan.page_size) if num_prefill else None
             replay = Replay(plan, cost, settings, peers=peers)
-            replay.gaps = gaps
+            replay.recorder.gaps = gaps
             replay.begin(inbox)
             self._decode.append(replay)
             if peers is not None:

@@ -1,0 +1,83 @@
+"""Reporting: what the steps of an engine tell its callers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.engine.messages import StepOutputs, TokenOutput, output_of
+from quire.engine.runner import LaunchedForward
+from quire.errors import QuireError, StepFailed
+from quire.loop import End, Part, StepResult
+from quire.observe.explain import Explanations
+from quire.scheduler.request import Request
+from quire.scheduler.step import Step
+
+
+class Reporting(Part):
+    """Collects outputs until `take`. Requests for other engines have none."""
+
+    def __init__(self) -> None:
+        self._outputs = StepOutputs()
+
+    def take(self) -> StepOutputs:
+        """The outputs since the last call."""
+        outputs, self._outputs = self._outputs, StepOutputs()
+        return outputs
+
+    def note(self, output: TokenOutput) -> None:
+        """Report this with the next step."""
+        self._outputs.noted.append(output)
+
+    def settled(self, result: StepResult) -> None:
+        """Most requests have one token and nothing else to report."""
+        found, launched = result.settled, result.launched
+        assert found is not None and isinstance(launched, LaunchedForward)
+        logprobs = launched.logprobs(result.order)
+        ids, tokens = [request.request_id for request in found.requests], found.tokens.tolist()
+        apart = set(found.noted)
+        if logprobs or len(tokens) > len(ids):
+            apart |= {at for at, name in enumerate(ids) if name in logprobs or found.counts[at] > 1}
+        if apart:
+            stops = np.cumsum(found.counts).tolist()
+            for at in sorted(apart):
+                request, count = found.requests[at], int(found.counts[at])
+                if request.is_for_peer:
+                    continue
+                output = output_of(
+                    request,
+                    token_ids=tokens[stops[at] - count : stops[at]],
+                    logprobs=logprobs[ids[at]][:count] if ids[at] in logprobs else None,
+                    finish_reason=request.finish_reason,
+                    stop_token=request.stop_token,
+                )
+                self.note(output)
+            tokens = [tokens[stop - 1] for at, stop in enumerate(stops) if at not in apart]
+            ids = [name for at, name in enumerate(ids) if at not in apart]
+        self._outputs.request_ids += ids
+        self._outputs.token_ids += tokens
+
+    def ended(self, request: Request, end: End, error: Exception | None) -> None:
+        """A request that ended in a step was reported with its last token."""
+        if request.is_for_peer or (error is None and request.finish_reason != "abort"):
+            return
+        output = TokenOutput(request_id=request.request_id, finish_reason="abort", session=request.grant)
+        if error is not None:
+            if not isinstance(error, QuireError):
+                error = StepFailed(f"the step failed: {type(error).__name__}: {error}.", fix="send the request again.")
+            output.finish_reason, output.error, output.status = "error", str(error), error.status
+        self.note(output)
+
+
+class ExplanationPart(Part):
+    """Stores why no more of each prompt was cached, and tells clients that ask for it."""
+
+    def __init__(self, explanations: Explanations, reporting: Reporting) -> None:
+        self._explanations, self._reporting = explanations, reporting
+
+    def scheduled(self, step: Step) -> None:
+        for request in step.admitted:
+            if request.explanation is None:
+                continue
+            self._explanations.add(request.request_id, request.explanation, request.owner)
+            if request.explain:
+                self._reporting.note(output_of(request, explanation=request.explanation))
