@@ -235,7 +235,7 @@ def check_pages_are_complete(target: LoadedModel, page_size: int, config: dict[s
     )
     assert core.speculator is not None
     core.speculator._governor = Sometimes()  # type: ignore[assignment]
-    drafter = core.runner.drafter
+    drafter = core.drafter
     assert drafter is not None
     drafter._sampler = Mistaken(drafter._sampler)  # type: ignore[assignment]
     outputs = run(core, PROMPTS, PARAMS["seeded"])
@@ -318,10 +318,10 @@ def test_no_log_probabilities_of_drafts_are_computed(target: LoadedModel, small:
     found = []
     for settings in ({}, {"draft": small, "speculative_config": DRAFT}):
         core = core_for(target, **settings, **BOUNDS)
-        if core.runner.drafter is not None:
+        if core.drafter is not None:
             ungoverned(core)
-            draw = core.runner.drafter._sampler.draw
-            core.runner.drafter._sampler.draw = lambda *args, draw=draw: drawn.append(draw(*args)) or drawn[-1]  # type: ignore[method-assign]
+            draw = core.drafter._sampler.draw
+            core.drafter._sampler.draw = lambda *args, draw=draw: drawn.append(draw(*args)) or drawn[-1]  # type: ignore[method-assign]
         core.add(EngineRequest(request_id="a", prompt=prompt_bytes(PROMPTS[0]), params=params))
         outputs = []
         while core.has_work():

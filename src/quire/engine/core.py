@@ -56,7 +56,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.speculation import STANDARD
 from quire.speculative.part import Speculation
-from quire.speculative.speculator import speculator_of
+from quire.speculative.speculator import Speculator, speculator_of
 from quire.transfer.handshake import Identity, parse_role
 from quire.transfer.node import TransferNode
 from quire.transfer.part import TransferPart
