@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.spec.kv_format import KV_FORMATS, KVFormat
-from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, Part, StateCall, fp8_row
+from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, LayerField, StateCall, fp8_row
 from quire.spec.layout import DType, scales_of
 from quire.spec.model import ModelSpec
 
@@ -36,7 +36,7 @@ ROWS = ("auto", "fp8_e4m3")
 """What sparse and compressed latents can be stored as."""
 
 
-def parts_of(call: Call, name: str) -> dict[str, Part]:
+def parts_of(call: Call, name: str) -> dict[str, LayerField]:
     kv_format = KV_FORMATS["bfloat16" if name == "auto" else name]
     return {part.name: part for part in call.parts(kv_format, DType.BFLOAT16)}
 

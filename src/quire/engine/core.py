@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -77,7 +77,8 @@ class EngineCore:
     alone, and a step that fails (for example for lack of device memory) ends the requests of that step. `model` is a
     loaded model, for engines that share weights, and `draft` its draft model; by default the configured ones are
     loaded. `storage` is the result of `open_tiers`, which the engine owns from now on; by default it opens it itself,
-    before it loads anything. `progress` is called while host memory is touched (`EngineTiers`).
+    before it loads anything. `progress` is called while host memory is touched (`EngineTiers`). `parts` are features of
+    the caller's own (`quire.loop.Part`).
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class EngineCore:
         draft: LoadedModel | LoadedHead | None = None,
         storage: Storage | None = None,
         progress: Progress | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         opened = storage if storage is not None else open_tiers(config)
         with ExitStack() as undo:
             if opened.store is not None:
                 undo.callback(opened.store.close)
-            self._build(config, model, draft, opened, progress)
+            self._build(config, model, draft, opened, progress, parts)
             undo.pop_all()
 
     def _build(
@@ -103,6 +105,7 @@ class EngineCore:
         draft: LoadedModel | LoadedHead | None,
         storage: Storage,
         progress: Progress | None,
+        parts: Sequence[Part],
     ) -> None:
         self.config = config
         self.device, self.backend = open_device(config)
@@ -127,13 +130,13 @@ class EngineCore:
             if host is not None:
                 self.tiers = EngineTiers(config, self.plan, self.pools, storage, host, self.compute)
                 undo.callback(self.tiers.close, lambda: False, lambda: None)
-            self._wire(undo)
+            self._wire(undo, parts)
             undo.pop_all()
         self._closed = threading.Event()
         if self.device.type == "cpu":
             threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
 
-    def _wire(self, undo: ExitStack) -> None:
+    def _wire(self, undo: ExitStack, more: Sequence[Part]) -> None:
         """Create the cache on its pools, the loop over it, and its parts."""
         config = self.config
         self.transfer: TransferNode | None = None
@@ -176,7 +179,7 @@ class EngineCore:
         if speculator is not None:
             self.speculation = Speculation(speculator, self.scheduler, self.runner.move)
         self.reporting, self.reports = Reporting(), Reports(_folder(config.canary_reports))
-        parts = self._parts()
+        parts = [*self._parts(), *more, self.reporting]
         self.runner.parts = tuple(part for part in (*parts, self.drafter) if isinstance(part, ForwardPart))
         overlaps = self.device.type != "cpu" and self.speculation is None
         overlaps = config.overlap if config.overlap is not None else overlaps
@@ -202,7 +205,7 @@ class EngineCore:
         self.canary = self._canary()
         canaries = [self.canary] if self.canary is not None else []
         self.audits = AuditPart(cache, self.history_part, self.reports, canaries)
-        return [*parts, self.history_part, self.audits, *canaries, self.reporting]
+        return [*parts, self.history_part, self.audits, *canaries]
 
     def _canary(self) -> CanaryPart | None:
         share, cache = share_of(self.config.canary), self.cache

@@ -31,6 +31,7 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 if TYPE_CHECKING:
+    from quire.loop import Part
     from quire.models.tokenizer import Tokenizer
 
 _MOVES_S = 0.02
@@ -49,20 +50,22 @@ class LLM:
 
     Keyword arguments are the fields of `EngineConfig`; without a model it is the bundled one, and without a
     `target_itl_ms` it is off, because answers are read when all have ended. The plan, and what computes attention, are
-    printed on standard error, unless `show_plan` is off. Raises QuireError if the model cannot be loaded, the pools do
-    not fit, or a prompt can never run.
+    printed on standard error, unless `show_plan` is off. `parts` are features of the caller's own (`quire.loop.Part`).
+    Raises QuireError if the model cannot be loaded, the pools do not fit, or a prompt can never run.
 
     With storage, transfers of the newest pages may still be in flight when a script ends. `close`, a `with` block and
     the interpreter's end all wait for them, for a bounded time.
     """
 
-    def __init__(self, model: str | None = None, *, show_plan: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, show_plan: bool = True, parts: Sequence[Part] = (), **settings: Any
+    ) -> None:
         settings = {"model": model if model is not None else DEFAULT_MODEL, "target_itl_ms": "off"} | settings
         self.config: EngineConfig = engine_config(**settings)
         from quire.engine.core import EngineCore  # torch and transformers take seconds
 
         with _host_memory_bar(shown=show_plan) as progress:
-            self.engine = EngineCore(self.config, progress=progress)
+            self.engine = EngineCore(self.config, progress=progress, parts=parts)
         self._closing = weakref.finalize(self, self.engine.close)  # at the interpreter's end too
         lines = [summary_line(self.plan)] + ([tiers_line(self.engine.tiers.resolved)] if self.engine.tiers else [])
         for line in [*lines, f"Attention: {self.engine.backend.about()}"] if show_plan else ():

@@ -165,11 +165,14 @@ class Loop:
         found = result.settled = self.scheduler.settle(launched.step, tokens, result.kept)
         self.cache.close_fence(launched.fence)
         self.num_tokens += len(found.tokens)
+        noted = [found.requests[at] for at in found.noted]
+        done = [
+            request for request in noted if request.finish_reason is not None
+        ]  # before hooks, which may abort others
         for hook in self._after_settle:
             hook(result)
-        for request in [found.requests[at] for at in found.noted]:
-            if request.finish_reason is not None:
-                self._end(request, End.FINISHED)
+        for request in done:
+            self._end(request, End.FINISHED)
 
     def _end(self, request: Request, end: End, error: Exception | None = None) -> None:
         self._has_ends = True

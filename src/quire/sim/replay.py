@@ -129,6 +129,7 @@ class Replay:
 
     `progress` is called with the number of requests that have ended, whenever one has. One of several engines
     (`quire.sim.roles`) has `peers` that compute its prompts, or calls `served` when it has computed one for another.
+    `parts` are features of the caller's own (`quire.loop.Part`).
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Replay:
         progress: Callable[[int], None] = lambda ended: None,
         peers: EnginePeers | None = None,
         served: Callable[[ScriptedRequest], None] = lambda request: None,
+        parts: Sequence[Part] = (),
     ) -> None:
         if settings.overlap and plan.speculation is not None:
             raise InvalidInput("drafts follow the tokens of the last step.", fix="leave --overlap or --speculate out.")
@@ -181,18 +183,18 @@ class Replay:
             [self._buffers.seconds] if self._buffers is not None else [],
             self._manager.apart,
         )
-        parts: list[Part] = []
+        own: list[Part] = []
         self.speculator: Speculator | None = None
         if plan.speculation is not None:
             drafter = SimulatedDrafter(device.scripts, settings.acceptance)
             self.speculator = Speculator(drafter, None, plan.tokens_per_step - 1)
-            parts.append(Speculation(self.speculator, self.scheduler, timed.move))
+            own.append(Speculation(self.speculator, self.scheduler, timed.move))
         moves = [self._mover_event, self._peer_event] if self.tiers is not None else []
         self._waits = Waits(self.clock, self.scheduler, moves)
-        parts += [self._waits, self.recorder]
+        own += [self._waits, *parts, self.recorder]
         self._waits.arrives = lambda: self._arrivals.next_time
         self.loop = Loop(
-            self.scheduler, self.cache, timed, parts, overlaps=settings.overlap, seconds=lambda: self.clock.now
+            self.scheduler, self.cache, timed, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
         )
         self._used = False
         self._began = time.perf_counter()

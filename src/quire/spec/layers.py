@@ -31,7 +31,7 @@ _SCALE_BYTES = 8  # the size of a row is a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LayerField:
     """One array of one layer, and its group: `shape` per entry, one entry per `per` tokens. The rest as in `Field`."""
 
     group: str
@@ -49,7 +49,7 @@ class Call(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[LayerField, ...]:
         """The arrays of the layer on this rank. Raises InvalidInput if the format does not fit its widths."""
 
     def on_rank(self, tp: int) -> Self:
@@ -77,12 +77,12 @@ def split_heads(heads: int, tp: int, what: str) -> int:
 
 def formatted(
     name: str, shape: tuple[int, ...], kv_format: KVFormat, *, group: str, reach: ReachSpec = _FULL, per: int = 1
-) -> tuple[Part, ...]:
+) -> tuple[LayerField, ...]:
     """The parts of vectors `shape` stored as `kv_format`: the numbers, and their scales if it has them."""
     *outer, width = shape
     stored = (*outer, kv_format.stored_width(width))
     encoding = kv_format if kv_format.encodes else None
-    numbers = Part(
+    numbers = LayerField(
         group=group, reach=reach, name=name, shape=stored, dtype=kv_format.storage, per=per, kv_format=encoding
     )
     if kv_format.scale is None:
@@ -90,7 +90,7 @@ def formatted(
     return numbers, _scales(numbers, (*outer, kv_format.scale_width(width)), kv_format.scale)
 
 
-def _scales(numbers: Part, shape: tuple[int, ...], dtype: DType) -> Part:
+def _scales(numbers: LayerField, shape: tuple[int, ...], dtype: DType) -> LayerField:
     return replace(numbers, name=scales_of(numbers.name), shape=shape, dtype=dtype, kv_format=None)
 
 
@@ -105,12 +105,12 @@ def fp8_row(width: int, most: int, scale: DType) -> KVFormat:
 
 def _scaled_row(
     name: str, width: int, most: int, scale: DType, *, group: str, reach: ReachSpec = _FULL, per: int = 1
-) -> tuple[Part, ...]:
+) -> tuple[LayerField, ...]:
     """A row of `fp8_row` and its scales, one for `most` numbers; scale bytes are rounded up to 8."""
     row, scales = fp8_row(width, most, scale), -(-width // most)
     if scale is DType.UINT8:
         scales = -(-scales // _SCALE_BYTES) * _SCALE_BYTES
-    numbers = Part(group=group, reach=reach, name=name, shape=(width,), dtype=row.storage, per=per, kv_format=row)
+    numbers = LayerField(group=group, reach=reach, name=name, shape=(width,), dtype=row.storage, per=per, kv_format=row)
     return numbers, _scales(numbers, (scales,), scale)
 
 
@@ -136,7 +136,7 @@ class AttentionCall(Call):
         """The earlier tokens that a resuming request still reads."""
         return ReachSpec("chunk" if self.chunked else "window", self.window) if self.window else _FULL
 
-    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[LayerField, ...]:
         """Fields "k" and "v", with scales if the format has them. In the model's dtype "index_k" of an indexer, and
         "key_min" and "key_max" of pages."""
         group = WINDOW_GROUP if self.window else FULL_GROUP
@@ -144,11 +144,11 @@ class AttentionCall(Call):
         values = formatted("v", (self.kv_heads, self.value_dim), kv_format, group=group, reach=self.reach)
         found = [*keys, *values]
         if self.index_dim:
-            found.append(Part(group=INDEXER_GROUP, name=INDEX_KEYS, shape=(self.index_dim,), dtype=model_dtype))
+            found.append(LayerField(group=INDEXER_GROUP, name=INDEX_KEYS, shape=(self.index_dim,), dtype=model_dtype))
         if self.page_bounds:
             shape = (self.kv_heads, self.key_dim)
             found += [
-                Part(group=INDEXER_GROUP, name=name, shape=shape, dtype=model_dtype, per=PER_PAGE)
+                LayerField(group=INDEXER_GROUP, name=name, shape=shape, dtype=model_dtype, per=PER_PAGE)
                 for name in KEY_BOUNDS
             ]
         return tuple(found)
@@ -171,16 +171,16 @@ class LatentCall(Call):
     sparse: bool = False
     index_dim: int = 0
 
-    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[LayerField, ...]:
         """Fields "latent" and "rope", and "index_k" of the indexer.
 
         FP8 of sparse attention stores the rotary key in bfloat16 and one float32 scale per 128 numbers of the latent:
         656 bytes for 512 + 64, as published sparse kernels read it.
         """
-        rope: tuple[Part, ...]
+        rope: tuple[LayerField, ...]
         if self.sparse and _is_fp8_row(kv_format):
             latent = _scaled_row("latent", self.rank, _LATENT_BLOCK, DType.FLOAT32, group=FULL_GROUP)
-            rope = (Part(group=FULL_GROUP, name="rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),)
+            rope = (LayerField(group=FULL_GROUP, name="rope", shape=(self.rope_dim,), dtype=DType.BFLOAT16),)
         else:
             latent = formatted("latent", (self.rank,), kv_format, group=FULL_GROUP)
             rope = formatted("rope", (self.rope_dim,), kv_format, group=FULL_GROUP)
@@ -204,7 +204,7 @@ class StateCall(Call):
     matrix: tuple[int, ...] = ()
     state_dtype: DType = DType.FLOAT32
 
-    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[LayerField, ...]:
         """Fields "conv" in the model's dtype and "ssm" in `state_dtype`, one entry per page; never quantised."""
         channels = self.channels + self.groups * self.group_channels
         arrays = (
@@ -212,7 +212,7 @@ class StateCall(Call):
             ("ssm", (self.heads, *self.matrix), self.state_dtype, self.heads > 0),
         )
         return tuple(
-            Part(group=STATE_GROUP, reach=_STATE, name=name, shape=shape, dtype=dtype, per=PER_PAGE)
+            LayerField(group=STATE_GROUP, reach=_STATE, name=name, shape=shape, dtype=dtype, per=PER_PAGE)
             for name, shape, dtype, is_kept in arrays
             if is_kept
         )
@@ -251,7 +251,7 @@ class CompressedCall(Call):
     rollback: bool = False
     index_dim: int = 0
 
-    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[Part, ...]:
+    def parts(self, kv_format: KVFormat, model_dtype: DType) -> tuple[LayerField, ...]:
         """Window fields "latent", "rope" and the compressor's float32 rings; full fields with one entry per `ratio`."""
         reach = ReachSpec("window", self.window)
         found = list(self._row("", kv_format, WINDOW_GROUP, reach, 1))
@@ -263,7 +263,7 @@ class CompressedCall(Call):
             found.append(self._ring("index_compressor", self.index_dim, reach))
         return tuple(found)
 
-    def _row(self, prefix: str, kv_format: KVFormat, group: str, reach: ReachSpec, per: int) -> tuple[Part, ...]:
+    def _row(self, prefix: str, kv_format: KVFormat, group: str, reach: ReachSpec, per: int) -> tuple[LayerField, ...]:
         """One latent row. FP8: 448 + 8 scale bytes (one per 64, rounded up to 8) + a bfloat16 rotary key = 584."""
         latent, rope = f"{prefix}latent", f"{prefix}rope"
         if not _is_fp8_row(kv_format):
@@ -273,14 +273,14 @@ class CompressedCall(Call):
             )
         return (
             *_scaled_row(latent, self.nope_dim, _COMPRESSED_BLOCK, DType.UINT8, group=group, reach=reach, per=per),
-            Part(group=group, reach=reach, name=rope, shape=(self.rope_dim,), dtype=DType.BFLOAT16, per=per),
+            LayerField(group=group, reach=reach, name=rope, shape=(self.rope_dim,), dtype=DType.BFLOAT16, per=per),
         )
 
-    def _ring(self, name: str, width: int, reach: ReachSpec) -> Part:
+    def _ring(self, name: str, width: int, reach: ReachSpec) -> LayerField:
         """A value and a score per input that is not folded yet, at the end of the page."""
         blocks = 2 if self.overlap else 1
         shape = (blocks * self.ratio * (2 if self.rollback else 1), 2 * blocks * width)
-        return Part(group=WINDOW_GROUP, reach=reach, name=name, shape=shape, dtype=DType.FLOAT32, per=PER_PAGE)
+        return LayerField(group=WINDOW_GROUP, reach=reach, name=name, shape=shape, dtype=DType.FLOAT32, per=PER_PAGE)
 
 
 def _is_fp8_row(kv_format: KVFormat) -> bool:
@@ -293,10 +293,10 @@ def _is_fp8_row(kv_format: KVFormat) -> bool:
     return kv_format.bits == 8
 
 
-def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 1) -> tuple[Part, ...]:
+def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 1) -> tuple[LayerField, ...]:
     """The keys of an indexer. In half precision they are stored as FP8; float32 stays exact."""
     if not width:
         return ()
     if kv_format.storage is model_dtype is DType.FLOAT32:
-        return (Part(group=INDEXER_GROUP, name=INDEX_KEYS, shape=(width,), dtype=model_dtype, per=per),)
+        return (LayerField(group=INDEXER_GROUP, name=INDEX_KEYS, shape=(width,), dtype=model_dtype, per=per),)
     return _scaled_row(INDEX_KEYS, width, _LATENT_BLOCK, DType.FLOAT32, group=INDEXER_GROUP, per=per)

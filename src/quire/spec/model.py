@@ -20,7 +20,7 @@ from quire.spec.layers import (
     AttentionCall,
     Call,
     CompressedCall,
-    Part,
+    LayerField,
     StateCall,
 )
 from quire.spec.layout import DType, Field, PageLayout
@@ -146,7 +146,7 @@ class ModelSpec:
         InvalidInput if the page size, the format or the parallelism does not fit the model.
         """
         kv_format = kv_format if kv_format is not None else plain_format(self.dtype)
-        collected: dict[tuple[str, ReachSpec], dict[Part, list[int]]] = {}
+        collected: dict[tuple[str, ReachSpec], dict[LayerField, list[int]]] = {}
         for ordinal, call in self._stage_calls(stage, num_drafts):
             for part in call.on_rank(tp).parts(kv_format, self.dtype):
                 where = (part.group, part.reach)
@@ -189,7 +189,7 @@ def _order(where: tuple[str, ReachSpec]) -> tuple[int, int]:
     return ((FULL_GROUP, INDEXER_GROUP, WINDOW_GROUP, STATE_GROUP).index(group), -reach.tokens)
 
 
-def _layout(page_size: int, parts: Mapping[Part, Sequence[int]], architecture: str) -> PageLayout:
+def _layout(page_size: int, parts: Mapping[LayerField, Sequence[int]], architecture: str) -> PageLayout:
     """One field per distinct part. A page must hold a whole number of each field's entries."""
     for part in parts:
         if part.per > 1 and page_size % part.per:
