@@ -13,7 +13,7 @@ from quire.memory.pool import Pool
 from quire.models.forward import paged_field
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
-from quire.spec.layers import Part, formatted, fp8_row
+from quire.spec.layers import LayerField, formatted, fp8_row
 from quire.spec.layout import DType, Field, PageLayout, scales_of
 
 WIDTH = 128  # fits every format
@@ -49,7 +49,7 @@ def pool_of(
     return Pool(layout, frames, device=device)
 
 
-def _padding(part: Part, kv_format: KVFormat) -> int:
+def _padding(part: LayerField, kv_format: KVFormat) -> int:
     return PADDING if kv_format is COMPRESSED_ROW and part.name.endswith(scales_of("")) else 0
 
 

@@ -42,7 +42,7 @@ from quire.models.rotary import fix_rotary, grows_with_length
 from quire.models.source import ModelSource, quiet, reading
 from quire.models.sparse import install_indexers
 from quire.spec.kv_format import plain_format
-from quire.spec.layers import AttentionCall, Call, LatentCall, Part
+from quire.spec.layers import AttentionCall, Call, LatentCall, LayerField
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
 
@@ -319,7 +319,7 @@ class LoadedModel:
             fix="correct config.json (window, heads or dims), or report the architecture.",
         )
 
-    def _parts(self, call: Call) -> tuple[Part, ...]:
+    def _parts(self, call: Call) -> tuple[LayerField, ...]:
         """What a call keeps. A window that no request outgrows is treated as none."""
         if isinstance(call, AttentionCall) and call.window >= self.spec.context_length:
             call = replace(call, window=0, chunked=False)
