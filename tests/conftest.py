@@ -1,10 +1,11 @@
 """Settings of all tests: hypothesis draws the same examples each time, so that a failure repeats; files in order."""
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.durations import ROOT, Durations, kept
 
 # Tiny tensors: a second thread only waits for the first, and spins while it does. Servers under test inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,12 +22,12 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-ROOT = Path(__file__).parent
 
-LONG = ("bench", "mutants", "cluster", "serve", "examples", "engine", "transfer", "tiers", "offload")
-"""Folders of files that take long. They are begun first, so that no process is alone with one of them at the end."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.relative_to(ROOT).parts[0], len(LONG)))
+    """Long files first."""
+    seconds = kept()
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0.0))

@@ -27,16 +27,19 @@ HANGS_S = 280.0
 
 Say = Callable[[Any], None]
 
+_cpu_s = [0.0]
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a worker ended: by SIGKILL, with a status, or not at all (`hung`, and was killed for that). `said` is what it
-    had to say until then."""
+    had to say until then. `cpu_s` is what it took."""
 
     killed: bool
     status: int
     hung: bool
     said: list[Any]
+    cpu_s: float
 
 
 class ForkServer:
@@ -52,10 +55,17 @@ class ForkServer:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return Ended(**json.loads(self._process.stdout.readline()))
+        ended = Ended(**json.loads(self._process.stdout.readline()))
+        _cpu_s[0] += ended.cpu_s
+        return ended
 
     def close(self) -> None:
         self._process.communicate()
+
+
+def workers_cpu_s() -> float:
+    """Seconds of CPU of all workers of this process that have ended."""
+    return _cpu_s[0]
 
 
 def die() -> None:
@@ -87,9 +97,10 @@ def serve(work: Callable[[dict[str, Any], Say], None]) -> None:
                 os._exit(status)
         os.close(writing)
         said, hung = _listen(reading, child)
-        _, status = os.waitpid(child, 0)
+        _, status, used = os.wait4(child, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        print(json.dumps({"killed": killed, "status": status, "hung": hung, "said": said}), flush=True)
+        cpu_s = used.ru_utime + used.ru_stime
+        print(json.dumps({"killed": killed, "status": status, "hung": hung, "said": said, "cpu_s": cpu_s}), flush=True)
 
 
 def _tell(pipe: int, word: Any) -> None:
