@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,7 @@ from tests.mutants import (
     transfer_mutants,
     triton_mutants,
 )
+from tests.mutants.chosen import ROOT, changed, files_of, is_chosen
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import check_link
@@ -442,24 +444,36 @@ LONG = (
 """What these run takes seconds for each mutant."""
 
 
+FUZZING = "tests/fuzz/"
+
+
+def concerned(mutant: Mutant | shipped.Mutant) -> set[str]:
+    """Files of what a mutant patches, and of the check that must notice it."""
+    checks = RUNS[mutant.killer] if isinstance(mutant, Mutant) else ()
+    return files_of(mutant.apply, *checks) - {Path(__file__).relative_to(ROOT).as_posix()}
+
+
+def case_of(mutant: Mutant | shipped.Mutant) -> Any:
+    """The parameter of a test, slow if this commit does not run it."""
+    is_long = isinstance(mutant, Mutant) and mutant.killer in LONG
+    fuzzed = not isinstance(mutant, Mutant) and any(file.startswith(FUZZING) for file in changed())
+    quick = not is_long and (fuzzed or is_chosen(mutant.name, concerned(mutant)))
+    return pytest.param(mutant, id=mutant.name, marks=() if quick else pytest.mark.slow)
+
+
 @pytest.mark.timeout(100)  # also notices a mutant that hangs a check, by `pytest.fail`
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(mutant, id=mutant.name, marks=pytest.mark.slow if mutant.killer in LONG else ())
-        for mutant in MUTANTS
-    ],
-)
+@pytest.mark.parametrize("mutant", [case_of(mutant) for mutant in MUTANTS])
 def test_every_mutant_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "SOON_S", 3.0)  # what a mutant keeps from happening is waited for
     mutant.apply(monkeypatch)
     assert noticed(mutant.killer), f"no check noticed that {mutant.wrong}"
 
 
-@pytest.mark.parametrize("name", shipped.MUTANTS)
-def test_fuzzing_meets_every_mutant_that_is_shipped(name: str) -> None:
+@pytest.mark.parametrize("mutant", [case_of(mutant) for mutant in shipped.MUTANTS.values()])
+def test_fuzzing_meets_every_mutant_that_is_shipped(mutant: shipped.Mutant) -> None:
+    name = mutant.name
     violation = run_lives("both", count(FIRST_SEEDS.get(name, 0)).__next__, operations=60_000, inject=name).violation
-    assert violation is not None, f"no check noticed: {shipped.MUTANTS[name].wrong}"
+    assert violation is not None, f"no check noticed: {mutant.wrong}"
     assert violation.by_check, f"the mutant is invalid code: {violation.message}"
 
 

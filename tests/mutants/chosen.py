@@ -1,0 +1,101 @@
+"""Which mutants a commit runs: those whose patched module or whose check has changed, and a tenth of the others.
+
+The tenth follows the commit's hash, so that each mutant has its turn. `make test-all` runs all of them. Without a
+history, as in an archive of the sources, no change is known, and the tenth is all that `make test` runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PARTS = 10
+KERNELS = ("native", "triton")
+_BRANCHES = ("origin/main", "main")
+
+
+def is_chosen(name: str, files: Iterable[str]) -> bool:
+    """Whether `make test` runs this mutant, which these files concern."""
+    part = int(_git("rev-parse", "HEAD")[:8] or "0", 16) % PARTS
+    return not changed().isdisjoint(files) or zlib.crc32(name.encode()) % PARTS == part
+
+
+@cache
+def changed() -> frozenset[str]:
+    """Files that differ from the commit where this branch begins, or on the main branch from the commit before."""
+    if _git("rev-parse", "--show-toplevel") != str(ROOT):
+        return frozenset()
+    head = _git("rev-parse", "HEAD")
+    bases = [_git("merge-base", "HEAD", branch) for branch in _BRANCHES]
+    base = next((base for base in bases if base not in ("", head)), None) or _git("rev-parse", "HEAD~1")
+    if not base:
+        return frozenset()
+    found = _git("diff", "--name-only", base) + "\n" + _git("ls-files", "--others", "--exclude-standard")
+    return frozenset(found.split("\n"))
+
+
+@cache
+def _git(*arguments: str) -> str:
+    """What git says, or nothing where it fails or is absent."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def files_of(*runs: object) -> set[str]:
+    """Files of what the code of these functions names: of what a mutant patches, or of what a check calls."""
+    seen: set[int] = set()
+    return {file for run in runs for file in _files(run, seen)}
+
+
+def _files(found: Any, seen: set[int]) -> Iterator[str]:
+    if id(found) in seen:
+        return
+    seen.add(id(found))
+    if isinstance(found, partial):
+        for each in (found.func, *found.args, *found.keywords.values()):
+            yield from _files(each, seen)
+    elif isinstance(found, str):
+        yield from _kernel_sources().get(found, ())
+    elif isinstance(found, ModuleType):
+        yield from _file(found)
+    elif isinstance(found, type | FunctionType):
+        yield from _file(sys.modules.get(found.__module__))
+        if isinstance(found, FunctionType) and found.__module__.startswith("tests.mutants"):
+            names = {name for code in _codes(found.__code__) for name in code.co_names}
+            inside = [found.__globals__[name] for name in names if name in found.__globals__]
+            for package in names:
+                modules = (ROOT / "src" / package.replace(".", "/") / f"{name}.py" for name in names if "." in package)
+                yield from (path.relative_to(ROOT).as_posix() for path in modules if path.exists())
+            for each in (*inside, *(cell.cell_contents for cell in found.__closure__ or ())):
+                yield from _files(each, seen)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _file(module: ModuleType | None) -> Iterator[str]:
+    path = getattr(module, "__file__", None)
+    if path is not None and Path(path).is_relative_to(ROOT):
+        yield Path(path).relative_to(ROOT).as_posix()
+
+
+@cache
+def _kernel_sources() -> dict[str, list[str]]:
+    """Files of compiled kernels by the names under which mutants change them."""
+    paths = (ROOT / "src/quire/kernels").glob("*/*.*")
+    found = {(path.stem if path.suffix == ".py" else path.name): path for path in paths if path.parent.name in KERNELS}
+    return {name: [path.relative_to(ROOT).as_posix()] for name, path in found.items()}

@@ -1,0 +1,84 @@
+"""Mutants are chosen by the files of what they patch and of their checks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import mutants as shipped
+from tests.mutants import chosen
+from tests.mutants.chosen import ROOT, files_of, is_chosen
+from tests.mutants.mutants import MUTANTS
+from tests.mutants.test_mutants import concerned
+
+
+class Recorder:
+    """A patch that sets attributes, and keeps where."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.modules: list[Any] = []
+
+    def setattr(self, target: Any, name: str, value: Any, raising: bool = True) -> None:
+        self.modules.append(sys.modules.get(getattr(target, "__module__", None) or getattr(target, "__name__", "")))
+        self._patch.setattr(target, name, value, raising=raising)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._patch, name)
+
+
+@contextmanager
+def applied(mutant: Any) -> Iterator[Recorder]:
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(patch)
+        mutant.apply(recorder)
+        yield recorder
+
+
+def test_files_of_what_each_mutant_patches_are_found() -> None:
+    """Native kernels are compiled for a mutant, which takes long; their files are found by name."""
+    for mutant in [*MUTANTS, *shipped.MUTANTS.values()]:
+        files = files_of(mutant.apply)
+        assert any(not file.startswith("tests/mutants/") for file in concerned(mutant)), mutant.name
+        if getattr(mutant, "killer", "") in ("native", "native bfloat16", "row functions"):
+            assert any(file.endswith((".cpp", ".h")) for file in files), mutant.name
+            continue
+        with applied(mutant) as recorder:
+            paths = [Path(module.__file__) for module in recorder.modules if module is not None]
+        patched = {path.relative_to(ROOT).as_posix() for path in paths if path.is_relative_to(ROOT)}
+        assert patched <= files, mutant.name
+
+
+def test_a_change_of_the_patched_module_or_of_the_check_chooses_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "_git", lambda *arguments: "0" * 40)
+    mutant = next(each for each in MUTANTS if each.name == "a_frame_moves_and_stays")
+    assert "src/quire/memory/residency.py" in concerned(mutant) and "tests/memory/swa_machine.py" in concerned(mutant)
+    for file in ("src/quire/memory/residency.py", "tests/memory/swa_machine.py"):
+        monkeypatch.setattr(chosen, "changed", lambda file=file: frozenset([file]))
+        assert is_chosen(mutant.name, concerned(mutant))
+        others = [each for each in MUTANTS if not {file} & concerned(each)]
+        found = [is_chosen(each.name, concerned(each)) for each in others]
+        assert 0 < sum(found) < len(found) / 4, "a tenth of the others"
+
+
+def test_each_mutant_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = []
+    for part in range(chosen.PARTS):
+        monkeypatch.setattr(chosen, "_git", lambda *arguments, part=part: f"{part:08x}")
+        turns.append({mutant.name for mutant in MUTANTS if is_chosen(mutant.name, ())})
+    assert sum(map(len, turns)) == len(set().union(*turns)) == len(MUTANTS)
+
+
+def test_without_a_history_a_tenth_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen.changed.cache_clear()
+    monkeypatch.setattr(chosen, "_git", lambda *arguments: "")
+    try:
+        assert chosen.changed() == frozenset()
+        assert 0 < sum(is_chosen(mutant.name, concerned(mutant)) for mutant in MUTANTS) < len(MUTANTS) / 4
+    finally:
+        chosen.changed.cache_clear()
