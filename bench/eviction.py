@@ -43,8 +43,7 @@ from timed_policy import TimedPolicy
 from quire.cli.planned_model import planned_model
 from quire.plan.step_cost import CostModel
 from quire.prefix.evict import POLICIES, eviction_policy
-from quire.sim.hit_bounds import HitBounds
-from quire.sim.paged_trace import PagedTrace
+from quire.sim.hit_bounds import HitBounds, PagedTrace
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.sequential import replay_in_order

@@ -26,9 +26,8 @@ from sieve import Sieve
 from workloads import Arrival, arrivals, module_of
 
 from quire.prefix.evict import eviction_policy, register_eviction
-from quire.sim import agent_sessions, paged_trace, trace_request, workload, workloads
-from quire.sim.hit_bounds import HitBounds
-from quire.sim.paged_trace import PagedTrace
+from quire.sim import hit_bounds, trace_request, workloads
+from quire.sim.hit_bounds import HitBounds, PagedTrace
 from quire.sim.sequential import replay_in_order
 from quire.sim.trace import Trace, TraceRequest, open_trace
 from quire.sim.trace_request import Planned
@@ -90,7 +89,7 @@ class Source(NamedTuple):
     def version(self) -> str:
         """Changes with the trace."""
         if self.name in WORKLOADS:
-            text = "".join(map(inspect.getsource, (workload, workloads, agent_sessions, trace_request, paged_trace)))
+            text = "".join(map(inspect.getsource, (workloads, trace_request, hit_bounds)))
             return hashlib.sha256((WORKLOADS[self.name] + text).encode()).hexdigest()[:12]
         path = self.path()
         files = sorted(path.iterdir()) if path.is_dir() else [path]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from quire.lazy_queue import LazyQueue
-from quire.prefix.node import Node
+from quire.prefix.node import Node, Returned
 from quire.prefix.policy import EvictionPolicy, live
 
 
@@ -31,8 +31,9 @@ class Sieve(EvictionPolicy):
         self._ahead: LazyQueue[Node] = LazyQueue(live, by_key=True)
         self._behind: LazyQueue[Node] = LazyQueue(live, by_key=True)
 
-    def stored(self, node: Node, memo: object | None) -> None:
-        node.memo = _Place(next(self._places))
+    def stored(self, node: Node, num_pages: int, returned: Returned) -> None:
+        if num_pages == node.num_pages:
+            node.memo = _Place(next(self._places))
 
     def used(self, node: Node) -> None:
         self._place(node).visited = True

@@ -11,7 +11,7 @@ from typing import Any
 from quire.prefix.node import Node
 from quire.prefix.policy import EvictionPolicy
 
-_TIMED = ("used", "stored", "merged", "returned", "lengthened", "evicted")
+_TIMED = ("used", "stored", "merged", "evicted")
 
 
 class TimedPolicy(EvictionPolicy):

@@ -134,7 +134,7 @@ def test_sieve_is_the_published_one_on_single_pages(bench: None, seed: int) -> N
 def test_a_timed_policy_evicts_the_same(bench: None) -> None:
     from timed_policy import TimedPolicy
 
-    from quire.sim.paged_trace import PagedTrace
+    from quire.sim.hit_bounds import PagedTrace
     from quire.sim.sequential import replay_in_order
     from quire.sim.trace import open_trace
 

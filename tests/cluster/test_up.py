@@ -19,9 +19,8 @@ from unittest.mock import AsyncMock
 import psutil
 import pytest
 
-from quire.cluster.cluster import _start, make_members
+from quire.cluster.cluster import Member, Supervisor, _start, make_members, reserve_port
 from quire.cluster.config import ClusterConfig
-from quire.cluster.processes import Member, Supervisor, reserve_port
 from quire.cluster.router import open_client
 from quire.cluster.upstream import Upstream
 from quire.errors import ConnectorError, InvalidInput, NoServer
@@ -207,7 +206,7 @@ def test_a_process_that_does_not_start_again_is_tried_less_and_less(monkeypatch:
         if len(pauses) == 5:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr("quire.cluster.processes.asyncio.sleep", sleep)
+    monkeypatch.setattr("quire.cluster.cluster.asyncio.sleep", sleep)
     monkeypatch.setattr(supervisor, "_start", AsyncMock(side_effect=NoServer("no memory.")))
     monkeypatch.setattr(supervisor, "_end_of", AsyncMock(return_value="ended"))
     with pytest.raises(asyncio.CancelledError):
@@ -234,9 +233,9 @@ def test_a_process_that_hangs_before_it_is_ready_is_killed_and_started_again(
     (tmp_path / "quire").mkdir()
     (tmp_path / "quire" / "__init__.py").touch()
     (tmp_path / "quire" / "__main__.py").write_text(FIRST_READY_THEN_HUNG)
-    monkeypatch.setattr("quire.cluster.processes._LEAST_START_S", 1.5)
-    monkeypatch.setattr("quire.cluster.processes._STARTS", 0.0)
-    monkeypatch.setattr("quire.cluster.processes._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("quire.cluster.cluster._LEAST_START_S", 1.5)
+    monkeypatch.setattr("quire.cluster.cluster._STARTS", 0.0)
+    monkeypatch.setattr("quire.cluster.cluster._FIRST_PAUSE_S", 0.01)
     upstream = Upstream(name="decode-0", role="decode", url="")
     member = Member(upstream=upstream, options=(), environment={"PYTHONPATH": str(tmp_path)})
     supervisor = Supervisor([member], stall_s=60.0, stop_s=1.0, tell=lambda name, line: None)

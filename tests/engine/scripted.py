@@ -10,9 +10,8 @@ from quire.cache.running import Lengths
 from quire.engine.core import EngineCore
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.speculative.drafter import Drafting, Drafts
+from quire.speculative.drafter import Drafting, Drafts, joined
 from quire.speculative.speculator import Speculator
-from quire.speculative.tree import joined
 
 IsRight = Callable[[int], bool]
 """Whether the draft of an output, by its place, is right."""

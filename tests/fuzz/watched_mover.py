@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from quire.sim.virtual_mover import VirtualMover
+from quire.sim.tiers import VirtualMover
 from quire.tiers.store import Store
 from quire.tiers.transfer import GOOD, LANES, MISSING, REFUSED, Lane, Transfer
 from tests.fuzz.host_records import HostRecords

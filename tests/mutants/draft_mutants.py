@@ -12,7 +12,7 @@ from quire.engine.draft_head import HeadDrafter
 from quire.engine.draft_model import ModelDrafter
 from quire.models.draft_head import LoadedHead
 from quire.models.mtp import MtpHead
-from quire.speculative.tree import BestFirst
+from quire.speculative.drafter import BestFirst
 from tests.mutants.mutants import Patch, mutant
 
 

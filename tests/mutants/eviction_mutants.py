@@ -8,15 +8,13 @@ from typing import Any
 
 from quire.cache.sessions import Sessions
 from quire.prefix import evict, hit_table, lru_bound, radix_cache
-from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
-from quire.prefix.evicted import EvictedEdges
-from quire.prefix.hit_density import HitDensity
+from quire.prefix.hit_density import Endings, HitDensity
 from quire.prefix.lru_bound import Guard, LRUBound
-from quire.prefix.node import Node, User, used_by
+from quire.prefix.node import EvictedEdges, Node, User, used_by
 from quire.prefix.placement import NodeTiers
-from quire.sim import hit_bounds, paged_trace
-from quire.sim.paged_trace import PagedRequest
+from quire.sim import hit_bounds
+from quire.sim.hit_bounds import PagedRequest
 from quire.sim.sequential import SequentialReplay
 from tests.mutants.mutants import Patch, mutant
 
@@ -51,7 +49,7 @@ def a_replay_hits_the_last_token(patch: Patch) -> None:
 
 @mutant("page replays", "pages that only begin alike have one id, and a replay hits what no cache could")
 def pages_that_begin_alike_are_one(patch: Patch) -> None:
-    patch.setattr(paged_trace, "page_digests", lambda tokens: tokens[:, 0])
+    patch.setattr(hit_bounds, "page_digests", lambda tokens: tokens[:, 0])
 
 
 @mutant("optimum", "the optimum evicts what is needed next, and policies seem better than possible")

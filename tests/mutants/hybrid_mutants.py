@@ -6,7 +6,7 @@ from quire.cache.groups import PagedGroup
 from quire.cache.request_kv import RequestKV
 from quire.cache.states import StateGroup
 from quire.memory.residency import Column
-from quire.scheduler.followers import Leaders
+from quire.scheduler.rows import Leaders
 from quire.spec.rank import Rank
 from tests.mutants.mutants import Patch, mutant
 

@@ -32,7 +32,7 @@ from quire.offload.offloading import Tiered
 from quire.plan import configurator
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix.radix_cache import RadixCache
-from quire.sim.virtual_mover import VirtualMover
+from quire.sim.tiers import VirtualMover
 from quire.spec import layers
 from quire.spec.kv_format import KVFormat
 from quire.spec.layers import AttentionCall, LatentCall, StateCall

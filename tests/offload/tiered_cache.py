@@ -10,7 +10,7 @@ from quire.cache import KVCache, RequestKV
 from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Flushed
 from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
-from quire.sim.virtual_mover import VirtualMover
+from quire.sim.tiers import VirtualMover
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids

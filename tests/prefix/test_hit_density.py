@@ -188,8 +188,8 @@ def test_an_evicted_edge_that_returns_counts_as_a_hit_and_only_once() -> None:
     leaf.turn = again.turn = 1
     policy.offered(leaf)
     assert policy.victim() is leaf
-    policy.stored(again, leaf.memo)
-    policy.stored(again, leaf.memo)
+    policy.stored(again, 1, [(leaf, 0)])
+    policy.stored(again, 1, [(leaf, 0)])
     assert policy._table._reused.sum() == pytest.approx(1)
 
 

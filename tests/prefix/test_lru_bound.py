@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.prefix import hit_density
-from quire.prefix.endings import CLASSES, Endings
 from quire.prefix.evict import eviction_policy
-from quire.prefix.hit_density import HitDensity
+from quire.prefix.hit_density import CLASSES, Endings, HitDensity
 from quire.prefix.hit_table import AGES, HitTable, Table
 from quire.prefix.lru_bound import Guard
 from quire.prefix.policy import EvictionPolicy

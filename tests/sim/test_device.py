@@ -12,8 +12,8 @@ import pytest
 from quire.cache.hold import Fences
 from quire.cache.states import Pieces
 from quire.errors import WrongContent
-from quire.sim.prefix_hash import PrefixHasher, page_digests
 from quire.sim.replay import Replay
+from quire.sim.trace_request import PrefixHasher, page_digests
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from tests.sim.replays import replay_of, requests

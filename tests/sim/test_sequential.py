@@ -10,8 +10,7 @@ import pytest
 from quire.errors import InvalidInput
 from quire.plan.step_cost import CostModel
 from quire.prefix.evict import eviction_policy
-from quire.sim.hit_bounds import HitBounds
-from quire.sim.paged_trace import PagedTrace
+from quire.sim.hit_bounds import HitBounds, PagedTrace
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.sequential import SequentialReplay, replay_in_order

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.errors import MoveFailed
-from quire.sim.virtual_mover import VirtualMover
+from quire.sim.tiers import VirtualMover
 from quire.tiers.mover import CLOSED
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, units

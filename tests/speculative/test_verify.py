@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.speculative.drafter import BestFirst, joined
 from quire.speculative.governor import Governor
-from quire.speculative.tree import BestFirst, joined
 from quire.speculative.verify import accepted_draws
 
 _work = st.tuples(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=5))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput, MoveFailed
-from quire.sim.virtual_mover import VirtualMover
+from quire.sim.tiers import VirtualMover
 from quire.tiers.executor import TransferExecutor
 from quire.tiers.mover import LEFT, ThreadMover
 from quire.tiers.store import StoreKey

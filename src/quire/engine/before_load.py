@@ -33,8 +33,8 @@ from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.tiers.store import Store
 from quire.tiers.stores.directory import DirectoryStore
-from quire.tiers.stores.directory.opening import holds_store
 from quire.tiers.stores.directory.slab_allocator import slot_size
+from quire.tiers.stores.directory.store import holds_store
 from quire.tiers.stores.registry import directory_of, open_store
 
 _MOST_STORAGE = 32 * 2**30

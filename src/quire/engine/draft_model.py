@@ -34,8 +34,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.step import Places, Step, StepRows
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.speculative.drafter import Drafting, Drafts, no_drafts
-from quire.speculative.tree import BestFirst
+from quire.speculative.drafter import BestFirst, Drafting, Drafts, no_drafts
 from quire.upload import to_device
 
 

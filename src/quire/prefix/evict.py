@@ -10,7 +10,7 @@ from itertools import chain, count
 from quire.errors import InvalidInput
 from quire.lazy_queue import LazyQueue
 from quire.prefix.hit_density import HitDensity
-from quire.prefix.node import Node
+from quire.prefix.node import Node, Returned
 from quire.prefix.policy import EvictionPolicy, live
 
 _SHORT_SHARE = 0.1  # of the leaves: the size of the short queue of S3-FIFO, as published
@@ -57,8 +57,9 @@ class S3FIFO(EvictionPolicy):
         self._queues: tuple[LazyQueue[Node], LazyQueue[Node]] = (LazyQueue(live), LazyQueue(live))
         self._tickets = count(1)
 
-    def stored(self, node: Node, memo: object | None) -> None:
-        node.memo = _Place(long=memo is not None)
+    def stored(self, node: Node, num_pages: int, returned: Returned) -> None:
+        if num_pages == node.num_pages:
+            node.memo = _Place(long=bool(returned) and returned[-1][0].memo is not None)
 
     def used(self, node: Node) -> None:
         place = _place(node)

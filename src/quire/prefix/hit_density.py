@@ -9,11 +9,49 @@ from itertools import chain
 
 import numpy as np
 
-from quire.prefix.endings import CLASSES, Endings
 from quire.prefix.hit_table import HitTable
 from quire.prefix.lru_bound import Guard
-from quire.prefix.node import ID_BYTES, Node
+from quire.prefix.node import ID_BYTES, Node, Returned
 from quire.prefix.policy import EvictionPolicy
+
+CLASSES = 4
+"""Class 0 has all tokens that are no frequent ending."""
+_COUNTED = 12  # tokens, at most: one that ends more than a 13th of the outputs is always counted
+_FREQUENT = 8  # times that a token is counted before it is a class of its own
+
+
+class Endings:
+    """Counts last tokens (Misra and Gries), and gives the most frequent a class each. O(1), and bounded memory."""
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, int] = {}
+        self._classes: dict[bytes, int] = {}
+
+    def class_of(self, token: bytes) -> tuple[int, bool]:
+        """Count an ending. Returns its class, and whether the class was another token's until now."""
+        counts = self._counts
+        if not token:
+            return 0, False
+        if token in counts:
+            counts[token] += 1
+        elif len(counts) < _COUNTED:
+            counts[token] = 1
+        else:
+            self._counts = {each: times - 1 for each, times in counts.items() if times > 1}
+        known = self._classes.get(token)
+        if known is not None:
+            return known, False
+        if self._counts.get(token, 0) < _FREQUENT:
+            return 0, False
+        if len(self._classes) < CLASSES - 1:
+            self._classes[token] = len(self._classes) + 1
+            return self._classes[token], False
+        rarest = min(self._classes, key=lambda each: self._counts.get(each, 0))
+        if self._counts[token] < 2 * self._counts.get(rarest, 0) + _FREQUENT:
+            return 0, False
+        self._classes[token] = self._classes.pop(rarest)
+        return self._classes[token], True
+
 
 TURNS, HITS, ANSWERS = 4, 3, 4  # levels of each feature of a leaf; the last level has no upper bound
 KINDS = TURNS * HITS * ANSWERS  # of each ending
@@ -73,16 +111,15 @@ class HitDensity(EvictionPolicy):
         if self._bound.now >= self._table.pass_at:
             self._table.begin_pass({key >> _EPOCH_BITS for key in self._runs}, self._bound.now)
 
-    def returned(self, edge: Node, num_pages: int) -> None:
-        self.guard.returned(edge, num_pages)
-
-    def stored(self, node: Node, memo: object | None) -> None:
+    def stored(self, node: Node, num_pages: int, returned: Returned) -> None:
+        if num_pages < node.num_pages:
+            self.guard.lengthened(node, num_pages)
+            return
+        for edge, num_back in returned:
+            self.guard.returned(edge, num_back)
         self.guard.stored(node)
-        if memo is not None:
-            self._end(memo)
-
-    def lengthened(self, node: Node, num_pages: int) -> None:
-        self.guard.lengthened(node, num_pages)
+        if returned and returned[-1][0].memo is not None:
+            self._end(returned[-1][0].memo)
 
     def evicted(self, num_pages: int) -> None:
         self.guard.num_cached = num_pages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from quire.prefix.node import Node
+from quire.prefix.node import Node, Returned
 
 
 class EvictionPolicy(ABC):
@@ -13,8 +13,7 @@ class EvictionPolicy(ABC):
     to the upper part, and an evicted edge retains it.
 
         lease on a hit        used(end of the leased path)
-        insert a new leaf     returned(each evicted edge that it caches again); stored(leaf, memo of the last of these)
-        insert into a leaf    lengthened(leaf, pages)
+        insert                stored(leaf, its new pages, the evicted edges that it caches again)
         last lease released   offered(leaf)
         pages are needed      victim(); then the rest of the leaf is offered again, or
                               merged(leaf, parent), and the parent is offered if it is a leaf now;
@@ -24,14 +23,8 @@ class EvictionPolicy(ABC):
     def used(self, node: Node) -> None:  # noqa: B027 - most policies ignore it
         """A request begins on a hit that ends at this node. `last_used` and `hits` already include it."""
 
-    def stored(self, node: Node, memo: object | None) -> None:  # noqa: B027
-        """A new leaf. `memo` is that of the deepest evicted edge that its tokens cache again, if any."""
-
-    def returned(self, edge: Node, num_pages: int) -> None:  # noqa: B027
-        """The first `num_pages` pages of an evicted edge are computed again."""
-
-    def lengthened(self, node: Node, num_pages: int) -> None:  # noqa: B027
-        """A leased leaf has got `num_pages` new pages."""
+    def stored(self, node: Node, num_pages: int, returned: Returned) -> None:  # noqa: B027
+        """The last `num_pages` pages of a leased leaf are new; they are all of its pages if the leaf is new."""
 
     def evicted(self, num_pages: int) -> None:  # noqa: B027
         """Pages were evicted, and the tree has `num_pages` left on the device."""

@@ -20,17 +20,18 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from quire.errors import LeaseError
-from quire.prefix.evicted import EvictedEdges, attach
 from quire.prefix.hashing import cut_hashes
 from quire.prefix.match import Evicted, Insertion, Match, find
 from quire.prefix.node import (
     ID_BYTES,
     TOKEN_BYTES,
+    EvictedEdges,
     Eviction,
     Lease,
     Levels,
     Node,
     User,
+    attach,
     common_pages,
     join_ids,
     nodes_below,
@@ -429,19 +430,18 @@ class RadixCache:
         node.run += run
         node.tail = node.ending = b""
         self._levels.num_held[1] += count
-        self._policy.lengthened(node, count)
+        self._policy.stored(node, count, [])
         return node
 
     def _add_nodes(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
         """Add pages below `node`: one node, or several, since an edge ends where other evicted edges begin."""
         while data:
             size, below, returned = self.evicted.returning(node, data)
-            evicted = returned[-1][0] if returned else None
             pages = size // self._page_bytes * ID_BYTES
             leaf = Node(node.namespace, node, data[:size], run[:pages], node.depth + node.num_pages, self._clock)
             attach(leaf, below)
-            if evicted is not None:
-                lease.turn = max(lease.turn, evicted.turn + 1)
+            if returned:
+                lease.turn = max(lease.turn, returned[-1][0].turn + 1)
             leaf.turn, leaf.last_used = lease.turn, self._clock
             leaf.user = user = lease.user if tier is Tier.DEVICE else node.user
             if user is not None:
@@ -450,9 +450,7 @@ class RadixCache:
                     used_by(leaf, None)
             self.names.appended(leaf, node, leaf.key, leaf.run, tier)
             node.children[leaf.key[: self._page_bytes]] = leaf
-            for edge, num_pages in returned:
-                self._policy.returned(edge, num_pages)
-            self._policy.stored(leaf, evicted.memo if evicted is not None else None)
+            self._policy.stored(leaf, leaf.num_pages, returned)
             node, data, run = leaf, data[size:], run[pages:]
         return node
 

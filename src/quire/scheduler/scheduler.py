@@ -26,12 +26,10 @@ from quire.cache.running import Lengths, Rows
 from quire.cache.session import SessionKey
 from quire.errors import InvalidInput, OutOfPages
 from quire.scheduler.chunk_budget import Backlog, ChunkBudget
-from quire.scheduler.followers import Leaders
-from quire.scheduler.next_step import NextStep
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, Prefetching, ReadAhead
 from quire.scheduler.request import Request, RequestState
-from quire.scheduler.rows import RunningRows
+from quire.scheduler.rows import Leaders, NextStep, RunningRows
 from quire.scheduler.step import Settled, Step, StepRows
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for

@@ -1,6 +1,6 @@
 """SimulatedDevice: runs steps without a model, and checks what they read.
 
-It draws the tokens of each request's script. Its frames store prefix hashes (`quire.sim.prefix_hash`), one for each
+It draws the tokens of each request's script. Its frames store prefix hashes (`quire.sim.trace_request`), one for each
 token slot of each group. A hash represents the namespace and all tokens up to its own, and so the position too. All
 layers and fields of a group are written at the same slots by the same step, so one hash represents all of them; its
 array represents the group. Where a draft is wrong, other numbers are written, there and behind it.
@@ -35,8 +35,8 @@ from quire.cache.states import Pieces
 from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
-from quire.sim.prefix_hash import Hashes, page_digests
 from quire.sim.scripts import Contents, Scripts, scripted
+from quire.sim.trace_request import Hashes, page_digests
 from quire.spec.ids import Ids
 
 _SEVERAL = -1

@@ -16,8 +16,7 @@ from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import Step, StepRows
-from quire.sim.prefix_hash import Hashes, PrefixHasher, page_digests
-from quire.sim.trace_request import TraceRequest
+from quire.sim.trace_request import Hashes, PrefixHasher, TraceRequest, page_digests
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from quire.prefix.node import User
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
-from quire.sim.paged_trace import PagedRequest, PagedTrace
+from quire.sim.hit_bounds import PagedRequest, PagedTrace
 from quire.spec.ids import Ids
 
 _REMEMBERED = 4  # times the pool: evicted pages that the tree remembers, as in `KVCache`

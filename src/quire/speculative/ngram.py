@@ -28,8 +28,7 @@ from quire.cache.running import Lengths, Rows
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.spec.speculation import SpeculativeConfig
-from quire.speculative.drafter import Drafting, Drafts, no_drafts
-from quire.speculative.tree import joined
+from quire.speculative.drafter import Drafting, Drafts, joined, no_drafts
 
 _TABLE_BITS = 20
 _HISTORY = 2**20
