@@ -25,9 +25,9 @@ show("6 -> 13 fills page 2, then 3 and part of 4:", grown[:7])
 show("0 -> 3 takes page 5:", grown[7:])
 
 # One more token for each: only a sequence that crosses a boundary (length % 4 == 1 after the token) costs a page.
-decoded = paged.alloc_decode([14, 4], [int(grown[6]), int(grown[9])])
+decoded = paged.alloc_extend([13, 3], [14, 4], [int(grown[6]), int(grown[9])])
 show("decode, no boundary crossed, no page taken:", decoded)
-decoded = paged.alloc_decode([15, 5], decoded)
+decoded = paged.alloc_extend([14, 4], [15, 5], decoded)
 show("decode, the second crosses and takes page 6:", decoded)
 print(f"  available: {paged.available_size()} tokens in {paged.num_free_pages} whole pages")
 

@@ -1,15 +1,9 @@
-"""The engine runs on the verbs of the allocators: each, made to raise, ends a run, but for those that wait for a part
-that is not built yet.
-
-Those are a table here, and the same table in `docs/origins.md`.
-"""
+"""The engine runs on the verbs of the allocators: each, made to raise, ends a run."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from inspect import getattr_static
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +23,6 @@ from tests.offload.cached_bytes import FULL, tokens_of
 from tests.offload.tiered_cache import TieredCache
 from tests.scheduler.hybrid_server import HybridServer
 
-ORIGINS = Path(__file__).parents[2] / "docs" / "origins.md"
 WINDOW, STATE = ReachSpec("window", 8), ReachSpec("state")
 CLASSES = (
     BaseTokenToKVPoolAllocator,
@@ -39,15 +32,6 @@ CLASSES = (
     MambaSlotAllocator,
     HiSparseHostPoolMixin,
 )
-WAITING = {
-    "BaseTokenToKVPoolAllocator.backup_state": "no caller: drafts take no page back (decision 036)",
-    "BaseTokenToKVPoolAllocator.restore_state": "no caller: drafts take no page back (decision 036)",
-    "SWATokenToKVPoolAllocator.backup_state": "no caller: drafts take no page back (decision 036)",
-    "SWATokenToKVPoolAllocator.restore_state": "no caller: drafts take no page back (decision 036)",
-    "SWATokenToKVPoolAllocator.alloc_extend_swa_tail": (
-        "no caller: pages of a peer arrive in host frames, and begin as a host hit (decision 040)"
-    ),
-}
 
 
 class VerbRaisedError(Exception):
@@ -90,7 +74,7 @@ RUNS: tuple[Callable[[], None], ...] = (
 
 def verbs() -> list[tuple[type, str]]:
     growing = (BaseTokenToKVPoolAllocator, SWATokenToKVPoolAllocator)
-    inherited = [(each, name) for each in growing for name in ("alloc", "alloc_extend", "alloc_decode")]
+    inherited = [(each, name) for each in growing for name in ("alloc", "alloc_extend")]
     return inherited + [
         (each, name)
         for each in CLASSES
@@ -105,7 +89,7 @@ def test_the_runs_end_well(number: int) -> None:
     RUNS[number]()
 
 
-@pytest.mark.parametrize(("owner", "verb"), [v for v in verbs() if f"{v[0].__name__}.{v[1]}" not in WAITING])
+@pytest.mark.parametrize(("owner", "verb"), verbs())
 def test_no_engine_runs_without_this_verb(owner: type, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(*_: Any, **__: Any) -> Any:
         raise VerbRaisedError
@@ -118,10 +102,3 @@ def test_no_engine_runs_without_this_verb(owner: type, verb: str, monkeypatch: p
         except VerbRaisedError:
             return
     pytest.fail(f"{owner.__name__}.{verb} has no caller in a running engine")
-
-
-def test_the_verbs_that_wait_are_those_of_the_page_on_origins() -> None:
-    known = {f"{owner.__name__}.{verb}" for owner, verb in verbs()}
-    assert set(WAITING) <= known
-    rows = re.findall(r"^\| `(\w+\.\w+)` waits \| ([^|]+) \|", ORIGINS.read_text(), re.MULTILINE)
-    assert dict(rows) == WAITING

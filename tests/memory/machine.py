@@ -15,10 +15,9 @@ from quire.memory.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from quire.memory.allocator.id_pool import IdPool
 from quire.testing.choices import Choices
 
-OPERATIONS = ("alloc", "extend", "decode", "free", "free", "wrong_free", "group", "backup", "restore", "clear")
+OPERATIONS = ("alloc", "extend", "decode", "free", "free", "wrong_free", "group", "rows", "clear")
 
 
 class AllocatorMachine:
@@ -38,7 +37,6 @@ class AllocatorMachine:
         self.sequences: list[list[int]] = []  # slots of each
         self.in_group = False
         self.grouped: set[int] = set()
-        self.saved: tuple[IdPool, set[int], list[list[int]]] | None = None
         self.happened: Counter[str] = Counter()
 
     def step(self, choices: Choices) -> None:
@@ -64,10 +62,7 @@ class AllocatorMachine:
         self.sequences = [slots for slots in self.sequences if slots]
 
     def decode(self, choices: Choices) -> None:
-        def one_more(before: Any, after: Any, last: Any) -> Any:
-            return self.allocator.alloc_decode(after, last)
-
-        self._grow(choices, [1] * len(self.sequences), one_more)
+        self._grow(choices, [1] * len(self.sequences), self.allocator.alloc_extend)
 
     def free(self, choices: Choices) -> None:
         """Give back a sequence, naming every slot or one of each page."""
@@ -100,17 +95,24 @@ class AllocatorMachine:
             self.allocator.free_group_begin()
         self.in_group = not self.in_group
 
-    def backup(self, choices: Choices) -> None:
-        if not self.in_group:
-            self.saved = self.allocator.backup_state(), set(self.free_pages), [list(s) for s in self.sequences]
-
-    def restore(self, choices: Choices) -> None:
-        """The same snapshot may be restored again, after more has happened."""
-        if self.saved is not None:
-            state, free, sequences = self.saved
-            self.allocator.restore_state(state)
-            self.free_pages, self.sequences = set(free), [list(s) for s in sequences]
-            self.in_group, self.grouped = False, set()
+    def rows(self, choices: Choices) -> None:
+        """Sequences grow as rows of a table of pages, which gives back what it has."""
+        table = np.zeros((len(self.sequences) + 1, self.num_pages + 4), dtype=np.int32)
+        for row, slots in enumerate(self.sequences):
+            pages = [slot // self.size for slot in slots[:: self.size]]
+            table[row, : len(pages)] = pages
+            assert self.allocator.pages_of_row(table, row, 1, len(pages)).tolist() == pages[1:]
+        rows = np.array([row for row in range(len(self.sequences)) if choices.chance(70)], dtype=np.intp)
+        before = np.array([len(self.sequences[row]) for row in rows], dtype=np.int64)
+        if choices.chance(30):
+            before = -(-before // self.size) * self.size  # none begins inside a page
+        after = before + np.array([choices.between(0, 2 * self.size + 1) for _ in rows], dtype=np.int64)
+        new = [int(count) for count in -(-after // self.size) - -(-before // self.size)]
+        pages = self._take(sum(new), lambda: self.allocator.alloc_rows(table, rows, before, after) * self.size)
+        for row, count in zip(rows.tolist(), new, strict=True):
+            for _ in range(count if pages is not None else 0):
+                self.sequences.append(sorted(page_slots(pages.pop(0) // self.size, self.size)))  # type: ignore[union-attr]
+        assert not pages
 
     def clear(self, choices: Choices) -> None:
         if choices.chance(20):

@@ -1,15 +1,12 @@
 """SWAMachine: random operations on a two-sided allocator, checked against plain sets and one dictionary.
 
-It runs over an allocator of its own, over one that shares its pages and residency table with another group, and over
-windows without a full side. There a page whose window is gone is no page, so its slots in a sequence become those of
-the padding page.
+It runs over an allocator of its own, and over one that shares its pages and residency table with another group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -27,26 +24,28 @@ def window_slots(allocator: SWATokenToKVPoolAllocator, slots: Any) -> np.ndarray
     return allocator.full_to_swa_page_mapping[found // size] * size + found % size
 
 
+def free_swa(allocator: SWATokenToKVPoolAllocator, slots: Any) -> None:
+    """Free the windows of the pages of these slots: a verb of the engine whose traces are recorded."""
+    allocator.vacate(allocator.full_attn_allocator.pages_of(np.asarray(slots, dtype=np.int64)))
+
+
 class SWAMachine:
     """`sequences` are slots of the full side; `windows` is page -> window page; the rest of either side is free."""
 
-    OPERATIONS = ("alloc", "extend", "extend", "decode", "decode", "tail", "tail", "free", "free", "trim", "free_swa")
+    OPERATIONS = ("alloc", "extend", "extend", "decode", "decode", "free", "free", "trim", "free_swa")
     OPERATIONS += ("free_swa", "free_swa_of_last", "free_swa_of_last", "wrong_free", "wrong_free_swa")
     OPERATIONS += ("take", "drop", "hand_over", "hand_over")
-    OPERATIONS += ("group", "backup", "restore", "clear")
+    OPERATIONS += ("group", "clear")
 
-    EVENTS = ("full is short", "window is short", "no window to go on in", "taken", "shared table", "windows only")
+    EVENTS = ("full is short", "window is short", "no window to go on in", "taken", "shared table")
 
     def __init__(self, choices: Choices) -> None:
         self.size = choices.one_of((1, 1, 2, 3, 4, 16))
         self.num_pages = choices.between(2, 12)
         self.num_windows = choices.between(2, 12 if choices.chance(40) else max(2, self.num_pages // 2))
-        self.windows_only, self.shares_table = choices.chance(20), False
+        self.shares_table = False
         sort = choices.chance(40)
-        if self.windows_only:
-            self.num_pages = self.num_windows
-            self.allocator = SWATokenToKVPoolAllocator(0, self.num_windows * self.size, self.size, need_sort=sort)
-        elif choices.chance(50):
+        if choices.chance(50):
             full, swa = (n * self.size + choices.below(self.size) for n in (self.num_pages, self.num_windows))
             self.allocator = SWATokenToKVPoolAllocator(full, swa, self.size, need_sort=sort)
         else:
@@ -59,10 +58,8 @@ class SWAMachine:
         self.in_group = False
         self.grouped_pages: set[int] = set()
         self.grouped_windows: set[int] = set()
-        self.saved: tuple[Any, Any] | None = None
         self.happened: Counter[str] = Counter()
         self.happened["shared table"] += self.shares_table
-        self.happened["windows only"] += self.windows_only
 
     def step(self, choices: Choices) -> None:
         operation = choices.one_of(self.OPERATIONS)
@@ -88,48 +85,12 @@ class SWAMachine:
         self.sequences = [slots for slots in self.sequences if slots]
 
     def decode(self, choices: Choices) -> None:
-        def one_more(before: Any, after: Any, last: Any) -> Any:
-            return self.allocator.alloc_decode(after, last)
-
-        self._grow_all(choices, [1] * len(self.sequences), one_more)
-
-    def tail(self, choices: Choices) -> None:
-        """One sequence grows, and only the pages of its last tokens get windows."""
-        sequence = choices.one_of((*self.sequences, []))
-        start = len(sequence)
-        end = start + choices.between(0, 4 * self.size)
-        tail = choices.between(0, end - start + self.size)
-        fresh = [p for p in range(end) if p >= start and p // self.size >= pages_for(start, self.size)]
-        seen = [p for p in range(start, end) if p >= end - tail]
-        inside = [p for p in (range(start, end) if self.windows_only else seen) if p not in fresh]
-        wanted = {p // self.size for p in fresh}
-        mapped = wanted & {p // self.size for p in seen}
-        blocked = bool(inside) and sequence[-1] // self.size not in self.windows
-        slots = self._allocate(
-            len(mapped) if self.windows_only else len(wanted),
-            len(mapped),
-            lambda: self.allocator.alloc_extend_swa_tail(
-                [start], [end], [sequence[-1] if sequence else -1], choices.one_of((None, end - start)), tail
-            ),
-            blocked=blocked,
-        )
-        if slots is None:
-            return
-        grown = [*sequence, *slots]
-        placed = mapped if self.windows_only else wanted
-        self._own([grown[n * self.size] for n in sorted(placed)], [grown[n * self.size] for n in sorted(mapped)])
-        for n in wanted - placed:
-            assert all(slot < self.size for slot in grown[n * self.size : (n + 1) * self.size]), "not on the padding"
-        self._check_offsets(grown)
-        if start == 0:
-            self.sequences += [grown] if grown else []
-        else:
-            sequence[:] = grown
+        self._grow_all(choices, [1] * len(self.sequences), self.allocator.alloc_extend)
 
     def free(self, choices: Choices) -> None:
         """Give back a sequence, naming every slot or one of each page; some of its windows may be gone."""
         if self.sequences:
-            slots = self._living(self.sequences.pop(choices.below(len(self.sequences))))
+            slots = self.sequences.pop(choices.below(len(self.sequences)))
             self.allocator.free(np.array(slots if choices.chance(50) else slots[:: self.size], dtype=np.int32))
             self._give_back({slot // self.size for slot in slots})
 
@@ -138,7 +99,7 @@ class SWAMachine:
         if self.sequences:
             sequence = choices.one_of(self.sequences)
             keep = choices.between(0, len(sequence) // self.size) * self.size
-            slots = self._living(sequence[keep:])
+            slots = sequence[keep:]
             self.allocator.free(np.array(slots, dtype=np.int32))
             self._give_back({slot // self.size for slot in slots})
             del sequence[keep:]
@@ -147,7 +108,7 @@ class SWAMachine:
     def free_swa(self, choices: Choices) -> None:
         pages = self._some(choices, sorted(self.windows))
         slots = [page * self.size + choices.below(self.size) for page in pages]
-        self.allocator.free_swa(slots)
+        free_swa(self.allocator, slots)
         self._lose_windows(pages)
 
     def free_swa_of_last(self, choices: Choices) -> None:
@@ -155,7 +116,7 @@ class SWAMachine:
         last = {slots[-1] // self.size for slots in self.sequences if len(slots) % self.size}
         if pages := sorted(last & set(self.windows)):
             page = choices.one_of(pages)
-            self.allocator.free_swa([page * self.size])
+            free_swa(self.allocator, [page * self.size])
             self._lose_windows([page])
 
     def wrong_free(self, choices: Choices) -> None:
@@ -163,7 +124,7 @@ class SWAMachine:
         page = choices.one_of((0, -1, self.num_pages + 1, 2**32 + 1, *self.free_pages, *self.grouped_pages))
         slots = [page * self.size + choices.below(self.size)]
         slots += [other * self.size for other in self._some(choices, self._out())]
-        for refused in (self.allocator.free, self.allocator.free_swa):
+        for refused in (self.allocator.free, lambda slots: free_swa(self.allocator, slots)):
             with self._nothing_changes(), pytest.raises(InvalidFree):
                 refused(np.array(slots, dtype=np.int64))
 
@@ -172,7 +133,7 @@ class SWAMachine:
         if unmapped := self._unmapped():
             slots = [page * self.size for page in (choices.one_of(unmapped), *sorted(self.windows)[:1])]
             with self._nothing_changes(), pytest.raises(InvalidFree):
-                self.allocator.free_swa(slots)
+                free_swa(self.allocator, slots)
 
     def take(self, choices: Choices) -> None:
         """Pages that are out get windows again."""
@@ -207,19 +168,6 @@ class SWAMachine:
             self.allocator.free_group_begin()
         self.in_group = not self.in_group
 
-    def backup(self, choices: Choices) -> None:
-        if not self.in_group:
-            model = self.sequences, self.windows, self.free_pages, self.free_windows
-            self.saved = self.allocator.backup_state(), deepcopy(model)
-
-    def restore(self, choices: Choices) -> None:
-        """The same snapshot may be restored again, after more has happened."""
-        if self.saved is not None:
-            state, model = self.saved
-            self.allocator.restore_state(state)
-            self.sequences, self.windows, self.free_pages, self.free_windows = deepcopy(model)
-            self.in_group, self.grouped_pages, self.grouped_windows = False, set(), set()
-
     def clear(self, choices: Choices) -> None:
         if choices.chance(20):
             self.allocator.clear()
@@ -234,13 +182,8 @@ class SWAMachine:
         allocator = self.allocator
         windows = len(self.free_windows) * self.size
         assert allocator.swa_available_size() == windows
-        if self.windows_only:
-            assert allocator.full_available_size() > 2**40
-            assert allocator.available_size() == windows
-            assert all(page == window for page, window in self.windows.items())
-        else:
-            assert allocator.full_available_size() == len(self.free_pages) * self.size
-            assert allocator.available_size() == min(len(self.free_pages), len(self.free_windows)) * self.size
+        assert allocator.full_available_size() == len(self.free_pages) * self.size
+        assert allocator.available_size() == min(len(self.free_pages), len(self.free_windows)) * self.size
         assert (allocator.num_free, allocator.num_frames) == (len(self.free_windows), self.num_windows)
         out = self._out()
         assert np.flatnonzero(allocator.full_attn_allocator.ids.is_out(np.arange(self.num_pages + 1))).tolist() == out
@@ -309,7 +252,7 @@ class SWAMachine:
         short = None
         if windows > len(self.free_windows):
             short = "window", windows, len(self.free_windows)
-        if pages > len(self.free_pages) and not self.windows_only:
+        if pages > len(self.free_pages):
             short = "full", pages, len(self.free_pages)
         if short:
             with self._nothing_changes(), pytest.raises(OutOfPages) as caught:
@@ -347,22 +290,14 @@ class SWAMachine:
             self.free_windows |= windows
 
     def _lose_windows(self, pages: list[int]) -> None:
-        if self.windows_only:
-            self._give_back(set(pages))
-            lost = set(pages)
-            self.sequences = [[s % self.size if s // self.size in lost else s for s in seq] for seq in self.sequences]
+        freed = {self.windows.pop(page) for page in pages}
+        if self.in_group:
+            self.grouped_windows |= freed
         else:
-            freed = {self.windows.pop(page) for page in pages}
-            if self.in_group:
-                self.grouped_windows |= freed
-            else:
-                self.free_windows |= freed
-
-    def _living(self, slots: list[int]) -> list[int]:
-        return [slot for slot in slots if slot >= self.size]
+            self.free_windows |= freed
 
     def _out(self) -> list[int]:
-        return sorted({slot // self.size for slots in self.sequences for slot in self._living(slots)})
+        return sorted({slot // self.size for slots in self.sequences for slot in slots})
 
     def _unmapped(self) -> list[int]:
         return [page for page in self._out() if page not in self.windows]

@@ -39,7 +39,7 @@ from quire.memory.allocator import (
     TokenToKVPoolAllocator,
 )
 from quire.memory.allocator.host import HostTokenToKVPoolAllocator
-from tests.memory.swa_machine import window_slots
+from tests.memory.swa_machine import free_swa, window_slots
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_ops_0.5.23.json.gz"
 
@@ -95,7 +95,8 @@ class Replay:
                     entry["prefix_lens"], entry["seq_lens"], last, entry["extend_num_tokens"]
                 )
             case "alloc_decode":
-                return self.allocator.alloc_decode(entry["seq_lens"], self._translate(entry["last_loc"]))
+                seq = np.array(entry["seq_lens"])  # one more token of each sequence
+                return self.allocator.alloc_extend(seq - 1, seq, self._translate(entry["last_loc"]))
             case "free" | "free_segment":
                 self._free(entry["idx"])
             case "free_group":
@@ -143,7 +144,7 @@ class ReplayTwoSides(Replay):
             case "free_swa":
                 slots = self._translate(entry["idx"])
                 gone = set(window_slots(self.both, slots).tolist())
-                self.both.free_swa(slots)
+                free_swa(self.both, slots)
                 self._forget_windows(gone)
             case "free_full+free":
                 self._free(entry["full_only"] + entry["both"])

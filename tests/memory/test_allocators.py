@@ -21,6 +21,11 @@ def make(page_size: int, num_pages: int, *, need_sort: bool = False) -> BaseToke
     return PagedTokenToKVPoolAllocator(num_pages * page_size, page_size, need_sort=need_sort)
 
 
+def decode(allocator: BaseTokenToKVPoolAllocator, seq_lens: list[int], last_loc: list[int]) -> np.ndarray:
+    """One more slot for each sequence."""
+    return allocator.alloc_extend([length - 1 for length in seq_lens], seq_lens, last_loc)
+
+
 def with_free_pages(page_size: int, num_pages: int, free: list[int]) -> BaseTokenToKVPoolAllocator:
     """Only these pages are free, to be handed out in this order."""
     allocator = make(page_size, num_pages)
@@ -78,8 +83,8 @@ def test_several_sequences_are_packed_in_order() -> None:
     allocator = make(2, 10)
     assert allocator.alloc_extend([0, 0, 0], [3, 0, 1], [-1, -1, -1]).tolist() == [2, 3, 4, 6]
     assert allocator.alloc_extend([3, 1], [4, 4], [4, 6]).tolist() == [5, 7, 8, 9]
-    assert allocator.alloc_decode([5, 5], [5, 9]).tolist() == [10, 12]
-    assert allocator.alloc_decode([6, 6], [10, 12]).tolist() == [11, 13]
+    assert decode(allocator, [5, 5], [5, 9]).tolist() == [10, 12]
+    assert decode(allocator, [6, 6], [10, 12]).tolist() == [11, 13]
 
 
 # -- every page size
@@ -102,7 +107,7 @@ def test_running_out_changes_nothing(page_size: int, need_sort: bool) -> None:
     for attempt in (
         lambda: allocator.alloc(3 * page_size),
         lambda: allocator.alloc_extend([0, 0], [2 * page_size, 1], [-1, -1]),
-        lambda: allocator.alloc_decode([1, page_size + 1, 1], [-1, int(slots[-1]), -1]),
+        lambda: decode(allocator, [1, page_size + 1, 1], [-1, int(slots[-1]), -1]),
         lambda: allocator.alloc_pages(3),
     ):
         with pytest.raises(OutOfPages) as caught:
@@ -173,9 +178,7 @@ def test_an_empty_free_group_and_an_empty_free_are_nothing() -> None:
     allocator.free(np.array([], dtype=np.int64))
     allocator.free_group_end()
     assert allocator.num_free_pages == 4
-    assert (
-        len(allocator.alloc(0)) == len(allocator.alloc_extend([], [], [])) == len(allocator.alloc_decode([], [])) == 0
-    )
+    assert len(allocator.alloc(0)) == len(allocator.alloc_extend([], [], [])) == 0
 
 
 def test_free_groups_do_not_nest_and_must_be_open_to_end() -> None:
@@ -183,27 +186,10 @@ def test_free_groups_do_not_nest_and_must_be_open_to_end() -> None:
     with pytest.raises(AssertionError):
         allocator.free_group_end()
     allocator.free_group_begin()
-    for wrong in (allocator.free_group_begin, allocator.backup_state):
-        with pytest.raises(AssertionError):
-            wrong()
+    with pytest.raises(AssertionError):
+        allocator.free_group_begin()
     allocator.clear()
     allocator.free_group_begin()
-
-
-@pytest.mark.parametrize("need_sort", [False, True])
-def test_a_snapshot_can_be_restored_more_than_once(need_sort: bool) -> None:
-    allocator = make(2, 6, need_sort=need_sort)
-    pages = allocator.alloc_pages(4)
-    allocator.free_pages(pages[1:3])
-    state = allocator.backup_state()
-    results = []
-    for _ in range(3):
-        results.append(allocator.alloc_pages(3).tolist())
-        allocator.free_pages(pages[:1])
-        allocator.restore_state(state)
-        assert allocator.num_free_pages == 4
-        assert allocator.ids.is_out(np.arange(7)).tolist() == [False, True, False, False, True, False, False]
-    assert results[0] == results[1] == results[2]
 
 
 def test_clear_forgets_everything() -> None:
@@ -247,7 +233,7 @@ def test_other_wrong_input() -> None:
         lambda: allocator.alloc(-4),
         lambda: allocator.alloc_pages(-1),
         lambda: allocator.alloc_extend([0], [4], [-1], 3),
-        lambda: allocator.alloc_decode([0], [-1]),
+        lambda: decode(allocator, [0], [-1]),
     ):
         with pytest.raises(InvalidInput):
             wrong()

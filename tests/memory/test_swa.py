@@ -7,10 +7,9 @@ import pytest
 
 from quire.errors import InvalidFree, InvalidInput, OutOfPages
 from quire.memory.allocator import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
-from quire.memory.allocator.swa import UNLIMITED
 from quire.memory.residency import Column
 from quire.spec.pages import floor_to_page
-from tests.memory.swa_machine import window_slots
+from tests.memory.swa_machine import free_swa, window_slots
 
 PAGE_SIZES = (1, 2, 3, 4, 16, 64)
 
@@ -33,72 +32,17 @@ def everything(allocator: SWATokenToKVPoolAllocator) -> tuple[object, ...]:
 # -- worked numbers
 
 
-def test_a_prompt_of_1000_tokens_takes_9_window_pages_and_63_full_ones() -> None:
-    """P = 16, W = 128. The window of token 1000 begins in the page of token 872: a tail of 1000 - 864 = 136 tokens."""
-    tail = 1000 - floor_to_page(1000 - 128, 16)
-    assert tail == 136
-    allocator = make(16, 70, 12)
-    slots = allocator.alloc_extend_swa_tail([0], [1000], [-1], 1000, tail)
-    assert len(slots) == 1000
-    assert (allocator.full_available_size(), allocator.swa_available_size()) == (7 * 16, 3 * 16)
-    mapped = window_slots(allocator, slots) >= 16
-    assert np.flatnonzero(mapped).tolist() == list(range(864, 1000))
-    allocator.free(slots)
-    assert (allocator.full_available_size(), allocator.swa_available_size()) == (70 * 16, 12 * 16)
-
-
-def test_a_prompt_whose_first_128_tokens_are_cached_takes_3_window_pages_and_14_full_ones() -> None:
-    """P = 64, W = 128, a hit of 130 tokens is 2 pages; [128, 1000) is 14 pages, and the tail [832, 1000) 3."""
-    allocator = make(64, 16, 5)
-    prefix = allocator.alloc_extend([0], [128], [-1])
-    assert allocator.swa_available_size() == 3 * 64
-    slots = allocator.alloc_extend_swa_tail([128], [1000], [int(prefix[-1])], 872, 1000 - floor_to_page(872, 64))
-    assert (allocator.full_available_size(), allocator.swa_available_size()) == (0, 0)
-    assert np.flatnonzero(window_slots(allocator, slots) >= 64)[0] + 128 == 832
-
-
 def test_a_decoding_sequence_keeps_a_window_and_gives_back_what_is_before_it() -> None:
     """P = 16, W = 128: after 1000 tokens, the next reads from 873 on. Its windows before page 54 can go: 864 tokens."""
     allocator = make(16, 70, 70)
     slots = allocator.alloc_extend([0], [1000], [-1])
     frontier = floor_to_page(1000 - 128, 16)
     assert frontier == 864
-    allocator.free_swa(slots[:frontier])
+    free_swa(allocator, slots[:frontier])
     assert allocator.swa_available_size() == (70 - 9) * 16
     assert allocator.full_available_size() == 7 * 16
     assert (window_slots(allocator, slots[:frontier]) < 16).all()
-    assert allocator.alloc_decode([1001], slots[-1:]).tolist() == [int(slots[-1]) + 1]
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "tail", "windows"),
-    [
-        (0, 1000, 136, 9),
-        (0, 1000, 130, 9),  # begins inside page 54, which is mapped whole
-        (0, 1000, 121, 9),
-        (0, 1000, 120, 8),
-        (0, 1000, 1, 1),
-        (0, 1000, 0, 0),
-        (0, 1000, 1000, 63),
-        (0, 1000, 5000, 63),
-        (20, 50, 18, 2),
-        (20, 50, 30, 2),
-        (20, 50, 3, 2),
-        (20, 50, 2, 1),
-        (20, 30, 5, 0),
-        (32, 48, 1, 1),
-        (32, 32, 7, 0),
-    ],
-)
-def test_pages_of_a_tail(start: int, end: int, tail: int, windows: int) -> None:
-    """P = 16. Pages that hold one of the last tokens and are new."""
-    allocator = make(16, 70, 70)
-    last = int(allocator.alloc_extend([0], [start], [-1])[-1]) if start else -1
-    free = allocator.swa_available_size()
-    slots = allocator.alloc_extend_swa_tail([start], [end], [last], end - start, tail)
-    assert len(slots) == end - start
-    assert free - allocator.swa_available_size() == windows * 16
-    assert allocator.full_available_size() == (70 - -(-end // 16)) * 16
+    assert allocator.alloc_extend([1000], [1001], slots[-1:]).tolist() == [int(slots[-1]) + 1]
 
 
 # -- the map
@@ -108,7 +52,7 @@ def test_pages_of_a_tail(start: int, end: int, tail: int, windows: int) -> None:
 def test_slots_are_translated_page_by_page(page_size: int) -> None:
     allocator = make(page_size, 5, 3)
     first, second = allocator.alloc(page_size), allocator.alloc(page_size)
-    allocator.free_swa(first)
+    free_swa(allocator, first)
     third = allocator.alloc(2 * page_size)
     assert allocator.full_to_swa_page_mapping.dtype == np.int32
     windows = allocator.full_to_swa_page_mapping.tolist()
@@ -154,10 +98,10 @@ def test_when_the_window_side_is_short_a_decode_leaks_no_page_of_the_full_side()
     slots = allocator.alloc(12)
     before = everything(allocator)
     with pytest.raises(OutOfPages) as caught:
-        allocator.alloc_decode([5, 5, 5], slots[3::4])
+        allocator.alloc_extend([4, 4, 4], [5, 5, 5], slots[3::4])
     assert (caught.value.group, caught.value.wanted, caught.value.free) == ("window", 3, 2)
     assert everything(allocator) == before
-    assert len(allocator.alloc_decode([5, 5], slots[3:8:4])) == 2
+    assert len(allocator.alloc_extend([4, 4], [5, 5], slots[3:8:4])) == 2
 
 
 def test_when_the_full_side_is_short_a_decode_leaks_no_page_of_the_window_side() -> None:
@@ -165,7 +109,7 @@ def test_when_the_full_side_is_short_a_decode_leaks_no_page_of_the_window_side()
     slots = allocator.alloc(12)
     before = everything(allocator)
     with pytest.raises(OutOfPages) as caught:
-        allocator.alloc_decode([5, 5, 5], slots[3::4])
+        allocator.alloc_extend([4, 4, 4], [5, 5, 5], slots[3::4])
     assert (caught.value.group, caught.value.wanted, caught.value.free) == ("full", 3, 2)
     assert everything(allocator) == before
 
@@ -179,8 +123,7 @@ def test_a_shortage_of_either_side_changes_nothing(pages: int, windows: int, sho
     for attempt in (
         lambda: allocator.alloc(6),
         lambda: allocator.alloc_extend([0, 0], [3, 1], [-1, -1]),
-        lambda: allocator.alloc_decode([1, 1, 1], [-1, -1, -1]),
-        lambda: allocator.alloc_extend_swa_tail([0], [5], [-1], 5, 5),
+        lambda: allocator.alloc_extend([0, 0, 0], [1, 1, 1], [-1, -1, -1]),
     ):
         with pytest.raises(OutOfPages) as caught:
             attempt()
@@ -193,21 +136,19 @@ def test_a_shortage_of_either_side_changes_nothing(pages: int, windows: int, sho
 def test_a_sequence_does_not_go_on_inside_a_page_whose_window_is_gone() -> None:
     allocator = make(4, 8, 8)
     slots = allocator.alloc_extend([0, 0], [6, 4], [-1, -1])
-    allocator.free_swa(slots[4:6])
+    free_swa(allocator, slots[4:6])
     before, last = everything(allocator), [int(slots[5]), int(slots[9])]
     for attempt in (
         lambda: allocator.alloc_extend([6, 4], [9, 9], last),
-        lambda: allocator.alloc_decode([7, 5], last),
-        lambda: allocator.alloc_extend_swa_tail([6], [12], last[:1], 6, 5),
+        lambda: allocator.alloc_extend([6, 4], [7, 5], last),
         lambda: allocator.alloc_extend([6], [7], [99 * 4 + 1]),
         lambda: allocator.alloc_extend([6], [7], [1]),
     ):
         with pytest.raises(InvalidInput, match="no window"):
             attempt()
         assert everything(allocator) == before
-    assert len(allocator.alloc_extend_swa_tail([6], [12], last[:1], 6, 4)) == 6, "the tail begins behind that page"
     assert len(allocator.alloc_extend([6], [6], last[:1])) == 0
-    assert len(allocator.alloc_decode([5], last[1:])) == 1
+    assert len(allocator.alloc_extend([4], [5], last[1:])) == 1
 
 
 def test_wrong_lengths_are_refused() -> None:
@@ -218,11 +159,7 @@ def test_wrong_lengths_are_refused() -> None:
         lambda: allocator.alloc(-4),
         lambda: allocator.alloc_extend([0], [4], [-1], 3),
         lambda: allocator.alloc_extend([4], [3], [7]),
-        lambda: allocator.alloc_decode([0], [-1]),
-        lambda: allocator.alloc_extend_swa_tail([0], [4], [-1], 3, 1),
-        lambda: allocator.alloc_extend_swa_tail([0], [4], [-1], 4, -1),
-        lambda: allocator.alloc_extend_swa_tail([0, 0], [4, 4], [-1, -1], 8, 1),
-        lambda: allocator.alloc_extend_swa_tail([], [], [], 0, 1),
+        lambda: allocator.alloc_extend([-1], [0], [-1]),
     ):
         with pytest.raises(InvalidInput):
             wrong()
@@ -241,7 +178,7 @@ def test_a_side_without_a_page_is_refused(size: int, size_swa: int) -> None:
 def test_a_page_is_given_back_whole_on_both_sides() -> None:
     allocator = make(4, 4, 3)
     slots = allocator.alloc(12)
-    allocator.free_swa(slots[5:6])
+    free_swa(allocator, slots[5:6])
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (4, 4)
     allocator.free(slots[2:7])
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (12, 8)
@@ -252,11 +189,11 @@ def test_windows_are_given_back_once_and_only_for_pages_that_are_out() -> None:
     allocator = make(2, 5, 5)
     slots = allocator.alloc(8)
     allocator.free(slots[6:])
-    allocator.free_swa(slots[:2])
+    free_swa(allocator, slots[:2])
     before = everything(allocator)
     for wrong in ([0], [2], [8], [11], [12], [-1], [2**33 + 2], [4, 2], [4, 8]):
         with pytest.raises(InvalidFree):
-            allocator.free_swa(wrong)
+            free_swa(allocator, wrong)
         assert everything(allocator) == before
     for wrong in ([0], [8], [12], [-1], [4, 8]):
         with pytest.raises(InvalidFree):
@@ -273,26 +210,11 @@ def test_a_group_of_frees_forgets_the_window_at_once(need_sort: bool) -> None:
     slots = allocator.alloc(8)
     allocator.free_group_begin()
     allocator.free(slots[:2])
-    allocator.free_swa(slots[2:4])
+    free_swa(allocator, slots[2:4])
     assert allocator.full_to_swa_page_mapping.tolist() == [0, 0, 0, 3, 4, -1]
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (0, 0)
     allocator.free_group_end()
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (2, 4)
-
-
-def test_a_snapshot_holds_both_sides_and_the_map() -> None:
-    allocator = make(2, 6, 4)
-    slots = allocator.alloc(8)
-    allocator.free_swa(slots[2:4])
-    state, before = allocator.backup_state(), everything(allocator)
-    results = []
-    for _ in range(3):
-        results.append(allocator.alloc(2).tolist())
-        allocator.free(slots)
-        results.append(allocator.alloc(4).tolist())
-        allocator.restore_state(state)
-        assert everything(allocator) == before
-    assert results[:2] == results[2:4] == results[4:]
 
 
 def test_clear_forgets_both_sides_and_the_map() -> None:
@@ -302,45 +224,3 @@ def test_clear_forgets_both_sides_and_the_map() -> None:
     allocator.clear()
     assert allocator.full_to_swa_page_mapping.tolist() == [0] * 7 + [-1]
     assert allocator.alloc(8).tolist() == list(range(2, 10))
-
-
-# -- windows only
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_without_a_full_side_the_map_is_the_identity_and_only_windows_count(page_size: int) -> None:
-    allocator = SWATokenToKVPoolAllocator(0, 4 * page_size, page_size)
-    assert allocator.full_available_size() == UNLIMITED
-    slots = allocator.alloc_extend([0], [3 * page_size], [-1])
-    assert allocator.available_size() == allocator.swa_available_size() == page_size
-    assert allocator.full_to_swa_page_mapping.tolist() == [0, 1, 2, 3, 0, -1]
-    assert window_slots(allocator, slots).tolist() == slots.tolist()
-    allocator.free_swa(slots[:page_size])
-    allocator.free(slots[page_size : 2 * page_size])
-    assert allocator.full_to_swa_page_mapping.tolist() == [0, 0, 0, 3, 0, -1]
-    assert allocator.available_size() == 3 * page_size
-    with pytest.raises(OutOfPages) as caught:
-        allocator.alloc(4 * page_size)
-    assert (caught.value.group, caught.value.free) == ("window", 3)
-    with pytest.raises(InvalidFree):
-        allocator.free(slots[:1])
-    allocator.free_group_begin()
-    allocator.free(slots[-1:])
-    allocator.free_group_end()
-    assert allocator.available_size() == 4 * page_size
-
-
-def test_without_a_full_side_tokens_before_the_tail_have_no_place() -> None:
-    """P = 4: 6 tokens end inside page 2; of 6 to 18, page 3 (tokens 8 to 12) is before the tail of 5."""
-    allocator = SWATokenToKVPoolAllocator(0, 16, 4)
-    slots = allocator.alloc_extend([0], [6], [-1])
-    assert slots.tolist() == [4, 5, 6, 7, 8, 9]
-    grown = allocator.alloc_extend_swa_tail([6], [18], [9], 12, 5)
-    assert grown.tolist() == [10, 11, 0, 1, 2, 3, 12, 13, 14, 15, 16, 17]
-    assert window_slots(allocator, grown).tolist() == grown.tolist()
-    assert allocator.available_size() == 0
-    with pytest.raises(InvalidFree):
-        allocator.free(grown)
-    allocator.free(grown[grown >= 4])
-    allocator.free(slots[:4])
-    assert allocator.available_size() == 16

@@ -26,6 +26,7 @@ from quire.memory.allocator import (
     PageFrames,
     SWATokenToKVPoolAllocator,
 )
+from quire.memory.allocator.base import TokenSlots
 from quire.memory.allocator.id_pool import IdPool
 from quire.memory.residency import Column
 from quire.offload.offloading import Tiered
@@ -84,26 +85,19 @@ def padding_page_is_handed_out(patch: Patch) -> None:
 
 @mutant("allocators", "a decoding sequence gets its new page one token too late and writes into its neighbour")
 def decode_crosses_one_token_late(patch: Patch) -> None:
-    def alloc_decode(allocator: BaseTokenToKVPoolAllocator, seq_lens: Any, last_loc: Any) -> Any:
-        seq, last = np.asarray(seq_lens), np.asarray(last_loc, dtype=np.int64)
-        crosses = seq % allocator.page_size == 0
+    real = TokenSlots.alloc_extend
+
+    def alloc_extend(allocator: TokenSlots, prefix: Any, seq: Any, last_loc: Any, num_tokens: Any = None) -> Any:
+        before, after, last = np.asarray(prefix), np.asarray(seq), np.asarray(last_loc, dtype=np.int64)
+        if not len(after) or (after - before != 1).any():
+            return real(allocator, prefix, seq, last_loc, num_tokens)
+        crosses = after % allocator.page_size == 0
         pages = allocator.alloc_pages(int(np.count_nonzero(crosses)))
         slots = (last + 1).astype(np.int32)
         slots[crosses] = pages * np.int32(allocator.page_size)
         return slots
 
-    patch.setattr(BaseTokenToKVPoolAllocator, "alloc_decode", alloc_decode)
-
-
-@mutant("allocators", "a snapshot shares its arrays with the allocator, so restoring it twice restores another state")
-def restored_state_is_a_view(patch: Patch) -> None:
-    real = BaseTokenToKVPoolAllocator.restore_state
-
-    def restore_state(allocator: BaseTokenToKVPoolAllocator, state: Any) -> None:
-        real(allocator, state)
-        allocator.ids._out = state._out
-
-    patch.setattr(BaseTokenToKVPoolAllocator, "restore_state", restore_state)
+    patch.setattr(TokenSlots, "alloc_extend", alloc_extend)
 
 
 @mutant("allocators", "a page freed twice is handed out twice")
@@ -162,7 +156,7 @@ def free_does_not_clear_the_mapping(patch: Patch) -> None:
 
 @mutant("windows", "a request that leaves a window behind loses the page itself, which others still read in full")
 def free_swa_frees_the_full_side_too(patch: Patch) -> None:
-    patch.setattr(SWATokenToKVPoolAllocator, "free_swa", SWATokenToKVPoolAllocator.free)
+    patch.setattr(SWATokenToKVPoolAllocator, "vacate", lambda both, pages: both.free(pages * both.page_size))
 
 
 @mutant("windows", "the map is cleared before anyone has read which window pages to free: they are lost for good")
@@ -176,42 +170,20 @@ def the_map_is_cleared_first(patch: Patch) -> None:
     patch.setattr(SWATokenToKVPoolAllocator, "drop", drop)
 
 
-@mutant("windows", "a prompt that arrives with its tail only takes window pages for all of it")
-def a_tail_maps_every_page(patch: Patch) -> None:
-    real = SWATokenToKVPoolAllocator.alloc_extend_swa_tail
-
-    def tail(both: Any, prefix: Any, seq: Any, last: Any, total: Any, swa_tail_len: int) -> Any:
-        return real(both, prefix, seq, last, total, seq[0] - prefix[0] if swa_tail_len else 0)
-
-    patch.setattr(SWATokenToKVPoolAllocator, "alloc_extend_swa_tail", tail)
-
-
-@mutant("windows", "the page in which a tail begins has no window, so its first tokens are written to the padding page")
-def a_tail_is_rounded_down(patch: Patch) -> None:
-    real = SWATokenToKVPoolAllocator.alloc_extend_swa_tail
-
-    def tail(both: Any, prefix: Any, seq: Any, last: Any, total: Any, swa_tail_len: int) -> Any:
-        begins = -(-(seq[0] - swa_tail_len) // both.page_size) * both.page_size
-        return real(both, prefix, seq, last, total, max(0, seq[0] - begins))
-
-    patch.setattr(SWATokenToKVPoolAllocator, "alloc_extend_swa_tail", tail)
-
-
 @mutant("windows", "a window freed twice is silently accepted, and some day it is another request's")
 def a_window_is_freed_twice(patch: Patch) -> None:
-    def free_swa(both: SWATokenToKVPoolAllocator, free_index: Any) -> None:
-        found = both.full_attn_allocator.pages_of(np.asarray(free_index, dtype=np.int64))
-        both.full_attn_allocator.ids.check_out(found)
-        both.drop(found.astype(np.int32))
+    def vacate(both: SWATokenToKVPoolAllocator, pages: Any) -> None:
+        both.full_attn_allocator.ids.check_out(pages)
+        both.drop(pages.astype(np.int32))
 
-    patch.setattr(SWATokenToKVPoolAllocator, "free_swa", free_swa)
+    patch.setattr(SWATokenToKVPoolAllocator, "vacate", vacate)
 
 
 @mutant(
     "windows", "a sequence goes on inside a page whose window is gone, and all such sequences share the padding page"
 )
 def tokens_without_a_window(patch: Patch) -> None:
-    patch.setattr(SWATokenToKVPoolAllocator, "_check_windows", lambda both, last_loc: None)
+    patch.setattr(SWATokenToKVPoolAllocator, "_check_continued", lambda both, *lengths: None)
 
 
 @mutant("windows", "no slot maps to the padding page, where it is read as if it were a token")
@@ -223,15 +195,6 @@ def no_slot_is_a_slot(patch: Patch) -> None:
         column.mapping[-1] = 0
 
     patch.setattr(residency.Column, "__init__", init)
-
-
-@mutant("windows", "windows freed since a snapshot stay gone after it is restored, though their pages are out")
-def a_snapshot_forgets_the_map(patch: Patch) -> None:
-    def restore_state(both: SWATokenToKVPoolAllocator, state: Any) -> None:
-        both.full_attn_allocator.restore_state(state[0])
-        both.swa_attn_allocator.restore_state(state[1])
-
-    patch.setattr(SWATokenToKVPoolAllocator, "restore_state", restore_state)
 
 
 @mutant("windows", "admission sees the room of the full side only, and requests meet a full window side later")

@@ -16,18 +16,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from quire.cache.offload import CacheParts
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import RunningTables
 from quire.cache.states import GroupCache
 from quire.errors import AuditFailure
-from quire.memory.allocator import slots_of
 from quire.prefix.node import TOKEN_BYTES, Node
 from quire.spec.ids import Tier
-
-_ALL = slice(None)
 
 
 @dataclass(slots=True)
@@ -79,24 +73,21 @@ class Snapshot:
             RequestSnapshot(kv, rows.allocated(kv), rows.committed(kv), rows.page_ids(kv).tolist(), kv.lease.num_pages)
             for kv in rows.live.values()
         ]
-        self.host_slots = {} if parts.plan.hot is None else {row: _host_pages(rows, row) for row in rows.live}
         self.private = [page for row in self.requests for page in row.pages[row.shared :]]
         self.roots = tree.all_roots()
         self.ends = [lease.node for lease in holds.leases()]
         self.edges = [(node, node.pages.tolist()) for node in tree.nodes()]
         self.cached = [page for _, pages in self.edges for page in pages]
         self.num_free = parts.pages.num_free_pages
-        self.out: list[int] = parts.pages.ids.is_out(_ALL).nonzero()[0].tolist()
+        self.out: list[int] = parts.pages.ids.out().tolist()
         self.groups = [self._group(group) for group in parts.groups]
 
     def _group(self, group: GroupCache) -> GroupSnapshot:
         frames, rows = group.frames, self.parts.rows
         column = frames.table.frame.tolist()
-        if group.index == self.parts.frames.hosted:
-            out = [page for page, frame in enumerate(column) if frame]
-        else:
-            out = frames.allocator.ids.is_out(_ALL).nonzero()[0].tolist()
-        found = GroupSnapshot(group, column, out, group.num_free, group.num_evictable, carried=[*group.quarantined])
+        found = GroupSnapshot(
+            group, column, frames.out().tolist(), group.num_free, group.num_evictable, carried=[*group.quarantined]
+        )
         if not group.table.reclaims:
             return found
         found.readers += self.parts.holds.readers(group.index, Tier.DEVICE).tolist()
@@ -111,15 +102,6 @@ class Snapshot:
         found.pins, found.num_pinned = group.table.pins.tolist(), group.table.num_pinned
         found.idle = group.table.ticket.nonzero()[0].tolist()
         return found
-
-
-def _host_pages(rows: RunningTables, row: int) -> list[int]:
-    """The pages of a row by the host slots of its tokens; -1 for slots that are not those of one page."""
-    size = rows.page_size
-    slots = rows.req_to_host_pool[row, : rows.req_to_host_pool_allocated_len[row]].reshape(-1, size)
-    pages = slots[:, 0] // size
-    found: list[int] = np.where((slots == slots_of(pages, size).reshape(-1, size)).all(axis=1), pages, -1).tolist()
-    return found
 
 
 def audit(parts: CacheParts) -> Snapshot:
@@ -175,7 +157,7 @@ def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
         yield f"{name}: {found.num_free} free + {len(used)} in use != {group.num_frames} frames"
     if found.num_evictable < 0 or group.num_cached < 0:
         yield f"{name} counts less than nothing: {found.num_evictable} evictable, {group.num_cached} cached"
-    if group.index == now.parts.frames.hosted and used != resident:
+    if group.frames.are_page_ids and used != resident:
         yield f"{name}: page {next(page for page in resident if column[page] != page)} has a frame that is not its id"
     if column[0]:
         yield f"{name}: the padding page is bound to frame {column[0]}"
@@ -227,8 +209,6 @@ def _requests(now: Snapshot) -> Iterator[str]:
         if not 0 <= protected <= row.committed <= row.allocated:
             lengths = f"protected {protected}, committed {row.committed}, allocated {row.allocated}"
             yield f"{name}: {lengths} are out of order"
-        if now.parts.plan.hot is not None and now.host_slots[row.kv.row] != row.pages:
-            yield f"{name}: its pages and the host slots of its tokens differ"
         end = row.shared
         node: Node | None = row.kv.lease.node
         while node is not None and node.parent is not None and end >= 0:

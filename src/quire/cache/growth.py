@@ -23,18 +23,22 @@ from quire.cache.states import GroupCache
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import GrowingAllocator, PageFrames
-from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier
 
 
 class Growth:
-    """Allocates and frees pages and frames of one cache. If it raises OutOfPages, nothing has changed. `allocators` are
-    the one that grows sequences, and those of all other groups.
-    `give_way()` ends the row of a session, if there is one."""
+    """Allocates and frees pages and frames of one cache. If it raises OutOfPages, nothing has changed. `growing`
+    allocates pages for rows. `allocators` are this one and those of the groups that it does not cover. `give_way()`
+    ends the row of a session, if there is one."""
 
     def __init__(
-        self, parts: CacheParts, offload: Offload, counters: CacheCounters, give_way: Callable[[], bool]
+        self,
+        parts: CacheParts,
+        offload: Offload,
+        counters: CacheCounters,
+        give_way: Callable[[], bool],
+        growing: GrowingAllocator,
     ) -> None:
         self._parts = parts
         self._give_way = give_way
@@ -44,14 +48,12 @@ class Growth:
         self._frames = parts.frames
         self._context = parts.plan.context
         self._size = parts.plan.page_size
-        both_sides = (group.frames for group in parts.groups if isinstance(group.frames, GrowingAllocator))
-        self._growing: GrowingAllocator = next(both_sides, parts.pages) if parts.plan.hot is None else parts.pages
-        sides: object = self._growing
-        self._others = tuple(group for group in parts.groups if group.frames is not sides)
+        self._growing = growing
+        covered: object = growing
+        self._others = tuple(group for group in parts.groups if group.frames is not covered)
         frames = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
         others = (each for each in frames if each is not parts.pages)
-        self.allocators: tuple[GrowingAllocator, ...] = (self._growing, *others)
-        self._host = parts.pages if isinstance(parts.pages, HostTokenToKVPoolAllocator) else None
+        self.allocators: tuple[GrowingAllocator, ...] = (growing, *others)
         self._states = tuple(group for group in parts.groups if group.reach.in_place)
         self._scarce = tuple(g for g in parts.groups if g.reach.in_place or g.num_frames < parts.pages.num_pages)
 
@@ -74,27 +76,14 @@ class Growth:
         if np.maximum.reduce(lengths, initial=0) >= self._context:
             raise self._beyond_context(self._context + 1)
         crossing = (lengths % size == 0).nonzero()[0]  # the others have a free slot in their last page
-        num_new, pages = len(crossing), NO_PAGES
-        if num_new or self._states:
-            self._make_room(rows, num_new, batch)
-            before, grown = lengths[crossing], rows[crossing]
-            if num_new and self._host is not None:
-                pages = self._alloc_on_host(self._host, grown, before, before + 1)
-            elif num_new and size == 1:
-                pages = self._growing.alloc(num_new)
-            elif num_new:
-                pages = self._growing.alloc_decode(before + 1, self._rows.last_slots(grown, before)) // np.int32(size)
-            self._take(rows, pages)
-            if num_new:
-                self._rows.write(grown * self._rows.width + before // size, pages)
+        if len(crossing) or self._states:
+            before = lengths[crossing]
+            self._grow(batch, rows, len(crossing), rows[crossing], before, before + 1)
         self._rows.num_allocated[rows] = lengths + 1
 
     def pages_of(self, row: int, first: int, last: int) -> Ids:
         """Pages `first..last - 1` of a row, a copy."""
-        if self._host is None:
-            return self._rows.pages[row, first:last].copy()
-        slots = self._host.allocated_host_indices(self._rows.req_to_host_pool, row, last * self._size)
-        return slots[first * self._size :: self._size] // np.int32(self._size)
+        return self._growing.pages_of_row(self._rows.pages, row, first, last)
 
     def free(self, pages: Ids) -> None:
         """Free pages that nothing holds, and their frames in every group."""
@@ -102,55 +91,30 @@ class Growth:
         for group in self._others:
             group.frames.drop(pages)
         self._frames.remove_pages(Tier.DEVICE, pages)
-        self._growing.free(self._offload.freed(pages) * np.int32(self._size))
+        self._free(self._offload.freed(pages))
+
+    def _free(self, pages: Ids) -> None:
+        self._growing.free(pages * np.int32(self._growing.page_size))
 
     def _to(self, kvs: Batch, rows: Rows, after: Lengths) -> None:
         """Make room for `after[i]` tokens in each row."""
         before, size = self._rows.num_allocated[rows], self._size
-        have = -(-before // size)
-        new = -(-after // size) - have
-        num_new = int(new.sum())
-        self._make_room(rows, num_new, kvs)
-        pages = NO_PAGES
-        if num_new and self._host is not None:
-            pages = self._alloc_on_host(self._host, rows, before, after)
-        elif num_new and size == 1:
-            pages = self._growing.alloc(num_new)
-        elif num_new:
-            slots = self._growing.alloc_extend(before, after, self._rows.last_slots(rows, before))
-            pages = slots[_page_starts(before, after, size, have, new)] // np.int32(size)
-        self._take(rows, pages)
-        if len(rows) == 1:
-            self._rows.write_run(int(rows[0]), int(have[0]), pages)
-        elif num_new:
-            first = rows * self._rows.width + have - (np.cumsum(new) - new)
-            places: Rows = np.repeat(first, new) + np.arange(num_new)
-            self._rows.write(places, pages)
+        num_new = int((-(-after // size) + (-before // size)).sum())
+        self._grow(kvs, rows, num_new, rows, before, after)
         self._rows.num_allocated[rows] = after
 
-    def _alloc_on_host(self, host: HostTokenToKVPoolAllocator, rows: Rows, before: Lengths, after: Lengths) -> Ids:
-        """Allocate host slots for tokens `before[i]..after[i]` of these rows, and return the new pages, row by row."""
-        table, lengths, size = self._rows.req_to_host_pool, self._rows.req_to_host_pool_allocated_len, self._size
-        pages = [NO_PAGES]
-        try:
-            for row, start, end in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
-                slots = host.alloc_paged_token_slots(table, lengths, row, start, end - start)
-                pages.append(slots[-start % size :: size] // np.int32(size))
-        except OutOfPages:
-            self._untake_pages(rows, np.concatenate(pages))
-            raise
-        return np.concatenate(pages)
-
-    def _untake_pages(self, rows: Rows, pages: Ids) -> None:
-        """Free pages that were allocated for these rows, whose lengths have not changed."""
-        self._growing.free(pages * np.int32(self._size))
-        if self._host is not None:
-            have = -(-self._rows.num_allocated[rows] // self._size)
-            self._rows.req_to_host_pool_allocated_len[rows] = have * self._size
+    def _grow(self, kvs: Batch, rows: Rows, num_new: int, longer: Rows, before: Lengths, after: Lengths) -> None:
+        """Give rows `longer`, which grow from `before[i]` to `after[i]` tokens, their `num_new` new pages, and all
+        `rows`, with these among them, their frames in the other groups."""
+        self._make_room(rows, num_new, kvs)
+        pages = self._growing.alloc_rows(self._rows.pages, longer, before, after) if num_new else NO_PAGES
+        self._take(rows, pages)
+        if num_new:
+            self._rows.write_new(longer, -(-before // self._size), -(-after // self._size), pages)
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Batch) -> None:
         """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
-        if num_new * self._size > self._growing.available_size() or any(
+        if num_new * self._growing.page_size > self._growing.available_size() or any(
             (group.wanted(rows, num_new) if group.reach.in_place else num_new) > group.num_free
             for group in self._scarce
         ):
@@ -207,7 +171,7 @@ class Growth:
         except OutOfPages:
             for group in taken:
                 group.untake(pages)
-            self._untake_pages(rows, pages)
+            self._free(pages)
             raise
         for group in groups:
             group.grow(rows, pages)
@@ -217,16 +181,6 @@ class Growth:
         most = f"it only grows, and the plan's context is {self._context:,} tokens."
         fix = "plan for a longer context, or end the request before."
         return InvalidInput(f"a request cannot go to {length:,} tokens: {most}", fix=fix)
-
-
-def _page_starts(before: Lengths, after: Lengths, size: int, have: Lengths, new: Lengths) -> Rows | slice:
-    """The places in the packed slots of tokens `before[i]..after[i]` where the `new[i]` pages after `have[i]` begin."""
-    first = have * size - before
-    if len(before) == 1:
-        return slice(int(first[0]), None, size)
-    counts = after - before
-    first += np.cumsum(counts) - counts - (np.cumsum(new) - new) * size
-    return np.repeat(first, new) + np.arange(int(new.sum())) * size
 
 
 def _names_of(kvs: Batch, at_end: Bools) -> str:

@@ -21,15 +21,7 @@ from quire.cache.sessions import Sessions
 from quire.cache.states import GroupCache, Pieces, StateGroup
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import (
-    BaseTokenToKVPoolAllocator,
-    PageFrames,
-    PageIdFrames,
-    SlotFrames,
-    page_frames,
-    token_allocator,
-)
-from quire.memory.allocator.host import HostTokenToKVPoolAllocator
+from quire.memory.allocator import DeviceFrames, FrameGroup, PageFrames, SlotFrames
 from quire.memory.residency import Residency
 from quire.observe.explain import Cause, FromPeer, arrived_tokens
 from quire.plan.budget import MemoryPlan
@@ -95,10 +87,8 @@ class KVCache:
         offload: OffloadFactory = NO_OFFLOAD,
     ) -> None:
         num_pages = plan.num_pages + offload.num_pages(plan)
-        names = [group.name for group in plan.groups]
-        reclaims = [not reach_of(group.reach, plan.page_size).whole for group in plan.groups]
-        hosted = plan.hot.group if plan.hot is not None else None
-        table = Residency(num_pages, names, reclaims, (Tier.DEVICE, *offload.below), hosted)
+        frames = DeviceFrames(_frame_groups(plan), num_pages, plan.page_size, (Tier.DEVICE, *offload.below))
+        table = frames.table
         self.plan = plan
         self.page_size = plan.page_size
         self.explains = explains
@@ -113,9 +103,8 @@ class KVCache:
             placement=_PagePlacement(table) if offload.below else None,
             num_named=num_pages if offload.below else 0,
         )
-        allocator = token_allocator if hosted is None else HostTokenToKVPoolAllocator
-        self.pages = allocator(num_pages * plan.page_size, plan.page_size, name="pages")
-        self.groups = _groups_of(plan, table, self.pages, self.tree, checkpoint_interval)
+        self.pages = frames.pages
+        self.groups = _groups_of(plan, frames, self.tree, checkpoint_interval)
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
         self._partial = tuple(group for group in self.groups if not group.reach.whole)
         firsts = {group.index: group.first for group in self._partial if isinstance(group, PagedGroup)}
@@ -142,7 +131,7 @@ class KVCache:
         self.offload = offload.make(self.parts)
         self.sessions = Sessions(self.parts, sessions, self, self._shorten)
         self.admission = Admission(self.parts, self.offload.retention)
-        self._growth = Growth(self.parts, self.offload, self.counters, self.sessions.give_way)
+        self._growth = Growth(self.parts, self.offload, self.counters, self.sessions.give_way, frames.growing)
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
@@ -434,20 +423,22 @@ def _check_ids(tokens: Ids) -> None:
         raise InvalidInput(f"tokens are {kind}, not an int32 array.", fix="pass np.array(tokens, dtype=np.int32).")
 
 
-def _groups_of(
-    plan: MemoryPlan, table: Residency, pages: BaseTokenToKVPoolAllocator, tree: RadixCache, interval: int
-) -> tuple[GroupCache, ...]:
-    groups: list[GroupCache] = []
+def _frame_groups(plan: MemoryPlan) -> list[FrameGroup]:
+    found = []
     for index, group in enumerate(plan.groups):
-        num_frames, column = plan.frames_of(index), table.of(Tier.DEVICE, index)
+        reach, on_host = reach_of(group.reach, plan.page_size), index in plan.groups_on_host
+        found.append(FrameGroup(group.name, plan.frames_of(index), reach.whole, reach.in_place, on_host))
+    return found
+
+
+def _groups_of(plan: MemoryPlan, frames: DeviceFrames, tree: RadixCache, interval: int) -> tuple[GroupCache, ...]:
+    groups: list[GroupCache] = []
+    for index, (group, own) in enumerate(zip(plan.groups, frames.groups, strict=True)):
         reach = reach_of(group.reach, plan.page_size)
-        if index == table.hosted:
-            groups.append(PagedGroup(index, reach, PageIdFrames(column, pages), tree, plan.max_requests))
-        elif reach.in_place:
-            groups.append(StateGroup(index, reach, SlotFrames(column, num_frames), tree, plan, interval))
+        if isinstance(own, SlotFrames):
+            groups.append(StateGroup(index, reach, own, tree, plan, interval))
         else:
-            frames = page_frames(column, num_frames, pages, whole=reach.whole)
-            groups.append(PagedGroup(index, reach, frames, tree, plan.max_requests))
+            groups.append(PagedGroup(index, reach, own, tree, plan.max_requests))
     return tuple(groups)
 
 

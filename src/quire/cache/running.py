@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from quire.cache.request_kv import RequestKV
 from quire.errors import InvalidInput, LeaseError
-from quire.memory.allocator import PageFrames, slots_in_pages, slots_of
+from quire.memory.allocator import PageFrames, slots_in_pages
 from quire.memory.residency import PageTableChanges, Residency
 from quire.plan.budget import MemoryPlan
 from quire.spec.ids import Ids, Tier
@@ -41,8 +41,7 @@ Counts = Sequence[int] | Lengths
 class RunningTables:
     """The pages of running requests: int32 `[rows, width]`, and a `flat` view. Per row the tokens
     `num_allocated` and `num_committed`, and the serial number of its request, 0 for none. `live` has the running
-    requests, by row. If latents are in host memory, `req_to_host_pool` has the host slot of each token, int32 `[rows,
-    width * page_size]`, and `req_to_host_pool_allocated_len` how many of a row are allocated, in whole pages.
+    requests, by row.
 
     `following` are the indices of groups whose pages have frames. For those that are read in part, `firsts` has the
     first page that each row still reads. With `follows`, changed entries are recorded until `page_table_changes`.
@@ -67,10 +66,6 @@ class RunningTables:
         self.flat: Ids = self.pages.reshape(-1)
         self.num_allocated: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.num_committed: Lengths = np.zeros(num_rows, dtype=np.int64)
-        self._hosts = plan.hot is not None
-        host_slots = self.width * self.page_size if self._hosts else 0
-        self.req_to_host_pool: Ids = np.zeros((num_rows, host_slots), dtype=np.int32)
-        self.req_to_host_pool_allocated_len: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.free = list(range(num_rows - 1, -1, -1))
         self._following = following
@@ -81,17 +76,17 @@ class RunningTables:
     def write_run(self, row: int, start: int, pages: Ids) -> None:
         """Write the pages of a row, from page `start` on."""
         self.pages[row, start : start + len(pages)] = pages
-        if self._hosts:
-            first, end = start * self.page_size, (start + len(pages)) * self.page_size
-            self.req_to_host_pool[row, first:end] = slots_of(pages, self.page_size)
-            lengths = self.req_to_host_pool_allocated_len
-            lengths[row] = max(int(lengths[row]), end)
         if self._written is not None and len(pages):
             first = row * self.width + start
             self._written.append(range(first, first + len(pages)))
 
-    def write(self, places: Rows, pages: Ids) -> None:
-        """Write pages at these places of `flat`, each given once."""
+    def write_new(self, rows: Rows, starts: Lengths, ends: Lengths, pages: Ids) -> None:
+        """Write pages `starts[i]..ends[i]` of each row, given row by row."""
+        if len(rows) == 1:
+            self.write_run(int(rows[0]), int(starts[0]), pages)
+            return
+        counts = ends - starts
+        places = np.repeat(rows * self.width + starts - (np.cumsum(counts) - counts), counts) + np.arange(len(pages))
         self.flat[places] = pages
         if self._written is not None:
             self._written.append(places)
@@ -180,14 +175,6 @@ class RunningTables:
         ends = self.num_allocated[batch.rows]
         return self.slots(batch, ends - 1, ends, group)
 
-    def last_slots(self, rows: Rows, lengths: Lengths) -> Ids:
-        """`page id * page_size + offset` of the last of `lengths[i]` tokens of each row, int32; -1 for no tokens."""
-        last = np.maximum(lengths - 1, 0)
-        pages = self.flat[rows * self.width + last // self.page_size]
-        slots: Ids = pages * np.int32(self.page_size) + (last % self.page_size).astype(np.int32)
-        slots[lengths == 0] = -1
-        return slots
-
     def enter(self, kv: RequestKV) -> None:
         """A request begins in `kv.row`, which is allocated."""
         self._last_serial += 1
@@ -210,15 +197,12 @@ class RunningTables:
         keep, last = (pages_for(n, self.page_size) for n in (num_tokens, int(self.num_allocated[row])))
         self.pages[row, keep:last] = 0
         self.num_allocated[row] = num_tokens
-        if self._hosts:
-            self.req_to_host_pool_allocated_len[row] = keep * self.page_size
 
     def leave(self, kv: RequestKV) -> None:
         """A request ends, and its row is free."""
         row, kv.row = kv.row, -1
         self.pages[row, : pages_for(int(self.num_allocated[row]), self.page_size)] = 0
         self.num_allocated[row] = self.num_committed[row] = self.serials[row] = 0
-        self.req_to_host_pool_allocated_len[row] = 0
         self.free.append(row)
         del self.live[row]
 

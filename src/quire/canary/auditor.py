@@ -84,7 +84,7 @@ class Auditor:
                 group.table,
                 group.num_frames,
                 group.quarantined,
-                None if group.index == parts.frames.hosted else group.frames.allocator.ids,
+                None if group.frames.are_page_ids else group.frames.allocator.ids,
             )
             for group in parts.groups
         ]
@@ -323,7 +323,7 @@ class Auditor:
         if len(lost):
             yield f"{len(lost)} pages have no owner: {lost[:8].tolist()}"
         for group in parts.groups:
-            if isinstance(group.frames, PageFrames) and group.index != parts.frames.hosted:
+            if isinstance(group.frames, PageFrames) and not group.frames.are_page_ids:
                 used = int(np.count_nonzero(group.table.frame)) + len(group.quarantined)
                 if group.num_free + used != group.num_frames and not parts.holds.fences.waiting:
                     yield f"group '{group.name}': {group.num_free} free + {used} in use != {group.num_frames} frames"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from quire.cache.offload import CacheParts
 from quire.cache.request_kv import RequestKV
 from quire.cache.states import GroupCache
 from quire.canary.finding import Finding
-from quire.memory.allocator import SlotFrames
 from quire.prefix.node import Node, path_to
 from quire.spec.ids import Ids
 
@@ -86,7 +85,7 @@ class Containment:
         """Use a quarantined frame again, because a request fits in no other way. False if there is none."""
         for group in self._parts.groups:
             if group.quarantined:
-                _free(group, [group.quarantined.pop(0)])
+                group.frames.free_frames(np.array([group.quarantined.pop(0)], dtype=np.int32))
                 self._parts.changed()
                 return True
         return False
@@ -118,12 +117,4 @@ class Containment:
         group.quarantined.append(frame)
         most = max(1, group.num_frames // QUARANTINE_SHARE)
         if len(group.quarantined) > most:
-            _free(group, [group.quarantined.pop(0)])
-
-
-def _free(group: GroupCache, frames: Iterable[int]) -> None:
-    ids: Ids = np.array(list(frames), dtype=np.int32)
-    if isinstance(group.frames, SlotFrames):
-        group.frames.allocator.free(ids)
-    else:
-        group.frames.allocator.free_pages(ids)
+            group.frames.free_frames(np.array([group.quarantined.pop(0)], dtype=np.int32))

@@ -10,7 +10,7 @@ A page can be in one group and absent in another, and both on the device and on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -228,9 +228,9 @@ class PageTableChanges:
 
 class Residency:
     """The residency table of one cache. `names` and `reclaims` are by group; `tiers` are those in which pages have
-    frames. In group `hosted` the frame of a page is its id, in host memory. The anchor of a tier determines which pages
-    are on it. It is the column of `anchor_group`, the first other group in which pages keep their frames for as long as
-    they exist. If that is None, it is one of the pages themselves."""
+    frames. In groups `on_host` the frame of a page is its id, in host memory. The anchor of a tier determines which
+    pages are on it. It is the column of `anchor_group`, the first other group in which pages keep their frames for as
+    long as they exist. If that is None, it is one of the pages themselves."""
 
     def __init__(
         self,
@@ -238,16 +238,15 @@ class Residency:
         names: Sequence[str],
         reclaims: Sequence[bool],
         tiers: Sequence[Tier] = (Tier.DEVICE,),
-        hosted: int | None = None,
+        on_host: Collection[int] = (),
     ) -> None:
         self.num_pages = num_pages
-        self.hosted = hosted
         self._columns = {
             (tier, group): Column(name, num_pages, reclaims=reclaims[group])
             for tier in tiers
             for group, name in enumerate(names)
         }
-        others = (group for group, each in enumerate(reclaims) if not each and group != hosted)
+        others = (group for group, each in enumerate(reclaims) if not each and group not in on_host)
         whole = self.anchor_group = next(others, None)
         self._anchors = {
             tier: Column("pages", num_pages, reclaims=False) if whole is None else self._columns[tier, whole]

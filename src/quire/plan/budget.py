@@ -111,6 +111,11 @@ class MemoryPlan:
         return self.frames[group] if self.frames else self.num_pages
 
     @property
+    def groups_on_host(self) -> tuple[int, ...]:
+        """Groups whose frames are in host memory, beside hot buffers on the device."""
+        return () if self.hot is None else (self.hot.group,)
+
+    @property
     def hot_frames_per_row(self) -> int:
         """Device frames of one request's hot buffer; 0 without hot buffers."""
         return self.hot.frames_per_row(self.page_size) if self.hot is not None else 0
@@ -120,15 +125,15 @@ class MemoryPlan:
 
         A group of latents in host memory has hot buffers there: `hot_frames_per_row` frames for each request.
         """
-        if self.hot is not None and self.hot.group == group:
+        if group in self.groups_on_host:
             return self.max_requests * self.hot_frames_per_row
         return self.frames_of(group)
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page on the device, in all groups; latents in host memory are not among them."""
-        hosted = self.hot.group if self.hot is not None else None
-        return sum(group.layout.bytes_per_frame for index, group in enumerate(self.groups) if index != hosted)
+        on_host = self.groups_on_host
+        return sum(group.layout.bytes_per_frame for index, group in enumerate(self.groups) if index not in on_host)
 
     @property
     def pool_bytes(self) -> int:
@@ -140,9 +145,8 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int:
         """Bytes of the records of latents whose frames are in host memory; 0 if all frames are on the device."""
-        if self.hot is None:
-            return 0
-        return region_bytes(self.groups[self.hot.group].layout.bytes_per_frame, self.frames_of(self.hot.group))
+        held = self.groups_on_host
+        return sum(region_bytes(self.groups[at].layout.bytes_per_frame, self.frames_of(at)) for at in held)
 
     @property
     def num_tokens(self) -> int:

@@ -4,8 +4,9 @@ from quire.memory.allocator.base import BaseTokenToKVPoolAllocator as BaseTokenT
 from quire.memory.allocator.base import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from quire.memory.allocator.base import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from quire.memory.allocator.base import slots_in_pages as slots_in_pages
-from quire.memory.allocator.base import slots_of as slots_of
 from quire.memory.allocator.base import token_allocator as token_allocator
+from quire.memory.allocator.device import DeviceFrames as DeviceFrames
+from quire.memory.allocator.device import FrameGroup as FrameGroup
 from quire.memory.allocator.frames import GroupFrames as GroupFrames
 from quire.memory.allocator.frames import PageFrames as PageFrames
 from quire.memory.allocator.frames import PageIdFrames as PageIdFrames
@@ -13,4 +14,3 @@ from quire.memory.allocator.frames import SlotFrames as SlotFrames
 from quire.memory.allocator.mamba import MambaSlotAllocator as MambaSlotAllocator
 from quire.memory.allocator.swa import GrowingAllocator as GrowingAllocator
 from quire.memory.allocator.swa import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
-from quire.memory.allocator.swa import page_frames as page_frames

@@ -15,12 +15,10 @@ from quire.errors import InvalidInput
 from quire.memory.allocator.id_pool import IdPool, Reuse
 from quire.memory.runs import IdArray, distinct
 from quire.spec.ids import Ids
-from quire.spec.pages import pages_for
-
-NO_SLOTS: Ids = np.empty(0, dtype=np.int32)
 
 IntArray = npt.ArrayLike
 Longs = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.intp]
 
 
 class TokenSlots(ABC):
@@ -54,36 +52,33 @@ class TokenSlots(ABC):
         prefix, seq, last = self._check_lengths(prefix_lens, seq_lens, last_loc, extend_num_tokens)
         self._check_continued(prefix, seq, last)
         size = self.page_size
-        if len(seq) == 1:
-            start, end = prefix.item(), seq.item()
-            pages = self.alloc_pages(pages_for(end, size) - pages_for(start, size))
-            return slots_behind(last.item(), start, end, pages, size)
         pages = self.alloc_pages(int((-(-seq // size)).sum() - (-(-prefix // size)).sum()))
         return pages if size == 1 else _grown_slots(prefix, seq, last, pages, size)
 
-    def alloc_decode(self, seq_lens: IntArray, last_loc: IntArray) -> Ids:
-        """One more slot per sequence, int32 `[num_sequences]`; `seq_lens` count the new token. A sequence gets a page
-        if its new token is the first of one (`seq % P == 1`). Errors as for `alloc_extend`."""
-        seq, last = _longs(seq_lens), _longs(last_loc)
-        size, prefix, following = self.page_size, seq - 1, last + 1
-        inside = following % size
-        if len(last) != len(seq) or np.count_nonzero(seq < 1) or np.count_nonzero(prefix % size != inside):
-            self._check_lengths(prefix, seq, last)  # raises
-        self._check_continued(prefix, seq, last)
-        num_new = len(seq) - int(np.count_nonzero(inside))
-        new = self.alloc_pages(num_new) * np.int32(size) if num_new else NO_SLOTS
-        if num_new == len(seq):
-            return new
-        slots: Ids = following.astype(np.int32)
-        if num_new:
-            slots[inside == 0] = new
-        return slots
+    def alloc_rows(self, table: Ids, rows: Rows, before: Longs, after: Longs) -> Ids:
+        """Allocate the new pages of rows that grow from `before[i]` to `after[i]` tokens, and return them row by row.
+        `table` has the pages of each row, int32 `[all rows, width]`. Raises OutOfPages, changing nothing."""
+        size = self.page_size
+        inside = before % size
+        if not np.count_nonzero(inside):
+            num_new = int((-(-after // size)).sum()) - int(before.sum()) // size
+            slots = self.alloc(num_new * size)[::size]
+        else:
+            last = before - 1
+            slots = table[rows, last // size] * np.int32(size) + (last % size).astype(np.int32)
+            slots = self.alloc_extend(before, after, np.where(inside == 0, -1, slots))
+            slots = slots[slots % size == 0]
+        return slots if size == 1 else slots // np.int32(size)
 
-    def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:  # noqa: B027 - a page that is out is there
+    def pages_of_row(self, table: Ids, row: int, first: int, last: int) -> Ids:
+        """Pages `first..last - 1` of a row of `table`, a copy."""
+        return table[row, first:last].copy()
+
+    def _check_continued(self, prefix: Longs, seq: Longs, last: Longs) -> None:  # noqa: B027 - without windows, all is there
         """Raises InvalidInput if a sequence continues in a page that has no room left."""
 
     def _check_lengths(
-        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None = None
+        self, prefix_lens: IntArray, seq_lens: IntArray, last_loc: IntArray, num_tokens: int | None
     ) -> tuple[Longs, Longs, Longs]:
         """The three arguments as int64 arrays. Raises InvalidInput in the cases of `alloc_extend`."""
         prefix, seq, last = _longs(prefix_lens), _longs(seq_lens), _longs(last_loc)
@@ -138,17 +133,6 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         """Free all pages, in ascending order. An open free group ends, and its frees are dropped."""
         self.ids = IdPool(self.num_pages, "sorted" if self.need_sort else self.reuse, group=self.name)
         self._group: list[Ids] | None = None
-
-    def backup_state(self) -> IdPool:
-        """A snapshot for `restore_state` of this allocator. O(num_pages). Not inside a free group."""
-        assert self._group is None, "backup inside a free group"
-        return self.ids.copy()
-
-    def restore_state(self, state: IdPool) -> None:
-        """Return to the state of `backup_state`, without a free group."""
-        assert state.size == self.num_pages, "a snapshot of another allocator"
-        self.ids = state.copy()
-        self._group = None
 
     def alloc_pages(self, num_pages: int) -> Ids:
         return self.ids.take(num_pages)
@@ -229,14 +213,6 @@ def slots_of(pages: Ids, page_size: int) -> Ids:
     return slots
 
 
-def slots_behind(last: int, start: int, end: int, new_pages: Ids, page_size: int) -> Ids:
-    """Slots of one sequence's tokens `start..end`, int32: those after slot `last`, then those of the new pages."""
-    new, rest = slots_of(new_pages, page_size), min(end - start, -start % page_size)
-    if rest:
-        new = np.concatenate((np.arange(last + 1, last + 1 + rest, dtype=np.int32), new))
-    return new[: end - start]
-
-
 def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:
     """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`. `ids` are their
     pages or frames, packed as well, `counts[i]` for each sequence."""
@@ -258,7 +234,7 @@ def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_
 
 
 def _grown_slots(prefix: Longs, seq: Longs, last: Longs, pages: Ids, page_size: int) -> Ids:
-    """`slots_behind` for several sequences, packed."""
+    """Slots of tokens `prefix[i]..seq[i]` of each sequence, packed: behind slot `last[i]`, then in new `pages`."""
     touched = np.where(seq > prefix, -(-seq // page_size) - prefix // page_size, 0)  # pages that get tokens
     ends = np.cumsum(touched)
     ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)

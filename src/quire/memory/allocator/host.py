@@ -6,9 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, Longs, PagedTokenToKVPoolAllocator, Rows
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
+
+NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
 
 class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
@@ -75,6 +77,33 @@ class HiSparseHostPoolMixin(BaseTokenToKVPoolAllocator):
 
 class HostTokenToKVPoolAllocator(HiSparseHostPoolMixin, PagedTokenToKVPoolAllocator):
     """Token slots of host frames, in pages of one or more tokens, as large as the device's."""
+
+
+class HostedPages(HostTokenToKVPoolAllocator):
+    """Page ids that are the frames of their pages in host memory. A slot is a whole page of `page_tokens` tokens, so a
+    cache's rows of pages are the `req_to_host_pool` of the verbs above."""
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        super().__init__(num_pages, 1, name="pages")
+        self._page_tokens = page_tokens
+
+    def alloc_rows(self, table: Ids, rows: Rows, before: Longs, after: Longs) -> Ids:
+        have, end = -(-before // self._page_tokens), -(-after // self._page_tokens)
+        lengths = np.zeros(len(table), dtype=np.int64)
+        lengths[rows] = have
+        pages = [NO_PAGES]
+        try:
+            for row, start, stop in zip(rows.tolist(), have.tolist(), end.tolist(), strict=True):
+                pages.append(self.alloc_paged_token_slots(table, lengths, row, start, stop - start))
+        except OutOfPages:
+            self.free_pages(np.concatenate(pages))
+            for row, start, stop in zip(rows.tolist(), have.tolist(), lengths[rows].tolist(), strict=True):
+                table[row, start:stop] = 0
+            raise
+        return np.concatenate(pages)
+
+    def pages_of_row(self, table: Ids, row: int, first: int, last: int) -> Ids:
+        return self.allocated_host_indices(table, row, last)[first:]
 
 
 def _row(req_to_host_pool: Ids, req_pool_idx: int, num_lengths: int) -> Ids:

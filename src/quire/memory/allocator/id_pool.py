@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Literal
 
 import numpy as np
@@ -36,15 +35,13 @@ class IdPool:
         self._unordered: list[Ids] = []  # free, and not in the ring yet
         self._out = np.zeros(size + 1, dtype=np.bool_)
 
-    def copy(self) -> IdPool:
-        """An independent copy. O(size)."""
-        other = copy(self)
-        other._ring, other._out, other._unordered = self._ring.copy(), self._out.copy(), list(self._unordered)
-        return other
-
     def is_out(self, ids: Ids | slice) -> Bools:
         """Per id: whether it is allocated; a copy."""
         return np.array(self._out[ids])
+
+    def out(self) -> Ids:
+        """The allocated ids, ascending."""
+        return np.flatnonzero(self._out).astype(np.int32)
 
     # -- handing out
 
