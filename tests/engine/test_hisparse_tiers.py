@@ -58,8 +58,8 @@ def _end_all() -> Iterator[None]:
 
 def latents_of(core: EngineCore) -> PageIdGroup:
     tiers = core.offload.tiers
-    assert tiers is not None and tiers.page_ids is not None
-    return tiers.page_ids
+    assert tiers is not None
+    return next(host for host in tiers.hosts if isinstance(host, PageIdGroup))
 
 
 GRID = (

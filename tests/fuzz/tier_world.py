@@ -77,7 +77,6 @@ class TierWorld:
         self.settings = TierSettings(
             host_frames=frames,
             record_bytes=tuple(self.records.bytes_of(group) for group in range(len(frames))),
-            hosted=hosted,
             mover=self.mover,
             break_even=self.break_even,
             write=choices.one_of((*WritePolicy, WritePolicy.THROUGH)),

@@ -109,10 +109,7 @@ class AllocatorMachine:
         after = before + np.array([choices.between(0, 2 * self.size + 1) for _ in rows], dtype=np.int64)
         new = [int(count) for count in -(-after // self.size) - -(-before // self.size)]
         pages = self._take(sum(new), lambda: self.allocator.alloc_rows(table, rows, before, after) * self.size)
-        for row, count in zip(rows.tolist(), new, strict=True):
-            for _ in range(count if pages is not None else 0):
-                self.sequences.append(sorted(page_slots(pages.pop(0) // self.size, self.size)))  # type: ignore[union-attr]
-        assert not pages
+        self.sequences += [sorted(page_slots(slot // self.size, self.size)) for slot in pages or ()]
 
     def clear(self, choices: Choices) -> None:
         if choices.chance(20):

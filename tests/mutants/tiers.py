@@ -365,9 +365,10 @@ def records_in_place_are_not_checked(patch: Patch) -> None:
 
     def missing(tiers: Tiering, pages: Ids) -> list[Ids]:
         found = real(tiers, pages)
-        if tiers.page_ids is not None and len(found[tiers.page_ids.index]):
-            tiers._groups[tiers.page_ids.index].restore(found[tiers.page_ids.index])
-            found[tiers.page_ids.index] = pages[:0]
+        for group in tiers._groups:
+            if group.frames.are_page_ids and len(found[group.index]):
+                group.restore(found[group.index])
+                found[group.index] = pages[:0]
         return found
 
     patch.setattr(Tiering, "missing", missing)
@@ -380,9 +381,9 @@ def latents_are_the_anchor(patch: Patch) -> None:
 
     def init(table: Residency, *what: Any) -> None:
         real(table, *what)
-        if table.hosted is not None:
-            table.anchor_group = table.hosted
-            table._anchors = {tier: table.of(tier, table.hosted) for tier in table._anchors}
+        for on_host in what[4]:
+            table.anchor_group = on_host
+            table._anchors = {tier: table.of(tier, on_host) for tier in table._anchors}
 
     patch.setattr(Residency, "__init__", init)
     patch.setattr(PageIdFrames, "drop", lambda frames, pages: None)

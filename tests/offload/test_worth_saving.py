@@ -30,7 +30,7 @@ class Path:
         )
 
     def wanted(self) -> Sequence[int]:
-        (found,) = worth_saving(PLACES, self.settings, 16)
+        (found,) = worth_saving(PLACES, len(PLACES[0]) * RECORD, self.settings, 16)
         return found.tolist()
 
 
@@ -58,5 +58,5 @@ def test_copies_for_a_store_are_made_in_any_case() -> None:
 
 
 def test_nothing_wanted_is_nothing() -> None:
-    (found,) = worth_saving([np.arange(0)], Path().settings, 16)
+    (found,) = worth_saving([np.arange(0)], 0, Path().settings, 16)
     assert not len(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.states import GroupCache
 from quire.canary.finding import Finding
 from quire.prefix.node import Node, path_to
-from quire.spec.ids import Ids
 
 QUARANTINE_SHARE = 64
 """At most one frame in so many is quarantined, and at least one; then the oldest is used again."""

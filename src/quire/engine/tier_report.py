@@ -28,8 +28,9 @@ def tiers_as_dict(
         group.name: {"frames": count, "bytes": count * size, "whole": reach_of(group.reach, plan.page_size).whole}
         for group, count, size in zip(plan.groups, frames, record_bytes, strict=True)
     }
-    hosted = plan.hot.group if plan.hot is not None else None
-    whole = [found["frames"] for at, found in enumerate(groups.values()) if found["whole"] and at != hosted]
+    whole = [
+        found["frames"] for at, found in enumerate(groups.values()) if found["whole"] and at not in plan.groups_on_host
+    ]
     tokens = int(max(whole or [found["frames"] for found in groups.values()])) * plan.page_size
     found: dict[str, Any] = {
         "host": {"bytes": num_bytes, "tokens": tokens, "groups": groups},

@@ -104,7 +104,6 @@ class EngineTiers:
         self.settings = TierSettings(
             host_frames=frames,
             record_bytes=record_bytes,
-            hosted=plan.hot.group if plan.hot is not None else None,
             mover=self.mover,
             break_even=self.break_even,
             write=WritePolicy(config.write_policy),

@@ -100,16 +100,15 @@ class PendingPaths:
 
 
 def transfer_of(
-    lane: Lane, parts: Sequence[GroupPages], scope: bytes, names: PageNames, settings: TierSettings
+    lane: Lane, parts: Sequence[GroupPages], scope: bytes, names: PageNames, hosts: Sequence[HostGroup]
 ) -> Transfer:
     """A transfer of these pages on a lane, not submitted yet."""
-    in_place = None if lane.is_remote else settings.hosted
+    each = [host.record_bytes if lane.is_remote else host.copied_bytes for host in hosts]
     units = [
-        Units(part.group, part.device, part.host, names.keys_of(part.pages), in_place=part.group == in_place)
+        Units(part.group, part.device, part.host, names.keys_of(part.pages), in_place=not each[part.group])
         for part in parts
     ]
-    num_bytes = sum(len(part.pages) * settings.record_bytes[part.group] for part in parts if part.group != in_place)
-    return Transfer(lane, units, scope, num_bytes)
+    return Transfer(lane, units, scope, sum(len(part.pages) * each[part.group] for part in parts))
 
 
 @dataclass(slots=True)
@@ -205,7 +204,7 @@ class Archiver:
                 # Paths that are pending now wait for a deletion in their scope.
                 self._due_at = self._seconds() + _FIRST_PAUSE_S if len(self.pending) else self._due_at
                 return
-            move = transfer_of(Lane.ARCHIVE, batch.parts, batch.scope, self._names, self._settings)
+            move = transfer_of(Lane.ARCHIVE, batch.parts, batch.scope, self._names, self._hosts)
             touched = [(group, self._names.keys_of(pages)) for group, pages in batch.touched]
             move.touches = tuple(Units(group, NO_PAGES, NO_PAGES, keys) for group, keys in touched)
             if not self._settings.mover.submit(move):
@@ -312,7 +311,7 @@ class Archiver:
             same = host.table.frame[part.pages] == part.host
             host.damage(part.pages[wrong & same])
             host.end_reading(part.host)
-            lost = part.pages[wrong & same] if host.are_page_ids else lost
+            lost = np.concatenate((lost, host.only_copies(part.pages[wrong & same])))
         counters.archived_frames += num_stored
         counters.unstored_frames += num_refused
         self._num_since += num_stored

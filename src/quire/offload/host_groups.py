@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.groups import NO_PAGES
 from quire.cache.hold import HeldFrames
 from quire.cache.states import GroupCache
 from quire.memory.allocator import GroupFrames
@@ -39,12 +40,13 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     fail again. `still_read` has frames without a page that a transfer still reads, and whether to quarantine each of
     them afterwards."""
 
-    are_page_ids = False
-
-    def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator) -> None:
+    def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator, record_bytes: int) -> None:
         super().__init__(table, allocator)
         self.name = table.name
         self.index = index
+        self.record_bytes = record_bytes
+        self.copied_bytes = record_bytes
+        """Bytes of a record that cross between device and host."""
         self.whole = not table.reclaims
         self.max_quarantined = max(1, self.num_frames // QUARANTINE_SHARE)
         self.quarantined: deque[int] = deque()
@@ -59,6 +61,27 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         counts = {"free": self.num_free, "cached": cached, "moving": moving, "quarantined": quarantined}
         return {"total": self.num_frames, **counts}
 
+    @property
+    def num_read_ids(self) -> int:
+        """Page ids that cannot be allocated again at once, since a transfer reads their records."""
+        return 0
+
+    def withheld(self, moving: Ids) -> list[int]:
+        """Page ids that are not free and not those of pages, with the frames `moving` of transfers to the host."""
+        return []
+
+    def free_ids(self, pages: Ids) -> Ids:
+        """Of these freed pages, those whose ids can be allocated again now."""
+        return pages
+
+    def only_copies(self, pages: Ids) -> Ids:
+        """Those of these pages whose host frames are their only copies."""
+        return NO_PAGES
+
+    def num_savable(self, wanted: int, room: Callable[[int], int]) -> int:
+        """How many of `wanted` pages have room to be saved; `room` makes room for frames and returns their number."""
+        return room(wanted)
+
     def take(self, num_frames: int) -> Ids:
         """Allocate frames for a transfer, until they are bound or released. Raises OutOfPages, changing nothing."""
         size = self.allocator.page_size
@@ -70,18 +93,17 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
 
     def untake_for(self, frames: Ids) -> None:
         """Free frames of `take_for` that are not bound."""
-        self.untake(frames)
+        self.free_frames(frames)
 
-    def untake(self, frames: Ids) -> None:
-        """Free allocated frames without a page."""
+    def free_frames(self, frames: Ids) -> None:
         self.allocator.free_pages(frames)
 
     def untake_checked(self, frames: Ids, bad: Bools) -> None:
-        """As `untake`, for frames that no transfer reads; quarantines bad ones."""
-        self.untake(in_order(frames[~bad]))
+        """Free allocated frames without a page that no transfer reads; quarantine bad ones."""
+        self.free_frames(in_order(frames[~bad]))
         self.quarantined.extend(frames[bad].tolist())
         while len(self.quarantined) > self.max_quarantined:
-            self.untake(np.array([self.quarantined.popleft()], dtype=np.int32))
+            self.free_frames(np.array([self.quarantined.popleft()], dtype=np.int32))
 
     def good(self, pages: Ids) -> Bools:
         """Per page: whether it has a frame that is not known to be damaged."""
@@ -143,20 +165,26 @@ class PageIdGroup(HostGroup):
 
     are_page_ids = True
 
-    def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator, num_spare: int) -> None:
-        super().__init__(index, table, allocator)
+    def __init__(
+        self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator, record_bytes: int, num_spare: int
+    ) -> None:
+        super().__init__(index, table, allocator, record_bytes)
+        self.copied_bytes = 0
         self.max_quarantined = max(1, min(self.max_quarantined, num_spare))
         self._bad: set[int] = set()  # pages to quarantine when they are freed
 
     @property
-    def num_read(self) -> int:
-        """Pages whose records a transfer reads."""
+    def num_read_ids(self) -> int:
         return len(self._reads)
 
-    @property
-    def withheld(self) -> list[int]:
-        """Ids of freed pages that cannot be allocated again now."""
-        return [*self.quarantined, *self.still_read]
+    def withheld(self, moving: Ids) -> list[int]:
+        return [*self.quarantined, *self.still_read, *moving.tolist()]
+
+    def only_copies(self, pages: Ids) -> Ids:
+        return pages
+
+    def num_savable(self, wanted: int, room: Callable[[int], int]) -> int:
+        return wanted  # the frames are there
 
     def take_for(self, pages: Ids) -> Ids:
         return pages
@@ -173,7 +201,6 @@ class PageIdGroup(HostGroup):
         self.table.unbind(pages)
 
     def free_ids(self, pages: Ids) -> Ids:
-        """Of these freed pages, those whose ids can be allocated again now."""
         if not self._reads and not self._bad:
             return pages
         read, bad = (

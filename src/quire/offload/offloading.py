@@ -138,7 +138,7 @@ class Tiered(Offloading):
         loads = list(map(len, tiers.missing(pages[:far])))
         if tiers.is_too_much(loads):
             return Choice(near, "", declined_pages=far - near)
-        num_bytes = settings.copied_bytes(loads)
+        num_bytes = tiers.copied_bytes(loads)
         weighed = None if settings.always or not num_bytes else ((far - near) * self._page_size, num_bytes)
         if weighed is not None and not self._pays(*weighed):
             return Choice(near, "", declined_pages=far - near, weighed=weighed)
@@ -216,8 +216,8 @@ class Tiered(Offloading):
         return evicted
 
     def _withheld(self) -> list[int]:
-        ids = self.tiers.page_ids
-        return [*ids.withheld, *self.prefetcher.host_frames(ids.index).tolist()] if ids is not None else []
+        hosts = self.tiers.hosts
+        return [page for host in hosts for page in host.withheld(self.prefetcher.host_frames(host.index))]
 
     def _cancel(self, namespace: Namespace | None) -> None:
         self.tiers.cancel(namespace)
@@ -228,7 +228,7 @@ class Tiered(Offloading):
 
     @property
     def num_read_ids(self) -> int:
-        return self.tiers.page_ids.num_read if self.tiers.page_ids is not None else 0
+        return self.tiers.num_read_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +245,8 @@ class Offloads(OffloadFactory):
     def num_pages(self, plan: MemoryPlan) -> int:
         if self.tiers is None:
             return 0
-        if plan.hot is not None:
-            return self.tiers.host_frames[plan.hot.group] - plan.num_pages
+        for index in plan.groups_on_host:
+            return self.tiers.host_frames[index] - plan.num_pages
         frames = zip(self.tiers.host_frames, plan.groups, strict=True)
         whole = [count for count, group in frames if reach_of(group.reach, plan.page_size).whole]
         return max(whole or self.tiers.host_frames)

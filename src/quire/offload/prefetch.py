@@ -131,15 +131,15 @@ class Piece:
         for at, (host, places, frames) in enumerate(self.fetching):
             yield host, places, frames, np.array([(at, row) in suspect for row in range(len(frames))], dtype=np.bool_)
 
-    def page_ids(self, first: int, end: int) -> Ids | None:
-        """Host frames that are the ids of pages `first..end - 1`; None if no group has such frames."""
-        found = [(at, frames) for host, at, frames in self.fetching if host.are_page_ids]
-        return found[0][1][(found[0][0] >= first) & (found[0][0] < end)] if found else None
+    def page_ids(self) -> tuple[Places, Ids] | None:
+        """Places, and host frames that are the ids of their pages; None if no group has such frames."""
+        return next(((at, frames) for host, at, frames in self.fetching if host.are_page_ids), None)
 
     def cached_meanwhile(self, path: Ids) -> Places:
         """Places whose page on the path is not the one that a frame of the piece is the id of."""
-        found = [(at[at < len(path)], frames) for host, at, frames in self.fetching if host.are_page_ids]
-        return found[0][0][path[found[0][0]] != found[0][1][: len(found[0][0])]] if found else np.empty(0, np.int64)
+        at, ids = self.page_ids() or (np.empty(0, np.int64), NO_PAGES)
+        known: Places = at[at < len(path)]
+        return known[path[known] != ids[: len(known)]]
 
     def discard(self) -> None:
         """Free its frames."""
@@ -305,15 +305,18 @@ class Prefetch:
         first = new = self.hold.path.num_pages
         pages, tree = self.parts.pages, self.parts.tree
         if end > first:
-            taken = piece.page_ids(first, end)
+            fetched = piece.page_ids()
             try:
-                taken = pages.alloc_pages(end - first) if taken is None else taken
+                if fetched is None:
+                    taken = pages.alloc_pages(end - first)
+                else:
+                    taken = fetched[1][(fetched[0] >= first) & (fetched[0] < end)]
             except OutOfPages:
                 self.stopped = True
                 return first
             size = self.parts.plan.page_size
             inserted = tree.graft(self.hold.path, self.tokens[first * size : end * size], taken)
-            if len(inserted.duplicates) and self.tiers.page_ids is None:
+            if fetched is None and len(inserted.duplicates):
                 pages.free_pages(np.sort(inserted.duplicates))
             new = first + len(inserted.duplicates)
             self.tiers.have_copies(self.hold.path, first, inserted.pages, new)

@@ -82,13 +82,12 @@ class StoreHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """`host_frames` and `record_bytes` are by group; the device reads records of group `hosted` in place. The engine
-    closes `mover`, which has a store if `stores`; `health` records its answers. `always` loads and fetches even when
-    computing is faster. `peers` compute prompts for this engine."""
+    """`host_frames` and `record_bytes` are by group. The engine closes `mover`, which has a store if
+    `stores`; `health` records its answers. `always` loads and fetches even when computing is faster. `peers` compute
+    prompts for this engine."""
 
     host_frames: tuple[int, ...]
     record_bytes: tuple[int, ...]
-    hosted: int | None = None
     mover: Mover
     break_even: BreakEven
     write: WritePolicy = WritePolicy.THROUGH
@@ -102,12 +101,6 @@ class TierSettings:
     def num_bytes(self, counts: Iterable[int]) -> int:
         """Bytes of the records of so many frames, by group."""
         return sum(count * size for count, size in zip(counts, self.record_bytes, strict=True))
-
-    def copied_bytes(self, counts: Iterable[int]) -> int:
-        """Of these, the bytes that are copied between device and host."""
-        counts = tuple(counts)
-        in_place = 0 if self.hosted is None else counts[self.hosted] * self.record_bytes[self.hosted]
-        return self.num_bytes(counts) - in_place
 
 
 @dataclass(slots=True)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.states import GroupCache
-from quire.memory.allocator import PageIdFrames
 from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
@@ -60,8 +59,7 @@ class Tiering:
         self.names = parts.tree.names
         self.damaged = parts.damaged
         self.counters = TierCounters()
-        self.hosts = tuple(_host_group(parts, index, count) for index, count in enumerate(settings.host_frames))
-        self.page_ids = next((host for host in self.hosts if isinstance(host, PageIdGroup)), None)
+        self.hosts = tuple(_host_group(parts, settings, group) for group in parts.groups)
         self.deletion = StoreDeletion(settings.mover, self.names, parts.seconds)
         self.archiver = Archiver(settings, parts, self.hosts, self.counters, self.deletion)
         self.moving: dict[Transfer, Moving] = {}
@@ -94,6 +92,18 @@ class Tiering:
     def is_too_much(self, loads: Iterable[int]) -> bool:
         """Whether loading so many frames, by group, would leave a request too few to continue in, with its drafts."""
         return any(n and n + group.needs(1, 0) > group.num_frames for group, n in zip(self._groups, loads, strict=True))
+
+    def copied_bytes(self, counts: Iterable[int]) -> int:
+        """Bytes that are copied between device and host for so many pages, by group."""
+        return sum(count * host.copied_bytes for count, host in zip(counts, self.hosts, strict=True))
+
+    def _num_copied(self, part: GroupPages, num_frames: int) -> int:
+        return num_frames if self.hosts[part.group].copied_bytes else 0
+
+    @property
+    def num_read_ids(self) -> int:
+        """Page ids that cannot be allocated again at once when their pages are evicted."""
+        return sum(host.num_read_ids for host in self.hosts)
 
     @property
     def num_dropped(self) -> int:
@@ -133,12 +143,12 @@ class Tiering:
         for group, host in zip(self._groups, self.hosts, strict=True):
             at = self._lacks_copies(group, pages, ends)
             wanted.append(at[:0] if later and host.whole else at[at >= first])
-        wanted = worth_saving(wanted, self.settings, self._page_size)
+        wanted = worth_saving(wanted, self.copied_bytes(map(len, wanted)), self.settings, self._page_size)
         if not any(map(len, wanted)):
             return None
         lease = self._tree.pin(node)
         fits = [
-            at if host.are_page_ids else at[: self.host_room(host, len(at))]
+            at[: host.num_savable(len(at), partial(self.host_room, host))]
             for host, at in zip(self.hosts, wanted, strict=True)
         ]
         both = [(at, len(fit)) for at, fit, host in zip(wanted, fits, self.hosts, strict=True) if host.whole]
@@ -241,7 +251,9 @@ class Tiering:
         self._unsaved.removed(len(pages))
         self.archiver.removed(pages)
         self.on_host.unmark(pages, State.FETCHED)
-        return pages if self.page_ids is None else self.page_ids.free_ids(pages)
+        for host in self.hosts:
+            pages = host.free_ids(pages)
+        return pages
 
     # -- reading for peers
 
@@ -302,18 +314,15 @@ class Tiering:
 
     def check_records(self, node: Node, pages: Ids) -> None:
         """Check the records of pages of a leased path that came to the device without a load, as a load does."""
-        if self.page_ids is None:
-            return
-        frames = self._groups[self.page_ids.index].frames
-        assert isinstance(frames, PageIdFrames)
-        unchecked, frames.unchecked = np.concatenate([NO_PAGES, *frames.unchecked]), []
-        if not len(unchecked):
-            return
-        at = np.flatnonzero(np.isin(pages, unchecked))
-        part = GroupPages(self.page_ids.index, pages[at], at, pages[at], pages[at])
-        if self._submit(Lane.LOAD, self._tree.pin(node), [part]) is None:
-            self._groups[part.group].restore(part.pages)
-            self._damaged_at(node, part.pages)
+        for group in self._groups:
+            unchecked = group.frames.take_unchecked()
+            if not len(unchecked):
+                continue
+            at = np.flatnonzero(np.isin(pages, unchecked))
+            part = GroupPages(group.index, pages[at], at, pages[at], pages[at])
+            if self._submit(Lane.LOAD, self._tree.pin(node), [part]) is None:
+                group.restore(part.pages)
+                self._damaged_at(node, part.pages)
 
     def _damaged_at(self, node: Node, pages: Ids) -> None:
         """Records of these pages of a path are damaged, and there are no other copies."""
@@ -346,7 +355,7 @@ class Tiering:
 
     def wait(self) -> bool:
         """Wait a little for a transfer that prevents eviction, or delete damaged paths; False if there are none."""
-        is_moving = self.moving or (self.page_ids is not None and self.page_ids.num_read)
+        is_moving = self.moving or self.num_read_ids
         return bool(self._delete_damaged() or self._ended or (is_moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
@@ -381,7 +390,7 @@ class Tiering:
             self.counters.saved_bytes += move.moved_bytes
             for part in moving.parts:
                 bound = self.bind(part, moving.hold.path)
-                self.counters.saved_frames += len(bound) if part.group != self.settings.hosted else 0
+                self.counters.saved_frames += self._num_copied(part, len(bound))
             self.archiver.archive(moving.hold.path.node)
         else:
             self.counters.failed_moves += not move.is_whole
@@ -415,8 +424,7 @@ class Tiering:
         if move.is_whole:
             self.break_even.moved(Lane.LOAD, move.moved_bytes, move.seconds)
             self.counters.loaded_bytes += move.moved_bytes
-            copied = [part for part in moving.parts if part.group != self.settings.hosted]
-            self.counters.loaded_frames += sum(len(part.pages) for part in copied)
+            self.counters.loaded_frames += sum(self._num_copied(part, len(part.pages)) for part in moving.parts)
             self._holds.release(moving.hold)
             return
         self.counters.failed_moves += 1
@@ -426,7 +434,7 @@ class Tiering:
             self.counters.corrupt("host", defects)
             self.hosts[part.group].damage(part.pages[wrong])
             here = sum(defect == GOOD for defect in defects)  # the first ones, which are on the device
-            self.counters.loaded_frames += here if part.group != self.settings.hosted else 0
+            self.counters.loaded_frames += self._num_copied(part, here)
             bad.append(part.pages[here:])
             places += part.at[here:].tolist()
         self.damaged.mark(np.unique(np.concatenate(bad)))
@@ -461,7 +469,7 @@ class Tiering:
     def _submit(self, lane: Lane, lease: Lease, parts: list[GroupPages]) -> Transfer | None:
         """Start a transfer. Returns None, with its frames freed, if the lane refuses."""
         saves = lane is Lane.SAVE
-        move = transfer_of(lane, parts, self.names.scope(lease.node.namespace), self.names, self.settings)
+        move = transfer_of(lane, parts, self.names.scope(lease.node.namespace), self.names, self.hosts)
         if not self.mover.submit(move):
             self.counters.refused_moves += 1
             for part in parts:
@@ -488,12 +496,14 @@ class Tiering:
         return moving
 
 
-def _host_group(parts: CacheParts, index: int, num_frames: int) -> HostGroup:
-    table, size = parts.frames.of(Tier.HOST, index), parts.plan.page_size
-    if index != parts.frames.hosted:
-        return HostGroup(index, table, HostTokenToKVPoolAllocator(num_frames * size, size, name=table.name))
+def _host_group(parts: CacheParts, settings: TierSettings, group: GroupCache) -> HostGroup:
+    index, table, size = group.index, parts.frames.of(Tier.HOST, group.index), parts.plan.page_size
+    num_frames, record_bytes = settings.host_frames[index], settings.record_bytes[index]
+    if not group.frames.are_page_ids:
+        allocator = HostTokenToKVPoolAllocator(num_frames * size, size, name=table.name)
+        return HostGroup(index, table, allocator, record_bytes)
     assert isinstance(parts.pages, HostTokenToKVPoolAllocator) and num_frames == parts.pages.num_pages
-    return PageIdGroup(index, table, parts.pages, num_frames - parts.plan.num_pages)
+    return PageIdGroup(index, table, parts.pages, record_bytes, num_frames - parts.plan.num_pages)
 
 
 def _runs(places: np.ndarray) -> list[tuple[int, int]]:
@@ -502,13 +512,15 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts) if len(run)]
 
 
-def worth_saving(places: Sequence[np.ndarray], settings: TierSettings, page_size: int) -> list[np.ndarray]:
-    """The places of a path, by group, to copy to the host: all if loading them, which takes as long as saving, would be
-    faster than computing them, or if a store needs them; the first few if the speed is unknown."""
+def worth_saving(
+    places: Sequence[np.ndarray], num_bytes: int, settings: TierSettings, page_size: int
+) -> list[np.ndarray]:
+    """The places of a path, by group, to copy to the host, which are `num_bytes`: all if loading them, which takes as
+    long as saving, would be faster than computing them, or if a store needs them; the first few if the speed is
+    unknown."""
     if settings.always or settings.stores:
         return list(places)
     even, most = settings.break_even, max(map(len, places))
-    num_bytes = settings.copied_bytes(map(len, places))
     if not num_bytes or not even.decide(Lane.SAVE, most * page_size, num_bytes):
         most = 0
     elif not even.knows(Lane.SAVE):
