@@ -138,8 +138,9 @@ class Piece:
     def cached_meanwhile(self, path: Ids) -> Places:
         """Places whose page on the path is not the one that a frame of the piece is the id of."""
         at, ids = self.page_ids() or (np.empty(0, np.int64), NO_PAGES)
-        known: Places = at[at < len(path)]
-        return known[path[known] != ids[: len(known)]]
+        known = at[at < len(path)]
+        others: Places = known[path[known] != ids[: len(known)]]
+        return others
 
     def discard(self) -> None:
         """Free its frames."""
