@@ -1,8 +1,11 @@
-"""Parameters of tests: all combinations where there is time, and else so few that every value occurs."""
+"""Parameters of tests: all combinations where there is time, and else so few that every value occurs. Many quick cases
+are a loop in one test, as pytest takes longer for a test than such a case does."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
 from itertools import product
 from typing import Any
 
@@ -28,3 +31,33 @@ def covering(most: int | None = None, /, **axes: Iterable[Any]) -> pytest.MarkDe
         for place in product(*(range(len(axis)) for axis in values))
     ]
     return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def each_of(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `pytest.mark.parametrize`, but all cases are one test. All of them run, and each that fails is named. Fixtures
+    are those of the one test, so what a case changes of them the next one sees."""
+    every = list(cases)
+    singles = (names,) if isinstance(names, str) else names
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        @wraps(check)
+        def run(*arguments: Any, **fixtures: Any) -> None:
+            failed: list[Exception] = []
+            for case in every:
+                values = dict(zip(singles, (case,) if isinstance(names, str) else case, strict=True))
+                try:
+                    check(*arguments, **fixtures, **values)
+                except Exception as error:
+                    error.add_note(f"in the case {values}")
+                    failed.append(error)
+            assert every, "there is no case"
+            if failed:
+                raise ExceptionGroup(f"{len(failed)} of {len(every)} cases", failed)
+
+        given = inspect.signature(check)
+        others = [parameter for name, parameter in given.parameters.items() if name not in singles]
+        run.__signature__ = given.replace(parameters=others)  # type: ignore[attr-defined]
+        del run.__wrapped__  # type: ignore[attr-defined]  # pytest would look at its parameters
+        return run
+
+    return decorate

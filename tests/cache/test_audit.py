@@ -13,6 +13,7 @@ from quire.errors import AuditFailure
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Tier
 from quire.testing import small_plan
+from tests.covering import each_of
 
 
 def a_cache() -> tuple[KVCache, Any]:
@@ -178,7 +179,7 @@ BREAKS: list[tuple[Callable[[KVCache, Any], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("breaks", "message"), BREAKS, ids=[breaks.__name__ for breaks, _ in BREAKS])
+@each_of(("breaks", "message"), BREAKS)
 def test_a_broken_law_is_named(breaks: Callable[[KVCache, Any], None], message: str) -> None:
     cache, kv = a_cache()
     breaks(cache, kv)

@@ -15,6 +15,7 @@ from quire.errors import OutOfPages
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
 from quire.testing.choices import Choices
+from tests.covering import each_of
 
 
 @pytest.fixture(autouse=True, params=[4, 1 << 15])
@@ -71,7 +72,7 @@ def test_a_cache_that_is_well_passes(seed: int) -> None:
             assert done.pages >= life.cache.tree.num_pages and done.pieces >= 4
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_of("seed", range(20))
 def test_changes_between_pieces_are_no_faults(seed: int) -> None:
     life = Life(seed, num_pages=40)
     ended = whole = 0

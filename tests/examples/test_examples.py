@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.server import server_process
+from tests.covering import each_of
 from tests.examples.generated_sections import DOCUMENTS, ROOT, SECTIONS, document_with, generated
 from tests.examples.shown_outputs import PLANS, output_of
 from tests.programs import run_program
@@ -121,7 +122,7 @@ def test_generated_sections(name: str) -> None:
     assert text == generated(name, text)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_of("document", DOCUMENTS)
 def test_what_documents_name_exists(document: Path) -> None:
     """Relative links, and paths in code quotes: from the root, from src/quire, or from the document's folder."""
     text = document.read_text(encoding="utf-8")

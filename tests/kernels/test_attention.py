@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.errors import UnsupportedModel
 from quire.kernels import segments
 from quire.kernels.batch import PagedBatch
+from tests.covering import each_of
 from tests.kernels.paged_case import PagedCase, Shape, both_backends  # noqa: F401
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -138,9 +139,9 @@ FOUR_WIDE = [-1, *(row - 4 if row > 4 else 0 for row in range(1, 13))]  # three 
 CHAIN = list(range(-1, 8))
 
 
-@pytest.mark.parametrize("past", [3, 60, 130, 300])
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-@pytest.mark.parametrize("tree", [BINARY, FOUR_WIDE, CHAIN], ids=["binary", "four wide", "chain"])
+@each_of("past", [3, 60, 130, 300])
+@each_of("page_size", [1, 4, 16, 64])
+@each_of("tree", [BINARY, FOUR_WIDE, CHAIN])
 def test_a_draft_sees_the_past_and_the_drafts_it_follows(tree, page_size, past):
     """Three sequences with different pasts; also within a window, where a position is a depth."""
     mix = [(past + extra + len(tree), len(tree)) for extra in (0, 1, 37)]

@@ -17,6 +17,7 @@ from quire.errors import InvalidInput
 from quire.kernels.codec import decode, encode
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layout import DType
+from tests.covering import each_of
 
 ROW_FP8 = KVFormat(name="row", storage=DType.FLOAT8_E4M3, bits=8, block=128, scale=DType.FLOAT32)
 COMPRESSED_FP8 = KVFormat(name="compressed", storage=DType.FLOAT8_E4M3, bits=8, block=64, scale=DType.UINT8)
@@ -302,7 +303,7 @@ def test_denormals_survive_down_to_the_smallest_scale(name: str, least: float) -
     assert not round_trip(values / 8, FORMATS[name]).any()
 
 
-@pytest.mark.parametrize("step", range(1, 60))
+@each_of("step", range(1, 60))
 def test_no_small_scale_of_nvfp4_costs_more_than_a_fifth(step: int) -> None:
     """Largest numbers around the subnormal scales, where a nearest scale would be zero or lose a third."""
     values = torch.zeros(16)
@@ -336,9 +337,9 @@ def test_a_number_no_scale_can_hold_makes_its_block_nan_and_no_other(name: str, 
 # -- shapes
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, 2 * WIDTH), (0, WIDTH), (4, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each_of("name", FORMATS)
+@each_of("shape", [(WIDTH,), (5, WIDTH), (2, 3, 2 * WIDTH), (0, WIDTH), (4, 0)])
+@each_of("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_result_takes_the_bytes_of_its_format(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     kv_format = FORMATS[name]
     stored, scales = encode(torch.ones(shape, dtype=dtype), kv_format)

@@ -12,6 +12,7 @@ from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.planner import AttentionPlanner
 from quire.models.forward import paged_field
 from quire.spec.kv_format import KV_FORMATS
+from tests.covering import each_of
 from tests.kernels.paged_case import PagedCase, Shape, both_backends  # noqa: F401
 from tests.kernels.stored_case import (
     ENCODED,
@@ -45,12 +46,12 @@ def test_padding_may_share_the_sink():
     assert pool[0, 0].item() in (1.0, 2.0)
 
 
-@pytest.mark.parametrize("seed", range(4 * len(FORMATS)))
+@each_of("seed", range(4 * len(FORMATS)))
 def test_any_writes_reads_and_copies(seed):
     check_stored(seed)
 
 
-@pytest.mark.parametrize("seed", range(2 * len(FORMATS)))
+@each_of("seed", range(2 * len(FORMATS)))
 def test_rows_in_records_of_host_memory_are_the_same(seed):
     check_stored(seed, hosted=True)
 
@@ -115,9 +116,9 @@ def attend(case: PagedCase, keys: PagedField, values: PagedField, new: tuple[Ten
     return paged_attention(case.query, key, value, KVFields(keys, values), case.batch, scale=0.02, **options)
 
 
-@pytest.mark.parametrize("name", ENCODED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 100])
+@each_of("name", ENCODED)
+@each_of("dtype", [torch.float32, torch.bfloat16])
+@each_of("window", [0, 100])
 def test_attention_equals_that_over_what_was_stored(name, dtype, window, both_backends):  # noqa: F811
     """Encoded pools give what plain pools of the decoded numbers give, of new tokens and of old ones: bit for bit by
     torch's operators. The native kernel adds in another order, and does not round decoded numbers to bfloat16."""

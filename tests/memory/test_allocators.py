@@ -11,6 +11,7 @@ from quire.memory.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from tests.covering import each_of
 
 PAGE_SIZES = (1, 2, 3, 4, 16, 64, 256)
 
@@ -117,8 +118,8 @@ def test_running_out_changes_nothing(page_size: int, need_sort: bool) -> None:
     assert allocator.alloc(2 * page_size).tolist() == list(range(2 * page_size, 4 * page_size))
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("slot", ["again", "padding", "negative", "beyond", "far beyond"])
+@each_of("page_size", PAGE_SIZES)
+@each_of("slot", ["again", "padding", "negative", "beyond", "far beyond"])
 def test_a_wrong_free_changes_nothing(page_size: int, slot: str) -> None:
     allocator = make(page_size, 4)
     mine = allocator.alloc(3 * page_size)

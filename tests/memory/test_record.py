@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.memory.record import HEADER_BYTES, RecordFormat, Rows, check_record
 from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.record_size import record_stride
+from tests.covering import each_of
 
 KEY = bytes(range(100, 132))
 
@@ -86,7 +87,7 @@ _DEFECT_OF_BYTE = ["magic"] * 4 + ["group"] * 2 + ["magic"] * 2 + ["length"] * 8
 _DEFECT_OF_BYTE += ["key"] * 16 + ["digest"] * 16
 
 
-@pytest.mark.parametrize("byte", range(HEADER_BYTES + 200))
+@each_of("byte", range(HEADER_BYTES + 200))
 def test_every_bit_counts(byte: int) -> None:
     """One bit after another: what is wrong is named by where it is, and the record alone says that it is not whole."""
     form = RecordFormat(2, b"layout of sixtee", 200)

@@ -39,6 +39,7 @@ from quire.spec.kv_format import KV_FORMATS, KVFormat, plain_format
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, StateCall
 from quire.spec.layout import DType
 from quire.spec.model import Layer, ModelSpec
+from tests.covering import each_of
 from tests.tiny_hybrids import HYBRIDS, build_hybrid, published
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 
@@ -130,8 +131,8 @@ def plan_of(name: str, **changes: Any) -> Plan:
 # -- the plan and its pools
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@each_of("kv_dtype", KV_DTYPES)
+@each_of("name", FAMILIES)
 def test_pools_take_the_bytes_that_were_planned(name: str, kv_dtype: str) -> None:
     if kv_dtype == "mxfp8" and "index_topk" in HYBRIDS.get(name, {}):
         with pytest.raises(InvalidInput, match="sparse and compressed latents have no rows of mxfp8"):
@@ -170,12 +171,12 @@ def too_narrow(name: str, kv_dtype: str) -> int | None:
     return next((width for width in widths if width % block), None)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@each_of("name", HYBRIDS)
 def test_the_planner_chooses_a_page_that_fits(name: str) -> None:
     assert plan_of(name, page_size=None).page_size == page_size(name)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in COMPRESSED])
+@each_of("name", [name for name in FAMILIES if name not in COMPRESSED])
 def test_a_page_costs_what_transformers_caches_for_its_tokens(name: str) -> None:
     """Compressors keep whole blocks: they are compared part by part below."""
     size = page_size(name)
@@ -231,12 +232,12 @@ def as_transformers(layer: Layer, name: str) -> Shapes:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in COMPRESSED])
+@each_of("name", [name for name in FAMILIES if name not in COMPRESSED])
 def test_each_layer_keeps_what_transformers_caches_in_it(name: str) -> None:
     assert tuple(as_transformers(layer, name) for layer in built(name).spec.layers) == built(name).cached
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@each_of("name", HYBRIDS)
 def test_the_published_spelling_reads_as_what_transformers_writes(name: str) -> None:
     read, written = ModelSpec.from_config(published(name)), built(name).spec
     assert read.layers == written.layers
@@ -339,7 +340,7 @@ def bytes_held_by_every_rank(layer: Shapes, name: str, tp: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in COMPRESSED])
+@each_of("name", [name for name in FAMILIES if name not in COMPRESSED])
 def test_two_ranks_share_all_but_what_has_one_head(name: str) -> None:
     spec, size = built(name).spec, page_size(name)
     one = bytes_over_ranks(spec, size, 1)
@@ -355,7 +356,7 @@ def test_ranks_all_hold_compressed_latents() -> None:
     assert bytes_over_ranks(spec, 128, 2) == 2 * bytes_over_ranks(spec, 128, 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_of("name", FAMILIES)
 def test_three_ranks_are_refused_where_heads_do_not_divide(name: str) -> None:
     counts = {
         shape[0]

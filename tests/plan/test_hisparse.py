@@ -26,6 +26,7 @@ from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HiSparseConfig
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import read_weights
+from tests.covering import each_of
 from tests.tiny_latents import LATENTS
 
 GIB = 2**30
@@ -42,9 +43,9 @@ def plan_of(name: str, hisparse: dict[str, Any] | None = None, **options: Any) -
     return make_plan(spec_named(name), PlanSettings(**{"kv_memory": 40 * GIB, "hisparse": config, **options}))
 
 
-@pytest.mark.parametrize("name", DSA)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("hisparse", [{}, {"host_to_device_ratio": 4}, {"device_buffer_size": 2048}])
+@each_of("name", DSA)
+@each_of("page_size", [1, 16, 64])
+@each_of("hisparse", [{}, {"host_to_device_ratio": 4}, {"device_buffer_size": 2048}])
 def test_what_is_built_is_what_is_planned(name: str, page_size: int, hisparse: dict[str, Any]) -> None:
     plan = plan_of(name, hisparse, page_size=page_size, context=65_536)
     memory = plan.memory

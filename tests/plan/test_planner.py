@@ -43,6 +43,7 @@ from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import read_weights
 from quire.testing import small_plan
+from tests.covering import each_of
 from tests.plan.check import random_case, spec_of
 
 GIB = 2**30
@@ -73,7 +74,7 @@ def test_all_published_configurations_are_there() -> None:
 
 
 @needs_shared
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@each_of("path", CONFIGS)
 def test_a_published_configuration_plans(path: Path) -> None:
     config = json.loads(path.read_text())
     spec = ModelSpec.from_config(config)
@@ -86,7 +87,7 @@ def test_a_published_configuration_plans(path: Path) -> None:
     assert explain(plan) and plan_as_dict(plan)["pools"]
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@each_of("name", CATALOGUE)
 def test_a_catalogue_model_plans(name: str) -> None:
     plan = plan_of(name, kv_memory=256 * GIB, context=1024)
     assert device_total(plan) == 256 * GIB

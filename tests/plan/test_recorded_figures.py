@@ -31,6 +31,7 @@ from quire.spec.catalogue import CATALOGUE
 from quire.spec.kv_format import plain_format
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
+from tests.covering import each_of
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 FIGURES = DATA / "kv_log_figures.csv"
@@ -287,7 +288,7 @@ def test_a_row_is_listed_as_off_only_where_it_is() -> None:
     assert wrong == OFF.keys()
 
 
-@pytest.mark.parametrize("key", ROWS, ids=lambda key: f"{key[0]}-{key[1]}")
+@each_of("key", ROWS)
 def test_the_printed_tokens_take_the_printed_bytes(key: tuple[str, int]) -> None:
     plan = plan_at_printed_tokens(key)
     assert tokens_of(key, plan) == key[1]  # whole pages, so nothing was cut
@@ -299,7 +300,7 @@ def test_the_printed_tokens_take_the_printed_bytes(key: tuple[str, int]) -> None
     assert printed(key).gib / (size / GIB) == pytest.approx(OFF[key].ratio, abs=0.0005)
 
 
-@pytest.mark.parametrize("key", ROWS, ids=lambda key: f"{key[0]}-{key[1]}")
+@each_of("key", ROWS)
 def test_the_printed_bytes_hold_the_printed_tokens(key: tuple[str, int]) -> None:
     """Where a log is off, its true bytes do. Pools that were not printed get what they take at the printed tokens."""
     at_tokens = plan_at_printed_tokens(key)
@@ -309,7 +310,7 @@ def test_the_printed_bytes_hold_the_printed_tokens(key: tuple[str, int]) -> None
     assert tokens_of(key, plan) == pytest.approx(key[1], rel=TOLERANCE if key in OFF else printed(key).relative)
 
 
-@pytest.mark.parametrize("key", ROWS, ids=lambda key: f"{key[0]}-{key[1]}")
+@each_of("key", ROWS)
 def test_a_token_has_the_recorded_price(key: tuple[str, int]) -> None:
     """The price that was computed beside the figure; where it has two pools, their sum is checked above."""
     row = recorded()[key]

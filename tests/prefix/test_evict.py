@@ -10,6 +10,7 @@ from quire.errors import InvalidInput
 from quire.prefix.evict import POLICIES, Order, eviction_policy, register_eviction
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
+from tests.covering import each_of
 
 NAMESPACE = Namespace()
 
@@ -189,8 +190,8 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         eviction_policy("lrru")
 
 
-@pytest.mark.parametrize("count", [200, 300, 1025])
-@pytest.mark.parametrize("policy", POLICIES)
+@each_of("count", [200, 300, 1025])
+@each_of("policy", POLICIES)
 def test_whatever_is_evictable_is_evicted_when_asked_for(policy: str, count: int) -> None:
     """Also where the first eviction comes after more leaves than a policy holds runs of."""
     tree = tree_with(policy)

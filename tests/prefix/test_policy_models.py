@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 
 from quire.prefix.evict import eviction_policy
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
+from tests.covering import each_of
 
 ROOM = 6
 NAMESPACE = Namespace()
@@ -68,7 +68,7 @@ def check_policy(name: str, seed: int) -> None:
     assert evictions > 50 and hits > 50
 
 
-@pytest.mark.parametrize("name", KEYS)
-@pytest.mark.parametrize("seed", range(3))
+@each_of("name", KEYS)
+@each_of("seed", range(3))
 def test_a_policy_evicts_what_its_model_does(name: str, seed: int) -> None:
     check_policy(name, seed)

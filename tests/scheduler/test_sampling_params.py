@@ -8,9 +8,10 @@ import pytest
 
 from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams, eos_or_stop
+from tests.covering import each_of
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("field", "value"),
     [
         ("n", 0),

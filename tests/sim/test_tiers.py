@@ -21,7 +21,7 @@ from quire.sim.trace import Trace, open_trace
 from quire.sim.workloads import WORKLOADS
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
-from tests.covering import covering, few
+from tests.covering import covering, each_of, few
 from tests.sim.replays import HYBRIDS, replay_of, requests
 
 FAST = CostModel.from_flags(prefill_rate=30_000, decode_ms=6, key_ns=1)
@@ -122,9 +122,9 @@ def test_sessions_come_back_from_storage_where_the_host_is_small() -> None:
     assert without.first_token_seconds((50,))[0] >= 3 * beside.first_token_seconds((50,))[0]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("write", WritePolicy)
-@pytest.mark.parametrize("groups", HYBRIDS)
+@each_of("overlap", [False, True])
+@each_of("write", WritePolicy)
+@each_of("groups", HYBRIDS)
 def test_what_comes_back_is_what_was_there(groups: str, write: WritePolicy, overlap: bool) -> None:
     """Every page that a step reads is compared with what it must hold, and all laws of the cache are checked."""
     tiers = SimulatedTiers(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire.spec.catalogue import CATALOGUE, CatalogueModel, catalogue_model, close_names
+from tests.covering import each_of
 
 CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "configs"
 
@@ -88,7 +89,7 @@ RECORDED = [model for model in CATALOGUE.values() if recorded(model).exists()]
 
 @pytest.mark.skipif(not CONFIGS.exists(), reason="no recorded configurations: shared/data is not beside the repo")
 class TestAgainstRecordedFiles:
-    @pytest.mark.parametrize("model", RECORDED, ids=lambda model: model.name)
+    @each_of("model", RECORDED)
     def test_every_field_is_the_published_one(self, model: CatalogueModel) -> None:
         config = json.loads(recorded(model).read_text())
         ours = dict(model.config)
@@ -100,9 +101,7 @@ class TestAgainstRecordedFiles:
         for field in ours.keys() - unstated:
             assert within(ours[field], theirs[field]), f"{field}: {ours[field]} here, {theirs[field]} in the file"
 
-    @pytest.mark.parametrize(
-        "model", [model for model in RECORDED if model.name not in REQUANTISED], ids=lambda model: model.name
-    )
+    @each_of("model", [model for model in RECORDED if model.name not in REQUANTISED])
     def test_a_quantised_file_makes_a_quantised_entry(self, model: CatalogueModel) -> None:
         stated = published(json.loads(recorded(model).read_text()), "quantization_config")
         assert ("quantization_config" in model.config) == (stated is not MISSING)
@@ -121,7 +120,7 @@ def test_names() -> None:
     assert not set(hubs) & set(CATALOGUE)
 
 
-@pytest.mark.parametrize("model", CATALOGUE.values(), ids=lambda model: model.name)
+@each_of("model", CATALOGUE.values())
 def test_every_entry_is_a_json_object_with_the_common_fields(model: CatalogueModel) -> None:
     config = json.loads(json.dumps(model.config))
     assert config == model.config

@@ -10,6 +10,7 @@ from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, LayerField, StateCall, fp8_row
 from quire.spec.layout import DType, scales_of
 from quire.spec.model import ModelSpec
+from tests.covering import each_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -41,8 +42,8 @@ def parts_of(call: Call, name: str) -> dict[str, LayerField]:
     return {part.name: part for part in call.parts(kv_format, DType.BFLOAT16)}
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("name", ["auto", *KV_FORMATS])
+@each_of("kind", CALLS)
+@each_of("name", ["auto", *KV_FORMATS])
 def test_numbers_and_scales_belong_together(kind: str, name: str) -> None:
     """An encoded field holds vectors of whole blocks and has as many scales, in the format's type; others have none."""
     if kind in ("sparse latent", "compressed") and name not in ROWS:

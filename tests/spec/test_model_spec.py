@@ -10,6 +10,7 @@ import pytest
 from quire.errors import InvalidInput, UnsupportedModel
 from quire.spec.layout import DType
 from quire.spec.model import AttentionCall, ModelSpec
+from tests.covering import each_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,7 +103,7 @@ def test_windows_by_convention(changes, expected):
     assert windows(**{"sliding_window": 512, **changes}) == expected
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("changes", "said"),
     [
         ({"kv_lora_rank": 512}, "has no 'qk_rope_head_dim'"),

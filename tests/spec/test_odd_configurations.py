@@ -15,7 +15,7 @@ from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
 from quire.spec.model import ModelSpec
 from quire.spec.weights import read_weights
-from tests.covering import few
+from tests.covering import each_of, few
 
 ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 10**30, 0.5, 128.0, math.nan, math.inf, -math.inf, "", "128", "abc", [], [1], {},
@@ -48,7 +48,7 @@ def test_odd_values_in_any_field(name: str) -> None:
             check({**config, field: odd})
 
 
-@pytest.mark.parametrize("odd", [*ODD, [], "text"], ids=repr)
+@each_of("odd", [*ODD, [], "text"])
 def test_what_is_no_configuration(odd: Any) -> None:
     with pytest.raises(UnsupportedModel):
         ModelSpec.from_config(odd)

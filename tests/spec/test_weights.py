@@ -18,6 +18,7 @@ from quire.spec.config_reader import ConfigReader
 from quire.spec.layout import DType
 from quire.spec.weights import WeightEstimate, read_weights
 from quire.spec.weights.estimate import LayerWeights
+from tests.covering import each_of
 from tests.tiny_models import _SIZES, ARCHITECTURES
 
 CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "configs"
@@ -108,7 +109,7 @@ PUBLISHED = {
 
 
 @needs_configs
-@pytest.mark.parametrize("name", FILES)
+@each_of("name", FILES)
 def test_every_real_configuration_is_estimated(name: str) -> None:
     if name in REFUSED:
         with pytest.raises(UnsupportedModel, match=REFUSED[name]):
@@ -120,7 +121,7 @@ def test_every_real_configuration_is_estimated(name: str) -> None:
 
 
 @needs_configs
-@pytest.mark.parametrize("name", PUBLISHED)
+@each_of("name", PUBLISHED)
 def test_totals_are_the_published_sizes(name: str) -> None:
     assert estimate(real(name)).num_parameters == pytest.approx(PUBLISHED[name], rel=0.02)
 
@@ -301,7 +302,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of("name", TINY)
 def test_tiny_models_have_the_parameters_of_transformers(name: str) -> None:
     """Within 2 %: in a model 64 wide, biases and vectors are that many."""
     model = build({key: value for key, value in TINY[name].items() if value is not None or key == "pad_token_id"})

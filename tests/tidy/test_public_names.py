@@ -14,6 +14,7 @@ import pytest
 
 import quire
 from quire.testing import small_plan
+from tests.covering import each_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in quire.__all__ if name != "__version__"]
@@ -35,7 +36,7 @@ def test_what_is_listed_checked_and_loaded_is_the_same() -> None:
         _ = quire.KVCash
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_a_public_name_has_a_docstring_and_types(name: str) -> None:
     """Of classes, every public method of their own too."""
     found = getattr(quire, name)

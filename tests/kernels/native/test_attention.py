@@ -10,6 +10,7 @@ import torch
 from quire.kernels import backend
 from quire.kernels.native import library
 from quire.kernels.native.library import Native, build, native, sources
+from tests.covering import each_of
 from tests.kernels.native.emulated_pairs import with_pairs
 from tests.kernels.native.native_case import check_narrow, check_native
 from tests.kernels.paged_case import PagedCase, Shape
@@ -17,14 +18,14 @@ from tests.kernels.paged_case import PagedCase, Shape
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().reason)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("seed", range(24))
+@each_of("threads", [1, 3])
+@each_of("seed", range(24))
 def test_every_kind_of_step_equals_the_reference(seed, threads):
     check_native(seed, threads)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("seed", range(15))
+@each_of("threads", [1, 3])
+@each_of("seed", range(15))
 def test_steps_in_bfloat16_are_as_close_as_their_numbers(seed, threads):
     check_narrow(seed, threads)
 

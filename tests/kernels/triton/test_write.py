@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels.fields import PagedField
 from quire.models.forward import paged_field
+from tests.covering import each_of
 from tests.kernels.stored_case import ENCODED, FORMATS, FRAMES, PAGE, WIDTH, pool_of
 from tests.kernels.triton.triton_case import mend_bfloat16
 
@@ -44,8 +45,8 @@ def edges(count: int, dtype: torch.dtype) -> torch.Tensor:
     return rows.clamp(-largest, largest).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", list(FORMATS))
+@each_of("dtype", DTYPES)
+@each_of("name", list(FORMATS))
 def test_rows_and_scales_are_bit_equal(name, dtype):
     check_write(name, dtype)
 
