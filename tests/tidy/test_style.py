@@ -151,16 +151,20 @@ def _is_told_by_its_class(scope: ast.Module | ast.ClassDef, node: ast.AST) -> bo
 
 
 @cache
-def _classes() -> dict[str, ast.ClassDef]:
-    return {node.name: node for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
+def _classes() -> dict[str, list[ast.ClassDef]]:
+    found: dict[str, list[ast.ClassDef]] = {}
+    for node in (node for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
+        found.setdefault(node.name, []).append(node)
+    return found
 
 
 def _documented_by_bases(scope: ast.ClassDef) -> set[str]:
     """Names of methods with a docstring in a base class of `scope`, in one of its bases, or in the class whose methods
     it says that it has."""
-    names = [base.id for base in scope.bases if isinstance(base, ast.Name)]
+    plain = [base.value if isinstance(base, ast.Subscript) else base for base in scope.bases]
+    names = [base.id for base in plain if isinstance(base, ast.Name)]
     names += re.findall(r"[Mm]ethods are those of `(\w+)`", ast.get_docstring(scope) or "")
-    bases = [_classes()[name] for name in names if name in _classes()]
+    bases = [base for name in names for base in _classes().get(name, ())]
     own = {item.name for base in bases for item in base.body if isinstance(item, Function) and ast.get_docstring(item)}
     return own.union(*map(_documented_by_bases, bases))
 
