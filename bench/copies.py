@@ -31,7 +31,8 @@ from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES
-from quire.plan.budget import format_bytes, parse_bytes
+from quire.plan.budget import format_bytes
+from quire.settings.setting import parse_bytes
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.layout import DType, Field, PageLayout

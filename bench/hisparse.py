@@ -37,8 +37,9 @@ from dsa_model import build
 from quire.cli.planned_model import planned_model
 from quire.engine.llm import LLM
 from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.scheduler.sampling_params import SamplingParams
 from quire.sim.selections import Selections, drifting_selections, lru_hits, optimal_hits
 from quire.sparse.hot_slots import HotSlots
@@ -90,7 +91,9 @@ def capacity() -> Iterator[dict[str, Any]]:
     """Requests of a context of 8 buffers and more in the same bytes of device memory."""
     spec = planned_model(MODEL).spec
     for context in (32768, 131072):
-        settings = PlanSettings(kv_memory=40 * 2**30, context=context, hisparse=HiSparseConfig(device_buffer_size=4096))
+        settings = PlanSettings(
+            kv_memory=40 * 2**30, max_model_len=context, hisparse=HiSparseConfig(device_buffer_size=4096)
+        )
         plan = make_plan(spec, settings)
         gain = hisparse_gain(plan, lambda settings: make_plan(spec, settings), hisparse_costs(plan))
         hot, before = gain.requests, gain.resident_requests

@@ -32,7 +32,6 @@ from torch import Tensor
 from quire.cli.command import command
 from quire.engine.config import EngineConfig
 from quire.engine.device import resolve_device
-from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput, ModelLoadError
 from quire.kernels.batch import PagedBatch
 from quire.kernels.codec import largest_of
@@ -41,6 +40,7 @@ from quire.memory.pool import Pool, torch_dtype
 from quire.models.forward import RunningForward, paged_field
 from quire.models.hf import LoadedModel, load_model
 from quire.models.tokenizer import load_tokenizer
+from quire.settings.setting import Settings, setting
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.kv_format import KVFormat, kv_format, plain_format

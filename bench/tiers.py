@@ -40,11 +40,12 @@ from stores_network import measure_mooncake, measure_valkey  # noqa: E402
 from tiers_report import FITS, RETURNING, print_report, verdicts  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
-from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedTiers  # noqa: E402
+from quire.cli.replay import ReplayedCache, ReplayedEngine  # noqa: E402
 from quire.cli.replay_grid import grid_of  # noqa: E402
-from quire.plan.budget import parse_bytes  # noqa: E402
+from quire.settings.setting import parse_bytes  # noqa: E402
 from quire.sim.comparison import Grid, compare  # noqa: E402
 from quire.sim.hit_bounds import HitBounds  # noqa: E402
+from quire.sim.tier_settings import SimulatedTiers  # noqa: E402
 from quire.sim.trace import Trace, open_trace  # noqa: E402
 
 Row = dict[str, Any]
@@ -230,12 +231,12 @@ def _replayed(name: str, trace: Trace) -> list[Row]:
     longest = max(sum(lengths) for lengths in trace.lengths)
     working_set = HitBounds(trace, PAGE).working_set_tokens
     pool = max(working_set // 8, longest * 5 // 4) // PAGE * PAGE
-    cache = ReplayedCache(policy="density", pool_tokens=str(pool), page_size=str(PAGE))
+    cache = ReplayedCache(policies="density", pool_tokens=str(pool), page_sizes=str(PAGE))
     tiers = {
-        "host": ReplayedTiers(host_tokens=2 * working_set),
-        "host, 2 GB/s": ReplayedTiers(host_tokens=2 * working_set, host_bandwidth=2.0),
-        "host and storage": ReplayedTiers(host_tokens=pool, storage_tokens=2 * working_set),
-        "host and 50 GB/s storage": ReplayedTiers(
+        "host": SimulatedTiers(host_tokens=2 * working_set),
+        "host, 2 GB/s": SimulatedTiers(host_tokens=2 * working_set, host_bandwidth=2.0),
+        "host and storage": SimulatedTiers(host_tokens=pool, storage_tokens=2 * working_set),
+        "host and 50 GB/s storage": SimulatedTiers(
             host_tokens=pool, storage_tokens=2 * working_set, storage_bandwidth=50.0
         ),
     }

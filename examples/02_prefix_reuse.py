@@ -13,7 +13,7 @@ config = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 8192, "vocab_size": 128256, "dtype": "bfloat16",
 }  # fmt: skip
-plan = make_plan(ModelSpec.from_config(config), PlanSettings(kv_memory=26 * 2**20, max_requests=4)).memory
+plan = make_plan(ModelSpec.from_config(config), PlanSettings(kv_memory=26 * 2**20, max_running_requests=4)).memory
 print(f"plan: {plan.num_pages} pages of {plan.page_size} tokens, {format_bytes(plan.bytes_per_page)} each")
 
 log = EventLog()

@@ -11,7 +11,7 @@ def plan(settings: PlanSettings) -> Plan:
     return make_plan(spec, settings)
 
 
-wanted = PlanSettings(kv_memory=40 * 2**30, context=32_768, concurrency=24)
+wanted = PlanSettings(kv_memory=40 * 2**30, max_model_len=32_768, concurrency=24)
 answer = plan(wanted)
 for pool in answer.config.pools:
     print(f"  {pool.name}: {pool.frames:,} frames of {pool.bytes_per_frame:,} bytes, {pool.why}")

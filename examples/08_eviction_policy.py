@@ -42,7 +42,7 @@ config = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 2, "max_position_embeddings": 4096, "vocab_size": 32000, "dtype": "bfloat16",
 }  # fmt: skip
-plan = make_plan(ModelSpec.from_config(config), PlanSettings(kv_memory=32 * 2**20, max_requests=4)).memory
+plan = make_plan(ModelSpec.from_config(config), PlanSettings(kv_memory=32 * 2**20, max_running_requests=4)).memory
 
 
 def reused(policy: str) -> float:

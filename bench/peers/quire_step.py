@@ -18,10 +18,11 @@ from workloads import Sizes, Tokens, tokens
 
 from quire.cache import KVCache, RequestKV
 from quire.cache.running import Lengths
-from quire.engine.config import EngineConfig, engine_config, plan_settings
+from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.engine.page_tables import DevicePageTables
+from quire.engine.planning import plan_settings
 from quire.engine.runner import ModelRunner
 from quire.engine.sampler import Drawn
 from quire.kernels.batch import PagedBatch

@@ -13,8 +13,8 @@ from rich.console import Console
 from quire.cli.command import command
 from quire.cli.report import Report
 from quire.engine.config import EngineConfig
-from quire.engine.setting import Settings, setting
 from quire.errors import InvalidInput
+from quire.settings.setting import Settings, setting
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from quire.cli.command import command
 from quire.cli.report import Report, plain_table
 from quire.cli.store import StoreUrl, opened, shown_url
-from quire.engine.setting import Bytes, Settings, setting
 from quire.errors import StoreError
-from quire.plan.budget import format_bytes, parse_bytes
+from quire.plan.budget import format_bytes
+from quire.settings.setting import Bytes, Settings, parse_bytes, setting
 from quire.tiers.stores.registry import directory_of
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -53,11 +53,11 @@ def bench(url: StoreUrl, settings: BenchSettings) -> Report:
 
     [dim]Example:[/dim] python -m bench.storage.store valkey://127.0.0.1:6379/0 --sizes 64KiB,1MiB --json
     """
-    folder = directory_of(url.url)
+    folder = directory_of(url.store)
     with Console(stderr=True).status("Measuring ..."):
-        found = _of_server(url.url, settings) if folder is None else _of_directory(Path(folder), settings)
+        found = _of_server(url.store, settings) if folder is None else _of_directory(Path(folder), settings)
         rows = list(found)
-    data = {"url": shown_url(url.url), "threads": settings.threads, "total_bytes": settings.total, "rows": rows}
+    data = {"url": shown_url(url.store), "threads": settings.threads, "total_bytes": settings.total, "rows": rows}
     columns = ("", "record", "put GB/s", "of the disk", "get GB/s", "of the disk", "one put", "one get")
     return Report(data, lambda: [plain_table(columns, map(_cells, rows))])
 

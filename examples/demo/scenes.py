@@ -18,9 +18,9 @@ from rich.panel import Panel
 
 from quire.cli.command import command
 from quire.cli.report import named_rows
-from quire.engine.setting import Settings, setting
 from quire.errors import AuditFailure, RequestTooLarge
 from quire.plan.budget import counted
+from quire.settings.setting import Settings, setting
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM

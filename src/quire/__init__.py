@@ -42,16 +42,18 @@ if TYPE_CHECKING:
     from quire.observe.events import EventLog
     from quire.observe.explain import Cause, Explanation, Reason
     from quire.plan.advice import options_to_fit
-    from quire.plan.budget import MemoryPlan, format_bytes, parse_bytes
+    from quire.plan.budget import MemoryPlan, format_bytes
     from quire.plan.devices import find_device
     from quire.plan.parallel import Parallelism
-    from quire.plan.plan import Plan, PlanSettings
+    from quire.plan.plan import Plan
     from quire.plan.planner import make_plan
+    from quire.plan.settings import PlanSettings
     from quire.plan.source import read_model_config
     from quire.prefix.evict import register_eviction
     from quire.prefix.node import Node
     from quire.prefix.policy import EvictionPolicy
     from quire.scheduler.sampling_params import SamplingParams
+    from quire.settings.setting import parse_bytes
     from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
     from quire.spec.group import GroupSpec, ReachSpec
     from quire.spec.layout import DType, Field, PageLayout

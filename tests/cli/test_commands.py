@@ -11,8 +11,8 @@ import pytest
 
 from quire import __version__
 from quire.engine.config import EngineConfig
-from quire.engine.setting import default_of
 from quire.errors import UnsupportedModel
+from quire.settings.setting import default_of
 from quire.spec.bundled import BUNDLED_MODELS
 from tests.cli.conftest import Run
 

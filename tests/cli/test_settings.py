@@ -15,10 +15,10 @@ import pytest
 from quire.engine.before_load import check_model
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
-from quire.engine.setting import option_names, shown_of
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.tokenizer import load_tokenizer
 from quire.serve.config import ServerConfig
+from quire.settings.setting import option_names, shown_of
 from tests.cli.conftest import Run
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}!{% endfor %}"

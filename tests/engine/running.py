@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from itertools import count
 from typing import Any
@@ -19,8 +18,8 @@ from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan
 from quire.plan.draft import with_draft_model
-from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.record_size import records_bytes
 
@@ -141,11 +140,11 @@ def _tight(
         kv_memory=2**30,
         kv_dtype=config.kv_dtype,
         page_size=config.page_size,
-        chunk=config.max_num_batched_tokens,
-        max_requests=config.max_running_requests,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_running_requests=config.max_running_requests,
         swa_full_tokens_ratio=ratio,
         max_mamba_cache_size=config.max_mamba_cache_size,
-        speculation=config.speculative_config,
+        speculative_config=config.speculative_config,
         hisparse=config.hisparse,
     )
     spec = model.spec
@@ -155,4 +154,4 @@ def _tight(
     found = config.model_copy(
         update={"kv_memory": memory, "swa_full_tokens_ratio": None if ratio is None else float(ratio)}
     )
-    return found, make_plan(spec, replace(asked, kv_memory=memory)).memory
+    return found, make_plan(spec, asked.changed(kv_memory=memory)).memory

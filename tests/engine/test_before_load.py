@@ -27,7 +27,7 @@ from quire.errors import (
     StoreError,
     UnsupportedModel,
 )
-from quire.plan.budget import parse_bytes
+from quire.settings.setting import parse_bytes
 from quire.spec.hisparse import HiSparseConfig
 from quire.testing.contracts.records import make_key, make_record, write
 from quire.tiers.store import Answer

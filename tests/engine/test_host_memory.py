@@ -16,8 +16,8 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.host_memory import HostMemory, alone_on_this_host, host_memory
 from quire.errors import HostMemoryError
-from quire.plan.budget import parse_bytes
 from quire.plan.host import largest_host_bytes
+from quire.settings.setting import parse_bytes
 from tests.engine.containers import four_gib as four_gib
 
 MIB = 2**20
@@ -143,7 +143,8 @@ from quire.plan.host import largest_host_bytes
 from tests.engine.containers import four_gib as four_gib
 from quire.errors import HostMemoryError
 from quire.memory.host_pool import HostPool
-from quire.plan.budget import MemoryPlan, parse_bytes
+from quire.plan.budget import MemoryPlan
+from quire.settings.setting import parse_bytes
 from quire.plan.host import host_budget, host_frames
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine import device
-from quire.engine.config import plan_settings
+from quire.engine import planning
 from quire.engine.core import EngineCore
+from quire.engine.planning import plan_settings
 from quire.errors import UnsupportedModel
 from quire.models import attention
 from quire.models.hf import LoadedModel, load_model
@@ -44,7 +43,7 @@ def selecting_core(
         host_to_device_ratio=None if tokens is None else 1,
     )
     more = {"hisparse": asked, "max_total_tokens": tokens}
-    with patch.object(device, "plan_settings", lambda config: replace(plan_settings(config), **more)):
+    with patch.object(planning, "plan_settings", lambda config: plan_settings(config).changed(**more)):
         return core_for(model, **{"max_running_requests": 8, **settings})
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from quire import errors
 from quire.engine.config import EngineConfig
-from quire.engine.setting import default_of, help_of, option_names
 from quire.models.registry import ALIASES, REFUSED, VERIFIED
 from quire.serve.config import ServerConfig
+from quire.settings.setting import default_of, help_of, option_names
 from tests.examples import generated_reference
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.offload.tier_settings import TierSettings
 from quire.plan.budget import MemoryPlan
+from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.spec.events import Namespace
 from quire.testing.choices import Choices
 from quire.testing.stores import DictStore

@@ -20,12 +20,13 @@ from quire.offload.archiver import Archiver
 from quire.offload.host_groups import HostGroup, PageIdGroup
 from quire.offload.prefetch import Prefetch, RequestedPrefix
 from quire.offload.prefetcher import Prefetcher
-from quire.offload.tier_settings import LinkCounters, TierCounters, WritePolicy
+from quire.offload.tier_settings import LinkCounters, TierCounters
 from quire.offload.tiering import Tiering
 from quire.prefix import hashing, page_names
 from quire.prefix.node import pages_to
 from quire.prefix.page_names import PageNames
 from quire.prefix.placement import NodeTiers
+from quire.settings.fields import WritePolicy
 from quire.spec.events import Namespace, PagesRemoved
 from quire.spec.ids import Ids, Tier
 from quire.tiers import executor

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
+from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.tiers.store import Store
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store

@@ -6,8 +6,8 @@ import pytest
 
 from quire.offload import archiver
 from quire.offload.archiver import Archiver, PendingPaths
-from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
+from quire.settings.fields import WritePolicy
 from quire.spec.events import Namespace
 from quire.tiers.store import StoreKey
 from quire.tiers.transfer import Lane

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quire.errors import StoreError
-from quire.offload.tier_settings import WritePolicy
 from quire.prefix.match import find_divergence
+from quire.settings.fields import WritePolicy
 from quire.spec.events import AllCleared, Namespace, PagesRemoved, PagesStored
 from quire.tiers.store import Answer, Entry, StoreKey
 from quire.tiers.tombstones import tombstone_of

@@ -19,7 +19,7 @@ import pytest
 
 from quire.cli.store import check
 from quire.memory.record import HEADER_BYTES
-from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
+from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store

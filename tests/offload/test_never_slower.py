@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire.offload import offload_of
-from quire.offload.tier_settings import PrefetchPolicy
+from quire.settings.fields import PrefetchPolicy
 from quire.spec.ids import Ids
 from quire.tiers.break_even import BreakEven
 from quire.tiers.store import Answer, StoreKey

@@ -12,8 +12,8 @@ from typing_extensions import Buffer
 from quire.offload import prefetch as fetched_pieces
 from quire.offload import prefetcher as reading_ahead
 from quire.offload.prefetch import Prefetch
-from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
+from quire.settings.fields import PrefetchPolicy
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey

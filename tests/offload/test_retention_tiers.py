@@ -11,7 +11,7 @@ import pytest
 from quire.cache import RequestKV
 from quire.errors import OutOfPages
 from quire.offload.retention import Granted
-from quire.offload.tier_settings import WritePolicy
+from quire.settings.fields import WritePolicy
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids, Tier

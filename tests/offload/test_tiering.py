@@ -6,8 +6,8 @@ import pytest
 
 from quire.errors import OutOfPages
 from quire.offload import prefetch as fetched_pieces
-from quire.offload.tier_settings import WritePolicy
 from quire.offload.tiering import Tiering
+from quire.settings.fields import WritePolicy
 from quire.spec.group import ReachSpec
 from quire.tiers.transfer import Lane
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, STATE, WINDOW, asking, tokens_of

@@ -15,8 +15,9 @@ from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
 from quire.offload import Offloads
-from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.offload.tier_settings import TierSettings
 from quire.plan.budget import MemoryPlan
+from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.spec.events import Namespace
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.ids import Ids

@@ -9,7 +9,8 @@ from dataclasses import replace
 from quire.cache import KVCache, RequestKV
 from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Flushed
-from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
+from quire.offload.tier_settings import TierSettings
+from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.sim.tiers import VirtualMover
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.group import ReachSpec

@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from quire.errors import PlanError
-from quire.plan.configurator import PoolOptions, create_memory_pool_configurator
+from quire.plan.configurator import create_memory_pool_configurator
 from quire.plan.mix import uniform
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
+from quire.spec.hisparse import HiSparseConfig
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
 from quire.spec.layout import DType
@@ -77,6 +79,16 @@ class Case:
         return full, window, state
 
 
+def pool_settings(
+    *, chunk: int = 0, token_ranks: int = 1, host_to_device_ratio: Fraction | None = None, **given: Any
+) -> PlanSettings:
+    """What a configurator reads, with no prompt tokens in a step unless `chunk` says so."""
+    if host_to_device_ratio is not None:
+        given["hisparse"] = HiSparseConfig(host_to_device_ratio=float(host_to_device_ratio))
+    settings = PlanSettings(parallel=Parallelism(tp=token_ranks, dcp=token_ranks), **given)
+    return settings.changed(max_num_batched_tokens=chunk)
+
+
 def random_case(rng: random.Random) -> Case:
     latent = rng.random() < 0.3
     tp = rng.choice([1, 2, 4])
@@ -130,7 +142,7 @@ def check_plan(seed: int) -> None:
         kv_dtype=case.kept,
         page_size=case.page,
         parallel=Parallelism(tp=case.tp, dcp=case.dcp),
-        speculation=SpeculativeConfig(method="eagle", num_steps=1, num_draft_tokens=1)
+        speculative_config=SpeculativeConfig(method="eagle", num_steps=1, num_draft_tokens=1)
         if case.drafts and not case.states
         else None,
         swa_full_tokens_ratio=case.ratio,
@@ -173,7 +185,7 @@ def check_cap(case: Case, tokens: int, holds: bool) -> None:
     if tokens < step or case.states:
         return
     spec = spec_of(case)
-    options = PoolOptions(mix=uniform(100, "x"), token_ranks=case.dcp, swa_full_tokens_ratio=case.ratio)
+    options = pool_settings(mix=uniform(100, "x"), token_ranks=case.dcp, swa_full_tokens_ratio=case.ratio)
     solve = create_memory_pool_configurator(
         lambda page: spec.groups(page, KV_FORMATS[case.kept], tp=case.tp), options, page_size=case.page
     )

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
-from quire.plan.budget import MemoryPlan, format_bytes, parse_bytes, parse_tokens
+from quire.plan.budget import MemoryPlan, format_bytes
+from quire.settings.setting import parse_bytes, parse_tokens
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HotBuffers
 from quire.spec.layout import DType, Field, PageLayout

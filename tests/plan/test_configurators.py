@@ -12,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidInput, PlanError
-from quire.plan.budget import parse_bytes
 from quire.plan.configurator import (
     CompressedPoolConfigurator,
     DefaultPoolConfigurator,
@@ -20,13 +19,13 @@ from quire.plan.configurator import (
     HybridSWAPoolConfigurator,
     MemoryPoolConfig,
     MemoryPoolConfigurator,
-    PoolOptions,
     RecurrentPoolConfigurator,
     create_memory_pool_configurator,
-    ragged,
 )
 from quire.plan.mix import Mix, mix_of, uniform
+from quire.plan.settings import ragged
 from quire.prefix.reach import reach_of
+from quire.settings.setting import parse_bytes
 from quire.spec.group import ReachSpec
 from quire.spec.hisparse import HotBuffers
 from quire.spec.kv_format import KV_FORMATS
@@ -35,6 +34,7 @@ from quire.spec.layout import DType
 from quire.spec.model import Layer, ModelSpec
 from quire.spec.record_size import records_bytes
 from quire.spec.speculation import SpeculativeConfig
+from tests.plan.check import pool_settings
 
 GIB = 2**30
 
@@ -60,7 +60,9 @@ def configurator(
     spec = spec_of(*((call,) for call in calls))
     return create_memory_pool_configurator(
         lambda size: spec.groups(size, KV_FORMATS[kv_format]),
-        PoolOptions(mix=mix or uniform(8192, "requests of 8,192 tokens"), windows_only=windows_only(calls), **options),
+        pool_settings(
+            mix=mix or uniform(8192, "requests of 8,192 tokens"), windows_only=windows_only(calls), **options
+        ),
         page_size=page_size,
     )
 
@@ -136,8 +138,8 @@ def test_less_than_a_page_is_refused() -> None:
 @pytest.mark.parametrize("ratio", [None, Fraction(4, 5)])
 def test_a_window_pool_is_capped_by_requests_where_nothing_stays_cached(ratio: Fraction | None) -> None:
     given = {"mix": uniform(1200, "short requests"), "chunk": 512, "swa_full_tokens_ratio": ratio}
-    kept = configurator(FULL, WINDOW, max_running_requests=4, **given).calculate_pool_sizes(GIB, 16)
-    solve = configurator(FULL, WINDOW, max_running_requests=4, shares=False, **given)
+    kept = configurator(FULL, WINDOW, concurrency=4, **given).calculate_pool_sizes(GIB, 16)
+    solve = configurator(FULL, WINDOW, concurrency=4, enable_prefix_caching=False, **given)
     config = solve.calculate_pool_sizes(GIB, 16)
     per_request = solve.options.window_tokens(ReachSpec("window", 1024), 16)
     assert config.swa_max_total_num_tokens == 4 * -(-per_request // 16) * 16 + 512
@@ -180,11 +182,11 @@ def test_states_and_drafted_states_are_solved_for_together() -> None:
     spec = spec_of((FULL,), (state,))
 
     def slots(speculation: SpeculativeConfig | None) -> int | None:
-        options = PoolOptions(
+        options = pool_settings(
             mix=uniform(8192, "x"),
-            speculation=speculation,
+            speculative_config=speculation,
             mamba_full_memory_ratio=Fraction(1),
-            max_running_requests=None,
+            concurrency=None,
         )
         solve = create_memory_pool_configurator(spec.groups, options, page_size=1)
         return solve.calculate_pool_sizes(60 * GIB, 1).state_slots
@@ -196,7 +198,7 @@ def test_states_and_drafted_states_are_solved_for_together() -> None:
 
 def test_drafted_states_are_kept_for_every_request_and_the_padding_row() -> None:
     speculation = SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)
-    solve = configurator(FULL, STATE, max_mamba_cache_size=30, speculation=speculation)
+    solve = configurator(FULL, STATE, max_mamba_cache_size=30, speculative_config=speculation)
     config = solve.calculate_pool_sizes(GIB, 16)
     assert config.state_slots == 30 and solve.options.requests_in(30) == 10
     assert frames(config)["state-draft"] + 1 == 4 * (10 + 1)
@@ -253,25 +255,25 @@ def test_without_a_ratio_buffers_are_for_the_expected_requests() -> None:
 
     requests, tokens = held()
     assert requests == tokens // 65_536 == GIB // (65_536 * INDEX + 257 * 16 * ROW)
-    assert held(max_running_requests=3)[0] == held(max_requests=3)[0] == 3
-    assert held(max_running_requests=3)[1] == held(max_requests=3)[1] > tokens
+    assert held(concurrency=3)[0] == held(max_running_requests=3)[0] == 3
+    assert held(concurrency=3)[1] == held(max_running_requests=3)[1] > tokens
     with pytest.raises(PlanError, match="smallest pools") as caught:
-        held(max_running_requests=300)
+        held(concurrency=300)
     assert "lower the device_buffer_size" in caught.value.fix
 
 
 def test_host_memory_bounds_the_tokens() -> None:
     free = configurator(LATENT, hot=HOT).calculate_pool_sizes(GIB, 16)
     enough = records_bytes([free.pools[0].group], [free.pools[0].frames])
-    assert configurator(LATENT, hot=HOT, host_bytes=enough).calculate_pool_sizes(GIB, 16) == free
-    less = configurator(LATENT, hot=HOT, host_bytes=enough - 1).calculate_pool_sizes(GIB, 16)
+    assert configurator(LATENT, hot=HOT, latent_bytes=enough).calculate_pool_sizes(GIB, 16) == free
+    less = configurator(LATENT, hot=HOT, latent_bytes=enough - 1).calculate_pool_sizes(GIB, 16)
     assert free.max_total_num_tokens - 64 < less.max_total_num_tokens < free.max_total_num_tokens
     assert less.pools[0].bytes < enough and less.bytes <= free.bytes
-    for asked in ({"host_bytes": 4095}, {"host_bytes": enough - 1, "host_to_device_ratio": Fraction(16)}):
+    for asked in ({"latent_bytes": 4095}, {"latent_bytes": enough - 1, "host_to_device_ratio": Fraction(16)}):
         with pytest.raises(PlanError, match="of host memory") as caught:
             configurator(LATENT, hot=HOT, **asked).calculate_pool_sizes(GIB, 16)
         size = parse_bytes(caught.value.fix.split("--host-memory ")[1].split(" or")[0])
-        found = configurator(LATENT, hot=HOT, **asked | {"host_bytes": size}).calculate_pool_sizes(GIB, 16)
+        found = configurator(LATENT, hot=HOT, **asked | {"latent_bytes": size}).calculate_pool_sizes(GIB, 16)
         assert found.bytes > 0.95 * GIB
 
 
@@ -324,17 +326,17 @@ def solvers(draw: Callable[..., Any], with_ratio: bool = True) -> tuple[MemoryPo
     steps = draw(st.integers(0, 4))
     speculation = SpeculativeConfig(method="eagle", num_steps=steps, num_draft_tokens=steps + 1) if steps else None
     ratio = draw(st.sampled_from([None, Fraction(1, 10), Fraction(4, 5)])) if with_ratio else None
-    options = PoolOptions(
+    options = pool_settings(
         mix=draw(mixes),
         chunk=draw(st.sampled_from([0, 512, 2048])),
-        shares=draw(st.booleans()),
+        enable_prefix_caching=draw(st.booleans()),
         token_ranks=ranks,
-        speculation=speculation,
+        speculative_config=speculation,
         swa_full_tokens_ratio=ratio,
         windows_only=windows_only(calls),
         hot=hot,
         host_to_device_ratio=draw(st.sampled_from([None, Fraction(3, 2), Fraction(8)])),
-        max_requests=draw(st.sampled_from([1, 7, 256])),
+        max_running_requests=draw(st.sampled_from([1, 7, 256])),
     )
     spec = spec_of(*((call,) for call in calls))
     formats = ["bfloat16", "fp8_e4m3", "nvfp4"] + ([] if any(isinstance(c, LatentCall) for c in calls) else ["mxfp8"])
@@ -430,19 +432,21 @@ def random_solver(rng: random.Random) -> tuple[MemoryPoolConfigurator, int, int]
     if sparse and all(isinstance(call, LatentCall) for call in calls):
         hot, ranks = HotBuffers(group=0, buffer_size=rng.randint(1, 5000), top_k=1), 1
     steps, ratio = rng.choice([0, 0, 3]), rng.choice([None, Fraction(3)])
-    options = PoolOptions(
+    options = pool_settings(
         mix=mix_of([int(2 ** rng.uniform(0, 18)) for _ in range(rng.randint(1, 4))], "random requests"),
         chunk=rng.choice([0, 2048]),
-        shares=rng.random() < 0.8,
+        enable_prefix_caching=rng.random() < 0.8,
         token_ranks=ranks,
-        speculation=SpeculativeConfig(method="eagle", num_steps=steps, num_draft_tokens=steps + 1) if steps else None,
+        speculative_config=SpeculativeConfig(method="eagle", num_steps=steps, num_draft_tokens=steps + 1)
+        if steps
+        else None,
         swa_full_tokens_ratio=rng.choice([None, None, Fraction(1, 10), Fraction(4, 5)]),
-        max_running_requests=rng.choice([None, None, rng.randint(1, 64)]),
+        concurrency=rng.choice([None, None, rng.randint(1, 64)]),
         windows_only=windows_only(calls),
         hot=hot,
-        host_bytes=None if ratio else rng.choice([None, 2**36]),  # a ratio never takes less than it says
+        latent_bytes=None if ratio else rng.choice([None, 2**36]),  # a ratio never takes less than it says
         host_to_device_ratio=ratio,
-        max_requests=rng.choice([2, 256]),
+        max_running_requests=rng.choice([2, 256]),
     )
     spec = spec_of(*((call,) for call in calls))
     kept = KV_FORMATS[rng.choice(["bfloat16", "fp8_e4m3", "nvfp4"])]

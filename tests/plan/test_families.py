@@ -33,8 +33,9 @@ from transformers.utils import logging as transformers_logging
 from quire.errors import InvalidInput, UnsupportedModel
 from quire.memory.pool import Pool, torch_dtype
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.spec.kv_format import KV_FORMATS, KVFormat, plain_format
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, StateCall
 from quire.spec.layout import DType
@@ -124,7 +125,13 @@ def page_size(name: str) -> int:
 
 
 def plan_of(name: str, **changes: Any) -> Plan:
-    wanted = {"kv_memory": KV_MEMORY, "page_size": page_size(name), "context": 256, "chunk": 64, **changes}
+    wanted = {
+        "kv_memory": KV_MEMORY,
+        "page_size": page_size(name),
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        **changes,
+    }
     return make_plan(built(name).spec, PlanSettings(**wanted))
 
 

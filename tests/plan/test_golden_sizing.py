@@ -24,13 +24,9 @@ from typing import Any
 import pytest
 
 from quire.errors import PlanError
-from quire.plan.configurator import (
-    MemoryPoolConfig,
-    MemoryPoolConfigurator,
-    PoolOptions,
-    create_memory_pool_configurator,
-)
+from quire.plan.configurator import MemoryPoolConfig, MemoryPoolConfigurator, create_memory_pool_configurator
 from quire.plan.mix import uniform
+from quire.plan.settings import PlanSettings
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import kv_format
@@ -38,6 +34,7 @@ from quire.spec.layers import AttentionCall, StateCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
+from tests.plan.check import pool_settings
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 OLD, NEW = "0.5.12.post1", "0.5.23"
@@ -221,19 +218,19 @@ def padding_of(groups: tuple[GroupSpec, ...]) -> int:
     return sum(group.layout.bytes_per_frame for group in groups if group.reach.kind != "state")
 
 
-def options_of(case: Case) -> PoolOptions:
+def options_of(case: Case) -> PlanSettings:
     extra = case.extra
     states = extra.get("max_mamba_cache_size")
     if extra.get("disable_radix_cache"):
         states = extra["max_running_requests"]  # nothing is kept, so one state per request
-    return PoolOptions(
+    return pool_settings(
         mix=uniform(4096, "no request: ratios are given"),
-        shares=not extra.get("disable_radix_cache"),
-        speculation=case.speculation,
+        enable_prefix_caching=not extra.get("disable_radix_cache"),
+        speculative_config=case.speculation,
         swa_full_tokens_ratio=case.window_ratio,
         mamba_full_memory_ratio=Fraction(str(extra.get("mamba_full_memory_ratio", DEFAULT_STATE_RATIO))),
         max_mamba_cache_size=states,
-        max_running_requests=extra.get("max_running_requests"),
+        concurrency=extra.get("max_running_requests"),
     )
 
 

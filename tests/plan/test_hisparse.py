@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from quire.engine.hisparse import warn_of_loss
 from quire.errors import InvalidInput, PlanError
-from quire.plan.budget import parse_bytes
 from quire.plan.devices import DEVICES, find_device
 from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
+from quire.settings.setting import parse_bytes
 from quire.sparse.hot_slots import HotSlots
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
@@ -47,7 +48,7 @@ def plan_of(name: str, hisparse: dict[str, Any] | None = None, **options: Any) -
 @each_of("page_size", [1, 16, 64])
 @each_of("hisparse", [{}, {"host_to_device_ratio": 4}, {"device_buffer_size": 2048}])
 def test_what_is_built_is_what_is_planned(name: str, page_size: int, hisparse: dict[str, Any]) -> None:
-    plan = plan_of(name, hisparse, page_size=page_size, context=65_536)
+    plan = plan_of(name, hisparse, page_size=page_size, max_model_len=65_536)
     memory = plan.memory
     assert memory.pool_bytes == plan.config.bytes <= plan.kv_bytes
     assert memory.host_bytes == plan.config.pools[0].bytes
@@ -69,12 +70,12 @@ def test_what_is_built_is_what_is_planned(name: str, page_size: int, hisparse: d
 def test_a_buffer_has_twice_the_selected_tokens_and_no_more_than_the_context(
     context: int, page: int, size: int
 ) -> None:
-    hot = plan_of("deepseek-v3.2", context=context, page_size=page).memory.hot
+    hot = plan_of("deepseek-v3.2", max_model_len=context, page_size=page).memory.hot
     assert hot is not None and hot.buffer_size == size
 
 
 def test_slots_of_a_buffer_have_numbers_of_16_bits() -> None:
-    hot = plan_of("llama-3.1-8b", {**PAGES, "top_k": 30_000}, context=131_072).memory.hot
+    hot = plan_of("llama-3.1-8b", {**PAGES, "top_k": 30_000}, max_model_len=131_072).memory.hot
     assert hot is not None and hot.buffer_size == MOST_BUFFER_TOKENS
     assert HotSlots(1, 1, MOST_BUFFER_TOKENS).buffer_size == MOST_BUFFER_TOKENS
 
@@ -87,7 +88,7 @@ def test_slots_of_a_buffer_have_numbers_of_16_bits() -> None:
         ("deepseek-v4-flash", {}, {}, "the indexer of DeepseekV4ForCausalLM does not select latents"),
         ("deepseek-v3.2", {"top_k": 1024}, {}, "selects 2,048 tokens"),
         ("deepseek-v3.2", {"device_buffer_size": 2047}, {}, "2,047 tokens: a step reads 2,048 selected tokens"),
-        ("deepseek-v3.2", {"device_buffer_size": 111}, {"context": 100}, "reads 112 selected tokens"),
+        ("deepseek-v3.2", {"device_buffer_size": 111}, {"max_model_len": 100}, "reads 112 selected tokens"),
         ("llama-3.1-8b", {**PAGES, "top_k": 15}, {}, "less than a page of 16"),
         ("llama-3.1-8b", {**PAGES, "device_buffer_size": 511}, {}, "511 tokens: a step reads 512 selected tokens"),
         ("llama-3.1-8b", PAGES, {"parallel": Parallelism(pp=2)}, "--pp"),
@@ -97,7 +98,7 @@ def test_slots_of_a_buffer_have_numbers_of_16_bits() -> None:
         (
             "llama-3.1-8b",
             PAGES,
-            {"speculation": SpeculativeConfig(method="eagle", num_steps=2, topk=2, num_draft_tokens=4)},
+            {"speculative_config": SpeculativeConfig(method="eagle", num_steps=2, topk=2, num_draft_tokens=4)},
             "branch",
         ),
         ("deepseek-v3.2", {}, {"parallel": Parallelism(pp=2)}, "--pp"),
@@ -105,7 +106,7 @@ def test_slots_of_a_buffer_have_numbers_of_16_bits() -> None:
         (
             "deepseek-v3.2",
             {},
-            {"speculation": SpeculativeConfig(method="mtp", num_steps=1, num_draft_tokens=2)},
+            {"speculative_config": SpeculativeConfig(method="mtp", num_steps=1, num_draft_tokens=2)},
             "draft layers of mtp",
         ),
     ],
@@ -121,7 +122,7 @@ def test_what_does_not_work_is_refused_by_name(
 @pytest.mark.parametrize(("name", "groups"), [("llama-3.1-8b", 2), ("gemma-3-27b", 3)])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_pages_selected_by_bounds_are_planned_and_called_lossy(name: str, groups: int, page_size: int) -> None:
-    plan = plan_of(name, {**PAGES, "top_k": 600}, page_size=page_size, context=65_536)
+    plan = plan_of(name, {**PAGES, "top_k": 600}, page_size=page_size, max_model_len=65_536)
     memory, resident = plan.memory, plan_of_resident(name, page_size)
     assert memory.pool_bytes == plan.config.bytes <= plan.kv_bytes
     assert [group.name for group in memory.groups] == ["full", "indexer", "window"][:groups]
@@ -141,7 +142,7 @@ def test_pages_selected_by_bounds_are_planned_and_called_lossy(name: str, groups
 
 
 def plan_of_resident(name: str, page_size: int) -> Plan:
-    return make_plan(spec_named(name), PlanSettings(kv_memory=40 * GIB, page_size=page_size, context=65_536))
+    return make_plan(spec_named(name), PlanSettings(kv_memory=40 * GIB, page_size=page_size, max_model_len=65_536))
 
 
 def test_layers_of_other_kinds_are_refused_by_name() -> None:
@@ -160,29 +161,29 @@ def test_tiny_models_plan(name: str) -> None:
     spec = ModelSpec.from_config(
         {**config, "num_attention_heads": 4, "num_key_value_heads": 4, "dtype": "float32", **LATENTS[name]}
     )
-    settings = PlanSettings(kv_memory=4 * 2**20, hisparse=HiSparseConfig(), max_requests=5)
+    settings = PlanSettings(kv_memory=4 * 2**20, hisparse=HiSparseConfig(), max_running_requests=5)
     memory = make_plan(spec, settings).memory
     assert memory.hot is not None and (memory.hot.buffer_size, memory.hot.top_k) == (16, 8)
     assert memory.max_requests == 5
 
 
 def test_the_ledger_and_the_requests_follow_host_memory() -> None:
-    free = plan_of("deepseek-v3.2", context=131_072)
-    bounded = plan_of("deepseek-v3.2", context=131_072, host_memory=100 * GIB)
+    free = plan_of("deepseek-v3.2", max_model_len=131_072)
+    bounded = plan_of("deepseek-v3.2", max_model_len=131_072, latent_bytes=100 * GIB)
     assert bounded.memory.host_bytes <= 100 * GIB < free.memory.host_bytes
     assert bounded.requests_at(131_072) == bounded.config.max_total_num_tokens // 131_072
     with pytest.raises(PlanError, match="host memory") as refused:
-        plan_of("deepseek-v3.2", {"host_to_device_ratio": 8}, host_memory=10 * GIB)
+        plan_of("deepseek-v3.2", {"host_to_device_ratio": 8}, latent_bytes=10 * GIB)
     advised = re.search("--host-memory ([0-9.]+[A-Za-z]+)", str(refused.value))
     assert advised is not None
     # An engine with that setting has tiers, which keep half of it.
-    plan_of("deepseek-v3.2", {"host_to_device_ratio": 8}, host_memory=parse_bytes(advised[1]) // 2)
+    plan_of("deepseek-v3.2", {"host_to_device_ratio": 8}, latent_bytes=parse_bytes(advised[1]) // 2)
 
 
 def test_ranks_and_attention_groups() -> None:
     one = plan_of("deepseek-v3.2", parallel=Parallelism(tp=8))
     assert one.config == plan_of("deepseek-v3.2").config, "every rank has all latents"
-    groups = plan_of("deepseek-v3.2", parallel=Parallelism(tp=8, dp=8), max_requests=64)
+    groups = plan_of("deepseek-v3.2", parallel=Parallelism(tp=8, dp=8), max_running_requests=64)
     assert groups.max_running_requests == 64 and groups.memory.max_requests == groups.hot_rows == 8
 
 
@@ -199,9 +200,9 @@ def test_the_break_even_of_a_served_model() -> None:
     config = CATALOGUE["deepseek-v3.2"].config
     spec, weights = ModelSpec.from_config(config), read_weights(ConfigReader(config))
     settings = PlanSettings(
-        device=find_device("h200-141gb"),
+        rank_device=find_device("h200-141gb"),
         parallel=Parallelism(tp=8),
-        context=131_072,
+        max_model_len=131_072,
         hisparse=HiSparseConfig(),
     )
     plan = make_plan(spec, settings, weights)
@@ -221,10 +222,10 @@ def test_the_break_even_of_a_served_model() -> None:
 @pytest.mark.parametrize(
     ("hisparse", "options", "costs", "said"),
     [
-        ({}, {"context": 4096}, {}, "tokens fit"),
-        ({"host_to_device_ratio": 1}, {"context": 131_072}, {}, "requests of the context fit"),
-        ({"host_to_device_ratio": 8}, {"context": 4096}, {}, "requests of the context fit"),
-        ({}, {"context": 131_072}, {"link_rate": 1e8, "step_s": 0.02}, "at once are slower than 4"),
+        ({}, {"max_model_len": 4096}, {}, "tokens fit"),
+        ({"host_to_device_ratio": 1}, {"max_model_len": 131_072}, {}, "requests of the context fit"),
+        ({"host_to_device_ratio": 8}, {"max_model_len": 4096}, {}, "requests of the context fit"),
+        ({}, {"max_model_len": 131_072}, {"link_rate": 1e8, "step_s": 0.02}, "at once are slower than 4"),
     ],
 )
 def test_a_configuration_that_loses_says_why(
@@ -236,17 +237,17 @@ def test_a_configuration_that_loses_says_why(
 
 @pytest.mark.parametrize(("context", "warns"), [(4096, True), (131_072, False)])
 def test_the_engine_runs_it_with_a_warning(context: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_loss(plan_of("deepseek-v3.2", context=context), spec_named("deepseek-v3.2"))
+    warn_of_loss(plan_of("deepseek-v3.2", max_model_len=context), spec_named("deepseek-v3.2"))
     assert ("do not pay here" in caplog.text) == warns
 
 
 def test_without_the_time_of_a_step_only_what_fits_is_compared() -> None:
-    found = gain(plan_of("deepseek-v3.2", context=131_072))
+    found = gain(plan_of("deepseek-v3.2", max_model_len=131_072))
     assert (found.break_even, found.loses) == (None, "") and found.requests > found.resident_requests
 
 
 def test_one_request_is_enough_where_none_fits_otherwise() -> None:
-    plan = plan_of("deepseek-v3.2", context=131_072, kv_memory=4 * GIB)
+    plan = plan_of("deepseek-v3.2", max_model_len=131_072, kv_memory=4 * GIB)
     found = gain(plan)
     assert found.resident_requests == 0 < found.resident_tokens and found.break_even == 1
 
@@ -276,5 +277,5 @@ def test_the_break_even_is_where_tokens_per_second_cross(hit: float, link: float
         assert not faster or abs(faster[0] - found.break_even) <= 1
 
 
-_PLAN = plan_of("deepseek-v3.2", context=131_072)
-_RESIDENT = make_plan(_PLAN.spec, replace(_PLAN.settings, hisparse=None))
+_PLAN = plan_of("deepseek-v3.2", max_model_len=131_072)
+_RESIDENT = make_plan(_PLAN.spec, _PLAN.settings.changed(hisparse=None))

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from quire.errors import HostMemoryError, PlanError
 from quire.memory.host_pool import HostPool
-from quire.plan.budget import MemoryPlan, parse_bytes
+from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames, largest_host_bytes
+from quire.settings.setting import parse_bytes
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout
 

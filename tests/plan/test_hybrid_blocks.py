@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.kv_format import kv_format
 from quire.spec.layers import STATE_GROUP, AttentionCall, StateCall

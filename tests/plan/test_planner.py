@@ -24,17 +24,19 @@ from quire.cache import KVCache
 from quire.errors import InvalidInput, PlanError, QuireError, UnsupportedModel
 from quire.plan import budget, planner
 from quire.plan.advice import least_memory, options_to_fit
-from quire.plan.budget import MemoryPlan, parse_bytes
+from quire.plan.budget import MemoryPlan
 from quire.plan.devices import DEVICES, Line, find_device
 from quire.plan.mix import Mix, mix_of, read_trace, uniform
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.report import explain, plan_as_dict
+from quire.plan.settings import PlanSettings
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from quire.settings.setting import parse_bytes
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
 from quire.spec.layers import AttentionCall
@@ -89,7 +91,7 @@ def test_a_published_configuration_plans(path: Path) -> None:
 
 @each_of("name", CATALOGUE)
 def test_a_catalogue_model_plans(name: str) -> None:
-    plan = plan_of(name, kv_memory=256 * GIB, context=1024)
+    plan = plan_of(name, kv_memory=256 * GIB, max_model_len=1024)
     assert device_total(plan) == 256 * GIB
     assert plan.fits
 
@@ -149,7 +151,7 @@ def test_the_ledger_adds_up_to_the_budget(name: str, options: dict[str, Any]) ->
 def test_a_devices_ledger_has_a_line_for_everything() -> None:
     config = CATALOGUE["llama-3.1-70b"].config
     weights = read_weights(ConfigReader(config))
-    options = PlanSettings(device=find_device("h100-80gb"), parallel=Parallelism(tp=4))
+    options = PlanSettings(rank_device=find_device("h100-80gb"), parallel=Parallelism(tp=4))
     plan = make_plan(ModelSpec.from_config(config), options, weights)
     assert device_total(plan) == find_device("h100-80gb").memory
     names = [line.name for line in plan.ledger]
@@ -160,7 +162,7 @@ def test_a_devices_ledger_has_a_line_for_everything() -> None:
 
 
 def test_a_fraction_is_given_back_in_bytes() -> None:
-    options = PlanSettings(device=find_device("a100-80gb"), mem_fraction_static=0.5, weight_bytes=16 * GIB)
+    options = PlanSettings(rank_device=find_device("a100-80gb"), mem_fraction_static=0.5, weight_bytes=16 * GIB)
     plan = make_plan(catalogue_spec("llama-3.1-8b"), options)
     assert plan.kv_bytes == 24 * GIB
     assert any("40.00 GiB" in note for note in plan.notes)
@@ -168,7 +170,7 @@ def test_a_fraction_is_given_back_in_bytes() -> None:
 
 def test_what_was_measured_replaces_the_estimate() -> None:
     lines = (Line(name="weights", bytes=GIB, why="measured"),)
-    options = PlanSettings(device=find_device("t4"), measured=lines)
+    options = PlanSettings(rank_device=find_device("t4"), measured=lines)
     assert plan_lines(make_plan(catalogue_spec("qwen2.5-0.5b"), options))[0] == lines[0]
 
 
@@ -177,7 +179,7 @@ def plan_lines(plan: Plan) -> tuple[Line, ...]:
 
 
 def test_weights_that_leave_nothing_are_refused_with_every_line() -> None:
-    options = PlanSettings(device=find_device("rtx-4090"), weight_bytes=30 * GIB)
+    options = PlanSettings(rank_device=find_device("rtx-4090"), weight_bytes=30 * GIB)
     with pytest.raises(PlanError, match=r"weights 30.00 GiB.*leaves nothing for pools") as caught:
         make_plan(catalogue_spec("llama-3.1-8b"), options)
     assert "--tp" in caught.value.fix
@@ -204,14 +206,14 @@ def test_what_makes_room_on_a_device_was_planned(name: str, options: dict[str, A
     """Each change works when it is followed, and a smaller one does not."""
     config, device = CATALOGUE[name].config, find_device("h100-80gb")
     spec, weights = ModelSpec.from_config(config), read_weights(ConfigReader(config))
-    asked = PlanSettings(device=device, **options)
+    asked = PlanSettings(rank_device=device, **options)
     with pytest.raises(PlanError) as caught:
         make_plan(spec, asked, weights)
     assert caught.value.fix.startswith(fix)
 
     def works(**changed: Any) -> bool:
         try:
-            plan = make_plan(spec, replace(asked, **changed), weights)
+            plan = make_plan(spec, asked.changed(**changed), weights)
         except PlanError:
             return False
         return plan.fits or asked.kv_memory is not None
@@ -226,19 +228,19 @@ def test_what_makes_room_on_a_device_was_planned(name: str, options: dict[str, A
             assert works(mem_fraction_static=float(number))
             assert not works(mem_fraction_static=float(number) - 0.01)
     for larger in re.findall(r"use ([\w-]+gb)", caught.value.fix):
-        assert works(device=find_device(larger))
+        assert works(rank_device=find_device(larger))
 
 
 def test_weights_given_per_rank_are_told_how_small_they_must_be() -> None:
-    asked = PlanSettings(device=find_device("rtx-4090"), weight_bytes=30 * GIB, context=8192)
+    asked = PlanSettings(rank_device=find_device("rtx-4090"), weight_bytes=30 * GIB, max_model_len=8192)
     with pytest.raises(PlanError) as caught:
         make_plan(catalogue_spec("llama-3.1-8b"), asked)
     found = re.search(r"until a rank has ([\d,]+) MiB of weights", caught.value.fix)
     assert found is not None
     most = int(found[1].replace(",", "")) * 2**20
-    assert make_plan(catalogue_spec("llama-3.1-8b"), replace(asked, weight_bytes=most)).fits
+    assert make_plan(catalogue_spec("llama-3.1-8b"), asked.changed(weight_bytes=most)).fits
     with pytest.raises(PlanError):
-        make_plan(catalogue_spec("llama-3.1-8b"), replace(asked, weight_bytes=most + 3 * GIB))
+        make_plan(catalogue_spec("llama-3.1-8b"), asked.changed(weight_bytes=most + 3 * GIB))
 
 
 @pytest.mark.parametrize("mix", [None, uniform(512, "short requests"), uniform(60_000, "long requests")])
@@ -246,7 +248,7 @@ def test_weights_given_per_rank_are_told_how_small_they_must_be() -> None:
 def test_graphs_are_priced_for_the_expected_requests_that_fit(device: str, mix: Mix | None) -> None:
     """Not for requests of the full context alone, of which there are fewest."""
     spec, weights = catalogue_spec("llama-3.1-8b"), read_weights(ConfigReader(CATALOGUE["llama-3.1-8b"].config))
-    plan = make_plan(spec, PlanSettings(device=find_device(device), mix=mix, context=131_072), weights)
+    plan = make_plan(spec, PlanSettings(rank_device=find_device(device), mix=mix, max_model_len=131_072), weights)
     graphs = next(line for line in plan.ledger if line.name == "graphs")
     num_graphs = graphs.bytes // 2**21
     held = max(1, plan.requests_at(plan.mix.mean))
@@ -261,7 +263,7 @@ def test_graphs_are_priced_for_the_expected_requests_that_fit(device: str, mix: 
     ("options", "said"),
     [
         ({"kv_memory": None}, "needs bytes to split"),
-        ({"context": 10**9}, "is beyond the model's"),
+        ({"max_model_len": 10**9}, "is beyond the model's"),
         ({"kv_memory": 1000}, "cannot hold one page"),
         ({"kv_dtype": "int3"}, "is not a KV dtype"),
         ({"parallel": Parallelism(tp=3)}, "8 KV heads cannot be split over 3 ranks"),
@@ -318,9 +320,9 @@ def test_a_pipeline_of_any_depth_holds_what_all_its_stages_hold(name: str, slots
     for pp in (1, 2, 4, 8, 16, len(spec.layers)):
         options = PlanSettings(
             kv_memory=64 * GIB,
-            context=4096,
+            max_model_len=4096,
             parallel=Parallelism(pp=pp),
-            max_requests=10**6,
+            max_running_requests=2**16,
             max_mamba_cache_size=slots,
         )
         plan = make_plan(spec, options)
@@ -339,14 +341,14 @@ def test_attention_groups_hold_attention_more_often() -> None:
     weights = read_weights(ConfigReader(config))
     sizes = []
     for dp in (1, 8):
-        options = PlanSettings(device=find_device("h200"), parallel=Parallelism(tp=8, dp=dp))
+        options = PlanSettings(rank_device=find_device("h200"), parallel=Parallelism(tp=8, dp=dp))
         sizes.append(make_plan(ModelSpec.from_config(config), options, weights).ledger[0].bytes)
     assert sizes[1] - sizes[0] > 8 * GIB
 
 
 def test_requests_are_those_of_all_attention_groups() -> None:
-    one = plan_of("llama-3.1-8b", context=32_768, parallel=Parallelism(tp=8))
-    groups = plan_of("llama-3.1-8b", context=32_768, concurrency=64, parallel=Parallelism(tp=8, dp=8))
+    one = plan_of("llama-3.1-8b", max_model_len=32_768, parallel=Parallelism(tp=8))
+    groups = plan_of("llama-3.1-8b", max_model_len=32_768, concurrency=64, parallel=Parallelism(tp=8, dp=8))
     assert one.requests_at(32_768) == 79
     assert groups.requests_at(32_768) == 64 and groups.fits
     assert groups.memory.max_requests == 8
@@ -367,8 +369,10 @@ def test_a_stage_of_windows_admits_no_request_that_another_stage_cannot_keep() -
     full = AttentionCall(kv_heads=8, key_dim=128, value_dim=128)
     layers = ((full,),) * 6 + ((replace(full, window=128),),) * 5
     spec = ModelSpec(architecture="test", layers=layers, context_length=4096, vocab_size=8, dtype=DType.BFLOAT16)
-    wanted = PlanSettings(context=3745, mix=uniform(613, "short"), shares=False, parallel=Parallelism(tp=2, pp=2))
-    plans = [make_plan(spec, replace(wanted, kv_memory=size << 20)) for size in range(24, 33)]
+    wanted = PlanSettings(
+        max_model_len=3745, mix=uniform(613, "short"), enable_prefix_caching=False, parallel=Parallelism(tp=2, pp=2)
+    )
+    plans = [make_plan(spec, wanted.changed(kv_memory=size << 20)) for size in range(24, 33)]
     assert {plan.stage for plan in plans} == {0, 1}
     for plan in plans:
         assert plan.largest_request == plan.memory.largest_request == plan.config.max_total_num_tokens + 1
@@ -379,30 +383,30 @@ def test_a_stage_of_windows_admits_no_request_that_another_stage_cannot_keep() -
 
 def test_draft_layers_are_priced() -> None:
     speculation = SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)
-    assert plan_of("deepseek-v3", speculation=speculation).bytes_per_token == 70_272 * Fraction(62, 61)
-    assert plan_of("llama-3.1-8b", speculation=speculation).bytes_per_token == 131_072 * Fraction(33, 32)
+    assert plan_of("deepseek-v3", speculative_config=speculation).bytes_per_token == 70_272 * Fraction(62, 61)
+    assert plan_of("llama-3.1-8b", speculative_config=speculation).bytes_per_token == 131_072 * Fraction(33, 32)
     ngram = replace(speculation, method="ngram")
-    assert plan_of("llama-3.1-8b", speculation=ngram).bytes_per_token == 131_072
+    assert plan_of("llama-3.1-8b", speculative_config=ngram).bytes_per_token == 131_072
 
 
 def test_features_of_a_head_are_priced() -> None:
     """Two vectors for each position that a head may lack: of a page, a step, and one more."""
     settings = {
         "concurrency": 4,
-        "context": 8192,
+        "max_model_len": 8192,
         "kv_memory": None,
-        "device": find_device("h100-80gb"),
+        "rank_device": find_device("h100-80gb"),
         "page_size": 32,
     }
     speculation = SpeculativeConfig(method="eagle3", num_steps=3, num_draft_tokens=4, model="head")
-    plan = plan_of("llama-3.1-8b", weight_bytes=16 * GIB, speculation=speculation, **settings)
+    plan = plan_of("llama-3.1-8b", weight_bytes=16 * GIB, speculative_config=speculation, **settings)
     expected = 4 * 2 * (32 + 4 + 1) * 4096 * 2
     assert plan.memory.feature_bytes == expected
     assert [line.bytes for line in plan.ledger if line.name == "draft features"] == [expected]
-    assert device_total(plan) == plan.settings.device.memory
+    assert device_total(plan) == plan.settings.rank_device.memory
     for method in ("ngram", "draft_model"):
         other = plan_of(
-            "llama-3.1-8b", weight_bytes=16 * GIB, speculation=replace(speculation, method=method), **settings
+            "llama-3.1-8b", weight_bytes=16 * GIB, speculative_config=replace(speculation, method=method), **settings
         )
         assert other.memory.feature_bytes == 0 and all(line.name != "draft features" for line in other.ledger)
 
@@ -411,14 +415,14 @@ def test_compressors_keep_longer_rings_where_drafts_may_be_taken_back() -> None:
     ngram = SpeculativeConfig(method="ngram", num_steps=3, num_draft_tokens=4)
     rings = [
         sum(f.bytes_per_frame(128) for pool in plan.config.pools for f in pool.group.layout.fields if f.per == PER_PAGE)
-        for plan in (plan_of("deepseek-v4-flash"), plan_of("deepseek-v4-flash", speculation=ngram))
+        for plan in (plan_of("deepseek-v4-flash"), plan_of("deepseek-v4-flash", speculative_config=ngram))
     ]
     assert rings[1] == 2 * rings[0] > 0
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 8])
 def test_admission_knows_that_ranks_share_pages(dcp: int) -> None:
-    plan = plan_of("deepseek-v3", kv_memory=8 * GIB, context=131_072, parallel=Parallelism(tp=8, dcp=dcp))
+    plan = plan_of("deepseek-v3", kv_memory=8 * GIB, max_model_len=131_072, parallel=Parallelism(tp=8, dcp=dcp))
     assert plan.memory.num_tokens == plan.config.max_total_num_tokens
     assert plan.memory.largest_request == plan.largest_request
     assert plan.memory.pages_per_row == -(-(131_072 + 4) // (16 * dcp))
@@ -442,7 +446,7 @@ def test_the_reserve_is_computed_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     rows, tokens = before.memory.pages_per_row, before.memory.tokens_per_step
     monkeypatch.setattr(budget, "get_req_to_token_extra_context_len", lambda speculation, page_size: 4 + 1600)
     monkeypatch.setattr(budget, "get_alloc_len_per_decode", lambda speculation, page_size: 64)
-    monkeypatch.setattr("quire.plan.configurator.get_alloc_reserve_per_decode", lambda speculation, page_size: 1024)
+    monkeypatch.setattr("quire.plan.settings.get_alloc_reserve_per_decode", lambda speculation, page_size: 1024)
     after = plan_of("gemma-3-27b")
     assert after.memory.pages_per_row == rows + 100
     assert (tokens, after.memory.tokens_per_step) == (1, 64)
@@ -476,7 +480,7 @@ def test_more_memory_never_serves_less(name: str, one: int, other: int, context:
     spec = catalogue_spec(name)
     context = min(context, spec.context_length)
     small, large = (
-        make_plan(spec, PlanSettings(kv_memory=size * GIB, context=context)) for size in sorted((one, other))
+        make_plan(spec, PlanSettings(kv_memory=size * GIB, max_model_len=context)) for size in sorted((one, other))
     )
     assert small.requests_at(context) <= large.requests_at(context)
     assert small.largest_request <= large.largest_request
@@ -495,7 +499,7 @@ def test_longer_requests_never_fit_more_often(name: str, one: int, other: int) -
 @given(models, st.integers(1, 2_000), st.integers(1, 2_000), st.sampled_from([1024, 8192, 32768]))
 @settings(max_examples=60)
 def test_more_requests_never_fit_where_fewer_do_not(name: str, one: int, other: int, context: int) -> None:
-    few, many = (plan_of(name, concurrency=count, context=context) for count in sorted((one, other)))
+    few, many = (plan_of(name, concurrency=count, max_model_len=context) for count in sorted((one, other)))
     assert few.requests_at(context) <= many.requests_at(context), "who asks for more gets less"
     assert few.fits or not many.fits
     assert many.requests_at(context) <= many.max_running_requests <= max(one, other)
@@ -510,14 +514,14 @@ def check_budget(seed: int) -> bool:
     base = PlanSettings(
         kv_memory=budget,
         kv_dtype=case.kept,
-        context=int(2 ** rng.uniform(4, 17)),
+        max_model_len=int(2 ** rng.uniform(4, 17)),
         page_size=case.page,
-        chunk=rng.choice([0, 64, 2048]),
+        max_num_batched_tokens=rng.choice([1, 64, 2048]),
         parallel=Parallelism(tp=case.tp, dcp=case.dcp, pp=rng.randint(1, min(4, len(spec.layers)))),
         concurrency=rng.choice([None, None, 3, 50]),
         swa_full_tokens_ratio=rng.choice([None, case.ratio]),
         mamba_full_memory_ratio=rng.choice([None, Fraction(1, 10), Fraction(3)]),
-        speculation=rng.choice([None, SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)]),
+        speculative_config=rng.choice([None, SpeculativeConfig(method="eagle", num_steps=3, num_draft_tokens=4)]),
         max_total_tokens=rng.choice([None, None, rng.randint(64, 2**20)]),
     )
     try:
@@ -549,11 +553,11 @@ def check_limits(seed: int) -> bool:
     base = PlanSettings(
         kv_memory=budget,
         kv_dtype=case.kept,
-        context=context,
+        max_model_len=context,
         page_size=case.page,
         parallel=Parallelism(tp=case.tp, dcp=case.dcp, pp=rng.choice([1, 1, 2])),
         mix=uniform(rng.randint(1, context), "random requests"),
-        shares=rng.random() < 0.8,
+        enable_prefix_caching=rng.random() < 0.8,
     )
     spec = spec_of(case)
     if base.parallel.pp > len(spec.layers):
@@ -561,7 +565,7 @@ def check_limits(seed: int) -> bool:
 
     def planned(**changes: Any) -> Plan | None:
         try:
-            return make_plan(spec, replace(base, **changes))
+            return make_plan(spec, base.changed(**changes))
         except PlanError:
             return None
 
@@ -598,9 +602,9 @@ def test_advice_works_when_it_is_followed(name: str, concurrency: int, context: 
     budgets = {
         "bytes": {"kv_memory": 8 * GIB},
         "cap": {"kv_memory": 400 * GIB, "max_total_tokens": 20_000},
-        "device": {"device": find_device("h200"), "parallel": Parallelism(tp=8)},
+        "device": {"rank_device": find_device("h200"), "parallel": Parallelism(tp=8)},
     }
-    wanted = PlanSettings(concurrency=concurrency, context=context, **budgets[where])
+    wanted = PlanSettings(concurrency=concurrency, max_model_len=context, **budgets[where])
     try:
         plan = make_plan(spec, wanted, weights)
     except PlanError:
@@ -609,27 +613,27 @@ def test_advice_works_when_it_is_followed(name: str, concurrency: int, context: 
     for option in options:
         number = option.value.replace(",", "")
         changed = {
-            "context": lambda n=number: replace(plan.settings, context=int(n)),
-            "concurrency": lambda n=number: replace(plan.settings, concurrency=int(n)),
-            "KV dtype": lambda n=number: replace(plan.settings, kv_dtype=n),
-            "KV memory": lambda n=number: replace(plan.settings, kv_memory=parse_bytes(n)),
-            "max-total-tokens": lambda n=number: replace(plan.settings, max_total_tokens=int(n)),
-            "tp": lambda n=number: replace(plan.settings, parallel=replace(plan.settings.parallel, tp=int(n))),
+            "context": lambda n=number: plan.settings.changed(max_model_len=int(n)),
+            "concurrency": lambda n=number: plan.settings.changed(concurrency=int(n)),
+            "KV dtype": lambda n=number: plan.settings.changed(kv_dtype=n),
+            "KV memory": lambda n=number: plan.settings.changed(kv_memory=parse_bytes(n)),
+            "max-total-tokens": lambda n=number: plan.settings.changed(max_total_tokens=int(n)),
+            "tp": lambda n=number: plan.settings.changed(parallel=replace(plan.settings.parallel, tp=int(n))),
         }[option.change]()
         assert make_plan(spec, changed, weights).fits, option
         if option.change == "concurrency":
-            one_more = replace(plan.settings, concurrency=int(number) + 1)
+            one_more = plan.settings.changed(concurrency=int(number) + 1)
             assert not make_plan(spec, one_more, weights).fits, f"{option}, and one more fits"
     assert plan.fits or where != "bytes" or any(option.change == "KV memory" for option in options)
 
 
 def test_the_least_memory_is_enough_and_a_mib_less_is_not() -> None:
     spec = catalogue_spec("gemma-3-27b")
-    wanted = PlanSettings(context=32_768, concurrency=16)
+    wanted = PlanSettings(max_model_len=32_768, concurrency=16)
     size = least_memory(wanted, lambda changed: make_plan(spec, changed))
     assert size is not None
-    assert make_plan(spec, replace(wanted, kv_memory=size)).fits
-    assert not make_plan(spec, replace(wanted, kv_memory=size - 2**20)).fits
+    assert make_plan(spec, wanted.changed(kv_memory=size)).fits
+    assert not make_plan(spec, wanted.changed(kv_memory=size - 2**20)).fits
 
 
 def test_admission_uses_the_plans_limits() -> None:

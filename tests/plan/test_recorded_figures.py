@@ -25,8 +25,9 @@ import pytest
 
 from quire.plan.configurator import PoolSize
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.kv_format import plain_format
 from quire.spec.model import ModelSpec
@@ -246,7 +247,7 @@ def plan_of(key: tuple[str, int], *, kv_memory: int = ROOM, tokens: int | None =
         kv_dtype="fp8_e4m3" if flags["kv_dtype"].startswith("fp8") else flags["kv_dtype"],
         page_size=int(flags["page_or_block_size"]),
         parallel=Parallelism(tp=int(flags["tp"]), pp=int(flags["pp"]), dp=int(flags["dp"]), dcp=row.dcp),
-        speculation=ONE_DRAFT_LAYER if row.mtp else None,
+        speculative_config=ONE_DRAFT_LAYER if row.mtp else None,
         max_mamba_cache_size=row.states,
         swa_full_tokens_ratio=row.window_ratio,
         window_pool=row.window_pool,

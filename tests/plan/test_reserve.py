@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 
 from quire.cache import KVCache
 from quire.errors import InvalidInput
-from quire.plan.configurator import PoolOptions, create_memory_pool_configurator
+from quire.plan.configurator import create_memory_pool_configurator
 from quire.plan.mix import uniform
 from quire.plan.reserve import (
     get_alloc_len_per_decode,
     get_alloc_reserve_per_decode,
     get_req_to_token_extra_context_len,
 )
+from quire.plan.settings import PlanSettings
 from quire.spec.group import ReachSpec
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import DType
@@ -35,6 +36,7 @@ from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
+from tests.plan.check import pool_settings
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "alloc_len_0.5.23.json.gz"
 
@@ -179,12 +181,12 @@ def test_a_recorded_request_cap_is_ours_with_windows_kept_for_128_steps_more() -
             theirs_each = pages_for(late + step, page) * page + page
         assert case["output"] == page + (2 if overlap else 1) * chunk + requests * theirs_each, question
 
-        options = PoolOptions(
+        options = pool_settings(
             mix=uniform(4096, "a ratio is given"),
             chunk=chunk,
-            shares=False,
-            speculation=speculation,
-            max_running_requests=requests,
+            enable_prefix_caching=False,
+            speculative_config=speculation,
+            concurrency=requests,
             swa_full_tokens_ratio=Fraction(1),
         )
         ours_each = options.window_tokens(ReachSpec("window", window), page)
@@ -194,7 +196,7 @@ def test_a_recorded_request_cap_is_ours_with_windows_kept_for_128_steps_more() -
         assert _window_tokens(options, window, page) < case["output"]
 
 
-def _window_tokens(options: PoolOptions, window: int, page_size: int) -> int:
+def _window_tokens(options: PlanSettings, window: int, page_size: int) -> int:
     """Tokens of the window pool of a model of a full and a window layer in memory without end."""
     wide = AttentionCall(kv_heads=1, key_dim=1, value_dim=1)
     spec = ModelSpec(
@@ -235,8 +237,8 @@ def test_recorded_slots_that_track_states_are_our_checkpoints() -> None:
     }
     assert found == {(False, False): 0, (False, True): 0, (True, False): 1, (True, True): 2}
     mix = uniform(4096, "any")
-    assert PoolOptions(mix=mix, shares=True).states_per_request == 1 + found[True, True]
-    assert PoolOptions(mix=mix, shares=False).states_per_request == 1 + found[False, True]
+    assert pool_settings(mix=mix, enable_prefix_caching=True).states_per_request == 1 + found[True, True]
+    assert pool_settings(mix=mix, enable_prefix_caching=False).states_per_request == 1 + found[False, True]
 
 
 # -- worked numbers

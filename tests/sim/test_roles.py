@@ -10,7 +10,7 @@ import pytest
 from quire.sim.peers import SimulatedLink
 from quire.sim.replay import ReplaySettings
 from quire.sim.roles import Roles, RolesResult
-from quire.sim.tiers import SimulatedTiers
+from quire.sim.tier_settings import SimulatedTiers
 from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
 from tests.sim.replays import COST, HYBRIDS, requests
@@ -85,7 +85,7 @@ def test_a_failed_write_costs_time_and_no_token(failures: float) -> None:
 def test_a_failed_write_is_repeated_once() -> None:
     """As an engine does. Whole pages of each prompt are one write of 10 ms."""
     plan = small_plan(96, 4, max_requests=8)
-    tiers = SimulatedTiers(host_tokens=1600, record_bytes=(1000,), host_bandwidth=1e15)
+    tiers = SimulatedTiers(host_tokens=1600, record_bytes=(1000,), host_bandwidth=1e6)
     settings = ReplaySettings(check="all", chunk=64, tiers=tiers)
 
     def first_token(seed: int) -> tuple[float, bool]:
@@ -112,7 +112,7 @@ def test_a_slower_link_makes_the_first_token_later() -> None:
 def test_one_prompt_takes_as_long_as_by_hand() -> None:
     """A prompt of 33 tokens in steps of 16: the whole pages, 32 tokens, are computed by the prefill engine."""
     plan = small_plan(96, 4, max_requests=8)
-    tiers = SimulatedTiers(host_tokens=1600, record_bytes=(1000,), host_bandwidth=1e15)
+    tiers = SimulatedTiers(host_tokens=1600, record_bytes=(1000,), host_bandwidth=1e6)
     link = SimulatedLink(bandwidth=8e5, latency=0.0, least_tokens=8)
     result = Roles(
         plan, COST, ReplaySettings(check="all", chunk=16, tiers=tiers), link, num_prefill=1, num_decode=1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,13 +9,14 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput, WrongContent
-from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
+from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
-from quire.sim.tiers import SimulatedCopies, SimulatedStore, SimulatedTiers, TierUse
+from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.tiers import SimulatedCopies, SimulatedStore, TierUse
 from quire.sim.trace import Trace, open_trace
 from quire.sim.workloads import WORKLOADS
 from quire.spec.ids import Ids
@@ -33,7 +33,7 @@ RETURNING = "alternating:sessions=8,tokens=20000,turns=4,think=240"
 def both(source: str, tiers: SimulatedTiers, *, limit: int | None = None, **settings: Any) -> list[ReplayResult]:
     """A replay without tiers and one with them, in a pool that holds an eighth of the trace, or its longest request."""
     trace, plan = trace_of(source, limit)
-    tiers = replace(tiers, record_bytes=(16 * TOKEN_BYTES + 64,))
+    tiers = tiers.changed(record_bytes=(16 * TOKEN_BYTES + 64,))
     beside = Replay(plan, FAST, ReplaySettings(tiers=tiers, **settings)).run(trace)
     return [without_tiers(source, limit, **settings), beside]
 
@@ -58,7 +58,7 @@ def use_of(result: ReplayResult) -> TierUse:
     return result.tiers
 
 
-@covering(name=WORKLOADS, host_bandwidth=[2e9, 8e9, 40e9])
+@covering(name=WORKLOADS, host_bandwidth=[2.0, 8.0, 40.0])
 def test_tiers_make_no_workload_slower(name: str, host_bandwidth: float) -> None:
     tiers = SimulatedTiers(host_tokens=1_000_000, host_bandwidth=host_bandwidth)
     without, beside = both(name, tiers, limit=32)
@@ -70,7 +70,7 @@ def test_tiers_make_no_workload_slower(name: str, host_bandwidth: float) -> None
 
 @pytest.mark.parametrize("name", few(["sessions", "chat", "agents", "alternating"], 2))
 def test_storage_behind_a_small_host_makes_nothing_slower(name: str) -> None:
-    tiers = SimulatedTiers(host_tokens=20_000, storage_tokens=1_000_000, host_bandwidth=40e9, storage_bandwidth=7e9)
+    tiers = SimulatedTiers(host_tokens=20_000, storage_tokens=1_000_000, host_bandwidth=40, storage_bandwidth=7)
     without, beside = both(name, tiers, limit=40)
     (median,), (tiered,) = without.first_token_seconds((50,)), beside.first_token_seconds((50,))
     assert tiered <= 1.02 * median
@@ -79,7 +79,7 @@ def test_storage_behind_a_small_host_makes_nothing_slower(name: str) -> None:
 
 
 def test_a_slow_host_loads_nothing_and_says_why() -> None:
-    without, beside = both("chat", SimulatedTiers(host_tokens=1_000_000, host_bandwidth=2e9), limit=100)
+    without, beside = both("chat", SimulatedTiers(host_tokens=1_000_000, host_bandwidth=2), limit=100)
     use = use_of(beside)
     assert (use.loaded_bytes, use.host_hit_tokens) == (0, 0)
     (why,) = {change.why for change in use.changes if change.why}
@@ -88,7 +88,7 @@ def test_a_slow_host_loads_nothing_and_says_why() -> None:
 
 
 def test_a_fast_host_loads() -> None:
-    without, beside = both("chat", SimulatedTiers(host_tokens=1_000_000, host_bandwidth=40e9), limit=100)
+    without, beside = both("chat", SimulatedTiers(host_tokens=1_000_000, host_bandwidth=40), limit=100)
     use = use_of(beside)
     assert use.host_hit_tokens > 0.1 * beside.prompt_tokens
     assert use.loaded_bytes >= use.host_hit_tokens * TOKEN_BYTES
@@ -99,7 +99,7 @@ def test_a_fast_host_loads() -> None:
 
 @pytest.mark.parametrize("write", few(WritePolicy, 1))
 def test_sessions_that_come_back_wait_a_third_at_most(write: WritePolicy) -> None:
-    host = SimulatedTiers(host_tokens=400_000, host_bandwidth=25e9, write=write)
+    host = SimulatedTiers(host_tokens=400_000, host_bandwidth=25, write_policy=write)
     without, beside = both(RETURNING, host, check="reads")
     if write is WritePolicy.SELECTIVE:  # a history that no second request has used yet is not copied
         assert use_of(beside).host_hit_tokens == 0
@@ -114,7 +114,7 @@ def test_sessions_that_come_back_wait_a_third_at_most(write: WritePolicy) -> Non
 
 @pytest.mark.slow
 def test_sessions_come_back_from_storage_where_the_host_is_small() -> None:
-    tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=400_000, host_bandwidth=50e9, storage_bandwidth=60e9)
+    tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=400_000, host_bandwidth=50, storage_bandwidth=60)
     without, beside = both(RETURNING, tiers, check="reads")
     use = use_of(beside)
     assert use.storage_hit_tokens > 0.3 * beside.prompt_tokens
@@ -130,9 +130,9 @@ def test_what_comes_back_is_what_was_there(groups: str, write: WritePolicy, over
     tiers = SimulatedTiers(
         host_tokens=2_000,
         storage_tokens=20_000,
-        write=write,
+        write_policy=write,
         prefetch=PrefetchPolicy.WAIT_COMPLETE,
-        always=True,
+        load="always",
         record_bytes=(100_000,) * (1 if groups == "full" else 2),
     )
     trace = list(open_trace("alternating:sessions=3,tokens=600,turns=4,user=20"))
@@ -152,14 +152,14 @@ def test_a_load_that_brings_other_names_is_found(monkeypatch: pytest.MonkeyPatch
         real(self, group, device, np.roll(host, 1), layer)
 
     monkeypatch.setattr(SimulatedCopies, "to_device", wrong)
-    tiers = SimulatedTiers(host_tokens=4_000, always=True)
+    tiers = SimulatedTiers(host_tokens=4_000, load="always")
     trace = list(open_trace("alternating:sessions=3,tokens=600,turns=3,user=20"))
     with pytest.raises(WrongContent, match="holds 0 of its 16 tokens"):
         replay_of(num_pages=64, page_size=16, context=1_000, chunk=128, tiers=tiers).run(trace)
 
 
 def test_the_same_replay_twice_is_the_same_and_checks_change_nothing() -> None:
-    tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=100_000, host_bandwidth=25e9, storage_bandwidth=5e9)
+    tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=100_000, host_bandwidth=25, storage_bandwidth=5)
     first, second = (both("agents", tiers, limit=60)[1] for _ in range(2))
     checked = both("agents", tiers, limit=60, check="reads")[1]
     assert first.digest == second.digest == checked.digest
@@ -169,10 +169,10 @@ def test_the_same_replay_twice_is_the_same_and_checks_change_nothing() -> None:
 
 def test_sizes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(InvalidInput, match="twice or not at all"):
-        SimulatedTiers()
+        replay_of(page_size=4, tiers=SimulatedTiers())
     with pytest.raises(InvalidInput, match="twice or not at all"):
-        SimulatedTiers(host_tokens=1, host_bytes=1)
-    with pytest.raises(InvalidInput, match="a bandwidth below zero"):
+        SimulatedTiers(host_tokens=1, host_memory=1)
+    with pytest.raises(InvalidInput, match="host_bandwidth: Input should be greater than 0"):
         SimulatedTiers(host_tokens=1, host_bandwidth=-1.0)
     with pytest.raises(InvalidInput, match="holds no page"):
         replay_of(page_size=4, tiers=SimulatedTiers(host_tokens=3)).run(requests([(8, 2)]))
@@ -180,7 +180,7 @@ def test_sizes_that_make_no_sense_are_refused() -> None:
 
 def test_a_host_in_bytes_holds_the_mix_of_the_device() -> None:
     plan = replay_of(num_pages=64, groups="state", frames=(64, 16)).cache.plan
-    found = SimulatedTiers(host_bytes=32 * 1000 + 8 * 100).host_frames(plan, (1000, 100))
+    found = SimulatedTiers(host_memory=32 * 1000 + 8 * 100).host_frames(plan, (1000, 100))
     assert found == (32, 8)
 
 

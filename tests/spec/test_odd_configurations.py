@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidInput, PlanError, UnsupportedModel
-from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
 from quire.spec.model import ModelSpec

@@ -31,7 +31,7 @@ store = typer.Typer(name="store", help="Look into a store of pages, check it, an
 command(app, positional="model")(serve)
 command(app, positional="model")(up)
 command(app)(generate)
-command(app, positional="model")(plan)
+command(app, positional="planned")(plan)
 for body in (replay, explain, audit, doctor):
     command(app)(body)
 for part in (inspect, verify, gc):

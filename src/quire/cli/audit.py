@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from quire.cli.explain import ServerKey
 from quire.cli.report import Report
-from quire.cli.server import Server
-from quire.engine.setting import Settings, setting
+from quire.cli.server import DEFAULT_URL, Server, ServerAddress
 from quire.errors import AuditFailure
 
 
-class Audited(Settings):
-    """The server to audit."""
-
-    url: str = setting("http://127.0.0.1:8000", "The server to ask.")
-
-
-def audit(asked: Audited, key: ServerKey) -> Report:
+def audit(where: ServerAddress) -> Report:
     """Audit the cache of a live server, beside its steps, and show what its canary has found. Exit codes: 0 all is
     well, 2 bad input, 4 an invariant is broken.
 
     [dim]Example:[/dim] quire audit --url http://127.0.0.1:8000
     """
-    server = Server(asked.url, key.api_key)
+    server = Server(where.url or DEFAULT_URL, where.api_key)
     found = server.ask("/v1/cache/audit")
     if faults := [*found["faults"], *([found["violation"]] if found["violation"] else [])]:
         raise AuditFailure("; ".join(faults) + ".")

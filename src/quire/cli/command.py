@@ -19,7 +19,8 @@ import typer
 from typer.core import TyperCommand
 
 from quire.cli.report import Report, reported
-from quire.engine.setting import (
+from quire.errors import InvalidInput
+from quire.settings.setting import (
     Settings,
     choices_of,
     default_of,
@@ -33,7 +34,6 @@ from quire.engine.setting import (
     shown_of,
     variable_of,
 )
-from quire.errors import InvalidInput
 
 Body = Callable[..., Report | None]
 
@@ -93,13 +93,12 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
 
 
 def _fields(models: Sequence[type[Settings]]) -> Iterator[tuple[type[Settings], str]]:
-    """Each model with those of its settings that no earlier model has."""
+    """Each model with those of its settings whose names and options no earlier model has."""
     seen: set[str] = set()
     for model in models:
-        for field in model.model_fields:
-            if field not in seen:
-                yield model, field
-        seen |= model.model_fields.keys()
+        names = {field: {field, *option_names(model, field)[:1]} for field in model.model_fields}
+        yield from ((model, field) for field in names if seen.isdisjoint(names[field]))
+        seen.update(*names.values())
 
 
 def _settings(models: Sequence[type[Settings]], options: Mapping[str, Any], path: str | None) -> list[Settings]:

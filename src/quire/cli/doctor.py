@@ -20,8 +20,8 @@ from rich.console import RenderableType
 from quire import __version__
 from quire.cli.report import Report, named_rows
 from quire.engine.cores import available_cores, quota_cores, usable_cores
-from quire.engine.setting import Settings, default_of
 from quire.plan.budget import format_bytes
+from quire.settings.setting import Settings, default_of
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "fastapi")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import quote
 
 from rich.console import RenderableType
@@ -12,38 +12,21 @@ from rich.text import Text
 from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
 from quire.cli.replay import ReplayedCache, ReplayedEngine
 from quire.cli.report import Report, told_of_drafts
-from quire.cli.server import Server
-from quire.engine.setting import Settings, setting
+from quire.cli.server import Server, ServerAddress
 from quire.errors import InvalidInput
+from quire.settings.setting import Settings, option_names, setting
 
-_SERVER = "Of a live server"
 
-
-class Asked(Settings):
+class Explained(Settings):
     """The requests to explain."""
 
     source: str | None = setting(
         None, "A trace's file or folder, or a workload; with --url, a request's id.", argument=True, metavar="TRACE"
     )
     request: str | None = setting(None, "A request's id; without one, a summary.", argument=True, metavar="REQUEST_ID")
-    url: str | None = setting(None, "Ask this server: http://127.0.0.1:8000.", group=_SERVER)
 
 
-class ServerKey(Settings):
-    """How to reach the live server."""
-
-    ENVIRONMENT: ClassVar[bool] = True
-
-    api_key: str | None = setting(None, "The server's key.", group=_SERVER, otherwise="QUIRE_API_KEY", secret=True)
-
-
-class ExplainedCache(ReplayedCache):
-    """The cache for the replay of a trace."""
-
-    policy: str = setting("density", "Eviction policy.", group="Cache")
-
-
-def explain(asked: Asked, cache: ExplainedCache, key: ServerKey) -> Report:
+def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress) -> Report:
     """Say of every prompt token whether it was reused, and if not, why: evicted (for which request, when), never
     seen, less than a page, cached for another adapter or salt, or given up by a group of layers.
 
@@ -57,22 +40,24 @@ def explain(asked: Asked, cache: ExplainedCache, key: ServerKey) -> Report:
 
     [dim]Example:[/dim] quire explain --url http://127.0.0.1:8000 chatcmpl-0123
     """
-    if asked.url is not None:
+    if where.url is not None:
         _refuse_replays(asked, cache)
-        server = Server(asked.url, key.api_key)
+        server = Server(where.url, where.api_key)
         return _server_report(server) if asked.source is None else _sequences_report(server, asked.source)
     if asked.source is None:
         raise InvalidInput("nothing to explain.", fix="name a trace or a workload, or a server with --url.")
     return _replay(asked.source, asked.request, cache)
 
 
-def _refuse_replays(asked: Asked, cache: ReplayedCache) -> None:
+def _refuse_replays(asked: Explained, cache: ReplayedCache) -> None:
     """Raise InvalidInput for options that only a replay has."""
     if asked.request is not None:
         raise InvalidInput(
             "--url asks a server, which has no traces.", fix="give it one argument, a request's id, or none."
         )
-    given = [f"--{name.replace('_', '-')}" for name in type(cache).model_fields if name in cache.model_fields_set]
+    given = [
+        option_names(ReplayedCache, name)[0] for name in ReplayedCache.model_fields if name in cache.model_fields_set
+    ]
     if given:
         raise InvalidInput(
             f"{', '.join(given)}: for replays of traces; --url asks a server, which has its own settings.",
@@ -129,7 +114,7 @@ def _replay(source: str, request_id: str | None, cache: ReplayedCache) -> Report
     from quire.sim.trace import open_trace
 
     grid = grid_of(cache, ReplayedEngine(), explain=True)
-    trace = open_trace(source, limit=cache.limit, seed=cache.seed)
+    trace = open_trace(source, limit=cache.limit, seed=cache.trace_seed)
     with progress_bar(len(trace)) as progress:
         result = replay_one(trace, grid, progress)
     return summary_report(trace, result) if request_id is None else request_report(trace, result, request_id)

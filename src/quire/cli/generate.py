@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from quire.engine.config import EngineConfig
-from quire.engine.setting import Settings, setting
+from quire.settings.setting import Settings, setting
 
 
 class Question(Settings):
@@ -20,7 +20,7 @@ class Question(Settings):
     max_tokens: int = setting(64, "Most tokens to generate.")
     temperature: float = setting(0.0, "0 takes the most likely token each time.")
     top_p: float = setting(1.0, "Draw from the tokens that make up this probability.")
-    seed: int | None = setting(None, "Same seed, same text.")
+    sampling_seed: int | None = setting(None, "Same seed, same text.", option="--seed")
     stop: list[str] = setting([], "End at this text; may be given again.")
 
 
@@ -33,7 +33,9 @@ def generate(question: Question, engine: EngineConfig, *, as_json: bool) -> None
     """
     from quire.scheduler.sampling_params import SamplingParams
 
-    params = SamplingParams(**question.model_dump(exclude={"prompt", "chat"}))
+    params = SamplingParams(
+        seed=question.sampling_seed, **question.model_dump(exclude={"prompt", "chat", "sampling_seed"})
+    )
     text = sys.stdin.read() if question.prompt == "-" else question.prompt
     with Console(stderr=True).status(f"Loading {engine.model_name} ..."):
         from quire.engine.before_load import check_model

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.plan_request import PlanRequest
-from quire.cli.report import Report, named_rows, panel, plain_table
-from quire.engine.setting import Settings, setting
+from quire.cli.report import ListedOutput, Report, named_rows, panel, plain_table
 from quire.errors import InvalidInput
+from quire.settings.fields import LinkFields
+from quire.settings.setting import setting
 
 if TYPE_CHECKING:
     from quire.cli.planned_model import PlannedModel
-    from quire.plan.plan import Plan, PlanSettings
+    from quire.plan.plan import Plan
+    from quire.plan.settings import PlanSettings
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -27,7 +29,7 @@ _WITHOUT_DRAFTS = (
 _OUTPUT, _ROLES = "Output", "Roles"
 
 
-class PlanOutput(Settings):
+class PlanOutput(ListedOutput):
     """The output of a plan."""
 
     measure: bool = setting(
@@ -43,10 +45,9 @@ class PlanOutput(Settings):
         "Two models side by side; settings may follow a comma: llama-3.1-8b,kv-dtype=fp8.",
         group=_OUTPUT,
     )
-    names: bool = setting(False, "Print the catalogue.", group=_OUTPUT, option="--list")
 
 
-class PlanRoles(Settings):
+class PlanRoles(LinkFields):
     """Engines that compute prompts and others that answer, for a rate of requests."""
 
     requests_per_second: float | None = setting(
@@ -55,13 +56,9 @@ class PlanRoles(Settings):
         group=_ROLES,
         gt=0,
     )
-    prefill_rate: float | None = setting(
-        None, "Prompt tokens a second of an engine.", group=_ROLES, otherwise="estimated from the --gpu", gt=0
-    )
     decode_rate: float | None = setting(
         None, "Output tokens a second of an engine.", group=_ROLES, otherwise="estimated from the --gpu", gt=0
     )
-    link: str = setting("10GB/s", "Speed of each engine's link.", group=_ROLES, metavar="SPEED")
     cached: float = setting(0.0, "Share of a prompt that the engine that answers has cached.", group=_ROLES, ge=0, lt=1)
 
 
@@ -83,12 +80,12 @@ def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:
         raise InvalidInput("--values belong to a sweep.", fix="add --sweep context, say.")
     subject, settings = request.planned_model().with_draft(request.settings())
     if output.measure:
-        settings = _measured(request.model or "", settings)
+        settings = _measured(request.planned or "", settings)
     if output.sweep is not None:
         return _sweep(subject, settings, output.sweep, output.values)
     if roles.requests_per_second is not None:
         return _roles(subject, settings, request, roles)
-    if roles != PlanRoles():
+    if roles != PlanRoles() or request.prefill_rate is not None:
         raise InvalidInput("roles are planned for a rate of requests.", fix="add --requests-per-second 10, say.")
     return _one(subject, settings, request, why=output.why)
 
@@ -108,7 +105,7 @@ def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *,
     if why:
         data["why"] = [{"name": what, "why": reason} for what, reason in explain(found)]
     parallel = settings.parallel
-    where = f" on {settings.device.name}" if settings.device is not None else ""
+    where = f" on {settings.rank_device.name}" if settings.rank_device is not None else ""
     ranks = [f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "dcp") if getattr(parallel, name) > 1]
     title = ", ".join([f"{subject.name}{where}", *ranks]) + ":"
     return Report(data, lambda: [plan_panel(data, title)], 0 if worth else EXIT_DOES_NOT_FIT)
@@ -135,8 +132,8 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
     if request.input_tokens is None or request.output_tokens is None:
         raise InvalidInput("the lengths of requests are not given.", fix="add --input-tokens and --output-tokens.")
     assert roles.requests_per_second is not None
-    prefill_rate, decode_rate = roles.prefill_rate, roles.decode_rate
-    is_without_drafts = settings.speculation is not None and decode_rate is None
+    prefill_rate, decode_rate = request.prefill_rate, roles.decode_rate
+    is_without_drafts = settings.speculative_config is not None and decode_rate is None
     found = subject.plan_or_least(settings)
     if prefill_rate is None or decode_rate is None:
         if request.gpu is None:
@@ -178,7 +175,7 @@ def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str
 def _comparison(two: tuple[str, str], request: PlanRequest) -> Report:
     from quire.plan.report import comparison, plan_as_dict
 
-    requests = {text: request.changed(text) for text in two}
+    requests = {text: request.variant(text) for text in two}
     subjects = {text: each.planned_model().with_draft(each.settings()) for text, each in requests.items()}
     plans = {text: subject.plan_or_least(settings) for text, (subject, settings) in subjects.items()}
     data = {name: plan_as_dict(found, model=name) for name, found in plans.items()}
@@ -195,8 +192,8 @@ def _measured(model: str, settings: PlanSettings) -> PlanSettings:
     if settings.parallel.tp * settings.parallel.pp > 1:
         raise InvalidInput("--measure loads the whole model on one device.", fix="measure without --tp and --pp.")
     known = catalogue_model(model)
-    device, lines = measure_device(known.hub if known is not None else model, chunk=settings.chunk)
-    return replace(settings, device=device, measured=lines)
+    device, lines = measure_device(known.hub if known is not None else model, chunk=settings.max_num_batched_tokens)
+    return settings.changed(rank_device=device, measured=lines)
 
 
 def _catalogue() -> Report:

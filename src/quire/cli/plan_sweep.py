@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.cli.planned_model import PlannedModel
 from quire.errors import QuireError
-from quire.plan.budget import parse_tokens
-from quire.plan.plan import PlanSettings
+from quire.plan.settings import PlanSettings
+from quire.settings.setting import parse_tokens
 
 _DEFAULTS = {
     "context": "4k,8k,16k,32k,64k,128k",
@@ -17,8 +17,7 @@ _DEFAULTS = {
     "page-size": "1,16,32,64,128,256",
     "tp": "1,2,4,8",
 }
-
-
+_SETTINGS = {"context": "max_model_len", "concurrency": "concurrency", "page-size": "page_size"}
 _COLUMNS = ("tokens", "bytes per token", "requests at once", "each of", "largest request", "fits", "refused")
 
 
@@ -60,12 +59,8 @@ def _defaults(subject: PlannedModel, what: str) -> str:
 
 def _with(settings: PlanSettings, what: str, text: str) -> PlanSettings:
     if what == "dtype":
-        return replace(settings, kv_dtype=text)
+        return settings.changed(kv_dtype=text)
     number = parse_tokens(text)
     if what == "tp":
-        return replace(settings, parallel=replace(settings.parallel, tp=number))
-    if what == "context":
-        return replace(settings, context=number)
-    if what == "concurrency":
-        return replace(settings, concurrency=number)
-    return replace(settings, page_size=number)
+        return settings.changed(parallel=replace(settings.parallel, tp=number))
+    return settings.changed(**{_SETTINGS[what]: number})

@@ -13,8 +13,9 @@ from quire.plan.advice import least_memory
 from quire.plan.budget import format_bytes
 from quire.plan.draft import head_spec, refuse_mtp, with_draft_model
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.plan.source import read_model_config
 from quire.spec.config_reader import ConfigReader
 from quire.spec.layout import DType
@@ -37,7 +38,7 @@ class PlannedModel:
         """The model and the settings with the layers and weights of a draft model, if there is one. A note says if the
         engine refuses the model's own prediction layers. Raises what `planned_model` raises, and UnsupportedModel for a
         draft that cannot draft for this model."""
-        speculation, spec = settings.speculation, self.spec
+        speculation, spec = settings.speculative_config, self.spec
         if speculation is not None and speculation.method == "mtp":
             try:
                 refuse_mtp(self.config, self.name)
@@ -48,7 +49,7 @@ class PlannedModel:
             return self, settings
         draft = planned_model(speculation.model, revision=speculation.revision)
         if draft.weights is not None:
-            settings = replace(settings, draft_weight_bytes=draft.weights.bytes_on_rank(settings.parallel.tp))
+            settings = settings.changed(draft_weight_bytes=draft.weights.bytes_on_rank(settings.parallel.tp))
         of_draft = draft.spec if speculation.method == "draft_model" else head_spec(draft.config, spec)
         spec, settings = with_draft_model(spec, settings, of_draft)
         return replace(self, spec=spec), settings
@@ -59,15 +60,17 @@ class PlannedModel:
 
     def plan_or_least(self, settings: PlanSettings) -> Plan:
         """The plan; without any budget, for the least KV memory in which the requested load fits."""
-        if settings.kv_memory is not None or settings.device is not None:
+        if settings.kv_memory is not None or settings.rank_device is not None:
             return self._noted(self.plan(settings))
-        if settings.context is None and settings.mix is None:
-            settings = replace(settings, context=self.spec.context_length)  # the required load is also the expected one
+        if settings.max_model_len is None and settings.mix is None:
+            settings = settings.changed(
+                max_model_len=self.spec.context_length
+            )  # the required load is also the expected one
         size = least_memory(settings, self.plan)
         if size is None:
-            self.plan(replace(settings, kv_memory=2**50))  # raises with the reason, where there is one
+            self.plan(settings.changed(kv_memory=2**50))  # raises with the reason, where there is one
             raise InvalidInput("no amount of memory fits what is asked for.", fix="lower the concurrency or context.")
-        plan = self.plan(replace(settings, kv_memory=size))
+        plan = self.plan(settings.changed(kv_memory=size))
         note = f"no budget was given, so this is the least KV memory that fits: {format_bytes(size)} per rank."
         return self._noted(replace(plan, notes=(note, *plan.notes)))
 

@@ -13,8 +13,10 @@ from quire.plan.plan import Plan
 def planned_rates(request: PlanRequest, plan: Plan, prompt_tokens: int, output_tokens: int) -> tuple[float, float]:
     """Prompt tokens a second, of prompts one after the other; and output tokens a second, of as many requests at once
     as the plan holds, in the middle of their answers."""
-    assert request.model is not None and request.gpu is not None
-    cost = cost_of(request.model, ReplayedEngine(gpu=request.gpu, tp=request.tp), plain=False)(plan.memory)
+    assert request.planned is not None and request.gpu is not None
+    cost = cost_of(
+        request.planned, ReplayedEngine(gpu=request.gpu, tensor_parallel_size=request.tensor_parallel_size), plain=False
+    )(plan.memory)
     starts = np.arange(0, prompt_tokens, request.max_num_batched_tokens)
     ends = np.minimum(starts + request.max_num_batched_tokens, prompt_tokens)
     seconds = sum(cost.launch + cost.seconds(starts[at : at + 1], ends[at : at + 1]) for at in range(len(starts)))

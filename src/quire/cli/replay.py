@@ -11,61 +11,54 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from quire.cli.report import Report, named_rows
-from quire.engine.config import HiSparse, LoadWord, PrefetchWord, TargetItl, WriteWord
-from quire.engine.setting import Bytes, Settings, Tokens, setting
+from quire.cli.report import ListedOutput, Report, named_rows
 from quire.errors import InvalidInput
-from quire.plan.budget import parse_bytes
+from quire.settings.fields import CostFields, HiSparseFields, LinkFields, RankFields, StepFields, TransferFields
+from quire.settings.setting import Settings, parse_bytes, setting
+from quire.sim.tier_settings import SimulatedTiers
 
 if TYPE_CHECKING:
     from quire.sim.comparison import Grid
     from quire.sim.trace_request import Trace
 
-_COST, _ENGINE, _TIERS, _ROLES = "Cost of steps", "Engine", "Below the device", "Roles"
+_CACHE, _ENGINE, _TIERS, _ROLES = "Cache", "Engine", "Below the device", "Roles"
 _HISPARSE = "Latents in host memory"
 
 
 class ReplayedCache(Settings):
     """The caches for the replay of a trace, and which part of it is replayed."""
 
-    policy: str = setting("lru,density", "Eviction policies to compare: lru,lfu.", group="Cache")
+    policies: str | None = setting(
+        None,
+        "Eviction policies to compare: lru,lfu.",
+        group=_CACHE,
+        option="--policy",
+        otherwise="lru,density; of engines with roles, and to explain, density",
+    )
     pool_tokens: str | None = setting(
         None,
         "Pool sizes: tokens (64k), or parts of what the trace would fill (1/16,1/4).",
-        group="Cache",
+        group=_CACHE,
         otherwise="1/8, or more where that holds no request",
     )
-    page_size: str = setting("16", "Page sizes, in tokens: 1,16,64.", group="Cache", aliases=("--block-size",))
-    model: list[str] = setting(
+    page_sizes: str = setting(
+        "16", "Page sizes, in tokens: 1,16,64.", group=_CACHE, option="--page-size", aliases=("--block-size",)
+    )
+    models: list[str] = setting(
         [],
         "Plan the pools of this model: a name of the catalogue or a config.json; may be repeated.",
-        group="Cache",
+        group=_CACHE,
+        option="--model",
         aliases=("-m",),
     )
     limit: int | None = setting(None, "Only the first N requests.", group="Output", ge=1)
-    seed: int = setting(0, "Seed of a workload.", group="Output")
+    trace_seed: int = setting(0, "Seed of a workload.", group="Output", option="--seed")
 
 
-class ReplayedEngine(Settings):
+class ReplayedEngine(CostFields, StepFields, RankFields):
     """The engine that replays, and what its steps cost."""
 
-    gpu: str = setting("h100-80gb", "A device whose published peaks give the times.", group=_COST)
-    tp: int = setting(1, "Devices that share the work of a step.", group=_COST)
-    prefill_rate: float | None = setting(None, "Prompt tokens per second, instead of a device.", group=_COST)
-    decode_ms: float | None = setting(None, "Milliseconds of a decode step, instead of a device.", group=_COST)
-    fit: bool = setting(False, "Measure the engine here with the bundled model.", group=_COST, option="--fit")
-    max_running_requests: int = setting(
-        256, "Requests that run at once.", group=_ENGINE, aliases=("--max-running", "--max-num-seqs"), ge=1
-    )
-    max_num_batched_tokens: int = setting(2048, "Tokens of one step.", group=_ENGINE)
-    target_itl_ms: TargetItl = setting(
-        "off",
-        "Compute prompts in chunks that fit between the tokens of other requests, in so many milliseconds; auto as in "
-        "quire serve.",
-        group=_ENGINE,
-        metavar="MS",
-    )
-    overlap: bool = setting(False, "Launch a step before the one before it has settled.", group=_ENGINE)
+    fit: bool = setting(False, "Measure the engine here with the bundled model.", group="Cost of steps", option="--fit")
     speculate: str | None = setting(
         None,
         "Drafts of a step, and the chance of each to be right: 4,0.7. Without a chance, that of the trace's requests.",
@@ -78,33 +71,9 @@ class ReplayedEngine(Settings):
     )
 
 
-class ReplayedTiers(Settings):
-    """The tiers below the simulated device; bandwidths in GB/s."""
-
-    host_tokens: Tokens | None = setting(
-        None, "Tokens that host memory holds; everything is replayed without it and with it.", group=_TIERS
-    )
-    host_memory: Bytes | None = setting(None, "The same in bytes: 64GiB.", group=_TIERS)
-    storage_tokens: Tokens | None = setting(None, "Tokens that storage behind it holds.", group=_TIERS)
-    host_bandwidth: float | None = setting(None, "GB/s each way.", group=_TIERS, otherwise="the device's bus", gt=0)
-    storage_bandwidth: float | None = setting(None, "GB/s each way.", group=_TIERS, otherwise="7", gt=0)
-    write_policy: WriteWord = setting("write_through", "{choices}.", group=_TIERS)
-    prefetch_policy: PrefetchWord = setting("break_even", "{choices}.", group=_TIERS, aliases=("--prefetch",))
-    load: LoadWord = setting(
-        "break_even", "{choices}; break_even only where that is faster than computing.", group=_TIERS
-    )
-
-
-class ReplayedHiSparse(Settings):
+class ReplayedHiSparse(HiSparseFields):
     """Latents in host memory and hot buffers on the device, beside all latents on the device in the same bytes."""
 
-    hisparse: HiSparse | None = setting(
-        None,
-        "Replay each pool without and with latents in host memory: a JSON object, or {} for planned sizes.",
-        group=_HISPARSE,
-        metavar="JSON",
-        otherwise="all latents on the device",
-    )
     selections: Path | None = setting(
         None, "What requests select: a file of `bench/sparse/record_selections.py`.", group=_HISPARSE, otherwise="drawn"
     )
@@ -118,30 +87,33 @@ class ReplayedHiSparse(Settings):
     )
 
 
-class ReplayedRoles(Settings):
+class ReplayedRoles(TransferFields, LinkFields):
     """Engines that compute prompts for others, beside as many engines that do everything."""
 
-    prefill: int | None = setting(None, "Engines that compute prompts for others.", group=_ROLES, otherwise="0", ge=1)
-    decode: int | None = setting(None, "Engines that answer requests.", group=_ROLES, otherwise="1", ge=1)
-    link: str = setting("10GB/s", "Speed of each engine's link.", group=_ROLES, metavar="SPEED")
+    num_prefill: int | None = setting(
+        None, "Engines that compute prompts for others.", group=_ROLES, option="--prefill", otherwise="0", ge=1
+    )
+    num_decode: int | None = setting(
+        None, "Engines that answer requests.", group=_ROLES, option="--decode", otherwise="1", ge=1
+    )
     link_failures: float = setting(
         0.0, "The chance of a write, of 8 MiB at most, to fail; drawn from --seed.", group=_ROLES, ge=0, le=1
     )
-    transfer_seconds: float = setting(30.0, "How long a request waits for its prompt.", group=_ROLES, gt=0)
 
 
-class ReplayOutput(Settings):
+class ReplayOutput(ListedOutput):
     """The trace of a replay."""
 
-    trace: str | None = setting(None, "A trace's file or folder, or a workload: see --list.", argument=True)
-    names: bool = setting(False, "Print workloads, trace formats and policies.", group="Output", option="--list")
+    replayed: str | None = setting(
+        None, "A trace's file or folder, or a workload: see --list.", argument=True, metavar="[TRACE]"
+    )
 
 
 def replay(
     output: ReplayOutput,
     cache: ReplayedCache,
     engine: ReplayedEngine,
-    tiers: ReplayedTiers,
+    tiers: SimulatedTiers,
     hisparse: ReplayedHiSparse,
     roles: ReplayedRoles,
 ) -> Report:
@@ -156,7 +128,7 @@ def replay(
     """
     if output.names:
         return _names()
-    if output.trace is None:
+    if output.replayed is None:
         raise InvalidInput("no trace is named.", fix="name a file or a workload; see --list.")
     from quire.cli.replay_grid import grid_of
     from quire.cli.replay_table import progress_bar, shown_runs
@@ -164,7 +136,7 @@ def replay(
     from quire.sim.trace import open_trace
 
     grid = grid_of(cache, engine, tiers, hisparse)
-    trace = open_trace(output.trace, limit=cache.limit, seed=cache.seed)
+    trace = open_trace(output.replayed, limit=cache.limit, seed=cache.trace_seed)
     if roles != ReplayedRoles():
         return _roles(trace, grid, cache, roles)
     with progress_bar(len(trace)) as progress:
@@ -181,15 +153,18 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles)
 
     if grid.hisparse is not None:
         raise InvalidInput("--hisparse: not yet with roles.", fix="leave --prefill and --decode out.")
-    if roles.prefill is None:
+    if roles.num_prefill is None:
         raise InvalidInput("no engine computes prompts for others.", fix="add --prefill 1, or leave --decode out.")
-    if "policy" not in cache.model_fields_set:
+    if cache.policies is None:
         grid = replace(grid, policies=[DEFAULT_POLICY])
     link = SimulatedLink(
-        bandwidth=parse_speed(roles.link), failures=roles.link_failures, seconds=roles.transfer_seconds, seed=cache.seed
+        bandwidth=parse_speed(roles.link),
+        failures=roles.link_failures,
+        seconds=roles.transfer_seconds,
+        seed=cache.trace_seed,
     )
     with progress_bar(len(trace)) as progress:
-        apart, same = replay_roles(trace, grid, link, roles.prefill, roles.decode or 1, progress)
+        apart, same = replay_roles(trace, grid, link, roles.num_prefill, roles.num_decode or 1, progress)
     return Report([apart.as_dict(), same.as_dict()], lambda: roles_table(trace, (apart, same)))
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.cli.planned_model import PlannedModel, planned_model
-from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedHiSparse, ReplayedTiers
+from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedHiSparse
 from quire.errors import InvalidInput
-from quire.offload.tier_settings import PrefetchPolicy, WritePolicy
 from quire.plan.budget import MemoryPlan
 from quire.plan.source import read_model_config
 from quire.plan.step_cost import CostModel, fit_cost_model
-from quire.prefix.evict import eviction_policy
+from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
+from quire.settings.fields import StepFields
 from quire.sim.clock import measure_engine
 from quire.sim.comparison import Grid, SimulatedModel
 from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.pools import PLAIN, read_pool_sizes
 from quire.sim.replay import ReplaySettings
 from quire.sim.selections import Selections
-from quire.sim.tiers import SimulatedTiers
+from quire.sim.tier_settings import SimulatedTiers
 from quire.spec.config_reader import ConfigReader
 from quire.spec.record_size import HEADER_BYTES
 from quire.spec.speculation import SpeculativeConfig
@@ -26,6 +26,8 @@ from quire.spec.speculation import SpeculativeConfig
 DEFAULT_POOL = "1/8"
 """Of the working set."""
 
+_COMPARED = "lru,density"
+_GPU = "h100-80gb"
 _COSTS_LIKE = "llama-3.1-8b"
 """The cost of the plain model's steps."""
 
@@ -33,20 +35,20 @@ _COSTS_LIKE = "llama-3.1-8b"
 def grid_of(
     cache: ReplayedCache,
     engine: ReplayedEngine,
-    tiers: ReplayedTiers | None = None,
+    tiers: SimulatedTiers | None = None,
     hisparse: ReplayedHiSparse | None = None,
     *,
     explain: bool = False,
 ) -> Grid:
     """What to compare. Raises InvalidInput for bad values, and the errors of reading a model."""
     speculation, acceptance = _drafts(engine.speculate)
-    hot = _hisparse(hisparse or ReplayedHiSparse(), cache, engine, tiers or ReplayedTiers())
+    hot = _hisparse(hisparse or ReplayedHiSparse(), cache, engine, tiers or SimulatedTiers())
     return Grid(
-        models=[_model(name, engine) for name in cache.model or (PLAIN,)],
-        policies=_policies(cache.policy),
+        models=[_model(name, engine) for name in cache.models or (PLAIN,)],
+        policies=_policies(cache.policies or (DEFAULT_POLICY if explain else _COMPARED)),
         pools=read_pool_sizes(cache.pool_tokens or DEFAULT_POOL),
         grows=cache.pool_tokens is None,
-        page_sizes=_page_sizes(cache.page_size),
+        page_sizes=_page_sizes(cache.page_sizes),
         max_running=engine.max_running_requests,
         speculation=speculation,
         tiers=_tiers(tiers) if tiers is not None and hot is None else None,
@@ -54,8 +56,8 @@ def grid_of(
         settings=ReplaySettings(
             order=engine.order,
             chunk=engine.max_num_batched_tokens,
-            overlap=engine.overlap,
-            target_itl_ms=engine.target_itl_ms,
+            overlap=bool(engine.overlap),
+            target_itl_ms=engine.shared(StepFields).get("target_itl_ms", "off"),
             check=engine.check,
             explain=explain,
             acceptance=acceptance,
@@ -92,28 +94,17 @@ def _page_sizes(text: str) -> list[int]:
     return found
 
 
-def _tiers(asked: ReplayedTiers) -> SimulatedTiers | None:
+def _tiers(asked: SimulatedTiers) -> SimulatedTiers | None:
     """The tiers, or None. Raises InvalidInput if they contradict other settings."""
-    if asked.host_tokens is None and asked.host_memory is None:
-        if asked != ReplayedTiers():
-            raise InvalidInput(
-                "tiers are asked for, and no host tier is.", fix="give --host-tokens or --host-memory too."
-            )
-        return None
-    return SimulatedTiers(
-        host_tokens=asked.host_tokens or 0,
-        host_bytes=asked.host_memory or 0,
-        storage_tokens=asked.storage_tokens or 0,
-        host_bandwidth=(asked.host_bandwidth or 0.0) * 1e9,
-        storage_bandwidth=(asked.storage_bandwidth or 0.0) * 1e9,
-        write=WritePolicy(asked.write_policy),
-        prefetch=PrefetchPolicy(asked.prefetch_policy),
-        always=asked.load == "always",
-    )
+    if asked.has_host:
+        return asked
+    if asked != SimulatedTiers():
+        raise InvalidInput("tiers are asked for, and no host tier is.", fix="give --host-tokens or --host-memory too.")
+    return None
 
 
 def _hisparse(
-    asked: ReplayedHiSparse, cache: ReplayedCache, engine: ReplayedEngine, tiers: ReplayedTiers
+    asked: ReplayedHiSparse, cache: ReplayedCache, engine: ReplayedEngine, tiers: SimulatedTiers
 ) -> SimulatedHiSparse | None:
     """The hot buffers, or None. Raises InvalidInput if they contradict other settings."""
     if asked.hisparse is None:
@@ -122,7 +113,7 @@ def _hisparse(
         return None
     if asked.selections is not None and asked.selection_drift is not None:
         raise InvalidInput("selections are either recorded or drawn.", fix="leave --selection-drift out.")
-    if not cache.model:
+    if not cache.models:
         raise InvalidInput("--hisparse: the plain model selects no tokens.", fix="add --model deepseek-v3.2, say.")
     if asked.hisparse.selection is not None:
         raise InvalidInput(
@@ -140,8 +131,8 @@ def _hisparse(
         selections=Selections.load(asked.selections) if asked.selections is not None else None,
         source=asked.selections.name if asked.selections is not None else "",
         link_rate=(tiers.host_bandwidth or 0.0) * 1e9,
-        ranks=engine.tp,
-        seed=cache.seed,
+        ranks=engine.tensor_parallel_size,
+        seed=cache.trace_seed,
         **({} if asked.selection_drift is None else {"drift": asked.selection_drift}),
     )
 
@@ -177,7 +168,12 @@ def cost_of(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[Memo
     def priced(plan: MemoryPlan) -> CostModel:
         groups = model.spec.groups(plan.page_size) if plain else plan.groups
         return CostModel.from_device(
-            engine.gpu, model.spec, groups, weight_bytes=weights, active_parameters=active, ranks=engine.tp
+            engine.gpu or _GPU,
+            model.spec,
+            groups,
+            weight_bytes=weights,
+            active_parameters=active,
+            ranks=engine.tensor_parallel_size,
         )
 
     return priced

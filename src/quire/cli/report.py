@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.errors import QuireError
+from quire.settings.setting import Settings, setting
 
 EXIT_DEFECT = 1
 EXIT_INTERRUPTED = 130
@@ -41,6 +42,12 @@ class Report:
                 console.print(part)
         if self.exit_code:
             raise typer.Exit(self.exit_code)
+
+
+class ListedOutput(Settings):
+    """The output of a command that knows names."""
+
+    names: bool = setting(False, "Print the names that can be given.", group="Output", option="--list")
 
 
 def told_of_drafts(found: Mapping[str, Any]) -> str:

@@ -14,8 +14,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.errors import InvalidInput, QuireError, start_error
+from quire.serve.config import KeyField
+from quire.settings.setting import setting
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S, _STOP_S = 60.0, 20.0
+
+
+class ServerAddress(KeyField):
+    """How to reach a live server."""
+
+    url: str | None = setting(
+        None, f"Ask this server: {DEFAULT_URL}.", group="Server", otherwise=f"{DEFAULT_URL} to audit, none to explain"
+    )
 
 
 class Server:

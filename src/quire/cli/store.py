@@ -15,9 +15,9 @@ from rich.progress import Progress
 from rich.text import Text
 
 from quire.cli.report import Report, plain_table
-from quire.engine.setting import Bytes, Settings, setting
 from quire.errors import InvalidInput, StoreError
 from quire.plan.budget import counted, format_bytes
+from quire.settings.setting import Bytes, Settings, setting
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -37,7 +37,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 class StoreUrl(Settings):
     """The store that a command looks at."""
 
-    url: str = setting(
+    store: str = setting(
         ...,
         "A directory, or valkey://, redis://, s3://, mooncake:// and what follows.",
         argument=True,
@@ -59,7 +59,7 @@ def opened(url: str) -> Iterator[Store]:
 
 def shown_url(url: str) -> str:
     """A store's address without its passwords."""
-    from quire.tiers.stores.registry import without_secrets
+    from quire.settings.setting import without_secrets
 
     return without_secrets(url)
 
@@ -109,7 +109,7 @@ def inspect(url: StoreUrl) -> Report:
 
     [dim]Example:[/dim] quire store inspect valkey://cache:6379/0 --json
     """
-    with opened(url.url) as store, _status("Reading the index") as status:
+    with opened(url.store) as store, _status("Reading the index") as status:
         from quire.tiers.stores.directory import DirectoryStore
 
         records, tombstones = _listed(store, status)
@@ -120,7 +120,7 @@ def inspect(url: StoreUrl) -> Report:
     deleted = tuple(tombstones.values())
     scopes = [_scope(name, entries, name.startswith(deleted)) for name, entries in by_scope.items()]
     data = {
-        "url": shown_url(url.url),
+        "url": shown_url(url.store),
         "backend": type(store).__name__,
         "records": len(records),
         "bytes": sum(entry.num_bytes for entry in records),
@@ -215,7 +215,7 @@ def verify(url: StoreUrl, settings: VerifySettings) -> Report:
     """
     prefix = "" if settings.scope is None else _scope_prefix(settings.scope)
     started = time.monotonic()
-    with opened(url.url) as store:
+    with opened(url.store) as store:
         with _status("Reading the index") as status:
             listed = [entry for entry in _listed(store, status)[0] if entry.key.scope.hex().startswith(prefix)]
         console = Console(stderr=True)
@@ -225,7 +225,7 @@ def verify(url: StoreUrl, settings: VerifySettings) -> Report:
         corrupt = verdict.corrupt
         removed = store.remove([key for key, _ in corrupt]) if settings.remove and corrupt else 0
     data = {
-        "url": shown_url(url.url),
+        "url": shown_url(url.store),
         "records": verdict.records,
         "bytes": verdict.num_bytes,
         "seconds": round(time.monotonic() - started, 3),
@@ -336,7 +336,7 @@ def gc(url: StoreUrl, settings: GcSettings) -> Report:
     kept = tuple(map(_scope_prefix, settings.keep))
     seconds = None if settings.older_than is None else _parse_seconds(settings.older_than)
     removed = reclaimed = freed = 0
-    with opened(url.url) as store, _status("Reading the index") as status:
+    with opened(url.store) as store, _status("Reading the index") as status:
         from quire.tiers.stores.directory import DirectoryStore
 
         records, tombstones = _listed(store, status)
@@ -354,7 +354,7 @@ def gc(url: StoreUrl, settings: GcSettings) -> Report:
             reclaimed = directory.statistics["reclaimed"]
             freed = max(0, before - directory.facts().slab_bytes)
     data = {
-        "url": shown_url(url.url),
+        "url": shown_url(url.store),
         "dry_run": settings.dry_run,
         "records": len(records),
         "bytes": sum(entry.num_bytes for entry in records),

@@ -37,10 +37,10 @@ from quire.cluster.router import CHECK_S, Router, open_client
 from quire.cluster.upstream import Upstream
 from quire.engine.config import EngineConfig
 from quire.engine.cores import available_cores
-from quire.engine.setting import environment_of, variable_of
 from quire.errors import ConnectorError, NoServer, QuireError, start_error
 from quire.serve.config import ServerConfig
 from quire.serve.server import HttpServer, bind, url_of, when_input_ends
+from quire.settings.setting import environment_of, variable_of
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
-from quire.engine.config import EngineConfig, RoleWord
-from quire.engine.setting import setting
+from quire.engine.config import EngineConfig
 from quire.errors import InvalidInput
+from quire.settings.setting import setting
 
 _GROUP = "Cluster"
 
@@ -22,12 +22,9 @@ class ClusterConfig(EngineConfig):
 
     prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", group=_GROUP, ge=0, le=64)
     decode: int = setting(1, "Engines that answer requests.", group=_GROUP, ge=1, le=64)
-    role: RoleWord | None = setting(None, "Chosen for each engine.", option=None)
-    prefill_peers: str | None = setting(None, "Chosen for each engine.", option=None)
-    transfer_listen: str = setting("", "Chosen for each engine.", option=None)
-    transfer_name: str | None = setting(None, "Chosen for each engine.", option=None)
+    CHOSEN: ClassVar[frozenset[str]] = frozenset({"role", "prefill_peers", "transfer_listen", "transfer_name"})
 
-    @field_validator("role", "prefill_peers", "transfer_listen", "transfer_name")
+    @field_validator(*sorted(CHOSEN))
     @classmethod
     def _chosen(cls, value: str | None) -> str | None:
         if value:

@@ -8,28 +8,27 @@ model. Nothing here loads torch.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from quire.engine.config import EngineConfig, plan_settings
+from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
+from quire.engine.planning import configured_draft, configured_plan, plan_settings
 from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, StoreError, UnsupportedModel
 from quire.memory.record import HEADER_BYTES
 from quire.models.registry import refuse_unsupported
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
-from quire.plan.draft import captured_layers, check_head, head_spec, prediction_tensors, refuse_mtp, with_draft_model
+from quire.plan.draft import captured_layers, check_head, prediction_tensors, refuse_mtp, with_draft_model
 from quire.plan.hisparse import refuse_hisparse
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
-from quire.plan.planner import make_plan
 from quire.plan.source import check_tokenizer, model_folder, read_model_config
 from quire.spec.catalogue import catalogue_model
 from quire.spec.config_reader import NUM_LAYERS, ConfigReader
 from quire.spec.group import GroupSpec
-from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.tiers.store import Store
 from quire.tiers.stores.directory import DirectoryStore
@@ -130,7 +129,7 @@ def check_model(config: EngineConfig) -> Plan | None:
     check_draft(config)
     check_hisparse(config)
     with suppress(InvalidInput, UnsupportedModel):
-        return _plan(config, found, config.kv_memory) if config.kv_memory is not None else None
+        return configured_plan(config, found, config.kv_memory) if config.kv_memory is not None else None
     return None
 
 
@@ -148,16 +147,17 @@ def check_draft(config: EngineConfig) -> None:
         refuse_unsupported(given, name)
     try:
         target = ModelSpec.from_config(read_model_config(config.model, config.revision)[0])
-        draft = ModelSpec.from_config(given) if is_model else head_spec(given, target)
+        draft = configured_draft(config, target)
     except (InvalidInput, UnsupportedModel):  # transformers may know what the configuration leaves out
         return
+    assert draft is not None
     if not is_model:
         check_head(name, given, target.hidden_size)
         if speculation.method == "eagle3":
             captured_layers(name, given, len(target.layers))
     settings = plan_settings(config)
     if "dynamic" in str(given.get("rope_parameters") or given.get("rope_scaling")):  # it grows with the length
-        draft = replace(draft, context_length=max(draft.context_length, settings.context or 0))
+        draft = replace(draft, context_length=max(draft.context_length, settings.max_model_len or 0))
     with_draft_model(target, settings, draft)
 
 
@@ -191,19 +191,6 @@ def _check_prediction_layer(config: EngineConfig) -> None:
         prediction_tensors(names, ConfigReader(given).size(*NUM_LAYERS), config.model)
 
 
-def _plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Plan:
-    spec, settings = ModelSpec.from_config(found), replace(plan_settings(config), kv_memory=kv_memory)
-    if config.dtype != "auto":
-        spec = replace(spec, dtype=DType(config.dtype))
-    speculation = config.speculative_config
-    if speculation is not None and speculation.model is not None:
-        of_draft = read_model_config(speculation.model, speculation.revision)[0]
-        is_model = speculation.method == "draft_model"
-        draft = ModelSpec.from_config(of_draft) if is_model else head_spec(of_draft, spec)
-        spec, settings = with_draft_model(spec, settings, draft)
-    return make_plan(spec, settings)
-
-
 def _plan_of(config: EngineConfig) -> MemoryPlan | None:
     """A plan with the layouts that the engine will have, if the configuration is available and suffices; otherwise
     None."""
@@ -211,5 +198,5 @@ def _plan_of(config: EngineConfig) -> MemoryPlan | None:
         return None
     with suppress(QuireError):
         if model_folder(config.model) is not None:
-            return _plan(config, read_model_config(config.model)[0], _SOME_KV_BYTES).memory
+            return configured_plan(config, read_model_config(config.model)[0], _SOME_KV_BYTES).memory
     return None

@@ -1,26 +1,33 @@
-"""EngineConfig: every setting of an engine, declared and checked once at the entry."""
+"""EngineConfig: every setting of an engine, checked once at the entry."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from quire.engine.setting import Bytes, Settings, Tokens, setting
 from quire.errors import InvalidInput, RefusedCombination
+from quire.settings.fields import (
+    MEMORY,
+    SCHEDULING,
+    TIERS,
+    TRANSFER,
+    PoolFields,
+    RankFields,
+    StepFields,
+    TierFields,
+    TransferFields,
+)
+from quire.settings.setting import Bytes, Settings, Tokens, setting, shown_of
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
-from quire.spec.hisparse import HiSparseConfig
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
-from quire.spec.speculation import SpeculativeConfig
 from quire.transfer.address import parse_address
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
-    from quire.plan.plan import PlanSettings
 
 STORE_DRAIN_S = 30.0
 """Seconds that transfers to storage may take when an engine ends."""
@@ -40,40 +47,11 @@ _ADD = {
 _ADD_FOR = {"prefill_peers": "--role decode", "transfer_listen": "--role prefill"}
 """Where less than `_ADD` would be refused."""
 
-_NEEDS = {
-    "storage_size": "storage",
-    "prefetch": "storage",
-    "write_policy": "host memory or storage",
-    "load": "host memory or storage",
-    "prefetch_seconds": "--prefetch timeout",
-} | dict.fromkeys(
-    [f"transfer_{each}" for each in ("listen", "connector", "unauthenticated", "seconds", "min_tokens", "name")]
-    + ["prefill_peers"],
-    "--role",
-)
-
 MOST_EPOCHS = 2**63
 
-WriteWord = Literal["write_through", "write_through_selective", "write_back"]
-LoadWord = Literal["break_even", "always"]
-TargetItl = Annotated[float, Field(gt=0)] | Literal["auto", "off"]
 RoleWord = Literal["prefill", "decode", "both"]
-PrefetchWord = Literal["break_even", "best_effort", "wait_complete", "timeout"]
-
-_MEMORY = "Memory"
-_TIERS = "Tiers below the device"
-_SCHEDULING = "Scheduling"
-_SPECULATION = "Speculation"
-_TRANSFER = "Transfer between engines"
-
-Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
-"""How tokens are drafted, also as JSON or a mapping."""
-
-HiSparse = Annotated[InstanceOf[HiSparseConfig], BeforeValidator(HiSparseConfig.read)]
-"""Latents in host memory, also as JSON or a mapping."""
 
 SHORT_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
-_LOAD_ASKS = "what the load asks for"
 _KV_MEMORY_INSTEAD = (
     "leave it out (pools take 80 % of a GPU's free memory after loading, or a quarter of a CPU's, at most 4 GiB), "
     "or give the bytes of the KV pools: --kv-memory 40GiB. "
@@ -87,7 +65,33 @@ _SHARE = (
 _DRAFT = """use --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'."""
 
 
-class EngineConfig(Settings):
+class ModelFields(Settings):
+    """The model of an engine, its tokenizer and its device."""
+
+    model: str = setting(
+        DEFAULT_MODEL,
+        "A bundled model's name, a folder or a hub name.",
+        aliases=("-m", "--model-path"),
+        otherwise="the bundled model",
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a model on the hub.", otherwise="its main branch", aliases=("--model-revision",)
+    )
+    tokenizer: str | None = setting(
+        None, "Folder or hub name of the tokenizer.", aliases=("--tokenizer-path",), otherwise="the model's"
+    )
+    chat_template: str | None = setting(
+        None, "File with the chat template, in Jinja.", metavar="FILE", otherwise="the tokenizer's"
+    )
+    served_model_name: str | None = setting(None, "The model's name for clients.", otherwise="that of the model")
+    skip_tokenizer_init: bool = setting(False, "Token ids in, token ids out: load no tokenizer.")
+    device: str = setting("auto", "cpu, cuda, cuda:N, or auto: the first GPU, else the CPU.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
+        "auto", "What the model computes in: {choices}; auto is the model's own."
+    )
+
+
+class EngineConfig(TransferFields, TierFields, StepFields, RankFields, PoolFields, ModelFields):
     """Settings of one engine. Frozen; create it with `engine_config`, which turns a bad value into `InvalidInput`.
 
     None lets the engine choose and report its choice. `host_memory` is one total in bytes for all groups. Settings that
@@ -129,243 +133,127 @@ class EngineConfig(Settings):
         ),
     }
 
-    model: str = setting(
-        DEFAULT_MODEL,
-        "A bundled model's name, a folder or a hub name.",
-        aliases=("-m", "--model-path"),
-        otherwise="the bundled model",
-    )
-    revision: str | None = setting(
-        None, "Branch, tag or commit of a model on the hub.", otherwise="its main branch", aliases=("--model-revision",)
-    )
-    tokenizer: str | None = setting(
-        None, "Folder or hub name of the tokenizer.", aliases=("--tokenizer-path",), otherwise="the model's"
-    )
-    chat_template: str | None = setting(
-        None, "File with the chat template, in Jinja.", metavar="FILE", otherwise="the tokenizer's"
-    )
-    served_model_name: str | None = setting(None, "The model's name for clients.", otherwise="that of the model")
-    skip_tokenizer_init: bool = setting(False, "Token ids in, token ids out: load no tokenizer.")
-    device: str = setting("auto", "cpu, cuda, cuda:N, or auto: the first GPU, else the CPU.")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
-        "auto", "What the model computes in: {choices}; auto is the model's own."
-    )
-    tensor_parallel_size: int = setting(
-        1, "Devices of the engine; this version runs on 1.", aliases=("--tp-size", "--tp", "-tp"), ge=1
-    )
-    kv_dtype: str = setting(
-        "auto",
-        "How keys, values and latents are stored: auto (as the model computes them), fp8_e4m3, fp8_e5m2, mxfp8, nvfp4, "
-        "fp4_e2m1, or a plain dtype.",
-        group=_MEMORY,
-        aliases=("--kv-cache-dtype",),
-    )
-    page_size: int | None = setting(
-        None,
-        "Tokens in a page, and the shortest prefix that can be shared.",
-        group=_MEMORY,
-        aliases=("--block-size",),
-        otherwise="16, or what compressed entries need",
-        ge=1,
-        le=1024,
-    )
-    kv_memory: Bytes | None = setting(
-        None,
-        "Bytes of the KV pools: 2GiB, 512MiB.",
-        group=_MEMORY,
-        otherwise="on a CPU a quarter of the free memory, at most 4GiB; on a GPU 80 % of what is free after loading; "
-        "never more than all requests can use",
-    )
-    max_model_len: Tokens | None = setting(
-        None,
-        "Longest sequence, prompt and output, in tokens: 32k.",
-        aliases=("--context-length",),
-        otherwise="the model's context",
-    )
-    max_running_requests: int = setting(
-        256, "Sequences that hold memory at once.", group=_SCHEDULING, aliases=("--max-num-seqs",), ge=1, le=65_536
-    )
-    max_num_batched_tokens: Tokens = setting(
-        2048,
-        "Tokens in one step; longer prompts are computed in chunks.",
-        group=_SCHEDULING,
-        aliases=("--chunked-prefill-size",),
-    )
-    target_itl_ms: TargetItl = setting(
-        "auto",
-        "Most milliseconds between two tokens of a request because of other prompts: these are computed in chunks that "
-        "fit. auto: about four times a step without prompts, or more while many prompts wait; off: prompts first.",
-        group=_SCHEDULING,
-        metavar="MS",
-        otherwise="auto; off in scripts with LLM",
-    )
-    window_pool: bool = setting(
-        True, "Windows have a pool of their own, and free what they have passed.", group=_MEMORY
-    )
-    swa_full_tokens_ratio: float | None = setting(
-        None, "Tokens of window pools per token of full ones.", group=_MEMORY, otherwise=_LOAD_ASKS, gt=0, le=1
-    )
-    mamba_full_memory_ratio: float | None = setting(
-        None, "Bytes of states per byte of the other pools.", group=_MEMORY, otherwise=_LOAD_ASKS, gt=0
-    )
-    max_mamba_cache_size: int | None = setting(None, "Number of states.", group=_MEMORY, otherwise=_LOAD_ASKS, ge=1)
     checkpoint_interval: int = setting(
         512,
         "Tokens between the states that a request leaves on its way, where frames are to spare.",
-        group=_MEMORY,
+        group=MEMORY,
         ge=1,
     )
     policy: Literal["fcfs", "lpm"] = setting(
         "fcfs",
         "Which waiting request goes first: {choices} (longest cached prefix first).",
-        group=_SCHEDULING,
+        group=SCHEDULING,
         aliases=("--schedule-policy",),
     )
     eviction: str = setting(
         "density",
         "Which cached pages go first: density, lru, lfu, slru, fifo, mru, filo, priority, gdsf, s3fifo, or "
         "one of your own (`register_eviction`).",
-        group=_MEMORY,
-    )
-    enable_prefix_caching: bool = setting(
-        True,
-        "Share the pages of common prefixes.",
-        group=_MEMORY,
-        option="--prefix-caching/--no-prefix-caching",
-        aliases=("--enable-prefix-caching/--no-enable-prefix-caching",),
+        group=MEMORY,
     )
     enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
-    host_memory: Bytes | Literal["auto"] | None = setting(
-        None,
-        "Host memory for pages that leave the device, in all: 8GiB, or auto for twice the KV memory where there is as "
-        "much.",
-        group=_TIERS,
-        metavar="SIZE",
-        otherwise="none, or auto with --storage",
-    )
     storage: str | None = setting(
         None,
         "Where pages outlive the engine: a directory, or a URL (valkey://, redis://, s3://, mooncake://).",
-        group=_TIERS,
+        group=TIERS,
         metavar="DIR_OR_URL",
     )
     storage_size: Bytes | None = setting(
         None,
         "What may be kept there: 100GiB.",
-        group=_TIERS,
+        group=TIERS,
+        needs="storage",
         otherwise="as the store is; of a new directory half of the free disk, at most 32GiB",
     )
-    write_policy: WriteWord = setting("write_through", "When a page is copied to the host: {choices}.", group=_TIERS)
-    load: LoadWord = setting(
-        "break_even",
-        "Whether a cached page is loaded: {choices}; break_even only where that is faster than computing it, as "
-        "measured.",
-        group=_TIERS,
+    prefetch_seconds: float = setting(
+        2.0, "The seconds of --prefetch timeout.", group=TIERS, needs="--prefetch timeout", ge=0
     )
-    prefetch: PrefetchWord = setting("break_even", "How long a request waits for storage: {choices}.", group=_TIERS)
-    prefetch_seconds: float = setting(2.0, "The seconds of --prefetch timeout.", group=_TIERS, ge=0)
     explain: bool = setting(
-        True, "Keep why prompts of the last requests were not cached, and count prompt tokens by cause.", group=_MEMORY
+        True, "Keep why prompts of the last requests were not cached, and count prompt tokens by cause.", group=MEMORY
     )
     weights_epoch: int = setting(
         0,
         "How often weights were replaced under the same name; pages of another epoch are never found.",
-        group=_MEMORY,
+        group=MEMORY,
         ge=0,
         lt=MOST_EPOCHS,
     )
     retain_share: float = setting(
-        0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", group=_MEMORY, ge=0, le=0.9
+        0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", group=MEMORY, ge=0, le=0.9
     )
     session_share: float = setting(
-        0.25, "Share of the pool that sessions may hold between turns; 0 for nothing.", group=_MEMORY, ge=0, le=0.9
+        0.25, "Share of the pool that sessions may hold between turns; 0 for nothing.", group=MEMORY, ge=0, le=0.9
     )
     session_ttl: float = setting(
-        300.0, "Seconds for which a session is kept after its last turn.", group=_MEMORY, gt=0, le=86_400
-    )
-    speculative_config: Speculation | None = setting(
-        None,
-        "Draft tokens and verify several in a step: a JSON object, such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}.',
-        group=_SPECULATION,
-        metavar="JSON",
-        otherwise="one token a step",
-    )
-    hisparse: HiSparse | None = setting(
-        None,
-        "Keep the latents of sparse attention in host memory, and a hot buffer for each request on the device: a JSON "
-        'object, such as {"device_buffer_size": 4096}, or {} for planned sizes.',
-        group=_MEMORY,
-        aliases=("--hisparse-config",),
-        metavar="JSON",
-        otherwise="all latents on the device",
+        300.0, "Seconds for which a session is kept after its last turn.", group=MEMORY, gt=0, le=86_400
     )
     role: RoleWord | None = setting(
         None,
         "What this engine does beside others of the same model: {choices}. prefill computes prompts for others, decode "
         "has others compute its prompts.",
-        group=_TRANSFER,
+        group=TRANSFER,
         aliases=("--disaggregation-mode",),
         otherwise="an engine on its own",
     )
     prefill_peers: str | None = setting(
         None,
         "Where the engines listen that compute prompts for this one: HOST:PORT, several with commas.",
-        group=_TRANSFER,
+        group=TRANSFER,
+        needs="--role",
         metavar="ADDRESSES",
         otherwise="none",
     )
     transfer_listen: str = setting(
         "127.0.0.1:8998",
         "Where an engine that computes prompts listens for others: HOST:PORT. Pages for this engine arrive at HOST.",
-        group=_TRANSFER,
+        group=TRANSFER,
+        needs="--role",
     )
     transfer_connector: str = setting(
-        "auto", "What carries pages: tcp, nixl, mooncake, or auto: nixl if installed, on loopback.", group=_TRANSFER
+        "auto",
+        "What carries pages: tcp, nixl, mooncake, or auto: nixl if installed, on loopback.",
+        group=TRANSFER,
+        needs="--role",
     )
     transfer_unauthenticated: bool = setting(
-        False, "nixl may listen off loopback, mooncake anywhere: who reaches them can write pages.", group=_TRANSFER
+        False,
+        "nixl may listen off loopback, mooncake anywhere: who reaches them can write pages.",
+        group=TRANSFER,
+        needs="--role",
     )
     transfer_secret: str | None = setting(
         None,
         "What engines show each other before anything else, 16 characters or more; better as QUIRE_TRANSFER_SECRET.",
-        group=_TRANSFER,
+        group=TRANSFER,
         metavar="SECRET",
         secret=True,
     )
     transfer_name: str | None = setting(
         None,
         "What other engines call this one in metrics, explanations and logs, such as prefill-0.",
-        group=_TRANSFER,
+        group=TRANSFER,
+        needs="--role",
         metavar="NAME",
         pattern=r"^[A-Za-z0-9._:-]{1,64}$",
         otherwise="its address",
     )
-    transfer_min_tokens: Tokens = setting(128, "Prompts that lack fewer tokens are computed here.", group=_TRANSFER)
-    transfer_seconds: float = setting(
-        30.0,
-        "How long a request waits for another engine before its prompt is computed here.",
-        group=_TRANSFER,
-        gt=0,
-        le=3600,
+    transfer_min_tokens: Tokens = setting(
+        128, "Prompts that lack fewer tokens are computed here.", group=TRANSFER, needs="--role"
     )
     canary: str = setting(
         "1%",
         "Share of the time in which cached pages on the device are looked at again: 1%, off, or all (each page at each "
         "step).",
-        group=_MEMORY,
+        group=MEMORY,
         metavar="SHARE",
         pattern=r"^(off|all|[0-4]?[0-9](\.[0-9]+)?%)$",
     )
     canary_reports: str | None = setting(
         None,
         "Folder for a file about each damaged page.",
-        group=_MEMORY,
+        group=MEMORY,
         metavar="DIR",
         otherwise="the log, and GET /v1/cache/audit",
-    )
-    overlap: bool | None = setting(
-        None, "Schedule a step while one is in flight.", group=_SCHEDULING, otherwise="where the device is not the CPU"
     )
     threads: int | None = setting(
         None,
@@ -389,11 +277,6 @@ class EngineConfig(Settings):
         True, "On a CPU, lay out the weights of linear layers for it, and compute known decoder layers in few calls."
     )
     seed: int = setting(0, "Seed of requests that have none.", aliases=("--random-seed",))
-
-    @field_validator("kv_memory", mode="before")
-    @classmethod
-    def _auto(cls, value: Any) -> Any:
-        return None if value == "auto" else value
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -518,7 +401,8 @@ class EngineConfig(Settings):
             "--prefetch timeout": given.get("prefetch") == "timeout",
             "--role": given.get("role") is not None,
         }
-        return {name: what for name, what in _NEEDS.items() if name in given and not there[what]}
+        needed = {name: shown_of(cls, name)["needs"] for name in given if name in cls.model_fields}
+        return {name: what for name, what in needed.items() if what and not there[what]}
 
     @property
     def has_tiers(self) -> bool:
@@ -556,45 +440,3 @@ def loading_options(config: EngineConfig) -> dict[str, Any]:
         "revision": config.revision,
         "pack": config.pack_weights,
     }
-
-
-def plan_settings(config: EngineConfig) -> PlanSettings:
-    """The settings of an engine that planning needs, except its budget.
-
-    Latents in host memory may take `--host-memory`, or half of what is available; with tiers half of that, because
-    pages that have left the device have latents too.
-    """
-    from quire.engine.host_memory import host_memory
-    from quire.plan.host import host_budget
-    from quire.plan.plan import PlanSettings
-
-    hosted = None
-    if config.hisparse is not None:
-        memory, asked = host_memory(), config.host_memory if config.host_memory is not None else "auto"
-        hosted = host_budget(
-            asked,
-            available=memory.available,
-            limit=memory.limit,
-            total=memory.total,
-            device_bytes=memory.available,
-        ) // (2 if config.has_tiers else 1)
-    return PlanSettings(
-        kv_dtype=config.kv_dtype,
-        page_size=config.page_size,
-        context=config.max_model_len,
-        chunk=config.max_num_batched_tokens,
-        shares=config.enable_prefix_caching,
-        max_requests=config.max_running_requests,
-        swa_full_tokens_ratio=_fraction(config.swa_full_tokens_ratio),
-        mamba_full_memory_ratio=_fraction(config.mamba_full_memory_ratio),
-        max_mamba_cache_size=config.max_mamba_cache_size,
-        window_pool=config.window_pool,
-        speculation=config.speculative_config,
-        hisparse=config.hisparse,
-        host_memory=hosted,
-    )
-
-
-def _fraction(value: float | None) -> Fraction | None:
-    """A ratio as it was written, without rounding to floating point."""
-    return None if value is None else Fraction(str(value))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import torch
 
-from quire.engine.config import EngineConfig, plan_settings
+from quire.engine.config import EngineConfig
 from quire.engine.cores import available_cores
 from quire.engine.host_memory import host_memory
+from quire.engine.planning import engine_plan
 from quire.engine.warm_up import Pads, warm_ups
 from quire.errors import InvalidInput
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.library import use_native
 from quire.plan.budget import MemoryPlan
 from quire.plan.devices import graph_bytes, sampling_bytes
-from quire.plan.draft import with_draft_model
 from quire.plan.plan import Plan
-from quire.plan.planner import make_plan
 from quire.spec.model import ModelSpec
 
 _AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
@@ -89,15 +88,13 @@ def plan_for(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, dev
     """The plan of an engine whose models are loaded. Raises PlanError."""
     graphs = graph_bytes(largest_graph(config, device))
     draws = sampling_bytes(config.max_running_requests, spec.vocab_size) if device.type == "cuda" else 0
-    settings = replace(plan_settings(config), graph_bytes=graphs, sampling_bytes=draws)
-    if draft is not None:
-        spec, settings = with_draft_model(spec, settings, draft)
+    plan = partial(engine_plan, config, spec, draft, graph_bytes=graphs, sampling_bytes=draws)
     if config.kv_memory is not None:
-        return make_plan(spec, replace(settings, kv_memory=config.kv_memory))
+        return plan(config.kv_memory)
     free = free_bytes(device) - graphs - draws
-    plan = make_plan(spec, replace(settings, kv_memory=free))
-    if features := plan.memory.feature_bytes:
-        plan = make_plan(spec, replace(settings, kv_memory=free - features))
+    found = plan(free)
+    if features := found.memory.feature_bytes:
+        found = plan(free - features)
     # No size was given, so the pools get no more bytes than all requests at their longest can use.
-    useful = plan.bytes_for(config.max_running_requests * plan.context)
-    return plan if plan.kv_bytes <= useful else make_plan(spec, replace(settings, kv_memory=useful))
+    useful = found.bytes_for(config.max_running_requests * found.context)
+    return found if found.kv_bytes <= useful else plan(useful)

@@ -9,8 +9,8 @@ from typing import Any
 from quire.engine.config import EngineConfig
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.prefix.reach import reach_of
+from quire.settings.setting import without_secrets
 from quire.tiers.stores.directory import DirectoryStore
-from quire.tiers.stores.registry import without_secrets
 
 STORE_COUNTS = ("hits", "misses", "stored", "evicted", "lost", "overtaken", "reclaimed")
 """Counters of records, for stores that count them."""

@@ -22,7 +22,7 @@ from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
-from quire.offload.tier_settings import PrefetchPolicy, StoreHealth, TierSettings, WritePolicy
+from quire.offload.tier_settings import StoreHealth, TierSettings
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
@@ -94,7 +94,7 @@ class EngineTiers:
             undo.callback(self.host.close)
             check_storage_size(config, plan.groups, storage.num_bytes)
             record_bytes = tuple(self.host.format(group).num_bytes for group in range(len(frames)))
-            sized = config.model_copy(update={"storage_size": storage.num_bytes})
+            sized = config.changed(storage_size=storage.num_bytes)
             self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self.host.num_bytes)
             staged = None if compute is None else FrameStaging(compute).frames
             self.mover = ThreadMover(FrameCopies(pools, self.host, staged, queues=staged is not None), self.store)
@@ -106,10 +106,10 @@ class EngineTiers:
             record_bytes=record_bytes,
             mover=self.mover,
             break_even=self.break_even,
-            write=WritePolicy(config.write_policy),
+            write=config.write_policy,
             always=config.load == "always" or config.role is not None,
             stores=self.store is not None,
-            prefetch=PrefetchPolicy(config.prefetch),
+            prefetch=config.prefetch,
             prefetch_seconds=config.prefetch_seconds,
             health=StoreHealth(_log_store),
         )

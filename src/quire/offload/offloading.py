@@ -24,7 +24,7 @@ from quire.offload.deletion import Flushed, Stored
 from quire.offload.host_groups import needed_frames
 from quire.offload.prefetcher import Prefetcher
 from quire.offload.retention import RETAIN_SHARE, Retention
-from quire.offload.tier_settings import TierSettings, WritePolicy
+from quire.offload.tier_settings import TierSettings
 from quire.offload.tiering import Tiering
 from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import layout_identity
@@ -32,6 +32,7 @@ from quire.prefix.match import Evicted, Match
 from quire.prefix.node import Lease
 from quire.prefix.reach import reach_of
 from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, ReadAhead
+from quire.settings.fields import WritePolicy
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Lane, Transfer

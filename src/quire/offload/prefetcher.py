@@ -22,9 +22,9 @@ from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Reason
 from quire.cache.offload import CacheParts
 from quire.offload.prefetch import PIECE_BYTES, Piece, Prefetch, RequestedPrefix
-from quire.offload.tier_settings import PrefetchPolicy
 from quire.offload.tiering import Tiering
 from quire.scheduler.prefetching import ReadAhead
+from quire.settings.fields import PrefetchPolicy
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.prefill import PrefillPeers

@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from itertools import accumulate, chain
 from typing import Any
 
+from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import Mover
 from quire.tiers.prefill import PrefillPeers
@@ -22,31 +22,6 @@ _FAILURES = 3  # unanswered transfers in a row; a single one may be due to anoth
 _KINDS = {Lane.LOOK: "read", Lane.FETCH: "read", Lane.ARCHIVE: "write"}
 _NO_ANSWER = (Answer.RETRY, REFUSED, FAILED)
 _ANSWERS = (Answer.HIT, Answer.MISS, Answer.PENDING, GOOD)
-
-
-class WritePolicy(StrEnum):
-    """When a cached page is copied to the host."""
-
-    THROUGH = "write_through"
-    """As soon as it is cached, so that eviction from the device costs nothing."""
-    SELECTIVE = "write_through_selective"
-    """When a second request uses it, or when its request is preempted."""
-    BACK = "write_back"
-    """When it is evicted from the device: the two tiers together have the most capacity, and eviction waits for the
-    copy. Groups that are read in part are copied when cached: their frames are small, and are evicted early."""
-
-
-class PrefetchPolicy(StrEnum):
-    """How long a request waits for pages that come from storage."""
-
-    BREAK_EVEN = "break_even"
-    """Until computing them would have been faster, as measured."""
-    BEST_EFFORT = "best_effort"
-    """Not at all: a request uses the pages that have arrived when it is admitted."""
-    WAIT_COMPLETE = "wait_complete"
-    """Until all stored pages have arrived."""
-    TIMEOUT = "timeout"
-    """Up to `prefetch_seconds`."""
 
 
 class StoreHealth:

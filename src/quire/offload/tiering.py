@@ -26,8 +26,9 @@ from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
 from quire.offload.deletion import StoreDeletion
 from quire.offload.host_groups import GroupPages, HostGroup, PageIdGroup
-from quire.offload.tier_settings import TierCounters, TierSettings, WritePolicy
+from quire.offload.tier_settings import TierCounters, TierSettings
 from quire.prefix.node import Lease, Node, pages_to
+from quire.settings.fields import WritePolicy
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank

@@ -10,7 +10,8 @@ from quire.errors import QuireError
 from quire.plan.budget import format_bytes, round_up_bytes
 from quire.plan.devices import DEVICES, Device
 from quire.plan.mix import Mix
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
+from quire.plan.settings import PlanSettings
 from quire.spec.kv_format import KV_FORMATS, kv_format
 from quire.spec.pages import floor_to_page
 
@@ -46,7 +47,7 @@ def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
         _lower_concurrency(plan),
         *_smaller_types(plan, replan),
         _higher_cap(plan, replan),
-        _more_ranks(plan, replan) if plan.settings.device is not None else _more_memory(plan, replan),
+        _more_ranks(plan, replan) if plan.settings.rank_device is not None else _more_memory(plan, replan),
     ]
     return tuple(option for option in found if option is not None)
 
@@ -67,7 +68,7 @@ def _lower_context(plan: Plan, replan: Replan) -> Option | None:
 
 def _at_context(plan: Plan, context: int) -> PlanSettings:
     mix: Mix | None = plan.settings.mix
-    return replace(plan.settings, context=context, mix=mix.clipped(context) if mix is not None else None)
+    return plan.settings.changed(max_model_len=context, mix=mix.clipped(context) if mix is not None else None)
 
 
 def _lower_concurrency(plan: Plan) -> Option | None:
@@ -81,11 +82,11 @@ def _lower_concurrency(plan: Plan) -> Option | None:
 def _higher_cap(plan: Plan, replan: Replan) -> Option | None:
     """The smallest cap on tokens, in whole pages, if the cap is the limit."""
     cap, page = plan.settings.max_total_tokens, plan.tokens_per_page
-    free = _try(replan, replace(plan.settings, max_total_tokens=None)) if cap is not None else None
+    free = _try(replan, plan.settings.changed(max_total_tokens=None)) if cap is not None else None
     if cap is None or free is None or not free.fits:
         return None
     caps = range(cap - cap % page, free.config.max_total_num_tokens, page)
-    at = bisect_left(caps, True, key=lambda tokens: _fits(replan, replace(plan.settings, max_total_tokens=tokens)))
+    at = bisect_left(caps, True, key=lambda tokens: _fits(replan, plan.settings.changed(max_total_tokens=tokens)))
     tokens = caps[at] if at < len(caps) else free.config.max_total_num_tokens
     return Option(change="max-total-tokens", value=f"{tokens:,}", requests=plan.required, length=plan.context)
 
@@ -104,7 +105,7 @@ def _with_ranks(settings: PlanSettings, name: str) -> Iterator[PlanSettings]:
     """The settings with `tp` or `pp` doubled, and doubled again."""
     count = 2 * getattr(settings.parallel, name)
     while count <= _MOST_RANKS:
-        yield replace(settings, parallel=replace(settings.parallel, **{name: count}))
+        yield settings.changed(parallel=replace(settings.parallel, **{name: count}))
         count *= 2
 
 
@@ -114,7 +115,7 @@ def more_room(settings: PlanSettings, replan: Replan, left: int) -> str:
     `left` are the bytes beside weights and working memory. Weights given per rank do not shrink with more ranks: the
     fix is then the most bytes that they may take.
     """
-    device, ways = settings.device, []
+    device, ways = settings.rank_device, []
     assert device is not None
 
     def works(changed: PlanSettings) -> bool:
@@ -122,15 +123,15 @@ def more_room(settings: PlanSettings, replan: Replan, left: int) -> str:
         return found is not None and (found.fits or changed.kv_memory is not None)
 
     less = (left - 1) // _MIB
-    if settings.kv_memory is not None and less > 0 and works(replace(settings, kv_memory=less * _MIB)):
+    if settings.kv_memory is not None and less > 0 and works(settings.changed(kv_memory=less * _MIB)):
         ways.append(f"ask for --kv-memory {less}MiB or less")
     if settings.mem_fraction_static is not None:
         percents = range(int(100 * settings.mem_fraction_static) + 1, 100)
-        at = bisect_left(percents, True, key=lambda each: works(replace(settings, mem_fraction_static=each / 100)))
+        at = bisect_left(percents, True, key=lambda each: works(settings.changed(mem_fraction_static=each / 100)))
         ways += [f"raise --mem-fraction-static to {percents[at] / 100:g}"] if at < len(percents) else []
     if settings.weight_bytes is not None:
         sizes = range(0, settings.weight_bytes, _MIB)
-        at = bisect_left(sizes, True, key=lambda size: not works(replace(settings, weight_bytes=size)))
+        at = bisect_left(sizes, True, key=lambda size: not works(settings.changed(weight_bytes=size)))
         ways += (
             [f"split the model (--tp, --pp) until a rank has {sizes[at - 1] // _MIB:,} MiB of weights"] if at else []
         )
@@ -140,7 +141,7 @@ def more_room(settings: PlanSettings, replan: Replan, left: int) -> str:
             parallel = changed.parallel
             ways.append(f"use --{name} {getattr(parallel, name)} ({parallel.tp * parallel.pp} devices)")
     for memory, name in sorted((mib * _MIB, name) for name, (mib, *_) in DEVICES.items()):
-        if memory > device.memory and works(replace(settings, device=Device(name=name, memory=memory))):
+        if memory > device.memory and works(settings.changed(rank_device=Device(name=name, memory=memory))):
             ways.append(f"use {name} ({format_bytes(memory)})")
             break
     return ", or ".join(ways or [f"use smaller weights: no known device has room, nor have {_MOST_RANKS} ranks"]) + "."
@@ -150,7 +151,7 @@ def _smaller_types(plan: Plan, replan: Replan) -> list[Option]:
     now = kv_format(plan.settings.kv_dtype, plan.spec.dtype)
     found = []
     for name in _SMALLER:
-        other = _try(replan, replace(plan.settings, kv_dtype=name)) if KV_FORMATS[name].bits < now.bits else None
+        other = _try(replan, plan.settings.changed(kv_dtype=name)) if KV_FORMATS[name].bits < now.bits else None
         if other is not None and other.fits:
             requests = other.requests_at(plan.context)
             found.append(Option(change="KV dtype", value=name, requests=requests, length=plan.context))
@@ -166,8 +167,8 @@ def _more_memory(plan: Plan, replan: Replan) -> Option | None:
 
 def least_memory(settings: PlanSettings, replan: Replan) -> int | None:
     """The KV memory of a rank, rounded up to a MiB, in which the required load fits; None if no memory suffices."""
-    bare, sizes = replace(settings, device=None, measured=None), range(_MIB, _MOST + 1, _MIB)
-    at = bisect_left(sizes, True, key=lambda size: _fits(replan, replace(bare, kv_memory=size)))
+    bare, sizes = settings.changed(rank_device=None, measured=None), range(_MIB, _MOST + 1, _MIB)
+    at = bisect_left(sizes, True, key=lambda size: _fits(replan, bare.changed(kv_memory=size)))
     return sizes[at] if at < len(sizes) else None
 
 

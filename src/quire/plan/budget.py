@@ -1,11 +1,8 @@
-"""Sizes in text, and MemoryPlan: the one object from which pools are built and requests admitted."""
+"""Sizes as text, and MemoryPlan: the one object from which pools are built and requests admitted."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
 from quire.plan.reserve import (
@@ -20,37 +17,6 @@ from quire.spec.layers import INDEX_KEYS, KEY_BOUNDS
 from quire.spec.pages import pages_for
 from quire.spec.record_size import region_bytes
 from quire.spec.speculation import SpeculativeConfig
-
-_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_TOKENS = {"": 1, "K": 2**10, "M": 2**20}
-_NUMBER = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes of a size such as `8GiB`, `512 MiB`, `1.5G` (binary), `2GB` (decimal) or a plain number.
-
-    Raises InvalidInput for anything else, and for zero.
-    """
-    return _parse(text, _BYTES, "a size", "write a number and a unit, such as 8GiB or 512MiB.")
-
-
-def parse_tokens(text: str | int) -> int:
-    """Tokens of a count such as `32768`, `32k` (32,768) or `1m` (1,048,576). Raises InvalidInput for anything else."""
-    return _parse(text, _TOKENS, "a number of tokens", "write a number such as 32768 or 32k.")
-
-
-def _parse(text: str | int, units: Mapping[str, int], what: str, fix: str) -> int:
-    if isinstance(text, int) and not isinstance(text, bool):
-        found = text
-    else:
-        match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
-        if not match or match[2].upper() not in units:
-            raise InvalidInput(f"{text!r} is not {what}.", fix=fix)
-        found = int(Fraction(match[1].replace(",", "")) * units[match[2].upper()])
-    if found <= 0:
-        raise InvalidInput(f"{what} must be above zero, got '{text}'.", fix=fix)
-    return found
 
 
 def format_bytes(size: int) -> str:

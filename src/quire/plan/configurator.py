@@ -14,22 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from quire.errors import InvalidInput, PlanError
+from quire.errors import PlanError
 from quire.plan.budget import format_bytes, round_up_bytes
-from quire.plan.mix import Mix
-from quire.plan.reserve import get_alloc_reserve_per_decode
-from quire.spec.group import GroupSpec, ReachSpec
-from quire.spec.hisparse import HotBuffers
+from quire.plan.settings import PlanSettings, ragged
+from quire.spec.group import GroupSpec
 from quire.spec.layers import FULL_GROUP
 from quire.spec.layout import PER_PAGE
 from quire.spec.pages import floor_to_page, pages_for
 from quire.spec.record_size import most_records, region_bytes
-from quire.spec.speculation import SpeculativeConfig
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
 """A function from a page size to the groups of one rank."""
-
-_ABOVE_ZERO = ("swa_full_tokens_ratio", "mamba_full_memory_ratio", "max_mamba_cache_size", "max_running_requests")
 
 OF_DRAFTS = "-draft"  # after the name of a group: the pool of its states after drafted tokens
 OF_BUFFERS = "-hot"  # after the name of a group: the pool of its hot buffers, if its frames are in host memory
@@ -176,60 +171,6 @@ class PoolRule:
         return found if self.maximum is None else min(found, self.maximum)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolOptions:
-    """The inputs of the sizes besides the model and the bytes.
-
-    `mix` are the expected requests, which split the budget unless a ratio is given: `swa_full_tokens_ratio` (tokens of
-    window pools per token of full pools), `mamba_full_memory_ratio` (bytes of states per byte of the other pools) or
-    `max_mamba_cache_size` (states). `chunk` is the most prompt tokens of one step; `shares`: finished requests stay
-    cached. `token_ranks` ranks hold a page's tokens in turn. `max_running_requests` None: as many as fit.
-    `windows_only`: no layer of the whole model reads everything, so the tokens of a plan are those of its windows.
-    With `hot`, latents are in host memory, of which they may take `host_bytes` (None: not known). Tokens in host memory
-    are `host_to_device_ratio` times those of all hot buffers, of which there are at most `max_requests`.
-    """
-
-    mix: Mix
-    chunk: int = 0
-    shares: bool = True
-    token_ranks: int = 1
-    windows_only: bool = False
-    speculation: SpeculativeConfig | None = None
-    max_running_requests: int | None = None
-    swa_full_tokens_ratio: Fraction | None = None
-    mamba_full_memory_ratio: Fraction | None = None
-    max_mamba_cache_size: int | None = None
-    hot: HotBuffers | None = None
-    host_bytes: int | None = None
-    host_to_device_ratio: Fraction | None = None
-    max_requests: int = 256
-
-    def __post_init__(self) -> None:
-        for name in _ABOVE_ZERO:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InvalidInput(f"{name} is {value}.", fix=f"give a {name} above zero, or leave it out.")
-        if self.chunk < 0:
-            raise InvalidInput(f"a step of {self.chunk} prompt tokens.", fix="allow at least 1.")
-
-    def window_tokens(self, reach: ReachSpec, page_size: int) -> int:
-        """Tokens of a decoding request in a window pool: its window, the page that begins in, a step's reserve."""
-        step = page_size * self.token_ranks
-        return reach.tokens + step + ragged(reach, step) + get_alloc_reserve_per_decode(self.speculation, step)
-
-    @property
-    def states_per_request(self) -> int:
-        """States that one request uses: its own and, with prefix caching, two checkpoints.
-
-        With fewer it still runs, and stores no checkpoints.
-        """
-        return 3 if self.shares else 1
-
-    def requests_in(self, slots: int) -> int:
-        """The number of requests for that many states."""
-        return max(min(1, slots), slots // self.states_per_request)
-
-
 class MemoryPoolConfigurator:
     """Sizes the pools of one rank. Subclasses say how one kind of group follows the tokens; the solve is here.
 
@@ -238,7 +179,7 @@ class MemoryPoolConfigurator:
 
     _SMALLER = "lower the page size"
 
-    def __init__(self, groups_at: GroupsAt, options: PoolOptions) -> None:
+    def __init__(self, groups_at: GroupsAt, options: PlanSettings) -> None:
         self._groups_at = groups_at
         self.options = options
 
@@ -252,7 +193,7 @@ class MemoryPoolConfigurator:
         elif coeff:
             tokens = floor_to_page(int((available_bytes - bias) / coeff), step)
         else:  # states alone, in a given number: the tokens of their requests
-            tokens = max(step, floor_to_page(rules[0].fixed * self.options.mix.mean, step))
+            tokens = max(step, floor_to_page(rules[0].fixed * self.options.expected.mean, step))
         if tokens < step or sum(rule.bytes(tokens) for rule in rules) > available_bytes:
             raise self._too_small(rules, step, available_bytes)
         return self._config(rules, tokens, page_size)
@@ -332,7 +273,7 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
     A window pool has `swa_full_tokens_ratio` tokens per token of the full pools, if given. Otherwise its share is the
     need of the mix: for each request its window, the page in which the window starts and the reserve of a step, or all
     of the request if that is less; plus the prompt tokens of one step, which are written before the window passes.
-    Without prefix caching, no pool is larger than `max_running_requests` can fill.
+    Without prefix caching, no pool is larger than `concurrency` can fill.
     """
 
     def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
@@ -346,26 +287,24 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
 
     def _window_rule(self, group: GroupSpec, page_size: int) -> PoolRule:
         options, step = self.options, page_size * self.options.token_ranks
-        kept, chunk = options.window_tokens(group.reach, page_size), pages_for(options.chunk, step)
+        kept, chunk = options.window_tokens(group.reach, page_size), pages_for(options.max_num_batched_tokens, step)
         most = None  # the most that all requests can hold, if nothing stays cached after them
-        if options.max_running_requests is not None and not options.shares:
-            most = options.max_running_requests * pages_for(kept, step)
+        if options.group_requests is not None and not options.enable_prefix_caching:
+            most = options.group_requests * pages_for(kept, step)
         ratio = options.swa_full_tokens_ratio
         if ratio is not None:
             most = most if most is None else most + chunk
             why = f"{float(ratio):g} of the full pools' tokens"
-            why += (
-                "" if most is None else f", and at most {most * step:,} for {options.max_running_requests:,} requests"
-            )
+            why += "" if most is None else f", and at most {most * step:,} for {options.group_requests:,} requests"
             return PoolRule(group=group, per_token=ratio / step, maximum=most, why=why)
-        share = options.mix.window_share(kept, step)
+        share = options.expected.window_share(kept, step)
         return PoolRule(
             group=group,
             per_token=share / step,
             fixed=chunk,
             minimum=pages_for(kept, step),
             maximum=most,
-            why=f"{float(share):.4g} of the full pools' tokens: at most {kept:,} of each of {options.mix.source}"
+            why=f"{float(share):.4g} of the full pools' tokens: at most {kept:,} of each of {options.expected.source}"
             + (f"; and {chunk * step:,} tokens for the prompt tokens of one step" if chunk else ""),
         )
 
@@ -409,7 +348,7 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     @property
     def _drafted(self) -> int:
         """States that a step of one request adds: one after each token that it verifies."""
-        return self.options.speculation.num_draft_tokens if self.options.speculation is not None else 0
+        return self.options.speculative_config.num_draft_tokens if self.options.speculative_config is not None else 0
 
     def _slots_in(self, state_bytes: int, size: int) -> int:
         """Slots K of `(K + 1) + (K / s + 1) * D` states in `state_bytes`: s states per request, D drafted tokens."""
@@ -419,15 +358,15 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     def _fixed(self, state: GroupSpec, slots: int, why: str) -> list[PoolRule]:
         rule = PoolRule(group=state, per_token=Fraction(0), fixed=slots, why=why)
         running = self.options.requests_in(slots)
-        running = min(running, self.options.max_running_requests or running)
+        running = min(running, self.options.group_requests or running)
         return [rule, *self._draft_rules(state, Fraction(0), running)]
 
     def _derived(self, state: GroupSpec, page_size: int) -> list[PoolRule]:
-        options, asked = self.options, self.options.max_running_requests
-        requests = options.mix.requests_per_token(page_size * options.token_ranks)
+        options, asked = self.options, self.options.group_requests
+        requests = options.expected.requests_per_token(page_size * options.token_ranks)
         slots = options.states_per_request
-        why = f"{slots} per request of {options.mix.source}, " + (
-            f"for about {options.mix.mean:,} tokens each" if asked is None else f"and for {asked:,} at least"
+        why = f"{slots} per request of {options.expected.source}, " + (
+            f"for about {options.expected.mean:,} tokens each" if asked is None else f"and for {asked:,} at least"
         )
         rule = PoolRule(group=state, per_token=slots * requests, minimum=slots * (asked or 1), why=why)
         return [rule, *self._draft_rules(state, requests if asked is None else Fraction(0), asked or 1)]
@@ -469,9 +408,9 @@ class HiSparsePoolConfigurator(HybridSWAPoolConfigurator):
 
         tokens = bytes / (bytes of a token's index keys + bytes of its latents / r)
 
-    and the hot buffers bound the running requests. Otherwise there are buffers for `max_running_requests`, if given, or
-    for as many requests of the mix as the tokens are, at least one and at most `max_requests`. Tokens are not more than
-    host memory has room for.
+    and the hot buffers bound the running requests. Otherwise there are buffers for `concurrency`, if given, or for as
+    many requests of the mix as the tokens are, at least one and at most `max_running_requests`. Tokens are not more
+    than host memory has room for.
     """
 
     _SMALLER = "lower the device_buffer_size"
@@ -481,16 +420,16 @@ class HiSparsePoolConfigurator(HybridSWAPoolConfigurator):
         config = super().calculate_pool_sizes(available_bytes, page_size)
         options = self.options
         assert options.hot is not None
-        if options.host_bytes is None:
+        if options.latent_bytes is None:
             return config
         latents = next(pool for pool in config.pools if pool.on_host)
-        frames = most_records(latents.bytes_per_frame, options.host_bytes)
+        frames = most_records(latents.bytes_per_frame, options.latent_bytes)
         if frames >= latents.frames:
             return config
         if options.host_to_device_ratio is not None or frames < 1:
             raise PlanError(
                 f"{options.hot.contents} of {latents.frames * page_size:,} tokens take {format_bytes(latents.bytes)} "
-                f"of host memory, and {format_bytes(options.host_bytes)} may be used.",
+                f"of host memory, and {format_bytes(options.latent_bytes)} may be used.",
                 fix=f"use --host-memory {round_up_bytes(2 * latents.bytes).replace(' ', '')} or more (an engine gives "
                 f"{options.hot.contents} half of it), a lower host_to_device_ratio, or less KV memory.",
             )
@@ -505,15 +444,15 @@ class HiSparsePoolConfigurator(HybridSWAPoolConfigurator):
     def _buffer_rule(self, latents: GroupSpec, page_size: int) -> PoolRule:
         options, hot = self.options, self.options.hot
         assert hot is not None
-        ratio, asked, each = options.host_to_device_ratio, options.max_running_requests, hot.frames_per_row(page_size)
-        per_token, least, most = Fraction(0), asked or 1, asked or options.max_requests
+        ratio, asked, each = options.host_to_device_ratio, options.group_requests, hot.frames_per_row(page_size)
+        per_token, least, most = Fraction(0), asked or 1, asked or options.group_rows
         if ratio is not None:
             per_token, least, why = 1 / (ratio * page_size), 1, f"1 / {float(ratio):g} of the tokens in host memory"
         elif asked is not None:
             why = f"for {asked:,} requests, as asked for"
         else:
-            per_token = each * options.mix.requests_per_token(page_size)
-            why = f"for {options.mix.source} in host memory, at most {most:,}"
+            per_token = each * options.expected.requests_per_token(page_size)
+            why = f"for {options.expected.source} in host memory, at most {most:,}"
         return PoolRule(
             group=replace(latents, name=latents.name + OF_BUFFERS),
             per_token=per_token,
@@ -525,7 +464,7 @@ class HiSparsePoolConfigurator(HybridSWAPoolConfigurator):
 
 
 def create_memory_pool_configurator(
-    groups_at: GroupsAt, options: PoolOptions, *, page_size: int
+    groups_at: GroupsAt, options: PlanSettings, *, page_size: int
 ) -> MemoryPoolConfigurator:
     """The configurator that the groups need. Raises what `groups_at` raises for the page size."""
     groups = groups_at(page_size)
@@ -562,11 +501,6 @@ def _line(
         if at * coeff + bias <= available_bytes:
             found = coeff, bias
     return found
-
-
-def ragged(reach: ReachSpec, step: int) -> int:
-    """Tokens of the two pages that a chunk shares with its neighbours, if chunks begin inside pages of `step`."""
-    return 2 * step if reach.kind == "chunk" and reach.tokens % step else 0
 
 
 def _slides(group: GroupSpec) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModel
-from quire.plan.plan import PlanSettings
+from quire.plan.settings import PlanSettings
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families import Layer
 from quire.spec.kv_format import plain_format
@@ -115,7 +115,7 @@ def with_draft_model(spec: ModelSpec, settings: PlanSettings, draft: ModelSpec) 
 
     Raises UnsupportedModel if the draft cannot propose tokens of this target, or cannot share its pages.
     """
-    assert settings.speculation is not None
+    assert settings.speculative_config is not None
     if draft.vocab_size != spec.vocab_size:
         raise _refusal(
             draft,
@@ -135,15 +135,15 @@ def with_draft_model(spec: ModelSpec, settings: PlanSettings, draft: ModelSpec) 
             f"needs pages that hold all tokens, and {spec.architecture} has windows or states only",
             "draft from n-grams.",
         )
-    context = settings.context or spec.context_length
+    context = settings.max_model_len or spec.context_length
     if context > draft.context_length:
         raise _refusal(
             draft,
             f"has a context of {draft.context_length:,} tokens, and the target's is {context:,}",
             f"use --max-model-len {draft.context_length}.",
         )
-    speculation = replace(settings.speculation, num_layers=len(draft.layers))
-    return replace(spec, drafts=draft.layers), replace(settings, speculation=speculation)
+    speculation = replace(settings.speculative_config, num_layers=len(draft.layers))
+    return replace(spec, drafts=draft.layers), settings.changed(speculative_config=speculation)
 
 
 def _is_full_attention(layer: Layer) -> bool:

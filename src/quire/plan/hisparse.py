@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import counted
 from quire.plan.devices import DEVICES
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
+from quire.plan.settings import PlanSettings
 from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HotBuffers
 from quire.spec.layers import AttentionCall, Call, LatentCall
 from quire.spec.model import ModelSpec
@@ -74,7 +75,7 @@ def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
             )
     else:
         _refuse_indexer(spec, settings.hisparse.top_k)
-    drafts = settings.speculation
+    drafts = settings.speculative_config
     if drafts is not None and drafts.topk > 1:
         raise InvalidInput(
             "hisparse: drafts of one request that branch cannot be verified.",
@@ -141,7 +142,7 @@ def hisparse_costs(
 
     A step reads all weights of a rank once.
     """
-    device = plan.settings.device
+    device = plan.settings.rank_device
     peaks = DEVICES.get(device.name) if device is not None else None
     weights = sum(line.bytes for line in plan.ledger if line.name == "weights")
     if peaks is not None:
@@ -183,9 +184,9 @@ def hisparse_gain(plan: Plan, replan: Callable[[PlanSettings], Plan], costs: HiS
     memory, requests = plan.memory, plan.requests_at(plan.context)
     hot = memory.hot
     assert hot is not None
-    settings = replace(plan.settings, hisparse=None, host_memory=None, device=None, measured=None)
+    settings = plan.settings.changed(hisparse=None, latent_bytes=None, rank_device=None, measured=None)
     try:
-        resident = replan(replace(settings, kv_memory=plan.kv_bytes))
+        resident = replan(settings.changed(kv_memory=plan.kv_bytes))
         fitting, held = resident.requests_at(plan.context), resident.config.max_total_num_tokens
     except PlanError:  # not a page fits
         fitting = held = 0

@@ -1,4 +1,4 @@
-"""Plan: the complete plan of one server, and PlanSettings: its inputs.
+"""Plan: the complete plan of one server.
 
 The plan that is printed, the pools that are built and the requests that are admitted are this one object.
 """
@@ -9,67 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from quire.plan.budget import MemoryPlan, parse_bytes
+from quire.plan.budget import MemoryPlan
 from quire.plan.configurator import OF_BUFFERS, OF_DRAFTS, PADDING, MemoryPoolConfig, MemoryPoolConfigurator, PoolSize
-from quire.plan.devices import Device, Line
+from quire.plan.devices import Line
 from quire.plan.mix import Mix
-from quire.plan.parallel import Parallelism
-from quire.spec.hisparse import HiSparseConfig
+from quire.plan.settings import PlanSettings
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
-from quire.spec.speculation import SpeculativeConfig
 
-_LARGEST_GRAPH = 256  # requests
 _MOST_PASSED_PAGES = 2**20  # some 20 bytes of host memory each
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """What is asked for. Bytes and tokens are of one rank unless said otherwise. None: the planner chooses.
-
-    Either `kv_memory`, exactly the bytes of the pools, or `device`, of which the pools get what weights and working
-    memory leave; `mem_fraction_static` is the share of the device for weights and pools together. `draft_weight_bytes`
-    are those of a draft model. `measured` are ledger lines that replace the estimates. `graph_bytes` are those of CUDA
-    graphs beside `kv_memory`, and `sampling_bytes` those of draws. `context` is the longest request, `concurrency` how
-    many must run at once, `mix` the expected load. `window_pool` off keeps windows whole. With `hisparse`, latents are
-    in host memory, of which a rank has `host_memory` bytes for them (None: not known).
-    """
-
-    kv_memory: int | None = None
-    device: Device | None = None
-    mem_fraction_static: float | None = None
-    weight_bytes: int | None = None
-    draft_weight_bytes: int | None = None
-    measured: tuple[Line, ...] | None = None
-    kv_dtype: str = "auto"
-    page_size: int | None = None
-    context: int | None = None
-    concurrency: int | None = None
-    mix: Mix | None = None
-    chunk: int = 2048
-    shares: bool = True
-    parallel: Parallelism = field(default_factory=Parallelism)
-    speculation: SpeculativeConfig | None = None
-    swa_full_tokens_ratio: Fraction | None = None
-    mamba_full_memory_ratio: Fraction | None = None
-    max_mamba_cache_size: int | None = None
-    max_total_tokens: int | None = None
-    max_requests: int = 256
-    graph_batch: int | None = None
-    graph_bytes: int = 0
-    sampling_bytes: int = 0
-    window_pool: bool = True
-    hisparse: HiSparseConfig | None = None
-    host_memory: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kv_memory is not None:
-            object.__setattr__(self, "kv_memory", parse_bytes(self.kv_memory))  # also "128MiB"
-
-    @property
-    def largest_graph(self) -> int:
-        """Requests of the largest captured graph that the ledger has room for."""
-        return self.graph_batch or min(_LARGEST_GRAPH, self.concurrency or self.max_requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +56,7 @@ class Plan:
             token_ranks=self.settings.parallel.dcp,
             context=self.context,
             max_requests=max_requests,
-            speculation=self.settings.speculation,
+            speculation=self.settings.speculative_config,
             vector_bytes=self.spec.hidden_size * self.spec.dtype.itemsize,
             hot=self.configurator.options.hot,
         )
@@ -160,7 +108,7 @@ class Plan:
     def max_running_requests(self) -> int:
         """Requests that may run at once, over all attention groups: as given, by default 256, limited by the states
         and by the hot buffers."""
-        found, dp = [self.settings.concurrency or self.settings.max_requests], self.settings.parallel.dp
+        found, dp = [self.settings.concurrency or self.settings.max_running_requests], self.settings.parallel.dp
         if self.state_slots is not None:
             found.append(self.configurator.options.requests_in(self.state_slots) * dp)
         if self.hot_rows is not None:
@@ -183,7 +131,7 @@ class Plan:
 
         It is a page: a state, too, can be stored at the end of any page.
         """
-        return self.tokens_per_page if self.settings.shares else None
+        return self.tokens_per_page if self.settings.enable_prefix_caching else None
 
     def requests_at(self, length: int) -> int:
         """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache, partial
 
 from quire.errors import InvalidInput, PlanError
@@ -15,15 +14,15 @@ from quire.plan.configurator import (
     MemoryPoolConfig,
     MemoryPoolConfigurator,
     NoRoom,
-    PoolOptions,
     create_memory_pool_configurator,
 )
 from quire.plan.devices import Line, working_memory
 from quire.plan.hisparse import hot_buffers, selecting
 from quire.plan.mix import Mix, uniform
-from quire.plan.plan import Plan, PlanSettings
+from quire.plan.plan import Plan
 from quire.plan.report import ledger_of, notes_of
 from quire.plan.reserve import get_kept_features
+from quire.plan.settings import PlanSettings
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HotBuffers
@@ -76,7 +75,7 @@ def _with_graphs_for_those_that_fit(spec: ModelSpec, settings: PlanSettings, wei
     for _ in range(2):  # the second has graphs for what the first holds, so it holds no more than that
         fitting = max(1, min(settings.largest_graph, plan.requests_at(length)))
         if fitting != batch:
-            plan, batch = _plan(spec, replace(settings, graph_batch=fitting), weights, None), fitting
+            plan, batch = _plan(spec, settings.changed(graph_batch=fitting), weights, None), fitting
     notes = plan.notes
     if batch < settings.largest_graph and any(line.name == "graphs" for line in plan.ledger):
         notes += (f"graphs are for {counted(batch, 'request')}: as many of {length:,} tokens as fit.",)
@@ -86,7 +85,7 @@ def _with_graphs_for_those_that_fit(spec: ModelSpec, settings: PlanSettings, wei
 def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None) -> Plan:
     settings.parallel.check(spec)
     context = _context(spec, settings)
-    spec, num_drafts = _with_drafts(selecting(spec, settings), settings.speculation)
+    spec, num_drafts = _with_drafts(selecting(spec, settings), settings.speculative_config)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
     page_size = settings.page_size or spec.page_size(_DEFAULT_PAGE)
     hot = hot_buffers(spec, settings, page_size=page_size, context=context)
@@ -147,32 +146,17 @@ class _Server:
         tp, layers = settings.parallel.attention_tp, (stage.start, stage.stop)
         return _groups(self.spec, kept, tp, settings.window_pool, layers, num_drafts, page_size)
 
-    def options(self, mix: Mix, concurrency: int | None) -> PoolOptions:
+    def options(self, mix: Mix, concurrency: int | None) -> PlanSettings:
         """The options of every stage's configurator."""
         settings = self.settings
         whole = self.groups_at(slice(0, len(self.spec.layers)), self.num_drafts, self.page_size)
         if not whole:
             raise InvalidInput(f"no layer of {self.spec.architecture} keeps anything.", fix="no cache is needed.")
         kinds = {group.reach.kind for group in whole}
-        ratio = settings.hisparse.host_to_device_ratio if settings.hisparse is not None else None
-        return PoolOptions(
-            mix=mix,
-            chunk=settings.chunk,
-            shares=settings.shares,
-            token_ranks=settings.parallel.dcp,
-            windows_only="full" not in kinds and bool(kinds & {"window", "chunk"}),
-            speculation=settings.speculation,
-            max_running_requests=None if concurrency is None else -(-concurrency // settings.parallel.dp),
-            swa_full_tokens_ratio=settings.swa_full_tokens_ratio,
-            mamba_full_memory_ratio=settings.mamba_full_memory_ratio,
-            max_mamba_cache_size=settings.max_mamba_cache_size,
-            hot=self.hot,
-            host_bytes=settings.host_memory,
-            host_to_device_ratio=None if ratio is None else Fraction(str(ratio)),
-            max_requests=max(1, settings.max_requests // settings.parallel.dp),
-        )
+        windows_only = "full" not in kinds and bool(kinds & {"window", "chunk"})
+        return settings.changed(mix=mix, hot=self.hot, windows_only=windows_only, concurrency=concurrency)
 
-    def solve_stages(self, options: PoolOptions) -> list[_Solved]:
+    def solve_stages(self, options: PlanSettings) -> list[_Solved]:
         """Every stage that has a pool. Stages of states alone limit requests, not tokens."""
         found: list[_Solved] = []
         stages = self.settings.parallel.stages(len(self.spec.layers))
@@ -193,11 +177,11 @@ class _Server:
 
     def _feature_lines(self) -> tuple[Line, ...]:
         """The ledger's line of what a draft head keeps; empty without a head or a device."""
-        settings, speculation = self.settings, self.settings.speculation
+        settings, speculation = self.settings, self.settings.speculative_config
         within_rest = settings.mem_fraction_static is not None and settings.measured is None
-        if settings.device is None or speculation is None or not speculation.keeps_features or within_rest:
+        if settings.rank_device is None or speculation is None or not speculation.keeps_features or within_rest:
             return ()
-        requests = max(1, (settings.concurrency or settings.max_requests) // settings.parallel.dp)
+        requests = max(1, (settings.concurrency or settings.max_running_requests) // settings.parallel.dp)
         count = get_kept_features(speculation, self.page_size * settings.parallel.dcp)
         size = self.spec.hidden_size * self.spec.dtype.itemsize
         why = f"2 times {count:,} vectors of {size:,} bytes for each of {counted(requests, 'request')}"
@@ -213,14 +197,14 @@ def _groups(
 
 
 def _context(spec: ModelSpec, settings: PlanSettings) -> int:
-    if settings.context is not None and settings.context > spec.context_length:
+    if settings.max_model_len is not None and settings.max_model_len > spec.context_length:
         raise InvalidInput(
-            f"a context of {settings.context:,} tokens is beyond the model's {spec.context_length:,}.",
+            f"a context of {settings.max_model_len:,} tokens is beyond the model's {spec.context_length:,}.",
             fix=f"set it to at most {spec.context_length:,}.",
         )
-    if settings.context is None and settings.mix is not None:
+    if settings.max_model_len is None and settings.mix is not None:
         return min(spec.context_length, settings.mix.counts[-1][0])
-    return settings.context or spec.context_length
+    return settings.max_model_len or spec.context_length
 
 
 def _with_drafts(spec: ModelSpec, speculation: SpeculativeConfig | None) -> tuple[ModelSpec, int]:
@@ -233,7 +217,7 @@ def _with_drafts(spec: ModelSpec, speculation: SpeculativeConfig | None) -> tupl
 
 
 def _default_mix(settings: PlanSettings, context: int) -> Mix:
-    if settings.context is not None:
+    if settings.max_model_len is not None:
         return uniform(context, f"requests of {context:,} tokens")
     length = min(context, _DEFAULT_LENGTH)
     return uniform(length, f"requests of {length:,} tokens")
@@ -243,7 +227,7 @@ def _device_lines(
     settings: PlanSettings, stage: slice, weights: WeightEstimate | None, draft: bool, hidden_size: int
 ) -> tuple[Line, ...]:
     """The lines of the ledger that are not pools. Empty without a device."""
-    device, parallel = settings.device, settings.parallel
+    device, parallel = settings.rank_device, settings.parallel
     if device is None:
         return ()
     if settings.measured is not None:
@@ -266,7 +250,7 @@ def _device_lines(
         why = f"what --mem-fraction-static {settings.mem_fraction_static:g} leaves of {format_bytes(device.memory)}"
         return (*weights_of_both, Line(name="rest", bytes=rest, why=f"activations, graphs and reserve: {why}"))
     working = working_memory(
-        chunk=settings.chunk,
+        chunk=settings.max_num_batched_tokens,
         hidden_size=hidden_size,
         graph_batch=settings.largest_graph,
         ranks=parallel.tp * parallel.pp,
@@ -277,7 +261,7 @@ def _device_lines(
 
 def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:
     """The budget of the pools of a rank. Raises NoRoom if the device has less left for them."""
-    device, wanted = settings.device, settings.kv_memory
+    device, wanted = settings.rank_device, settings.kv_memory
     if device is None:
         if wanted is None:
             raise InvalidInput(

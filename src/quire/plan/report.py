@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.plan.advice import Option
-from quire.plan.budget import format_bytes
+from quire.plan.budget import counted, format_bytes
 from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
 from quire.plan.plan import Plan
 from quire.plan.reserve import get_alloc_reserve_per_decode
+from quire.plan.settings import PlanSettings
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
@@ -34,7 +35,8 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
         why = "kept for CUDA graphs of decode steps, beside the pools"
         found.append(Line(name="graphs", bytes=settings.graph_bytes, why=why, estimated=True))
     if settings.sampling_bytes:
-        why = f"logits of {settings.max_requests:,} requests while they are filtered and reported, beside the pools"
+        requests = counted(settings.max_running_requests, "request")
+        why = f"logits of {requests} while they are filtered and reported, beside the pools"
         found.append(Line(name="sampling", bytes=settings.sampling_bytes, why=why))
     why = "less than one more page takes"
     if _capped(plan):
@@ -42,8 +44,8 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     elif memory.hot is not None:
         why = "less than one more page or hot buffer takes, or beyond what host memory holds"
     found.append(Line(name="unused", bytes=plan.kv_bytes - plan.config.bytes, why=why))
-    if settings.device is not None and settings.kv_memory is not None:
-        rest = settings.device.memory - sum(line.bytes for line in found)
+    if settings.rank_device is not None and settings.kv_memory is not None:
+        rest = settings.rank_device.memory - sum(line.bytes for line in found)
         found.append(Line(name="not asked for", bytes=rest, why="what --kv-memory leaves of the device"))
     why = f"{memory.max_requests:,} requests of up to {memory.pages_per_row:,} page ids of 4 bytes"
     found.append(Line(name="request tables", bytes=memory.row_bytes, why=why, where="host"))
@@ -53,80 +55,143 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the rules of notes read, beside the plan."""
+
+    plan: Plan
+    weights: WeightEstimate | None
+
+    @property
+    def settings(self) -> PlanSettings:
+        """What was asked for."""
+        return self.plan.settings
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of reach of all pools."""
+        return {pool.group.reach.kind for one in self.plan.stages for pool in one.pools}
+
+    @property
+    def states_given(self) -> bool:
+        """Whether the number of states was asked for."""
+        return self.settings.mamba_full_memory_ratio is not None or self.settings.max_mamba_cache_size is not None
+
+
 def notes_of(plan: Plan, weights: WeightEstimate | None) -> tuple[str, ...]:
     """What was assumed, what limits the plan, and which settings have no effect, in sentences."""
-    settings, parallel, options = plan.settings, plan.settings.parallel, plan.configurator.options
-    kinds = {pool.group.reach.kind for one in plan.stages for pool in one.pools}
-    states_given = settings.mamba_full_memory_ratio is not None or settings.max_mamba_cache_size is not None
-    notes = []
-    if len(kinds) > 1 and settings.swa_full_tokens_ratio is None and not states_given:
-        asked = settings.mix is not None or settings.context is not None
-        notes.append(
-            f"pools are split for {plan.mix.source}"
-            + ("." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise.")
-        )
-    if settings.mem_fraction_static is not None and settings.device is not None:
-        share = int(settings.device.memory * settings.mem_fraction_static)
-        notes.append(f"--mem-fraction-static {settings.mem_fraction_static:g} is {format_bytes(share)} of this device.")
+    facts = _Facts(plan, weights)
+    return tuple(note for rule in _RULES for note in rule(facts))
+
+
+def _split(facts: _Facts) -> Iterator[str]:
+    settings = facts.settings
+    if len(facts.kinds) > 1 and settings.swa_full_tokens_ratio is None and not facts.states_given:
+        asked = settings.mix is not None or settings.max_model_len is not None
+        more = "." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise."
+        yield f"pools are split for {facts.plan.mix.source}{more}"
+
+
+def _share_of_device(facts: _Facts) -> Iterator[str]:
+    share, device = facts.settings.mem_fraction_static, facts.settings.rank_device
+    if share is not None and device is not None:
+        yield f"--mem-fraction-static {share:g} is {format_bytes(int(device.memory * share))} of this device."
+
+
+def _ranks(facts: _Facts) -> Iterator[str]:
+    parallel = facts.settings.parallel
     if parallel.pp > 1:
-        notes.append(f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides.")
+        yield f"stage {facts.plan.stage + 1} of {parallel.pp} has the least room and decides."
     if parallel.dp > 1:
-        notes.append(f"tokens are those of one of {parallel.dp} attention groups; requests are those of all.")
+        yield f"tokens are those of one of {parallel.dp} attention groups; requests are those of all."
+
+
+def _without_effect(facts: _Facts) -> Iterator[str]:
+    settings, kinds = facts.settings, facts.kinds
     if settings.swa_full_tokens_ratio is not None and (not kinds & {"window", "chunk"} or len(kinds) == 1):
-        notes.append("--swa-full-tokens-ratio has no effect: there are no window pools beside full ones.")
-    if states_given and "state" not in kinds:
-        notes.append("--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states.")
+        yield "--swa-full-tokens-ratio has no effect: there are no window pools beside full ones."
+    if facts.states_given and "state" not in kinds:
+        yield "--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states."
     if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
-        notes.append("--mamba-full-memory-ratio has no effect: there are no pools beside the states.")
-    drafts = settings.speculation
-    if drafts is not None and drafts.num_layers and settings.device is not None and settings.draft_weight_bytes is None:
-        if drafts.method != "mtp":
-            notes.append("the ledger leaves out the weights of the draft: they are not estimated.")
-        elif weights is not None and not weights.draft_layers and settings.weight_bytes is None:
-            notes.append(
-                "the ledger leaves out the weights of the prediction layer, which the configuration does not describe."
-            )
-    notes += _uneven_heads(plan)
-    if _capped(plan):
-        notes.append(f"capped at {settings.max_total_tokens:,} tokens; every pool follows the cap.")
-    if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
-        what = "hot buffers" if plan.memory.hot is not None else "states"
-        notes.append(f"{plan.max_running_requests:,} requests may run at once: there are {what} for no more.")
+        yield "--mamba-full-memory-ratio has no effect: there are no pools beside the states."
+
+
+def _draft_weights(facts: _Facts) -> Iterator[str]:
+    settings, drafts, weights = facts.settings, facts.settings.speculative_config, facts.weights
+    if (
+        drafts is None
+        or not drafts.num_layers
+        or settings.rank_device is None
+        or settings.draft_weight_bytes is not None
+    ):
+        return
+    if drafts.method != "mtp":
+        yield "the ledger leaves out the weights of the draft: they are not estimated."
+    elif weights is not None and not weights.draft_layers and settings.weight_bytes is None:
+        yield "the ledger leaves out the weights of the prediction layer, which the configuration does not describe."
+
+
+def _uneven_heads(facts: _Facts) -> Iterator[str]:
+    """Heads that do not divide over the ranks."""
+    parallel, heads, calls = facts.settings.parallel, facts.plan.spec.query_heads, facts.plan.spec.calls
+    ranks = parallel.attention_tp
+    if heads % ranks:
+        yield f"{heads} query heads do not divide over {ranks} ranks; most engines refuse that."
+    kv_heads = max((call.kv_heads for call in calls if isinstance(call, AttentionCall)), default=ranks)
+    if kv_heads < ranks and parallel.dcp == 1:
+        yield f"{kv_heads} KV heads on {ranks} ranks: each head is held by {ranks // kv_heads} of them."
+
+
+def _cap(facts: _Facts) -> Iterator[str]:
+    if _capped(facts.plan):
+        yield f"capped at {facts.settings.max_total_tokens:,} tokens; every pool follows the cap."
+
+
+def _requests(facts: _Facts) -> Iterator[str]:
+    plan, asked, options = facts.plan, facts.settings.concurrency, facts.plan.configurator.options
+    if asked is not None and plan.max_running_requests < asked:
+        what = "states" if options.hot is None else "hot buffers"
+        yield f"{plan.max_running_requests:,} requests may run at once: there are {what} for no more."
     if plan.state_slots is not None and plan.state_slots < options.states_per_request:
-        notes.append(
+        yield (
             f"a request uses {options.states_per_request} states and there are {plan.state_slots}: it runs with one, "
             "and little or nothing of its prompt can be reused."
         )
-    step = plan.tokens_per_page
-    for pool in plan.config.pools:
+
+
+def _short_steps(facts: _Facts) -> Iterator[str]:
+    step, chunk = facts.plan.tokens_per_page, facts.settings.max_num_batched_tokens
+    for pool in facts.plan.config.pools if facts.settings.swa_full_tokens_ratio is not None else ():
         room = pool.frames * step - pool.group.reach.tokens - step
-        if settings.swa_full_tokens_ratio is not None and pool.group.reach.kind != "full" and 0 < room < options.chunk:
-            notes.append(f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {options.chunk:,}.")
-    if options.hot is not None and options.hot.lossy:
-        notes.append(
-            f"lossy: a token of an output reads at most {options.hot.top_k:,} tokens before it, in pages selected by "
+        if pool.group.reach.kind != "full" and 0 < room < chunk:
+            yield f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {chunk:,}."
+
+
+def _lossy(facts: _Facts) -> Iterator[str]:
+    hot = facts.plan.configurator.options.hot
+    if hot is not None and hot.lossy:
+        yield (
+            f"lossy: a token of an output reads at most {hot.top_k:,} tokens before it, in pages selected by "
             "bounds of their keys; outputs differ from those of full attention."
         )
-    if step > plan.context:
-        notes.append(f"a page of {step:,} tokens is longer than the context: nothing can be reused.")
-    return tuple(notes)
+
+
+def _long_pages(facts: _Facts) -> Iterator[str]:
+    if facts.plan.tokens_per_page > facts.plan.context:
+        step = facts.plan.tokens_per_page
+        yield f"a page of {step:,} tokens is longer than the context: nothing can be reused."
+
+
+_RULES: tuple[Callable[[_Facts], Iterator[str]], ...] = (
+    _split, _share_of_device, _ranks, _without_effect, _draft_weights, _uneven_heads, _cap, _requests, _short_steps,
+    _lossy, _long_pages,
+)  # fmt: skip
+"""Each yields the notes of one subject, in this order."""
 
 
 def _capped(plan: Plan) -> bool:
     cap = plan.settings.max_total_tokens
     return cap is not None and plan.config.max_total_num_tokens <= cap
-
-
-def _uneven_heads(plan: Plan) -> list[str]:
-    """Notes on heads that do not divide over the ranks."""
-    ranks, heads = plan.settings.parallel.attention_tp, plan.spec.query_heads
-    found = []
-    if heads % ranks:
-        found.append(f"{heads} query heads do not divide over {ranks} ranks; most engines refuse that.")
-    kv_heads = max((call.kv_heads for call in plan.spec.calls if isinstance(call, AttentionCall)), default=ranks)
-    if kv_heads < ranks and plan.settings.parallel.dcp == 1:
-        found.append(f"{kv_heads} KV heads on {ranks} ranks: each head is held by {ranks // kv_heads} of them.")
-    return found
 
 
 def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") -> dict[str, Any]:
@@ -167,8 +232,8 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "deciding_stage": plan.stage,
         "speculation": _speculation(plan),
         "hisparse": _hisparse(plan),
-        "device": None if settings.device is None else settings.device.name,
-        "device_bytes": None if settings.device is None else settings.device.memory,
+        "device": None if settings.rank_device is None else settings.rank_device.name,
+        "device_bytes": None if settings.rank_device is None else settings.rank_device.memory,
         "to_fit": [str(option) for option in to_fit],
         "notes": list(plan.notes),
     }
@@ -177,7 +242,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
 def _speculation(plan: Plan) -> dict[str, Any] | None:
     """What drafts take: tokens of a request in a step, tokens that each request reserves, bytes of a token in draft
     layers of full groups, and bytes of features that a head keeps beside the pools."""
-    config, size = plan.settings.speculation, plan.page_size
+    config, size = plan.settings.speculative_config, plan.page_size
     if config is None:
         return None
     own = len(plan.spec.calls)

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
-from quire.engine.setting import Bytes, Settings, setting
 from quire.serve.keys import Keys, read_keys, readable
+from quire.settings.setting import Bytes, Settings, setting
 
 _GROUP = "Server"
 
@@ -17,14 +17,21 @@ BODY_BYTES_PER_TOKEN = 64
 LEAST_BODY_BYTES = 4 << 20
 
 
-class ServerConfig(Settings):
+class KeyField(Settings):
+    """The key between a server and its clients."""
+
+    ENVIRONMENT: ClassVar[bool] = True
+
+    api_key: str | None = setting(None, "Key that clients of /v1 must send.", group=_GROUP, secret=True)
+
+
+class ServerConfig(KeyField):
     """Settings of one server, beside those of its engine. `read` refuses a key that no client could send."""
 
     ENVIRONMENT: ClassVar[bool] = True
 
     host: str = setting("127.0.0.1", "Address to listen on.", group=_GROUP)
     port: int = setting(8000, "Port; 0 takes a free one.", group=_GROUP, ge=0, le=65535)
-    api_key: str | None = setting(None, "Key that clients of /v1 must send.", group=_GROUP, secret=True)
     api_keys: Path | None = setting(
         None,
         "File with a line `name key` for each client. Each has cached pages of its own.",

@@ -19,7 +19,7 @@ from quire.sim.pools import PLAIN, model_pools, plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.roles import Roles, RolesResult
-from quire.sim.tiers import SimulatedTiers
+from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.trace_request import Trace
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
@@ -101,7 +101,7 @@ def replay_roles(
     host memory holds twice as much, unless the grid has tiers. Raises as `replay_one`."""
     model, page_size, tokens, _ = _one_pool(trace, grid, progress, of_tiers=1)
     plan = _plan(trace, grid, model, page_size, tokens)
-    tiers = replace(grid.tiers or SimulatedTiers(host_tokens=2 * tokens), record_bytes=model.record_bytes(plan))
+    tiers = (grid.tiers or SimulatedTiers(host_tokens=2 * tokens)).changed(record_bytes=model.record_bytes(plan))
     settings = replace(grid.settings, policy=grid.policies[0], tiers=tiers)
 
     def result(num_prefill: int, num_decode: int) -> RolesResult:
@@ -162,7 +162,7 @@ def _replays(
     cost = model.cost(plan)
     variants: list[SimulatedTiers | None] = [None]
     if grid.tiers is not None:
-        variants.append(replace(grid.tiers, record_bytes=model.record_bytes(plan)))
+        variants.append(grid.tiers.changed(record_bytes=model.record_bytes(plan)))
     for policy in grid.policies:
         for tiers in variants:
             what = f"{model.name}, {policy}, pages of {page_size}, {tokens:,} tokens"

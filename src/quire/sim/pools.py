@@ -8,10 +8,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 from quire.errors import InvalidInput, PlanError
-from quire.plan.budget import MemoryPlan, parse_tokens
+from quire.plan.budget import MemoryPlan
 from quire.plan.mix import mix_of
-from quire.plan.plan import PlanSettings
 from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
+from quire.settings.setting import parse_tokens
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.layout import DType, Field, PageLayout
@@ -63,16 +64,16 @@ def model_pools(
     settings = PlanSettings(
         kv_memory=_NO_LIMIT,
         page_size=page_size,
-        context=min(spec.context_length, max(lengths)),
-        chunk=chunk,
+        max_model_len=min(spec.context_length, max(lengths)),
+        max_num_batched_tokens=chunk,
         mix=mix_of(lengths, "the trace"),
-        max_requests=max_running,
+        max_running_requests=max_running,
         max_total_tokens=pool_tokens,
-        speculation=speculation,
+        speculative_config=speculation,
     )
     plan = make_plan(spec, settings).memory
     if hisparse is not None:
-        settings = replace(settings, kv_memory=plan.pool_bytes, max_total_tokens=None, hisparse=hisparse)
+        settings = settings.changed(kv_memory=plan.pool_bytes, max_total_tokens=None, hisparse=hisparse)
         try:
             plan = make_plan(spec, settings).memory
         except PlanError as error:

@@ -30,7 +30,8 @@ from quire.sim.hisparse import SimulatedHiSparse, VirtualBuffers
 from quire.sim.recorder import Recorder
 from quire.sim.result import ReplayResult, percentiles
 from quire.sim.scripts import ScriptedRequest, SimulatedDrafter
-from quire.sim.tiers import SimulatedTiers, VirtualTiers
+from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.tiers import VirtualTiers
 from quire.sim.timed_device import TimedDevice
 from quire.sim.trace_request import TraceRequest
 from quire.speculative.part import Speculation

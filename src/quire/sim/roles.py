@@ -95,7 +95,7 @@ class Roles:
         self._arrivals = Arrivals(())
         self._sessions: dict[str, int] = {}
         if num_prefill:  # engines with a role save and load always
-            settings = replace(settings, tiers=replace(settings.tiers, always=True))
+            settings = replace(settings, tiers=settings.tiers.changed(load="always"))
         inboxes = [Inbox() for _ in range(num_prefill)]
         self._servers = [PrefillServer(f"prefill-{at}", inbox, link) for at, inbox in enumerate(inboxes)]
         self._prefill = [Replay(plan, cost, settings, served=server.served) for server in self._servers]

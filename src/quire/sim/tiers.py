@@ -15,14 +15,14 @@ import numpy as np
 from typing_extensions import Buffer
 
 from quire.cache import KVCache
-from quire.errors import InvalidInput
 from quire.memory.record import RecordFormat, Rows
 from quire.offload import offload_of
-from quire.offload.tier_settings import PrefetchPolicy, TierSettings, WritePolicy
-from quire.plan.budget import MemoryPlan, format_bytes
+from quire.offload.tier_settings import TierSettings
+from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.clock import VirtualClock
 from quire.sim.device import Frames
+from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.trace_request import Hashes
 from quire.spec.ids import Ids
 from quire.spec.record_size import HEADER_BYTES
@@ -223,51 +223,6 @@ _LATENCY = {Lane.SAVE: 5e-5, Lane.LOAD: 5e-5, Lane.ARCHIVE: 2e-4, Lane.FETCH: 2e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedTiers:
-    """The tiers of a replay, and how they are used (`quire.offload.tier_settings`).
-
-    The host holds `host_tokens` tokens, or the records that fit in `host_bytes`; storage holds `storage_tokens`, none
-    by default. Bandwidths are bytes per second, 0 for those of the cost model. `record_bytes` has the bytes of a record
-    of each group, by default those of the plan's layouts; `always` loads even if computing is faster.
-    """
-
-    host_tokens: int = 0
-    host_bytes: int = 0
-    storage_tokens: int = 0
-    host_bandwidth: float = 0.0
-    storage_bandwidth: float = 0.0
-    write: WritePolicy = WritePolicy.THROUGH
-    prefetch: PrefetchPolicy = PrefetchPolicy.BREAK_EVEN
-    always: bool = False
-    record_bytes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if (self.host_tokens > 0) == (self.host_bytes > 0):
-            raise InvalidInput(
-                "the size of the host tier is given twice or not at all.", fix="give it in tokens, or in bytes."
-            )
-        if min(self.host_tokens, self.host_bytes, self.storage_tokens) < 0:
-            raise InvalidInput("a tier cannot hold less than nothing.", fix="give sizes above zero.")
-        if min(self.host_bandwidth, self.storage_bandwidth) < 0:
-            raise InvalidInput("a bandwidth below zero.", fix="give bytes per second above zero.")
-
-    def host_frames(self, plan: MemoryPlan, record_bytes: tuple[int, ...]) -> tuple[int, ...]:
-        """Host frames of each group, in the device's proportions. Raises InvalidInput if they would hold no page."""
-        on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
-        largest = max(on_device)
-        count = self.host_tokens // plan.page_size
-        if self.host_bytes:
-            each = sum(frames * size for frames, size in zip(on_device, record_bytes, strict=True)) / largest
-            count = int(self.host_bytes / each)
-        if count < 1:
-            raise InvalidInput(
-                f"the host tier holds no page: one takes {plan.page_size} tokens, {format_bytes(sum(record_bytes))}.",
-                fix="give it more.",
-            )
-        return tuple(max(1, count * frames // largest) for frames in on_device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChange:
     """A lane turned itself off at `time` of the virtual clock, and `why`; or on again, if that is empty."""
 
@@ -319,10 +274,12 @@ class VirtualTiers:
     ) -> None:
         record_bytes = tiers.record_bytes or tuple(g.layout.bytes_per_frame + HEADER_BYTES for g in plan.groups)
         host_frames = tiers.host_frames(plan, record_bytes)
-        storage_pages = tiers.storage_tokens // plan.page_size
+        storage_tokens = tiers.storage_tokens or 0
+        storage_pages = storage_tokens // plan.page_size
         store = SimulatedStore(storage_pages * sum(record_bytes)) if storage_pages else None
-        host, storage = tiers.host_bandwidth or cost.host_bandwidth, tiers.storage_bandwidth or cost.storage_bandwidth
-        self._sizes = {"host_tokens": max(host_frames) * plan.page_size, "storage_tokens": tiers.storage_tokens}
+        host = 1e9 * tiers.host_bandwidth if tiers.host_bandwidth else cost.host_bandwidth
+        storage = 1e9 * tiers.storage_bandwidth if tiers.storage_bandwidth else cost.storage_bandwidth
+        self._sizes = {"host_tokens": max(host_frames) * plan.page_size, "storage_tokens": storage_tokens}
         self._bandwidths = host, storage
         self._changes: list[LinkChange] = []
         self._clock = clock
@@ -341,8 +298,8 @@ class VirtualTiers:
             record_bytes=record_bytes,
             mover=self.mover,
             break_even=self._break_even,
-            write=tiers.write,
-            always=tiers.always,
+            write=tiers.write_policy,
+            always=tiers.load == "always",
             stores=store is not None,
             prefetch=tiers.prefetch,
             peers=peers,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvalidInput
+from quire.settings.setting import without_secrets
 from quire.testing.contracts.records import make_keys
 from quire.tiers.store import Answer, Counts, StoreKey
-from quire.tiers.stores.registry import Options, without_secrets
+from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY

@@ -8,6 +8,7 @@ from importlib import import_module
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from quire.errors import InvalidInput, StoreError
+from quire.settings.setting import without_secrets
 from quire.tiers.store import Store
 
 Opener = Callable[..., Store]
@@ -91,13 +92,6 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
             fix=f"in the checkout of Quire: pip install '.[{backend}]'.",
         ) from error
     return store
-
-
-def without_secrets(url: str) -> str:
-    """A store's URL without user, password and options; a directory unchanged. Everything before the last @ is removed,
-    since a password may be quoted wrongly."""
-    scheme, mark, rest = url.partition("://")
-    return f"{scheme}://{re.split('[?#]', rest.rpartition('@')[2])[0]}" if mark else url
 
 
 def not_understood(where: str) -> InvalidInput:

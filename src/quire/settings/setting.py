@@ -1,6 +1,7 @@
-"""Declares a setting once: a field with help, a group and other names.
+"""Declares a setting once: a field with a type, a default, bounds, help, a group and other names.
 
-Commands, files, environment variables and the reference table derive from it. Nothing here loads numpy or torch.
+Commands, files, environment variables, messages and the reference table derive from it. Nothing here loads numpy or
+torch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import dataclasses
 import enum
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -18,9 +21,40 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from quire.errors import InvalidInput
-from quire.plan.budget import parse_bytes, parse_tokens
 
 logger = logging.getLogger(__name__)
+
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOKENS = {"": 1, "K": 2**10, "M": 2**20}
+_NUMBER = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of a size such as `8GiB`, `512 MiB`, `1.5G` (binary), `2GB` (decimal) or a plain number.
+
+    Raises InvalidInput for anything else, and for zero.
+    """
+    return _parse(text, _BYTES, "a size", "write a number and a unit, such as 8GiB or 512MiB.")
+
+
+def parse_tokens(text: str | int) -> int:
+    """Tokens of a count such as `32768`, `32k` (32,768) or `1m` (1,048,576). Raises InvalidInput for anything else."""
+    return _parse(text, _TOKENS, "a number of tokens", "write a number such as 32768 or 32k.")
+
+
+def _parse(text: str | int, units: Mapping[str, int], what: str, fix: str) -> int:
+    if isinstance(text, int) and not isinstance(text, bool):
+        found = text
+    else:
+        match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+        if not match or match[2].upper() not in units:
+            raise InvalidInput(f"{text!r} is not {what}.", fix=fix)
+        found = int(Fraction(match[1].replace(",", "")) * units[match[2].upper()])
+    if found <= 0:
+        raise InvalidInput(f"{what} must be above zero, got '{text}'.", fix=fix)
+    return found
+
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 """Bytes, also as text: `8GiB`."""
@@ -42,13 +76,15 @@ def setting(
     metavar: str = "",
     argument: bool = False,
     secret: bool = False,
+    needs: str = "",
     **bounds: Any,
 ) -> Any:
     """The field of a setting.
 
     `about` is a sentence in which `{choices}` lists the valid words. `option` is the option's name if it differs from
     the field's, None for a setting without one; `aliases` are further options. `otherwise` says what a default of None
-    means. No message quotes the value of a `secret` one. `bounds` are pydantic's.
+    means. No message quotes the value of a `secret` one. `needs` says without what it has no effect. `bounds` are
+    pydantic's.
     """
     shown: dict[str, Any] = {
         "group": group,
@@ -58,30 +94,43 @@ def setting(
         "metavar": metavar,
         "argument": argument,
         "secret": secret,
+        "needs": needs,
     }
     return Field(default, description=about, json_schema_extra=shown, **bounds)
 
 
 class Settings(BaseModel):
-    """Settings of one part, frozen. `read` checks them and raises InvalidInput for bad ones.
+    """Settings of one part, frozen. Bad ones raise InvalidInput. Classes of them may be combined.
 
     `FOREIGN` are names of other servers' options that this server lacks: what they are, and what to use instead. With
-    `ENVIRONMENT`, each setting is also read from a variable `QUIRE_NAME`.
+    `ENVIRONMENT`, each setting is also read from a variable `QUIRE_NAME`. Settings that are `CHOSEN` follow from
+    others, and have no option.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
     FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {}
     ENVIRONMENT: ClassVar[bool] = False
+    CHOSEN: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, spelled: Callable[[str], str] = str, /, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise _refusal(type(self), error, spelled) from error
 
     @classmethod
     def read(cls, given: Mapping[str, Any], spelled: Callable[[str], str] = str) -> Self:
         """The settings from names, or aliases, to values. `spelled` is how a message writes a name."""
-        values = own_names([cls], given)
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            raise _refusal(cls, error, spelled) from error
+        return cls(spelled, **own_names([cls], given))
+
+    def shared(self, other: type[Settings]) -> dict[str, Any]:
+        """The values that were given of settings that `other` has too, as its arguments."""
+        return {name: getattr(self, name) for name in self.model_fields_set & other.model_fields.keys()}
+
+    def changed(self, **values: Any) -> Self:
+        """These settings with other values, which are not checked."""
+        return self.model_copy(update=values)
 
     @classmethod
     def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
@@ -134,7 +183,7 @@ def names_of(model: type[Settings], field: str) -> list[str]:
 def option_names(model: type[Settings], field: str) -> list[str]:
     """The option of a setting, as click declares it: `--name`, or `--name/--no-name` for a switch; then its aliases."""
     shown = shown_of(model, field)
-    if shown["option"] is None:
+    if shown["option"] is None or field in model.CHOSEN:
         return []
     option = shown["option"] or f"--{field.replace('_', '-')}"
     if not shown["option"] and kind_of(model.model_fields[field]) is bool:
@@ -207,6 +256,13 @@ def default_of(model: type[Settings], field: str) -> str:
     return str(shown_of(model, field)["otherwise"] or ("on" if default is True else default))
 
 
+def without_secrets(url: str) -> str:
+    """A store's URL without user, password and options; a directory unchanged. Everything before the last @ is removed,
+    since a password may be quoted wrongly."""
+    scheme, mark, rest = url.partition("://")
+    return f"{scheme}://{re.split('[?#]', rest.rpartition('@')[2])[0]}" if mark else url
+
+
 def _refusal(model: type[Settings], error: ValidationError, spelled: Callable[[str], str]) -> InvalidInput:
     """The first cause that has its own message, else each setting with its value and the valid ones."""
     details = error.errors()
@@ -221,8 +277,6 @@ def _refusal(model: type[Settings], error: ValidationError, spelled: Callable[[s
 
 def _got(model: type[Settings], detail: Mapping[str, Any]) -> str:
     """The refused value, without secrets in it."""
-    from quire.tiers.stores.registry import without_secrets  # only a refusal needs it
-
     field = str(detail["loc"][0])
     if field in model.model_fields and shown_of(model, field)["secret"]:
         return ""

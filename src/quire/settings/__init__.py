@@ -1,0 +1,1 @@
+"""How a setting is declared, and settings that several parts have in common."""

@@ -1,0 +1,60 @@
+"""SimulatedTiers: the tiers of a replay. Nothing here loads the simulator."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from quire.errors import InvalidInput
+from quire.plan.budget import MemoryPlan, format_bytes
+from quire.settings.fields import TIERS, BusFields, TierFields
+from quire.settings.setting import Tokens, setting
+
+
+def _one_size() -> InvalidInput:
+    return InvalidInput(
+        "the size of the host tier is given twice or not at all.", fix="give it in tokens, or in bytes."
+    )
+
+
+class SimulatedTiers(BusFields, TierFields):
+    """The tiers of a replay, and how they are used. The host holds `host_tokens` tokens, or the records that fit in
+    `host_memory`; storage holds none by default."""
+
+    host_tokens: Tokens | None = setting(
+        None, "Tokens that host memory holds; everything is replayed without it and with it.", group=TIERS
+    )
+    storage_tokens: Tokens | None = setting(None, "Tokens that storage behind it holds.", group=TIERS)
+    storage_bandwidth: float | None = setting(None, "GB/s each way.", group=TIERS, otherwise="7", gt=0)
+    record_bytes: tuple[int, ...] = setting(
+        (), "Bytes of a record of each group; none: those of the plan's layouts.", option=None
+    )
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> SimulatedTiers:
+        if self.host_tokens and self.host_memory:
+            raise _one_size()
+        if self.host_memory == "auto":
+            raise InvalidInput("a simulated host has no size of its own.", fix="give --host-memory 64GiB, say.")
+        return self
+
+    @property
+    def has_host(self) -> bool:
+        """Whether a size is given."""
+        return bool(self.host_tokens or self.host_memory)
+
+    def host_frames(self, plan: MemoryPlan, record_bytes: tuple[int, ...]) -> tuple[int, ...]:
+        """Host frames of each group, in the device's proportions. Raises InvalidInput if they would hold no page."""
+        if not self.has_host:
+            raise _one_size()
+        on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
+        largest = max(on_device)
+        count = (self.host_tokens or 0) // plan.page_size
+        if isinstance(self.host_memory, int):
+            each = sum(frames * size for frames, size in zip(on_device, record_bytes, strict=True)) / largest
+            count = int(self.host_memory / each)
+        if count < 1:
+            raise InvalidInput(
+                f"the host tier holds no page: one takes {plan.page_size} tokens, {format_bytes(sum(record_bytes))}.",
+                fix="give it more.",
+            )
+        return tuple(max(1, count * frames // largest) for frames in on_device)
