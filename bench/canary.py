@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from quire import LLM, SamplingParams
+from quire.canary.parts import CanaryPart
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine as engine_benchmark
@@ -52,7 +53,7 @@ def generate(llm: LLM, requests: list[dict[str, Any]], output: int) -> None:
 
 def run(llm: LLM, first: list[dict[str, Any]], requests: list[dict[str, Any]], output: int) -> dict[str, float]:
     """One batch after `first`: seconds of the clock and of CPU, tokens, and what the canary says it took of them."""
-    part = llm.engine.canary
+    part = llm.engine.part(CanaryPart)
     canary = part.canary if part is not None else None
     # What the canary has saved up while the other engine ran is spent here.
     generate(llm, first, min(output, 16))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.canary.finding import Kind
-from quire.canary.parts import MOST_TRIES
+from quire.canary.parts import MOST_TRIES, CanaryPart
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, RetainRequest
 from quire.scheduler.sampling_params import SamplingParams
@@ -159,8 +159,9 @@ def test_a_small_share_finds_it_too(
     """At 1 %, within the time of two sweeps, which `statistics` reports."""
     core = tight_core(dense.model, num_tokens=400, page_size=4, canary="1%")
     now = [0.0]
-    assert core.canary is not None
-    canary = core.canary.canary
+    part = core.part(CanaryPart)
+    assert part is not None
+    canary = part.canary
     canary._seconds = lambda: now[0]
     canary.budget._at = None
     run(core, [OLD], GREEDY, "old")
@@ -237,7 +238,7 @@ def test_off_is_off(dense: Case) -> None:
     core = tight_core(dense.model, num_tokens=400, page_size=4, canary="off")
     run(core, [OLD], GREEDY)
     assert core.statistics()["canary"] is None
-    assert core.canary is None and not core.runner.parts
+    assert core.part(CanaryPart) is None and not core.runner.parts
 
 
 def test_a_report_names_no_tokens_and_no_salt(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:

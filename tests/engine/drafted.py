@@ -14,6 +14,7 @@ from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
 from quire.speculative.governor import Governor
+from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
 from tests.engine.running import core_for, generated, run
 from tests.engine.scripted import follow_script
@@ -234,8 +235,9 @@ def check_flush() -> None:
     expected = tokens_without(prompt, greedy(24))
     core = core_with(llama(), {**CHAIN, "prompt_lookup_min": 3})
     assert core.speculator is not None
-    assert core.speculation is not None
-    core.speculation.speculator = Speculator(core.speculator.drafter, None, core.plan.tokens_per_step - 1)
+    part = core.part(Speculation)
+    assert part is not None
+    part.speculator = Speculator(core.speculator.drafter, None, core.plan.tokens_per_step - 1)
     counts = [0]
     for flushes in (False, False, True):
         if flushes:
@@ -249,9 +251,10 @@ def check_flush() -> None:
 def drafts_freely(core: EngineCore) -> Speculator:
     """From now on the engine drafts as much as there is room for, whatever it costs."""
     assert core.speculator is not None and core.plan.speculation is not None
-    assert core.speculation is not None
-    core.speculation.speculator = Speculator(core.speculator.drafter, None, core.plan.speculation.num_steps)
-    return core.speculation.speculator
+    part = core.part(Speculation)
+    assert part is not None
+    part.speculator = Speculator(core.speculator.drafter, None, core.plan.speculation.num_steps)
+    return part.speculator
 
 
 def hit_tokens_of_follow_ups(core: EngineCore, turns: int = 4) -> int:

@@ -11,6 +11,7 @@ from quire.engine.core import EngineCore
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts, joined
+from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
 
 IsRight = Callable[[int], bool]
@@ -78,6 +79,7 @@ def follow_script(
     assert config is not None
     most = config.num_draft_tokens - 1 if config.topk > 1 else 0
     drafter = ScriptedDrafter(sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size, most)
-    assert core.speculation is not None
-    core.speculation.speculator = Speculator(drafter, None, config.num_steps)
-    return core.speculation.speculator
+    part = core.part(Speculation)
+    assert part is not None
+    part.speculator = Speculator(drafter, None, config.num_steps)
+    return part.speculator

@@ -13,6 +13,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.pages import pages_for
 from quire.speculative.ngram import NgramDrafter
+from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
 from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
@@ -163,8 +164,9 @@ def tree_cases() -> dict[str, Case]:
 def test_trees_of_n_grams(llama: LoadedModel, params: str) -> None:
     expected = run(core_for(llama, page_size=4, **BOUNDS), REPEATING, MANY[params])
     core = core_for(llama, page_size=4, speculative_config={**TREE, "prompt_lookup_max": 2}, **BOUNDS)
-    assert core.speculation is not None
-    core.speculation.speculator = Speculator(core.speculator.drafter, None, 4)
+    part = core.part(Speculation)
+    assert part is not None
+    part.speculator = Speculator(core.speculator.drafter, None, 4)
     for turn in range(2):
         assert run(core, REPEATING, MANY[params], f"turn{turn}") == expected
     assert (core.speculator.statistics()["draft_tokens"] > 0) == (params != "penalties")

@@ -104,14 +104,16 @@ class HistoryPart(Part):
 
 
 class AuditPart(Part):
-    """Laws and audits of one cache. `beside` are parts whose counters an answer to `demand` has too."""
+    """Laws and audits of one cache."""
 
-    def __init__(self, cache: KVCache, history: HistoryPart, reports: Reports, beside: Sequence[Part] = ()) -> None:
+    def __init__(self, cache: KVCache, history: HistoryPart, reports: Reports) -> None:
         tiers = offload_of(cache).tiers
         self.auditor = Auditor(cache.parts, self._state, tiers.hosts if tiers is not None else ())
         self.violation = ""
         self.reports = reports
-        self._cache, self._history, self._beside = cache, history, beside
+        self.beside: Sequence[Part] = ()
+        """Parts whose counters an answer to `demand` has too."""
+        self._cache, self._history = cache, history
         self._loop: Loop | None = None
         self._demands = 0  # audits that were asked for and have not begun
         self._num_ends = 0
@@ -163,7 +165,7 @@ class AuditPart(Part):
             **self.counters(),
             "findings": self.reports.to_dicts(),
         }
-        for part in self._beside:
+        for part in self.beside:
             answer |= part.counters()
         return answer
 

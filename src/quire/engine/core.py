@@ -3,61 +3,55 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.session import SessionList, SessionSettings
-from quire.canary import Canary
 from quire.canary.finding import Reports
-from quire.canary.parts import AuditPart, CanaryPart, HistoryPart
+from quire.canary.parts import AuditPart, HistoryPart
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
-from quire.engine.device import largest_graph, open_device, plan_for, warm_ups_of
-from quire.engine.draft_head import HeadDrafter
-from quire.engine.draft_model import DraftLayers, ModelDrafter, load_draft
+from quire.engine.device import largest_graph, may_overlap, open_device, plan_for, warm_ups_of
+from quire.engine.draft_model import load_draft
 from quire.engine.frame_staging import ComputeStream
-from quire.engine.hisparse import HotBuffersPart
+from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs
-from quire.engine.reporting import ExplanationPart, Reporting
+from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
 from quire.engine.runner import ModelRunner
-from quire.engine.sampler import Sampler
-from quire.engine.tiers import EngineTiers, build_memory
-from quire.engine.transfer import identity_of, prompt_for_peer, transfer_node
+from quire.engine.self_checks import check_parts
+from quire.engine.speculation import drafter_of, sampler_of, speculation_parts
+from quire.engine.tiers import EngineTiers, build_memory, lower_frames, offloads_of, open_tiers_of, tier_parts
+from quire.engine.transfer import identity_of, open_transfer, set_role, transfer_parts
 from quire.errors import InvalidInput, QuireError
 from quire.loop import ForwardPart, Loop, Part
-from quire.loop.sessions import SessionsPart
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
-from quire.observe.history import Occupancy
-from quire.offload import Offloads, offload_of
+from quire.offload import offload_of
 from quire.offload.deletion import Flushed, Stored
-from quire.offload.offloading import Tiered
-from quire.offload.parts import RetentionPart, TiersPart
+from quire.offload.parts import TiersPart
 from quire.offload.retention import Granted, RetainedList
 from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.events import Namespace
-from quire.spec.ids import Ids
-from quire.spec.speculation import STANDARD
 from quire.speculative.part import Speculation
-from quire.speculative.speculator import Speculator, speculator_of
-from quire.transfer.handshake import Identity, parse_role
+from quire.speculative.speculator import Speculator
+from quire.transfer.handshake import Identity
 from quire.transfer.node import TransferNode
 from quire.transfer.part import TransferPart
 
@@ -65,6 +59,20 @@ logger = logging.getLogger(__name__)
 
 AUDIT_S = 8.0
 """Seconds that the answer to a demanded audit waits until the audit has ended."""
+
+P = TypeVar("P", bound=Part)
+C = TypeVar("C", bound=HostedLatents | EngineTiers | TransferNode | None)
+
+_PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
+    transfer_parts,
+    keeping_parts,
+    speculation_parts,
+    explanation_parts,
+    hot_buffer_parts,
+    tier_parts,
+    check_parts,
+)
+"""Make the parts of an engine, in the order of their hooks. A feature is a line here."""
 
 _ABSENT = dict.fromkeys(("canary", "tiers", "transfer", "speculation", "hisparse"))
 """Counters of parts that an engine may lack."""
@@ -115,6 +123,7 @@ class EngineCore:
             model = load_model(config.model, device=self.device, **loading_options(config))
         self.model = model
         self.draft = draft if draft is not None else load_draft(config, model)
+        self.models = [each for each in (model, self.draft) if each is not None]
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = plan_for(config, model.spec, self.draft.spec if self.draft is not None else None, self.device)
         self.plan = self.capacity.memory
@@ -123,27 +132,19 @@ class EngineCore:
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
         self.wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
-            if self.latents is not None:
-                undo.callback(self.latents.close)
+            _owned(undo, self.latents)
             self.compute = ComputeStream(self.device, self.backend.moves) if self.device.type == "cuda" else None
-            self.tiers: EngineTiers | None = None
-            if host is not None:
-                self.tiers = EngineTiers(config, self.plan, self.pools, storage, host, self.compute)
-                undo.callback(self.tiers.close, lambda: False, lambda: None)
-            self._wire(undo, parts)
+            self.tiers = _owned(undo, open_tiers_of(self, storage, host))
+            self.transfer = _owned(undo, open_transfer(config, self.identity, host, lambda: self.wake()))
+            self._wire(parts)
             undo.pop_all()
         self._closed = threading.Event()
         if self.device.type == "cpu":
             threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
 
-    def _wire(self, undo: ExitStack, more: Sequence[Part]) -> None:
+    def _wire(self, more: Sequence[Part]) -> None:
         """Create the cache on its pools, the loop over it, and its parts."""
         config = self.config
-        self.transfer: TransferNode | None = None
-        if self.tiers is not None and config.role is not None:
-            identity = self._shared(config.weights_epoch)
-            self.transfer = transfer_node(config, identity, self.tiers.host, lambda: self.wake())
-            undo.callback(self.transfer.close)
         self.cache = KVCache(
             self.plan,
             eviction=config.eviction,
@@ -154,17 +155,13 @@ class EngineCore:
             page_tables=True,
             explains=config.explain,
             sessions=SessionSettings(share=config.session_share, ttl_s=config.session_ttl),
-            offload=Offloads(
-                replace(self.tiers.settings, peers=self.transfer) if self.tiers is not None else None,
-                config.retain_share,
-            ),
+            offload=offloads_of(self),
         )
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
-        self.explanations = Explanations()
         where = (self.device, self.pools, self.latents, self.backend, self.compute, largest_graph(config, self.device))
         warm_ups = warm_ups_of(config, self.plan, self.device)
-        self.runner = ModelRunner(self.model, self.cache, self._sampler(), *where, warm_ups)
+        self.runner = ModelRunner(self.model, self.cache, sampler_of(config, self.eos_token_ids), *where, warm_ups)
         self.scheduler = Scheduler(
             self.cache,
             scheduling_policy(config.policy),
@@ -173,85 +170,29 @@ class EngineCore:
             ahead=self.offload.ahead,
             chunks=chunk_budget(config.target_itl_ms),
         )
-        self.drafter = self._drafter()
-        speculator = speculator_of(config.speculative_config, self.plan, self.drafter)
-        self.speculation = None
-        if speculator is not None:
-            self.speculation = Speculation(speculator, self.scheduler, self.runner.move)
-        self.reporting, self.reports = Reporting(), Reports(_folder(config.canary_reports))
-        parts = [*self._parts(), *more, self.reporting]
+        self.drafter = drafter_of(self)
+        self.reporting, self.explanations = Reporting(), Explanations()
+        self.reports = Reports(Path(config.canary_reports) if config.canary_reports is not None else None)
+        self.history_part = HistoryPart(self.cache, self.scheduler, lambda: lower_frames(self))
+        self.audits = AuditPart(self.cache, self.history_part, self.reports)
+        parts = [*chain.from_iterable(made(self) for made in _PARTS), *more, self.reporting]
         self.runner.parts = tuple(part for part in (*parts, self.drafter) if isinstance(part, ForwardPart))
-        overlaps = self.device.type != "cpu" and self.speculation is None
-        overlaps = config.overlap if config.overlap is not None else overlaps
+        overlaps = config.overlap if config.overlap is not None else may_overlap(config, self.device)
         self.loop = Loop(self.scheduler, self.cache, self.runner, parts, overlaps=overlaps)
 
-    def _parts(self) -> list[Part]:
-        """The parts of the loop, in the order of their hooks. A feature that is off has none."""
-        config, cache, offload = self.config, self.cache, self.offload
-        parts: list[Part] = []
-        if self.transfer is not None:
-            assert offload.tiers is not None
-            parts.append(TransferPart(self.transfer, offload.tiers, self._prefill, self._shared))
-        parts += [RetentionPart(offload.retention), SessionsPart(cache.sessions)]
-        if self.speculation is not None:
-            parts.append(self.speculation)
-        if config.explain:
-            parts.append(ExplanationPart(self.explanations, self.reporting))
-        if self.latents is not None:
-            parts.append(HotBuffersPart(self.latents))
-        if self.tiers is not None and isinstance(offload, Tiered):
-            parts.append(TiersPart(offload, self.tiers.close, self.tiers.statistics))
-        self.history_part = HistoryPart(cache, self.scheduler, self._lower_frames)
-        self.canary = self._canary()
-        canaries = [self.canary] if self.canary is not None else []
-        self.audits = AuditPart(cache, self.history_part, self.reports, canaries)
-        return [*parts, self.history_part, self.audits, *canaries]
+    def part(self, kind: type[P]) -> P | None:
+        """The part of that class; None where the feature is off."""
+        return next((part for part in self.loop.parts if isinstance(part, kind)), None)
 
-    def _canary(self) -> CanaryPart | None:
-        share, cache = share_of(self.config.canary), self.cache
-        if not share:
-            return None
-        layers = {layer for pool in self.pools for field in pool.layout.fields for layer in field.layers}
-        drafts = [layer for layer in layers if layer >= len(self.model.spec.calls)]
-        canary = Canary(cache.parts, self.pools, share=share, except_for=drafts)
-        return CanaryPart(canary, cache, self.scheduler, self.reports)
-
-    def _drafter(self) -> ModelDrafter | HeadDrafter | None:
-        """The drafts of a model that follows each step on the same pages."""
-        if self.draft is None:
-            return None
-        layers = DraftLayers(len(self.model.spec.calls), self.cache, self.pools, self.backend)
-        shared = (layers, self._sampler(drafts=True), self.cache, self.scheduler.tokens)
-        if isinstance(self.draft, LoadedHead):
-            return HeadDrafter(self.draft, *shared)
-        return ModelDrafter(self.draft, *shared)
-
-    def _lower_frames(self) -> Occupancy:
-        tiers = self.offload.tiers
-        return {"host": tiers.statistics()["host"]} if tiers is not None else {}
-
-    def _prefill(self, request_id: str, tokens: Ids, namespace: Namespace) -> None:
-        self.add(prompt_for_peer(request_id, tokens, namespace))
-
-    def _shared(self, weights_epoch: int) -> Identity:
+    def identity(self, weights_epoch: int) -> Identity:
+        """What engines that exchange pages with this one have in common with it, after so many changes of weights."""
         return identity_of(self.config, self.plan, self._identity(weights_epoch), weights_epoch)
-
-    def _sampler(self, *, drafts: bool = False) -> Sampler:
-        speculation = self.config.speculative_config
-        rejects = speculation is not None and speculation.rejection_sample_method == STANDARD
-        settings = {"keeps_probabilities": drafts and rejects, "reports_logprobs": not drafts}
-        return Sampler(self.eos_token_ids, self.config.seed, **settings)
 
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page, and for what attention leaves out."""
-        models = [self.model] if self.draft is None else [self.model, self.draft]
-        hot = self.plan.hot
-        found = [
-            model.identity(weights_epoch, exact=self.config.storage is not None or self.config.role is not None)
-            for model in models
-        ]
-        if hot is not None and hot.lossy:  # what decoding rows compute depends on what they read
-            found.append(str(hot.top_k).encode())
+        exact = self.config.storage is not None or self.config.role is not None
+        found = [model.identity(weights_epoch, exact=exact) for model in self.models]
+        found += self.plan.attention_identity
         return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 
     def _populate(self) -> None:
@@ -293,7 +234,8 @@ class EngineCore:
     @property
     def speculator(self) -> Speculator | None:
         """What proposes drafts; None without speculation."""
-        return self.speculation.speculator if self.speculation is not None else None
+        part = self.part(Speculation)
+        return part.speculator if part is not None else None
 
     def has_work(self) -> bool:
         """Whether `step` has work or reports."""
@@ -372,9 +314,8 @@ class EngineCore:
         if epoch == self.weights_epoch:
             kept = Stored.KEPT if self.config.storage is not None else Stored.NONE
             return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0, storage=kept)
-        self.model.weights_changed()
-        if self.draft is not None:
-            self.draft.weights_changed()
+        for model in self.models:
+            model.weights_changed()
         done = self.offload.change_model(self._identity(epoch))
         self.weights_epoch = epoch
         self.loop.model_changed(epoch)
@@ -383,10 +324,7 @@ class EngineCore:
 
     def set_role(self, role: str) -> str:
         """Have another role among engines from now on (`TransferNode.set_role`); returns it. Raises InvalidInput."""
-        if self.transfer is None:
-            raise InvalidInput("this engine has no role.", fix="start it with --role both and QUIRE_TRANSFER_SECRET.")
-        self.transfer.set_role(parse_role(role))
-        return role
+        return set_role(self, role)
 
     # -- looking
 
@@ -406,7 +344,7 @@ class EngineCore:
             "weights_epoch": self.weights_epoch,
             "kv_bytes": self.plan.pool_bytes,
             "plan": self._plan_data,
-            "weight_bytes": self.model.weight_bytes + (self.draft.weight_bytes if self.draft is not None else 0),
+            "weight_bytes": sum(model.weight_bytes for model in self.models),
             "forward": self.model.forward_statistics(),
             "bytes_per_token": float(self.capacity.bytes_per_token),
             "largest_request": self.plan.largest_request,
@@ -436,10 +374,8 @@ class EngineCore:
         return self.history_part.history.to_dict()
 
 
-def share_of(text: str) -> float:
-    """The share of time of a valid `canary` setting: 0 for off, math.inf for all."""
-    return {"off": 0.0, "all": math.inf}[text] if text in ("off", "all") else float(text.removesuffix("%")) / 100
-
-
-def _folder(path: str | None) -> Path | None:
-    return Path(path) if path is not None else None
+def _owned(undo: ExitStack, resource: C) -> C:
+    """What is closed if the engine cannot be built."""
+    if resource is not None:
+        undo.callback(resource.close)
+    return resource

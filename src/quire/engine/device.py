@@ -74,6 +74,11 @@ def largest_graph(config: EngineConfig, device: torch.device) -> int:
     return min(config.cuda_graph_max_bs, config.max_running_requests)
 
 
+def may_overlap(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a step is launched before the one before it has settled: drafts follow tokens that have settled."""
+    return device.type != "cpu" and config.speculative_config is None
+
+
 def warm_ups_of(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> list[Pads]:
     """Steps that compile kernels at start; none where nothing is compiled. Latents in host memory are read by requests
     that were admitted, so their kernels are compiled by the first ones."""

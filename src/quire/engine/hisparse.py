@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from quire.plan.planner import make_plan
 from quire.scheduler.step import Step
 from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,12 @@ class HotBuffersPart(Part, ForwardPart):
 
     def close(self) -> None:
         self.latents.close()
+
+
+def hot_buffer_parts(engine: EngineCore) -> Iterator[Part]:
+    """The part for latents in host memory; none where they are on the device."""
+    if engine.latents is not None:
+        yield HotBuffersPart(engine.latents)
 
 
 def warn_of_loss(plan: Plan, spec: ModelSpec) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quire.engine.messages import StepOutputs, TokenOutput, output_of
 from quire.engine.runner import LaunchedForward
 from quire.errors import QuireError, StepFailed
 from quire.loop import End, Part, StepResult
+from quire.loop.sessions import SessionsPart
 from quire.observe.explain import Explanations
+from quire.offload.parts import RetentionPart
 from quire.scheduler.request import Request
 from quire.scheduler.step import Step
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 
 class Reporting(Part):
@@ -81,3 +89,15 @@ class ExplanationPart(Part):
             self._explanations.add(request.request_id, request.explanation, request.owner)
             if request.explain:
                 self._reporting.note(output_of(request, explanation=request.explanation))
+
+
+def explanation_parts(engine: EngineCore) -> Iterator[Part]:
+    """The part that explains; none where that is off."""
+    if engine.config.explain:
+        yield ExplanationPart(engine.explanations, engine.reporting)
+
+
+def keeping_parts(engine: EngineCore) -> Iterator[Part]:
+    """The parts that end what callers keep: retentions and sessions."""
+    yield RetentionPart(engine.offload.retention)
+    yield SessionsPart(engine.cache.sessions)

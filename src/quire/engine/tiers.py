@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,10 +19,15 @@ from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.engine.runner import build_pools
 from quire.engine.tier_report import store_counts, tiers_as_dict
 from quire.engine.watchdog import LaneWatch
+from quire.loop import Part
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
+from quire.observe.history import Occupancy
+from quire.offload import Offloads
+from quire.offload.offloading import Tiered
+from quire.offload.parts import TiersPart
 from quire.offload.tier_settings import StoreHealth, TierSettings
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
@@ -29,6 +35,9 @@ from quire.plan.plan import Plan
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
 from quire.tiers.transfer import LANES, Lane
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +81,31 @@ def _tier_memory(config: EngineConfig, plan: MemoryPlan, device: torch.device, p
             device_bytes=plan.pool_bytes + plan.host_bytes,
         )
         return HostPool(plan.groups, host_frames(plan, num_bytes), pinned=pinned, progress=progress)
+
+
+def open_tiers_of(engine: EngineCore, storage: Storage, host: HostPool | None) -> EngineTiers | None:
+    """The lower tiers of an engine that has host memory for them, else None."""
+    if host is None:
+        return None
+    return EngineTiers(engine.config, engine.plan, engine.pools, storage, host, engine.compute)
+
+
+def tier_parts(engine: EngineCore) -> Iterator[Part]:
+    """The part for lower tiers; none for the device alone."""
+    if engine.tiers is not None and isinstance(engine.offload, Tiered):
+        yield TiersPart(engine.offload, engine.tiers.close, engine.tiers.statistics)
+
+
+def offloads_of(engine: EngineCore) -> Offloads:
+    """What the engine's cache has below the device."""
+    settings = replace(engine.tiers.settings, peers=engine.transfer) if engine.tiers is not None else None
+    return Offloads(settings, engine.config.retain_share)
+
+
+def lower_frames(engine: EngineCore) -> Occupancy:
+    """The frames of lower tiers, by tier."""
+    tiers = engine.offload.tiers
+    return {"host": tiers.statistics()["host"]} if tiers is not None else {}
 
 
 class EngineTiers:
@@ -134,7 +168,9 @@ class EngineTiers:
             "store": store_counts(self.store),
         }
 
-    def close(self, settle: Callable[[], object], end_deletions: Callable[[], None]) -> None:
+    def close(
+        self, settle: Callable[[], object] = lambda: False, end_deletions: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait for a while for transfers to the store, and stop. `settle` processes ended transfers, and
         `end_deletions` stops deletions, which may be long. If the store hangs in a call, it and the host memory that
         the call may write to stay until the process ends."""

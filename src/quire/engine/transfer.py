@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.engine.config import EngineConfig
-from quire.engine.messages import EngineRequest, TokenOutput
+from quire.engine.messages import EngineRequest
+from quire.errors import InvalidInput
+from quire.loop import Part
 from quire.memory.host_pool import HostPool
 from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import chain_pages, layout_identity, namespace_seed
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.transfer.handshake import Identity
+from quire.transfer.handshake import Identity, parse_role
 from quire.transfer.node import TransferNode
+from quire.transfer.part import TransferPart
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 
-def transfer_node(config: EngineConfig, identity: Identity, host: HostPool, wake: Callable[[], None]) -> TransferNode:
-    """The connections of an engine that has a role."""
-    assert config.role is not None and config.transfer_secret is not None
+def open_transfer(
+    config: EngineConfig, identity: Callable[[int], Identity], host: HostPool | None, wake: Callable[[], None]
+) -> TransferNode | None:
+    """The connections of an engine that has a role, else None."""
+    if config.role is None or host is None:
+        return None
+    assert config.transfer_secret is not None
     return TransferNode(
-        identity,
+        identity(config.weights_epoch),
         host,
         role=config.role,
         secret=config.transfer_secret,
@@ -35,6 +46,24 @@ def transfer_node(config: EngineConfig, identity: Identity, host: HostPool, wake
         label=config.transfer_name or "",
         wake=wake,
     )
+
+
+def transfer_parts(engine: EngineCore) -> Iterator[Part]:
+    """The part for prompts that engines compute for each other; none without a role."""
+    if engine.transfer is not None and engine.offload.tiers is not None:
+
+        def begin(request_id: str, tokens: Ids, namespace: Namespace) -> None:
+            engine.add(prompt_for_peer(request_id, tokens, namespace))
+
+        yield TransferPart(engine.transfer, engine.offload.tiers, begin, engine.identity)
+
+
+def set_role(engine: EngineCore, role: str) -> str:
+    """See `TransferNode.set_role`. Raises InvalidInput also for an engine without connections."""
+    if engine.transfer is None:
+        raise InvalidInput("this engine has no role.", fix="start it with --role both and QUIRE_TRANSFER_SECRET.")
+    engine.transfer.set_role(parse_role(role))
+    return role
 
 
 def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_epoch: int) -> Identity:
@@ -63,12 +92,3 @@ def prompt_for_peer(request_id: str, tokens: Ids, namespace: Namespace) -> Engin
         salt=namespace.salt,
         is_for_peer=True,
     )
-
-
-def is_for_peer(output: TokenOutput, transfer: TransferNode) -> bool:
-    """Whether an output is of a prompt for another engine, which learns that it has ended."""
-    if output.request_id not in transfer.prefill.ids:
-        return False
-    if output.finish_reason is not None:
-        transfer.prefill.ended(output.request_id, output.error)
-    return True

@@ -177,6 +177,11 @@ class MemoryPlan:
         """Pages that a request of `num_tokens` tokens, prompt and output together, holds at its end."""
         return pages_for(num_tokens - 1 + self._beyond, self.tokens_per_page) if num_tokens > 1 else 0
 
+    @property
+    def attention_identity(self) -> tuple[bytes, ...]:
+        """What keys of pages have beside the model: with lossy attention, what decoding rows compute depends on it."""
+        return (str(self.hot.top_k).encode(),) if self.hot is not None and self.hot.lossy else ()
+
     def check_request(self, prompt: int, max_tokens: int) -> None:
         """Refuse a request that can never run here, with the numbers.
 

@@ -1,0 +1,49 @@
+"""What an engine adds to speculation: a draft model on the target's pages, and samplers that keep what drafts need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from quire.engine.config import EngineConfig
+from quire.engine.draft_head import HeadDrafter
+from quire.engine.draft_model import DraftLayers, ModelDrafter
+from quire.engine.sampler import Sampler
+from quire.loop import Part
+from quire.models.draft_head import LoadedHead
+from quire.spec.speculation import STANDARD
+from quire.speculative.part import Speculation
+from quire.speculative.speculator import speculator_of
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
+
+def speculation_parts(engine: EngineCore) -> Iterator[Part]:
+    """The part that drafts and verifies; none without speculation."""
+    speculator = speculator_of(engine.config.speculative_config, engine.plan, engine.drafter)
+    if speculator is not None:
+        yield Speculation(speculator, engine.scheduler, engine.runner.move)
+
+
+def drafter_of(engine: EngineCore) -> ModelDrafter | HeadDrafter | None:
+    """The drafts of a model that follows each step on the same pages; None without one."""
+    if engine.draft is None:
+        return None
+    layers = DraftLayers(len(engine.model.spec.calls), engine.cache, engine.pools, engine.backend)
+    shared = (
+        layers,
+        sampler_of(engine.config, engine.eos_token_ids, drafts=True),
+        engine.cache,
+        engine.scheduler.tokens,
+    )
+    if isinstance(engine.draft, LoadedHead):
+        return HeadDrafter(engine.draft, *shared)
+    return ModelDrafter(engine.draft, *shared)
+
+
+def sampler_of(config: EngineConfig, eos_token_ids: tuple[int, ...], *, drafts: bool = False) -> Sampler:
+    """The sampler of an engine, or of its `drafts`."""
+    speculation = config.speculative_config
+    rejects = speculation is not None and speculation.rejection_sample_method == STANDARD
+    return Sampler(eos_token_ids, config.seed, keeps_probabilities=drafts and rejects, reports_logprobs=not drafts)
