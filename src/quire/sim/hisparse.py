@@ -6,6 +6,7 @@ all indexes are taken to be alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,6 +137,11 @@ class VirtualBuffers:
             swap_s_per_step=self._swap_s / steps,
             prompt_bytes=self._prompt_bytes,
         )
+
+
+def virtual_buffers(settings: SimulatedHiSparse | None, plan: MemoryPlan, cost: CostModel) -> Sequence[VirtualBuffers]:
+    """The hot buffers of a replay, if it has any."""
+    return () if settings is None else (VirtualBuffers(settings, plan, cost),)
 
 
 def _check_recorded(source: str, recorded: Selections, hot: HotBuffers) -> None:

@@ -16,7 +16,7 @@ from quire.offload import offload_of
 from quire.offload.tiering import Tiering
 from quire.sim.replay import Replay
 from quire.sim.scripts import ScriptedRequest
-from quire.sim.tiers import SimulatedCopies
+from quire.sim.tiers import SimulatedCopies, VirtualTiers
 from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -150,7 +150,7 @@ class PrefillServer:
     def attach(self, replay: Replay) -> None:
         """The engine behind it."""
         tiers = offload_of(replay.cache).tiers
-        assert tiers is not None and replay.tiers is not None
+        assert tiers is not None and isinstance(replay.tiers, VirtualTiers)
         self._replay = replay
         self.tiers: Tiering = tiers
         self.copies: SimulatedCopies = replay.tiers.copies
@@ -230,7 +230,7 @@ class SimulatedPeers:
 
     def attach(self, replay: Replay) -> None:
         """The engine that asks."""
-        assert replay.tiers is not None
+        assert isinstance(replay.tiers, VirtualTiers)
         self._clock = replay.clock
         self._copies = replay.tiers.copies
 

@@ -26,16 +26,15 @@ from quire.scheduler.scheduler import Scheduler
 from quire.sim.arrivals import Arrivals, Requests
 from quire.sim.clock import VirtualClock
 from quire.sim.device import SimulatedDevice, frames_of
-from quire.sim.hisparse import SimulatedHiSparse, VirtualBuffers
+from quire.sim.drafts import simulated_drafts
+from quire.sim.hisparse import SimulatedHiSparse, virtual_buffers
 from quire.sim.recorder import Recorder
 from quire.sim.result import ReplayResult, percentiles
-from quire.sim.scripts import ScriptedRequest, SimulatedDrafter
+from quire.sim.scripts import ScriptedRequest
 from quire.sim.tier_settings import SimulatedTiers
-from quire.sim.tiers import VirtualTiers
+from quire.sim.tiers import lower_tiers
 from quire.sim.timed_device import TimedDevice
 from quire.sim.trace_request import TraceRequest
-from quire.speculative.part import Speculation
-from quire.speculative.speculator import Speculator
 from quire.tiers.prefill import PrefillPeers
 
 CHECKS = ("off", "reads", "all")
@@ -144,20 +143,16 @@ class Replay:
         served: Callable[[ScriptedRequest], None] = lambda request: None,
         parts: Sequence[Part] = (),
     ) -> None:
-        if settings.overlap and plan.speculation is not None:
-            raise InvalidInput("drafts follow the tokens of the last step.", fix="leave --overlap or --speculate out.")
         self.clock = VirtualClock(cost)
         frames = frames_of(plan) if settings.check != "off" else None
-        self.tiers = (
-            VirtualTiers(settings.tiers, plan, cost, self.clock, frames, peers) if settings.tiers is not None else None
-        )
+        self.tiers = lower_tiers(settings.tiers, plan, cost, self.clock, frames, peers)
         self.cache = KVCache(
             plan,
             eviction=settings.policy,
             checkpoint_interval=settings.checkpoint_interval,
             explains=settings.explain,
             seconds=lambda: self.clock.now,
-            offload=Offloads(self.tiers.settings if self.tiers is not None else None),
+            offload=Offloads(self.tiers.settings),
         )
         self.ahead = offload_of(self.cache).ahead
         self.scheduler = Scheduler(
@@ -174,26 +169,14 @@ class Replay:
         self.recorder = Recorder(
             self.cache, self.scheduler, self.clock, ended=self._ended, served=served, audits=settings.check == "all"
         )
-        self._buffers = VirtualBuffers(settings.hisparse, plan, cost) if settings.hisparse is not None else None
+        self._buffers = virtual_buffers(settings.hisparse, plan, cost)
         device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
-        timed = TimedDevice(
-            self.cache,
-            device,
-            self.clock,
-            self.tiers.mover.end_of if self.tiers is not None else lambda load: 0.0,
-            [self._buffers.seconds] if self._buffers is not None else [],
-            self._manager.apart,
-        )
-        own: list[Part] = []
-        self.speculator: Speculator | None = None
-        if plan.speculation is not None:
-            drafter = SimulatedDrafter(device.scripts, settings.acceptance)
-            self.speculator = Speculator(drafter, None, plan.tokens_per_step - 1)
-            own.append(Speculation(self.speculator, self.scheduler, timed.move))
-        moves = [self._mover_event, self._peer_event] if self.tiers is not None else []
-        self._waits = Waits(self.clock, self.scheduler, moves)
-        own += [self._waits, *parts, self.recorder]
+        delays = [buffers.seconds for buffers in self._buffers]
+        timed = TimedDevice(self.cache, device, self.clock, self.tiers.end_of, delays, self._manager.apart)
+        self._drafts = simulated_drafts(plan, settings, device.scripts, self.scheduler, timed.move)
+        self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, self._peer_event])
         self._waits.arrives = lambda: self._arrivals.next_time
+        own = [*self._drafts, self._waits, *parts, self.recorder]
         self.loop = Loop(
             self.scheduler, self.cache, timed, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
         )
@@ -229,14 +212,13 @@ class Replay:
         """When it has something to do; None if nothing is known."""
         if self.loop.is_busy:
             return self.clock.now
-        times = [each for each in (self._mover_event(), self._arrivals.next_time) if each is not None]
+        times = [each for each in (self.tiers.next_end, self._arrivals.next_time) if each is not None]
         return max(self.clock.now, min(times)) if times else None
 
     @property
     def num_peer_hits(self) -> int:
         """Prompt tokens that peers have computed for their requests."""
-        below = offload_of(self.cache).tiers
-        return below.counters.peer_hit_tokens if below is not None else 0
+        return self.tiers.num_peer_hits(self.cache)
 
     def turn(self) -> None:
         """A step, or the next transfer or request of an engine that has no other."""
@@ -263,13 +245,10 @@ class Replay:
 
     def _idle(self, until: float) -> None:
         """There are no requests until then. Transfers go on."""
-        while (end := self._mover_event()) is not None and end < until:
+        while (end := self.tiers.next_end) is not None and end < until:
             self.clock.move_to(end)
             self.ahead.settle_moves()
         self.clock.move_to(until)
-
-    def _mover_event(self) -> float | None:
-        return self.tiers.mover.next_end if self.tiers is not None else None
 
     def _peer_event(self) -> float | None:
         if self._peers is None or not self._peers.asks_open:
@@ -317,9 +296,9 @@ class Replay:
             occupancy=tuple(recorder.occupancy.samples),
             most_running=recorder.most_running,
             mean_running=recorder.all_running / max(1, loop.num_steps),
-            tiers=self.tiers.use(self.cache) if self.tiers is not None else None,
-            hisparse=self._buffers.use() if self._buffers is not None else None,
+            tiers=self.tiers.use(self.cache),
+            hisparse=next((buffers.use() for buffers in self._buffers), None),
             itl_s=percentiles(recorder.gaps.all()),
             chunk_budget=self.scheduler.chunks.statistics(),
-            speculation=self.speculator.statistics() if self.speculator is not None else None,
+            speculation=next((part.speculator.statistics() for part in self._drafts), None),
         )

@@ -8,20 +8,16 @@ from typing import cast
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.cache.running import Lengths
-from quire.errors import InvalidInput, WrongContent
+from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import Step, StepRows
 from quire.sim.trace_request import Hashes, PrefixHasher, TraceRequest, page_digests
-from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.speculative.drafter import Drafting, Drafts
 
-_STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _FEW_PAGES = 16384
 """Up to this many reads, a step is compared as one table, padding included."""
 
@@ -147,46 +143,3 @@ class Scripts:
             raise WrongContent(f"request '{request.request_id}' computes tokens that are not its own.")
         so_far = np.cumsum(wrong & drafted)
         return np.where(so_far > so_far[step.offsets[:-1]][works], ~written, written)
-
-
-class SimulatedDrafter:
-    """Drafts what a request will draw, and other tokens as often as it has to. Its methods are those of `Drafter`.
-
-    A draft is right with the probability `acceptance`, or as recorded for its request. That depends on request and
-    position alone, so replays with other pools and policies have the same drafts. Raises InvalidInput for a
-    request without a recorded one.
-    """
-
-    def __init__(self, scripts: Scripts, acceptance: float | None) -> None:
-        self._scripts = scripts
-        self._acceptance = acceptance
-
-    def propose(self, drafting: Drafting) -> Drafts:
-        assert isinstance(drafting.batch, StepRows)
-        scripts, rows = self._scripts, drafting.batch.rows
-        scripts.enter(drafting.batch)
-        places = drafting.known[:, None] + np.arange(int(drafting.most.max(initial=0)))
-        places = np.minimum(places, scripts.tokens.shape[1] - 1)
-        right = scripts.acceptances[rows] if self._acceptance is None else np.full(len(rows), self._acceptance)
-        if np.isnan(right).any():
-            raise InvalidInput(
-                "the trace records no acceptance of drafts for all of its requests.",
-                fix="give a probability: --speculate 4,0.7.",
-            )
-        wrong = _chances(scripts.seeds[rows][:, None], places) >= right[:, None]
-        return Drafts(drafting.most.copy(), scripts.tokens[rows[:, None], places] + wrong)
-
-    def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
-        return
-
-    def forget(self, namespace: Namespace | None) -> None:
-        return
-
-
-def _chances(seeds: npt.NDArray[np.uint64], places: Lengths) -> npt.NDArray[np.float64]:
-    """A number from 0 to 1 for each request and position (SplitMix64)."""
-    mixed = seeds + places.astype(np.uint64) * _STEP
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
-    found: npt.NDArray[np.float64] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
-    return found

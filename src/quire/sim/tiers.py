@@ -259,7 +259,31 @@ class TierUse:
     off: dict[str, str]
 
 
-class VirtualTiers:
+class NoTiers:
+    """The lower tiers of a replay on the device alone."""
+
+    settings: TierSettings | None = None
+    """For the cache."""
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next transfer ends; None: none is in flight."""
+        return None
+
+    def end_of(self, transfer: Transfer) -> float:
+        """When a transfer in flight will end."""
+        return 0.0
+
+    def num_peer_hits(self, cache: KVCache) -> int:
+        """Prompt tokens that peers have computed."""
+        return 0
+
+    def use(self, cache: KVCache) -> TierUse | None:
+        """The results for this cache; None without lower tiers."""
+        return None
+
+
+class VirtualTiers(NoTiers):
     """The tiers of one replay. `settings` are for the cache; `frames`, by group, are those of the device if its
     contents are checked. `peers` compute prompts. A wait for bytes advances the clock."""
 
@@ -305,8 +329,19 @@ class VirtualTiers:
             peers=peers,
         )
 
+    @property
+    def next_end(self) -> float | None:
+        return self.mover.next_end
+
+    def end_of(self, transfer: Transfer) -> float:
+        return self.mover.end_of(transfer)
+
+    def num_peer_hits(self, cache: KVCache) -> int:
+        tiers = offload_of(cache).tiers
+        assert tiers is not None
+        return tiers.counters.peer_hit_tokens
+
     def use(self, cache: KVCache) -> TierUse:
-        """The results for this cache."""
         tiers = offload_of(cache).tiers
         assert tiers is not None
         counters = tiers.counters
@@ -325,6 +360,18 @@ class VirtualTiers:
 
     def _changed(self, link: Lane, why: str) -> None:
         self._changes.append(LinkChange(time=self._clock.now, link=link.name, why=why))
+
+
+def lower_tiers(
+    tiers: SimulatedTiers | None,
+    plan: MemoryPlan,
+    cost: CostModel,
+    clock: VirtualClock,
+    frames: list[Frames] | None,
+    peers: PrefillPeers | None,
+) -> NoTiers:
+    """The lower tiers of a replay with these settings, if any."""
+    return NoTiers() if tiers is None else VirtualTiers(tiers, plan, cost, clock, frames, peers)
 
 
 # -- records
