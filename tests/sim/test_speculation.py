@@ -95,14 +95,14 @@ def test_no_step_is_in_flight_while_drafts_are_made() -> None:
 def test_what_a_rejected_draft_wrote_is_never_read() -> None:
     """Were it kept, the next step would read it."""
     replay = replay_of(num_pages=64, speculation=ngram(3), acceptance=0.5)
-    assert replay.speculator is not None
-    accepted = replay.speculator.accepted
+    (part,) = replay.drafts
+    accepted = part.speculator.accepted
 
     def careless(*of: object) -> object:
         found = accepted(*of)  # type: ignore[arg-type]
         return found._replace(kept=of[3])
 
-    replay.speculator.accepted = careless  # type: ignore[method-assign, assignment]
+    part.speculator.accepted = careless  # type: ignore[method-assign, assignment]
     with pytest.raises((WrongContent, AssertionError)):
         replay.run(requests([(10, 40)]))
 

@@ -173,10 +173,10 @@ class Replay:
         device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
         delays = [buffers.seconds for buffers in self._buffers]
         timed = TimedDevice(self.cache, device, self.clock, self.tiers.end_of, delays, self._manager.apart)
-        self._drafts = simulated_drafts(plan, settings, device.scripts, self.scheduler, timed.move)
+        self.drafts = simulated_drafts(plan, settings, device.scripts, self.scheduler, timed.move)
         self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, self._peer_event])
         self._waits.arrives = lambda: self._arrivals.next_time
-        own = [*self._drafts, self._waits, *parts, self.recorder]
+        own = [*self.drafts, self._waits, *parts, self.recorder]
         self.loop = Loop(
             self.scheduler, self.cache, timed, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
         )
@@ -300,5 +300,5 @@ class Replay:
             hisparse=next((buffers.use() for buffers in self._buffers), None),
             itl_s=percentiles(recorder.gaps.all()),
             chunk_budget=self.scheduler.chunks.statistics(),
-            speculation=next((part.speculator.statistics() for part in self._drafts), None),
+            speculation=next((part.speculator.statistics() for part in self.drafts), None),
         )
