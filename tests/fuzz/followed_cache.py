@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
-from quire.cache.audit import Snapshot
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
@@ -29,6 +28,7 @@ from tests.fuzz.names import Names
 from tests.fuzz.plain_cache import PlainCache
 from tests.fuzz.plain_cache import Sequence as Followed
 from tests.fuzz.raw import RawData
+from tests.fuzz.snapshot import Snapshot
 from tests.fuzz.watch import Watch
 
 NAMESPACE = Namespace()
@@ -336,7 +336,7 @@ class FollowedCache:
     def _idle(self, g: int) -> int:
         """Resident pages of the tree that no request and no step in flight reads."""
         size, snapshot = self.page_size, self.watch.snapshot
-        held = {page for group, unpinned, _, _ in snapshot.given if group == g for page in unpinned}
+        held = {page for group, unpinned in snapshot.given if group == g for page in unpinned}
         group = self.cache.groups[g]
         for row, s in zip(snapshot.requests, self.model.live, strict=True):
             if not group.reach.in_place:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from quire.cache import KVCache
 from quire.cache.groups import PagedGroup
 from quire.cache.states import GroupCache
+from quire.offload import offload_of
 from quire.spec.ids import Tier
 
 _ALL = slice(None)
@@ -32,7 +33,7 @@ def raw_data(cache: KVCache) -> RawData:
     edges = [
         (n, n.parent or not n.evicted, n.key, n.run, n.depth, n.leases, n.level, n.held, (*n.children,)) for n in nodes
     ]
-    tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if parts.checks else None
+    tiers = [(tree.is_here(n), tree.num_copies(n)) for n in nodes] if offload_of(cache).tiers is not None else None
     sums = (tree.num_pages, tree.num_protected, tree.num_shared, tree.num_below, len(tree.hidden_roots))
     live = [(kv, kv.lease.num_pages) for kv in rows.live.values()]
     lengths = (rows.num_allocated.tobytes(), rows.num_committed.tobytes())

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
-from quire.cache.audit import GroupSnapshot, RequestSnapshot
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
@@ -39,6 +38,7 @@ from tests.fuzz.followed_cache import NAMESPACE, FollowedCache
 from tests.fuzz.names import Names, Page
 from tests.fuzz.plain_cache import PlainCache
 from tests.fuzz.plain_cache import Sequence as Followed
+from tests.fuzz.snapshot import GroupSnapshot, RequestSnapshot
 from tests.fuzz.tier_world import TierWorld
 from tests.fuzz.tiered_device import TieredDevice
 from tests.fuzz.watch import Watch

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.audit import Auditor
 from quire.cache.groups import DamagedPages
 from quire.canary import budget as budgets
 from quire.canary import chain as chains
-from quire.canary.auditor import Auditor
 from quire.canary.budget import Budget
 from quire.canary.canary import Canary
 from quire.canary.containment import Containment
@@ -77,13 +77,12 @@ def nothing_is_swept(patch: Patch) -> None:
 
 @mutant("audits", "two requests write to one frame, and the audit sees each of their pages in another piece")
 def pieces_forget_the_frames_of_others(patch: Patch) -> None:
-    whole = Auditor._slice
+    patch.setattr(Auditor, "used", lambda auditor, group: iter(("",)))
 
-    def slice_of(auditor: Auditor, frames: Any, at: slice) -> int:
-        auditor._page_of[:] = 0
-        return whole(auditor, frames, at)
 
-    patch.setattr(Auditor, "_slice", slice_of)
+@mutant("audits", "two prompts read the same page, and the audit of a busy server sees the edges in different slices")
+def edges_of_other_slices_are_not_compared(patch: Patch) -> None:
+    patch.setattr(Auditor, "_twice", lambda auditor, pages, before, numbers: iter(()))
 
 
 @mutant("canary budget", "a budget of 1 % takes 2 % of short steps")

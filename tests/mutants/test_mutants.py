@@ -17,9 +17,9 @@ from quire.plan import planner
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from tests import mutants as shipped
 from tests import waits
+from tests.cache.test_auditor import check_frames_that_move
 from tests.cache.test_hold import check_holds
 from tests.canary.machine import run_canary
-from tests.canary.test_auditor import check_frames_that_move
 from tests.canary.test_budget import check_short_steps
 from tests.canary.test_chain import check_chains
 from tests.engine import (

@@ -1,4 +1,4 @@
-"""The audit: checks the invariants of a whole cache. For tests, fuzzing, idle servers and `quire doctor`.
+"""The audit: checks the invariants of a whole cache, in slices of bounded work, however many pages there are.
 
 free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
@@ -7,267 +7,444 @@ a page's pins are its readers, and without any its frame is idle    per group wh
 a node's level is that of the leases at or below it                 eviction takes what nothing pins, and only that
 the tree's counters are the sums over its nodes
 
-If an invariant holds, it costs one comparison of lists. Only if it does not, the audit searches for the place.
+`audit` does all slices at once, for tests, fuzzing and examples. A server does some of them beside its steps
+(`Auditor.advance`), and pages may change between two slices. So a slice checks what must hold at any moment. What needs
+the pages of all slices, that none is lost and that counters are sums, is checked if nothing has changed since the first
+slice: then the audit is `whole`. `broken_law` is what a server checks after each step.
+
+A source of slices is a generator: it yields each fault in words, and "" at the end of a slice.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+from quire.cache.groups import NO_PAGES, GroupRelease
 from quire.cache.offload import CacheParts
-from quire.cache.request_kv import RequestKV
+from quire.cache.running import Lengths
 from quire.cache.states import GroupCache
 from quire.errors import AuditFailure
-from quire.prefix.node import TOKEN_BYTES, Node
-from quire.spec.ids import Tier
+from quire.memory.allocator import GroupFrames
+from quire.prefix.node import TOKEN_BYTES, Node, User, join_ids, path_to
+from quire.spec.ids import Bools, Ids, Tier
+
+_NODES = 64  # in a slice, with about _EDGE_PAGES pages at most
+_EDGE_PAGES = 2048
+_TABLE_PAGES = 1 << 15  # of a group's table in a slice
+MOST_FAULTS = 32
+_ALL = slice(None)
 
 
 @dataclass(slots=True)
-class RequestSnapshot:
-    """One running request: lengths in tokens, page ids in order, the first `shared` of them cached."""
+class Audit:
+    """One audit. With `whole`, nothing changed meanwhile. `longest_s` is its longest slice."""
 
-    kv: RequestKV
-    allocated: int
-    committed: int
-    pages: list[int]
-    shared: int
-
-
-@dataclass(slots=True)
-class GroupSnapshot:
-    """One group. The last four lists are empty if no frame can be reclaimed before its page."""
-
-    group: GroupCache
-    column: list[int]  # the frame of each page, 0 for none
-    out: list[int]  # frames handed out, ascending
-    num_free: int
-    num_evictable: int
-    num_pinned: int = 0
-    carried: list[int] = field(default_factory=list)  # frames of requests, or quarantined, that belong to no page
-    pins: list[int] = field(default_factory=list)  # of each page
-    idle: list[int] = field(default_factory=list)  # pages with idle frames, ascending
-    readers: list[int] = field(default_factory=list)  # a page for each request, hold and step in flight that reads it
+    faults: list[str] = field(default_factory=list)
+    whole: bool = False
+    pages: int = 0
+    nodes: int = 0
+    pieces: int = 0
+    seconds: float = 0.0
+    longest_s: float = 0.0
 
 
-class Snapshot:
-    """The state of a cache at one moment, as plain Python lists: for the tiny pools of tests a list costs a tenth of an
-    array. It shares only nodes, leases and request records with the cache. O(pages + nodes).
+@dataclass(frozen=True, slots=True)
+class AuditedFrames:
+    """The frames of one group on one tier. `carried()` are frames in use that no page has; `readers()` has a page for
+    each request, hold and step in flight that reads its frame."""
 
-    `edges` are all nodes except the roots, parents first, with their page ids; `ends` is the node of each lease; `out`
-    are the allocated page ids, ascending. `moving` pages were released and wait for a step in flight or a hold; `given`
-    is each `GroupRelease` that waits: group, pages to unpin, pages that lose their frames, frames to free.
-    """
+    name: str
+    frames: GroupFrames[Any]
+    carried: Callable[[], Sequence[int]]
+    readers: Callable[[], Ids]
 
-    def __init__(self, parts: CacheParts) -> None:
-        tree, rows, holds = parts.tree, parts.rows, parts.holds
+
+class Auditor:
+    """Audits one cache again and again. `changed` gives another value if the cache may have changed. `owner` says which
+    node caches each page, by numbers from 1 on, int32 `[num_pages + 1]`, 0 for none; it is complete after the slices of
+    the tree, if the audit is `whole` so far. `leaves` are the nodes that it has seen which can be evicted from a
+    tier."""
+
+    def __init__(
+        self,
+        parts: CacheParts,
+        changed: Callable[[], Hashable] = lambda: None,
+        seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.parts = parts
-        self.is_tiered = bool(parts.checks)
-        retired = holds.fences.waiting
-        self.moving = [*holds.waiting, *(page for each in retired for page in each.pages.tolist())]
-        self.moving += [page for withheld in parts.withheld for page in withheld()]
-        waiting = [part for each in retired for part in each.released]
-        self.given = [(p.group, p.unpinned.tolist(), p.dropped.tolist(), p.frames.tolist()) for p in waiting]
-        self.requests = [
-            RequestSnapshot(kv, rows.allocated(kv), rows.committed(kv), rows.page_ids(kv).tolist(), kv.lease.num_pages)
-            for kv in rows.live.values()
-        ]
-        self.private = [page for row in self.requests for page in row.pages[row.shared :]]
-        self.roots = tree.all_roots()
-        self.ends = [lease.node for lease in holds.leases()]
-        self.edges = [(node, node.pages.tolist()) for node in tree.nodes()]
-        self.cached = [page for _, pages in self.edges for page in pages]
-        self.num_free = parts.pages.num_free_pages
-        self.out: list[int] = parts.pages.ids.out().tolist()
-        self.groups = [self._group(group) for group in parts.groups]
+        self.owner: Ids = np.zeros(parts.pages.num_pages + 1, dtype=np.int32)
+        self.leaves: dict[Tier, list[Node]] = {}
+        self._changed = changed
+        self._seconds = seconds
+        self._devices = [_on_device(parts, group) for group in parts.groups]
+        self._numbered: list[Node] = []
+        self._slices: Iterator[str] | None = None
+        self._began: Hashable = None
+        self.now = Audit()
+        self.last: Audit | None = None
+        self.audited: Hashable = None  # the state that the last whole audit has seen
+        self.num_audits = self.num_whole = 0
 
-    def _group(self, group: GroupCache) -> GroupSnapshot:
-        frames, rows = group.frames, self.parts.rows
-        column = frames.table.frame.tolist()
-        found = GroupSnapshot(
-            group, column, frames.out().tolist(), group.num_free, group.num_evictable, carried=[*group.quarantined]
-        )
-        if not group.table.reclaims:
-            return found
-        found.readers += self.parts.holds.readers(group.index, Tier.DEVICE).tolist()
-        for index, unpinned, _, given in self.given:
-            if index == group.index:
-                found.carried += given
-                found.readers += unpinned
-        for row in self.requests:
-            found.readers += group.pinned(row.kv.row, rows.pages[row.kv.row, : row.shared]).tolist()
-            if group.reach.in_place:
-                found.carried += group.frames_of(row.kv.row).tolist()
-        found.pins, found.num_pinned = group.table.pins.tolist(), group.table.num_pinned
-        found.idle = group.table.ticket.nonzero()[0].tolist()
-        return found
+    @property
+    def is_running(self) -> bool:
+        """Whether an audit has begun and not ended."""
+        return self._slices is not None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether an audit has begun, or the cache has changed since the last whole one."""
+        return self._slices is not None or self.audited is None or self._changed() != self.audited
 
-def audit(parts: CacheParts) -> Snapshot:
-    """Check all invariants, and return the snapshot. Raises AuditFailure, which names each fault. O(pages + nodes)."""
-    snapshot = Snapshot(parts)
-    if broken := list(_broken(snapshot)):
-        raise AuditFailure("; ".join(broken) + ".")
-    return snapshot
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has changed since this audit began."""
+        return self._changed() == self._began
 
-
-def _broken(now: Snapshot) -> Iterator[str]:
-    for check in (_page_owners, _requests, _tree, _leases):
-        yield from check(now)
-    for found in now.groups:
-        yield from _frames(now, found)
-        if not found.group.reach.whole:
-            yield from _idle(found, now.cached)
-            yield from _reads(now, found)
-    for more in now.parts.checks:
-        yield from more(now)
-    for faults in now.parts.faults:
-        yield from faults()
-
-
-def _page_owners(now: Snapshot) -> Iterator[str]:
-    """Every page id is either free, private, cached or moving."""
-    cached, private, moving = now.cached, now.private, now.moving
-    owned, num_pages = sorted(cached + private + moving), now.parts.pages.num_pages
-    if owned != now.out:
-        out = set(now.out)
-        free = [page for page in range(1, num_pages + 1) if page not in out]
-        owners = {"free": free, "private": private, "cached": cached, "moving": moving}
-        for page, count in sorted(Counter(owned + free).items()):
-            if count > 1 or not 1 <= page <= num_pages:
-                yield f"page {page} has {count} owners ({', '.join(n for n, pages in owners.items() if page in pages)})"
-        if missing := sorted(out - set(owned)):
-            yield f"{len(missing)} pages have no owner: {missing[:8]}"
-    if now.num_free + len(now.out) != num_pages:
-        yield f"{now.num_free} pages are free, but {num_pages - len(now.out)} are not out"
-
-
-def _frames(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
-    """Each allocated frame belongs to one page or request, and pages of full groups have frames."""
-    group, column, name = found.group, found.column, f"group '{found.group.name}'"
-    resident = [page for page, frame in enumerate(column) if frame]
-    used = sorted([column[page] for page in resident] + found.carried)
-    if used != found.out:
-        if len(set(used)) != len(used):
-            yield f"{name}: a frame serves two"
-        if not set(used) <= set(found.out):
-            yield f"{name}: a frame in use is free"
-    if found.num_free + len(used) != group.num_frames or used != found.out:
-        yield f"{name}: {found.num_free} free + {len(used)} in use != {group.num_frames} frames"
-    if found.num_evictable < 0 or group.num_cached < 0:
-        yield f"{name} counts less than nothing: {found.num_evictable} evictable, {group.num_cached} cached"
-    if group.frames.are_page_ids and used != resident:
-        yield f"{name}: page {next(page for page in resident if column[page] != page)} has a frame that is not its id"
-    if column[0]:
-        yield f"{name}: the padding page is bound to frame {column[0]}"
-    if resident != now.out:
-        if extra := set(resident) - set(now.out) - {0}:
-            yield f"{name}: page {min(extra)} is free and has a frame"
-        missing = set(now.out) - set(resident)
-        if now.is_tiered:
-            here = now.parts.tree.is_here
-            gone = {page for node, pages in now.edges if not here(node) for page in pages}
-            if gone & set(resident):
-                yield f"{name}: page {min(gone & set(resident))} has left the device and has a frame there"
-            missing -= gone.union(now.moving)  # the frame of a duplicate may be that of a page on lower tiers only
-        if missing and group.reach.whole:
-            yield f"{name}: page {min(missing)} is out and has no frame"
-
-
-def _reads(now: Snapshot, found: GroupSnapshot) -> Iterator[str]:
-    """The pages of a window that a request reads have frames."""
-    group, size = found.group, now.parts.plan.page_size
-    for row in now.requests if not group.reach.in_place else ():
-        first = group.reach.needed(row.committed // size).start
-        if 0 in [found.column[page] for page in row.pages[first:]]:
-            yield f"group '{group.name}': row {row.kv.row} reads a page that has no frame"
-
-
-def _idle(found: GroupSnapshot, cached: list[int]) -> Iterator[str]:
-    """In a group whose frames can be reclaimed first, a page has one pin per reader, and is idle without pins."""
-    name, pins, column = f"group '{found.group.name}'", found.pins, found.column
-    readers = [0] * len(pins)
-    for page in found.readers:
-        readers[page] += 1
-    if readers != pins:
-        page = next(page for page, count in enumerate(readers) if count != pins[page])
-        yield f"{name}: page {page} has {pins[page]} pins and {readers[page]} readers"
-    idle = sorted([page for page in cached if column[page] and not readers[page]])
-    if idle != found.idle:
-        page = min(set(idle) ^ set(found.idle))
-        yield f"{name}: page {page} is {'not ' if page in idle else ''}idle"
-    if found.num_evictable != len(idle) or found.num_pinned != len(readers) - readers.count(0):
-        yield f"{name} miscounts: {found.num_evictable} evictable, {found.num_pinned} pinned"
-
-
-def _requests(now: Snapshot) -> Iterator[str]:
-    """protected <= committed <= allocated, and the protected pages are the leased path."""
-    pages = dict(now.edges)
-    for row in now.requests:
-        name, protected = f"row {row.kv.row}", row.shared * now.parts.plan.page_size
-        if not 0 <= protected <= row.committed <= row.allocated:
-            lengths = f"protected {protected}, committed {row.committed}, allocated {row.allocated}"
-            yield f"{name}: {lengths} are out of order"
-        end = row.shared
-        node: Node | None = row.kv.lease.node
-        while node is not None and node.parent is not None and end >= 0:
-            edge = pages.get(node, [-1])
-            if row.pages[max(0, end - len(edge)) : end] != edge:
+    def advance(self, limit_s: float) -> Audit | None:
+        """Go on for about so long, at least one slice. Returns the audit if it has ended with this."""
+        began = at = self._seconds()
+        if self._slices is None:
+            self.now, self._began, self._slices = Audit(), self._changed(), self._run()
+        while (found := next(self._slices, None)) is not None:
+            if found:
+                self.now.faults += [found][: MOST_FAULTS - len(self.now.faults)]
+                continue
+            now = self._seconds()
+            self.now.pieces += 1
+            self.now.longest_s, at = max(self.now.longest_s, now - at), now
+            if now - began >= limit_s:
                 break
-            end -= len(edge)
-            node = node.parent
-        if end or node is None or node.parent is not None:
-            yield f"{name}: its first {row.shared} pages are not its lease's path"
+        self.now.seconds += at - began
+        if found is not None:
+            return None
+        self._slices, self.last = None, self.now
+        self._numbered.clear()
+        self.last.whole = self.is_whole
+        self.num_audits += 1
+        if self.last.whole:
+            self.num_whole += 1
+            self.audited = self._began
+        return self.last
+
+    def _run(self) -> Iterator[str]:
+        self.owner[:] = 0
+        self.leaves = {Tier.DEVICE: [], Tier.HOST: []}
+        yield broken_law(self.parts)
+        yield from self._tree()
+        yield from self._rows()
+        yield ""
+        yield from self._page_owners()
+        yield ""
+        for each in self._devices:
+            yield from self.tables(each)
+            yield from self.used(each)
+        for source in self.parts.audits:
+            yield from source(self)
+            yield ""
+
+    # -- the tree: edge by edge
+
+    def nodes(self) -> Iterator[list[Node]]:
+        """The nodes of the tree with its roots, parents first, as many at once as fit in a slice."""
+        stack = self.parts.tree.all_roots()
+        while stack:
+            found: list[Node] = []
+            left = _EDGE_PAGES
+            while stack and len(found) < _NODES and left > 0:
+                node = stack.pop()
+                if node.parent is None or node.run:  # else it left the tree since its parent was seen
+                    found.append(node)
+                    stack += node.children.values()
+                    left -= node.num_pages
+            yield found
+
+    def _tree(self) -> Iterator[str]:
+        """Edges are whole pages, children are found by their first page, parents are right, counters are sums."""
+        tree, unit = self.parts.tree, self.parts.plan.page_size * TOKEN_BYTES
+        sums = dict.fromkeys(("num_pages", "num_protected", "num_shared", "num_below"), 0)
+        users: dict[User, int] = {}
+        for nodes in self.nodes():
+            self.now.nodes += len(nodes)
+            ends = Counter(self.parts.holds.ends()) if any(node.leases for node in nodes) else {}
+            here: list[Node] = []
+            below: list[Node] = []
+            for node in nodes:
+                parent, level, length, children = node.parent, node.level, node.num_pages, node.children.values()
+                if node.held != node.leases + sum([child.level for child in children]) or level != min(2, node.held):
+                    yield f"a node with {node.leases} leases is held {node.held} times and has level {level}"
+                if node.leases and node.leases != ends[node]:
+                    yield f"a node counts {node.leases} leases and has {ends[node]}"
+                if parent is None:
+                    if not (children or node.evicted or level):
+                        yield "a root is kept that nothing needs"
+                    continue
+                if len(node.key) != length * unit:
+                    yield f"an edge of {length} pages has {len(node.key)} bytes of tokens"
+                if parent.children.get(node.key[:unit]) is not node:
+                    yield f"an edge of {length} pages hangs in the wrong place"
+                if node.depth != parent.depth + parent.num_pages:
+                    yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
+                if node.user is not None:
+                    users[node.user] = users.get(node.user, 0) + 1
+                if not tree.is_here(node):
+                    below.append(node)
+                    sums["num_below"] += length
+                    continue
+                here.append(node)
+                sums["num_pages"] += length
+                sums["num_protected"] += length if level else 0
+                sums["num_shared"] += length if level > 1 else 0
+                if not level and not any(map(tree.is_here, children)):
+                    self.leaves[Tier.DEVICE].append(node)
+            yield from self._cached(here, here=True)
+            yield from self._cached(below, here=False)
+            yield ""
+        if self.is_whole:
+            for name, total in sums.items():
+                if getattr(tree, name) != total:
+                    yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
+            if any(len(user.nodes) != count for user, count in users.items()):
+                yield "a session has other nodes than those that it alone has used"
+
+    def _cached(self, nodes: Sequence[Node], *, here: bool) -> Iterator[str]:
+        """The pages of edges are allocated, in no other edge, and have frames on the device if the edges are `here`."""
+        if not nodes:
+            return
+        pages, owner = join_ids([node.run for node in nodes]), self.owner
+        if int(pages.view(np.uint32).max()) >= len(owner):
+            yield f"an edge has page {int(pages.min())} or {int(pages.max())}, which does not exist"
+            return
+        out = self.parts.pages.ids.is_out(pages)
+        if np.count_nonzero(out) != len(out):
+            yield f"page {int(pages[~out][0])} is cached and free"
+        before, first = owner[pages], len(self._numbered) + 1
+        self._numbered += nodes
+        numbers = np.arange(first, first + len(nodes)).repeat([node.num_pages for node in nodes])
+        owner[pages] = numbers
+        if np.count_nonzero(before) or np.count_nonzero(owner[pages] != numbers):
+            yield from self._twice(pages, before, numbers)
+        for group in self.parts.groups:
+            present = group.table.frame[pages]
+            if here and group.reach.whole and np.count_nonzero(present) != len(pages):
+                yield f"group '{group.name}': page {int(pages[present == 0][0])} is out and has no frame"
+            if not here and np.count_nonzero(present):
+                gone = int(pages[present != 0][0])
+                yield f"group '{group.name}': page {gone} has left the device and has a frame there"
+
+    def _twice(self, pages: Ids, before: Ids, numbers: Lengths) -> Iterator[str]:
+        """Those of these pages that another edge has too, unless it left the tree since it was seen."""
+        for page, number in zip(pages.tolist(), before.tolist(), strict=True):
+            if number and page in (other := self._numbered[number - 1]).pages and _is_in_tree(other):
+                yield f"page {page} is cached twice"
+        for page in pages[self.owner[pages] != numbers].tolist():
+            yield f"page {page} is cached twice"
+
+    # -- requests
+
+    def _rows(self) -> Iterator[str]:
+        """Lengths are in order, protected pages are the path of the lease, what is read has frames."""
+        parts, rows, size = self.parts, self.parts.rows, self.parts.plan.page_size
+        windows = [group for group in parts.groups if not group.reach.whole and not group.reach.in_place]
+        for kv in rows.live.values():
+            pages, shared, name = rows.page_ids(kv), kv.lease.num_pages, f"row {kv.row}"
+            protected, committed, allocated = shared * size, rows.committed(kv), rows.allocated(kv)
+            if not 0 <= protected <= committed <= allocated:
+                lengths = f"protected {protected}, committed {committed}, allocated {allocated}"
+                yield f"{name}: {lengths} are out of order"
+            if pages[:shared].tobytes() != b"".join([node.run for node in reversed(path_to(kv.lease.node))]):
+                yield f"{name}: its first {shared} pages are not its lease's path"
+            for group in windows:
+                first = group.reach.needed(committed // size).start
+                if np.count_nonzero(group.table.frame[pages[first:]]) < len(pages) - first:
+                    yield f"group '{group.name}': {name} reads a page that has no frame"
+        for node, count in Counter(parts.holds.ends()).items():
+            if node.leases != count:
+                yield f"a node counts {node.leases} leases and has {count}"
+
+    def _page_owners(self) -> Iterator[str]:
+        """Every page id is either free, private, cached or moving, and private pages have frames."""
+        parts = self.parts
+        num_pages, out = parts.pages.num_pages, parts.pages.ids.is_out(_ALL)
+        num_out = int(np.count_nonzero(out))
+        if parts.pages.num_free_pages + num_out != num_pages:
+            yield f"{parts.pages.num_free_pages} pages are free, but {num_pages - num_out} are not out"
+        private = _join(parts.rows.page_ids(kv)[kv.lease.num_pages :] for kv in parts.rows.live.values())
+        for group in parts.groups:
+            if group.reach.whole and np.count_nonzero(group.table.frame[private]) != len(private):
+                yield f"group '{group.name}': a private page of a request is out and has no frame"
+        yield ""
+        for start in range(0, num_pages + 1, _TABLE_PAGES):
+            yield from self._owned(slice(start, start + _TABLE_PAGES))
+            yield ""
+
+    def _owned(self, at: slice) -> Iterator[str]:
+        """The owners of some pages. Without changes a page that nothing owns is lost."""
+        parts, holds = self.parts, self.parts.holds
+        out = parts.pages.ids.is_out(at)
+        cached = self.owner[at] != 0 if self.is_whole else np.zeros(len(out), dtype=np.bool_)
+        private = _join(parts.rows.page_ids(kv)[kv.lease.num_pages :] for kv in parts.rows.live.values())
+        withheld = [page for pages in parts.withheld for page in pages()]
+        moving = _join([_ids(holds.waiting), _ids(withheld), *(each.pages for each in holds.fences.waiting)])
+        counts = [_count(pages, at, len(out)) for pages in (private, moving)]
+        num_owners = counts[0] + counts[1] + cached
+        wrong = num_owners != out if self.is_whole else num_owners > out
+        for place in np.flatnonzero(wrong & (num_owners > 0)).tolist() if np.count_nonzero(wrong) else ():
+            owners = {"free": not out[place], "private": counts[0][place], "cached": cached[place]}
+            names = ", ".join([name for name, has in (owners | {"moving": counts[1][place]}).items() if has])
+            yield f"page {at.start + place} has {int(num_owners[place]) + (not out[place])} owners ({names})"
+        if len(lost := np.flatnonzero(wrong & (num_owners == 0)) + at.start):
+            yield f"{len(lost)} pages have no owner: {lost[:8].tolist()}"
+
+    # -- frames
+
+    def tables(self, group: AuditedFrames) -> Iterator[str]:
+        """Pages with frames are allocated. In a group whose frames can be reclaimed first, a page has one pin per
+        reader, and is idle without pins."""
+        table, name = group.frames.table, group.name
+        for start in range(0, len(table.frame), _TABLE_PAGES):
+            at = slice(start, start + _TABLE_PAGES)
+            frame = table.frame[at]
+            present = frame != 0
+            lost = present > self.parts.pages.ids.is_out(at)
+            if np.count_nonzero(lost):
+                yield f"{name}: page {start + int(lost.argmax())} is free and has a frame"
+            if group.frames.are_page_ids and np.count_nonzero(frame[present] != start + np.flatnonzero(present)):
+                yield f"{name}: a page from {start + int(present.argmax())} on has a frame that is not its id"
+            if table.reclaims:
+                readers, pins, idle = group.readers(), table.pins[at], table.ticket[at] != 0
+                counts = _count(readers, at, len(frame))
+                if np.count_nonzero(odd := counts != pins):
+                    place = int(odd.argmax())
+                    yield f"{name}: page {start + place} has {pins[place]} pins and {counts[place]} readers"
+                expected = present & (counts == 0) & (self.owner[at] != 0 if self.is_whole else idle)
+                if np.count_nonzero(odd := idle != expected):
+                    place = int(odd.argmax())
+                    yield f"{name}: page {start + place} is {'not ' if expected[place] else ''}idle"
+            yield ""
+
+    def used(self, group: AuditedFrames) -> Iterator[str]:
+        """Each allocated frame belongs to one page or request. One slice, of array operations on all pages."""
+        table, frames, name = group.frames.table, group.frames, group.name
+        resident = int(np.count_nonzero(table.frame))
+        self.now.pages = max(self.now.pages, resident)
+        carried = NO_PAGES if group.frames.are_page_ids else _ids(group.carried())
+        num_used = resident + len(carried)
+        if frames.num_free + num_used != frames.num_frames:
+            yield f"{name}: {frames.num_free} free + {num_used} in use != {frames.num_frames} frames"
+        if table.reclaims:
+            counts = int(np.count_nonzero(table.ticket)), int(np.count_nonzero(table.pins))
+            if counts != (table.num_idle, table.num_pinned):
+                told = f"{table.num_idle} idle of {counts[0]}, {table.num_pinned} pinned of {counts[1]}"
+                yield f"{name} miscounts: {told}"
+        if not group.frames.are_page_ids:
+            if int(table.frame.max()) > frames.num_frames:
+                yield f"{name}: a page has frame {int(table.frame.max())}, which does not exist"
+                return
+            in_use = np.zeros(frames.num_frames + 1, dtype=np.bool_)
+            in_use[table.frame] = True
+            in_use[carried] = True
+            in_use[0] = False
+            odd = in_use != frames.allocator.ids.is_out(_ALL)
+            if np.count_nonzero(in_use) != num_used or np.count_nonzero(odd):
+                yield from _odd_frames(group, in_use, odd, carried)
+        yield ""
 
 
-def _tree(now: Snapshot) -> Iterator[str]:
-    """Edges are whole pages, children are found by their first page, parents are right, counters are sums."""
-    tree, page_bytes, queued = now.parts.tree, now.parts.plan.page_size * TOKEN_BYTES, now.parts.tree.queued()
-    sums = dict.fromkeys(("num_pages", "num_protected", "num_shared", "num_below"), 0)
-    num_children = sum(len(root.children) for root in now.roots)
-    owned = Counter(node.user for node, _ in now.edges if node.user is not None)
-    if any(len(each.nodes) != count for each, count in owned.items()):
-        yield "a session has other nodes than those that it alone has used"
-    for node, pages in now.edges:
-        length, parent = len(pages), node.parent
-        if not length or len(node.key) != length * page_bytes:
-            yield f"an edge of {length} pages has {len(node.key)} bytes of tokens"
-        if parent is None or parent.children.get(node.key[:page_bytes]) is not node:
-            yield "a child hangs in the wrong place"
-        num_children += len(node.children)
-        leaf = tree.is_here(node) and not any(map(tree.is_here, node.children.values()))
-        if not node.level and leaf and node not in queued:
-            yield f"an unleased leaf of {length} pages can never be evicted"
-        if tree.is_here(node):
-            sums["num_pages"] += length
-            sums["num_protected"] += length if node.level else 0
-            sums["num_shared"] += length if node.level > 1 else 0
+def _odd_frames(group: AuditedFrames, in_use: Bools, odd: Bools, carried: Ids) -> Iterator[str]:
+    """The frames that have two owners, or are not allocated as they are `in_use`."""
+    frame_of = group.frames.table.frame
+    owners = np.bincount(np.concatenate((frame_of[frame_of != 0], carried)), minlength=len(in_use))
+    for frame in np.flatnonzero(odd | (owners > 1))[:MOST_FAULTS].tolist():
+        pages = np.flatnonzero(frame_of == frame).tolist()
+        if owners[frame] > 1:
+            also = " and a request" if frame in carried else ""
+            yield f"{group.name}: frame {frame} serves two: pages {pages}{also}"
         else:
-            sums["num_below"] += length
-        if parent is not None and node.depth != parent.depth + parent.num_pages:
-            yield f"an edge begins after {parent.depth + parent.num_pages} pages and says {node.depth}"
-    if any(not root.children and not root.evicted and not root.level for root in now.roots):
-        yield "a root is kept that nothing needs"
-    if num_children != len(now.edges):
-        yield "a child hangs in the wrong place"
-    for name, total in sums.items():
-        if getattr(tree, name) != total:
-            yield f"the tree counts {name} = {getattr(tree, name)}, its nodes sum to {total}"
+            yield f"{group.name}: frame {frame} is {'in use and free' if in_use[frame] else 'allocated and not in use'}"
 
 
-def _leases(now: Snapshot) -> Iterator[str]:
-    """A node counts the leases that end at it, with those that wait for a step. Its level also counts those below."""
-    here, below = Counter(now.ends), Counter[Node]()
-    for end in now.ends:
-        node: Node | None = end
-        while node is not None:
-            below[node] += 1
-            node = node.parent
-    for node in (*now.roots, *(node for node, _ in now.edges)):
-        if node.leases != here[node]:
-            yield f"a node counts {node.leases} leases and has {here[node]}"
-        if node.level != min(2, below[node]):
-            yield f"a node with {below[node]} leases at it or below it has level {node.level}"
-        if node.held != node.leases + sum([child.level for child in node.children.values()]):
-            yield f"a node is held {node.held} times, which its leases and children do not make"
+def _on_device(parts: CacheParts, group: GroupCache) -> AuditedFrames:
+    """A group's frames on the device."""
+    rows, holds = parts.rows, parts.holds
+
+    def released() -> list[GroupRelease]:
+        return [part for each in holds.fences.waiting for part in each.released if part.group == group.index]
+
+    def carried() -> list[int]:
+        own = (frame for row in rows.live for frame in group.frames_of(row).tolist())
+        return [*group.quarantined, *own, *(frame for part in released() for frame in part.frames.tolist())]
+
+    def readers() -> Ids:
+        pinned = [group.pinned(kv.row, rows.pages[kv.row, : kv.lease.num_pages]) for kv in rows.live.values()]
+        waiting = [part.unpinned for part in released()]
+        return np.concatenate([holds.readers(group.index, Tier.DEVICE), *pinned, *waiting])
+
+    return AuditedFrames(f"group '{group.name}'", group.frames, carried, readers)
+
+
+def audit(parts: CacheParts) -> None:
+    """Check all invariants now. Raises AuditFailure, which names each fault. O(pages + nodes)."""
+    auditor = Auditor(parts)
+    done = auditor.advance(math.inf)
+    assert done is not None
+    faults = list(done.faults)
+    for tier, leaves in auditor.leaves.items():
+        if leaves and (unknown := set(leaves) - parts.tree.queued(tier)):
+            faults.append(f"{len(unknown)} unleased leaves can never be evicted from the {tier}")
+    if faults:
+        raise AuditFailure("; ".join(faults) + ".")
+
+
+def broken_law(parts: CacheParts) -> str:
+    """The first law that does not hold of those that cost a few comparisons, or "". O(groups + rows)."""
+    tree, rows, pages = parts.tree, parts.rows, parts.pages
+    if not 0 <= tree.num_shared <= tree.num_protected <= tree.num_pages:
+        counts = f"{tree.num_pages} pages are cached, {tree.num_protected} protected and {tree.num_shared} shared"
+        return f"the tree miscounts: {counts}"
+    if not 0 <= pages.num_free_pages <= pages.num_pages - tree.num_pages:
+        return f"{pages.num_free_pages} pages are free and {tree.num_pages} cached, of {pages.num_pages}"
+    for group in parts.groups:
+        free, cached, kept = group.num_free, group.num_cached, len(group.quarantined)
+        if min(free, cached) < 0 or free + cached + kept > group.num_frames:
+            owners = f"{free} frames are free, {cached} cached and {kept} quarantined"
+            return f"group '{group.name}': {owners}, of {group.num_frames}"
+        if not 0 <= group.num_evictable <= cached:
+            return f"group '{group.name}': {group.num_evictable} frames are evictable, of {cached} cached ones"
+        if group.table.frame[0]:
+            return f"group '{group.name}': the padding page is bound to frame {int(group.table.frame[0])}"
+    if len(rows.live) + len(rows.free) != len(rows.serials):
+        return f"{len(rows.live)} rows run and {len(rows.free)} are free, of {len(rows.serials)}"
+    if np.count_nonzero(rows.num_committed > rows.num_allocated):
+        row = int((rows.num_committed > rows.num_allocated).argmax())
+        return (
+            f"row {row}: {int(rows.num_committed[row])} tokens are committed, {int(rows.num_allocated[row])} allocated"
+        )
+    return ""
+
+
+def _ids(ids: Sequence[int]) -> Ids:
+    return np.array(ids, dtype=np.int32) if ids else NO_PAGES
+
+
+def _join(runs: Iterable[Ids]) -> Ids:
+    return np.concatenate((NO_PAGES, *runs))
+
+
+def _count(ids: Ids, at: slice, length: int) -> Lengths:
+    """How often each of the `length` ids from `at.start` on occurs."""
+    if at.start or length == at.stop:
+        ids = ids[(ids >= at.start) & (ids < at.start + length)] - at.start
+    return np.bincount(ids, minlength=length)
+
+
+def _is_in_tree(node: Node) -> bool:
+    """Whether a node still hangs where it says."""
+    parent = node.parent
+    return parent is not None and any(child is node for child in parent.children.values())

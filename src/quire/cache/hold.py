@@ -23,7 +23,7 @@ from quire.cache.groups import NO_PAGES, GroupRelease
 from quire.cache.request_kv import RequestKV
 from quire.errors import LeaseError
 from quire.memory.residency import Residency
-from quire.prefix.node import Lease
+from quire.prefix.node import Lease, Node
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.ids import Ids, Tier
 from quire.spec.rank import Rank
@@ -219,6 +219,10 @@ class Holds:
         """The leases of running requests, of releases that wait for launched steps, and of live holds."""
         holders: tuple[RequestKV | Retired | Hold, ...] = (*self._requests.values(), *self.fences.waiting, *self._live)
         return [holder.lease for holder in holders if holder.lease is not None]
+
+    def ends(self) -> list[Node]:
+        """The node at the end of each of these leases."""
+        return [lease.node for lease in self.leases()]
 
     def readers(self, group: int, tier: Tier) -> Ids:
         """Pages of a group with held frames in a tier, once for each hold; empty if no frame is reclaimed."""

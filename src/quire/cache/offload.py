@@ -32,10 +32,9 @@ class CacheParts:
     `free` receives pages that have left the tree. `sweep` frees flushed pages that nothing holds any more.
     `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
-    runs. `checks` are the offload's part of the audit: they yield the faults in a `quire.cache.audit.Snapshot`, and
-    `withheld` return ids that are neither free nor those of pages. `committed` hear of a request, its pages as a view
-    of its row, and the first of these that is newly cached. `faults` are further checks of the audit, with or without
-    tiers, and `flushed` hear of a flush of a namespace, or of all (None), before its pages leave the tree."""
+    runs. `audits` are more sources of slices for `quire.cache.audit.Auditor`; `withheld` return ids that are neither
+    free nor those of pages. `committed` hear of a request, its pages as a view of its row, and the first of these that
+    is newly cached. `flushed` hear of a flush of a namespace, or of all (None), before its pages leave the tree."""
 
     plan: MemoryPlan
     frames: Residency
@@ -51,9 +50,8 @@ class CacheParts:
     reclaim: Callable[[Sequence[int], str], None]
     changed: Callable[[], None]
     step_seconds: Callable[[], float]
-    checks: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
+    audits: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
     withheld: list[Callable[[], Sequence[int]]] = field(default_factory=list)
-    faults: list[Callable[[], Iterator[str]]] = field(default_factory=list)
     flushed: list[Callable[[Namespace | None], None]] = field(default_factory=list)
     committed: list[Callable[[RequestKV, Ids, int], None]] = field(default_factory=list)
 

@@ -89,7 +89,7 @@ class Sessions:
         self.last_fence = 0  # of all rows
         self.num_continued = self.num_expired = self.num_given_up = self.resumed_tokens = self.partial_tokens = 0
         parts.flushed.append(self._flushed)
-        parts.faults.append(self._faults)
+        parts.audits.append(self._faults)
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -438,7 +438,7 @@ class Sessions:
             session.num_flushes += 1
             self._end_row(session, "its pages were flushed")
 
-    def _faults(self) -> Iterator[str]:
+    def _faults(self, auditor: object) -> Iterator[str]:
         """For the audit: each held row is live, has its tokens, and no step may write to it."""
         rows, live = self._rows, self._rows.live
         held = list(self._held())
@@ -458,6 +458,7 @@ class Sessions:
                 if group.position(kv.row) != length:
                     at = f"{group.position(kv.row)} of {length} tokens"
                     yield f"{name}: group '{group.name}' has the state after {at}"
+            yield ""
         for row_id, kv in live.items():
             if not kv.is_held and not rows.serials[row_id]:
                 yield f"row {row_id} is at rest and held by no session"

@@ -17,12 +17,11 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.cache import KVCache
+from quire.cache.audit import Audit, Auditor, broken_law
 from quire.cache.statistics import count_frames
-from quire.canary.auditor import Audit, Auditor
 from quire.canary.canary import Canary
 from quire.canary.containment import Containment
 from quire.canary.finding import Finding, Reports
-from quire.canary.laws import broken_law
 from quire.errors import EngineDead, StepFailed
 from quire.loop import End, ForwardPart, Loop, Part
 from quire.observe.history import History, Occupancy
@@ -107,8 +106,7 @@ class AuditPart(Part):
     """Laws and audits of one cache."""
 
     def __init__(self, cache: KVCache, history: HistoryPart, reports: Reports) -> None:
-        tiers = offload_of(cache).tiers
-        self.auditor = Auditor(cache.parts, self._state, tiers.hosts if tiers is not None else ())
+        self.auditor = Auditor(cache.parts, self._state)
         self.violation = ""
         self.reports = reports
         self.beside: Sequence[Part] = ()

@@ -112,7 +112,7 @@ class Tiered(Offloading):
         self.ahead = self.prefetcher
         self._page_size = parts.plan.page_size
         self._write = settings.write
-        parts.checks.append(lambda snapshot: tier_faults(self.tiers, self.prefetcher, snapshot))
+        parts.audits.append(lambda auditor: tier_faults(self.tiers, self.prefetcher, auditor))
         parts.withheld.append(self._withheld)
 
     # -- the pages that a request begins on

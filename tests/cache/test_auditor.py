@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from quire.cache import KVCache
-from quire.canary import auditor
-from quire.canary.auditor import Audit, Auditor
-from quire.canary.laws import broken_law
+from quire.cache import audit as audits
+from quire.cache.audit import Audit, Auditor, broken_law
 from quire.errors import OutOfPages
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
@@ -21,8 +20,8 @@ from tests.covering import each_of
 @pytest.fixture(autouse=True, params=[4, 1 << 15])
 def pages_in_a_piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small caches in many pieces, and in few."""
-    monkeypatch.setattr(auditor, "_TABLE_PAGES", request.param)
-    monkeypatch.setattr(auditor, "_EDGE_PAGES", request.param)
+    monkeypatch.setattr(audits, "_TABLE_PAGES", request.param)
+    monkeypatch.setattr(audits, "_EDGE_PAGES", request.param)
 
 
 class Life:
@@ -158,11 +157,26 @@ def test_what_is_broken_is_found(damage: Callable[[KVCache], None]) -> None:
     assert life.audit().faults or broken_law(life.cache.parts)
 
 
+def test_a_page_of_two_edges_is_found_while_the_cache_changes() -> None:
+    life = Life(3)
+    while len(edges := [node for node in life.cache.tree.nodes() if not node.children]) < 2:
+        life.change()
+    edges[0].run = edges[1].run[:4] * edges[0].num_pages
+    for _ in range(1000):
+        life.changes += 1
+        if (done := life.auditor.advance(0.0)) is not None:
+            break
+    assert done is not None and not done.whole
+    assert any("is cached twice" in fault for fault in done.faults)
+
+
 def check_frames_that_move() -> None:
-    """In pieces of 4 pages: a frame of two pages in different pieces is found, one that went to another page is not."""
+    """In pieces of 4 pages: a frame or page of two pieces is found, one that moved between them is not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auditor, "_TABLE_PAGES", 4)
+        patch.setattr(audits, "_TABLE_PAGES", 4)
+        patch.setattr(audits, "_EDGE_PAGES", 4)
         test_what_is_broken_is_found(_share_a_frame_far_apart)
+        test_a_page_of_two_edges_is_found_while_the_cache_changes()
         for seed in range(6):
             test_changes_between_pieces_are_no_faults(seed)
 
@@ -173,7 +187,7 @@ def test_a_piece_is_small() -> None:
     for _ in range(200):
         life.change()
     done = life.audit()
-    assert done.pieces >= 2 * 97 // auditor._TABLE_PAGES + done.pages // max(auditor._EDGE_PAGES, 16)
+    assert done.pieces >= 2 * 97 // audits._TABLE_PAGES + done.pages // max(audits._EDGE_PAGES, 16)
 
 
 def test_faults_are_named_and_bounded() -> None:
