@@ -91,19 +91,12 @@ def _steps(sizes: Sizes, others: dict[str, Path]) -> Iterator[Case]:
         for running in sizes.step_running if kind == "full" else (many,):
             yield Case(
                 name=f"engine-step-{kind}-{running}",
-                label=f"EngineCore.step of {running} decodes, {kind}: with sampler, outputs, plan of attention",
+                label=f"EngineCore.step of {running} decodes, {kind}: with sampler and outputs",
                 operation="engine_step",
                 arguments={"page": 16, "kind": kind, "running": running},
                 at_most=2_500 if (kind, running) == ("full", 256) else None,
                 expect={"running": running},
             )
-    yield Case(
-        name="attention-plan",
-        label=f"plan of attention, {sizes.running} sequences of {sizes.planned:,} scattered tokens, not the first step",
-        operation="attention_plan",
-        arguments={"page": 16},
-        at_most=2_000,
-    )
     yield Case(
         name="followers",
         label=f"schedule() while {sizes.followers} wait for a prompt of {sizes.led:,}, median call",

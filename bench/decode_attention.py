@@ -74,7 +74,6 @@ class Step:
         self.frames = order.astype(np.int32).reshape(case.sequences, -1)
         self.slots = self.frames[:, -1] * PAGE + PAGE - 1
         self.fields = KVFields(*(PagedField(pool) for pool in pools))
-        self.new = [pool.flatten(0, 1)[torch.from_numpy(self.slots).long()] for pool in pools]
         self.query = torch.randn(case.sequences, case.heads, case.dim).to(dtype)
         self.case = case
 
@@ -91,7 +90,7 @@ class Step:
 
     def attend(self, batch: PagedBatch) -> Tensor:
         """The output of a layer."""
-        return paged_attention(self.query, *self.new, self.fields, batch, scale=self.case.dim**-0.5)
+        return paged_attention(self.query, self.fields, batch, scale=self.case.dim**-0.5)
 
 
 def best_of(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

@@ -448,13 +448,11 @@ def _attention_error(case: dict[str, Any], dtype: str, device: Any, backend: Any
             stored = [random(most + 1, 16, kv_heads, dim) for _ in range(2)]
         narrow = getattr(torch, dtype)
         fields = KVFields(*(PagedField(each.to(narrow).to(kind).to(where)) for each in stored))
-        key, value = fields.write(
+        fields.write(
             batch.slots_on(torch.device(where)), *(each.to(narrow).to(kind).to(where) for each in (new_key, new_value))
         )
         out = paged_attention(
             query.to(narrow).to(kind).to(where),
-            key,
-            value,
             fields,
             batch,
             scale=dim**-0.5,
@@ -512,13 +510,12 @@ def _format_error(kv_format: Any, device: Any, backend: Any) -> tuple[float, boo
                 for part in formatted(name, (kv_heads, dim), kv_format, group="full")
             ]
             scales = frames[1] if len(frames) > 1 else None
-            made.append(PagedField(frames[0], scales, kv_format, name=name, writer=chosen.writer))
+            made.append(PagedField(frames[0], scales, kv_format, writer=chosen.writer))
             made[-1].write(slots, torch.randn(len(slots), kv_heads, dim, generator=generator).to(where) * 3)
             bits.append([each.cpu().view(torch.uint8) for each in frames])
         fields, own = KVFields(*made), batch.slots_on(where)
-        new = (rows.clone() for rows in fields.gather(own, torch.float32))
         query = torch.randn(len(own), heads, dim, generator=generator).to(where)
-        outs.append(paged_attention(query, *new, fields, batch, scale=dim**-0.5).cpu())
+        outs.append(paged_attention(query, fields, batch, scale=dim**-0.5).cpu())
     same = all(torch.equal(a, b) for at in (0, 1) for a, b in zip(bits[at], bits[at + 2], strict=True))
     return float((outs[0] - outs[1]).abs().max()), same
 
@@ -537,13 +534,13 @@ def _latent_errors(device: Any, backend: Any) -> tuple[float, float]:
         generator = torch.Generator().manual_seed(3)
         batch, most = _paged([1, 20], [700, 60], chosen)
         pools = [torch.randn(most + 1, 16, width, generator=generator).to(where) for width in widths]
-        fields = LatentFields(*(PagedField(pool, name=name) for pool, name in zip(pools, "lr", strict=True)))
-        new = torch.cat(pools, -1).flatten(0, 1)[batch.slots_on(where)].unsqueeze(1)
-        query = torch.randn(len(new), heads, sum(widths), generator=generator).to(where)
-        slots = torch.randint(0, (most + 1) * 16, (len(new), 600), generator=generator)
+        fields = LatentFields(*(PagedField(pool) for pool in pools))
+        count = batch.num_rows
+        query = torch.randn(count, heads, sum(widths), generator=generator).to(where)
+        slots = torch.randint(0, (most + 1) * 16, (count, 600), generator=generator)
         hidden = torch.rand(slots.shape, generator=generator) < 0.3
         selected, _ = attend_selected(query, fields, slots.to(where), hidden.to(where), scale=0.1, backend=chosen)
-        outs.append((paged_attention(query, new, new, fields, batch, scale=0.1).cpu(), selected.cpu()))
+        outs.append((paged_attention(query, fields, batch, scale=0.1).cpu(), selected.cpu()))
     latents, chosen_ones = (float((a - b).abs().max()) for a, b in zip(*outs, strict=True))
     return latents, chosen_ones
 
@@ -561,12 +558,11 @@ def _decode_time(sizes: Sizes, sequences: int, context: int, options: Options, b
         *(PagedField(torch.randn(most + 1, 16, sizes.kv_heads, dim, dtype=dtype, device=device)) for _ in range(2))
     )
     query = torch.randn(sequences, sizes.heads, dim, dtype=dtype, device=device)
-    new = torch.randn(sequences, sizes.kv_heads, dim, dtype=dtype, device=device)
     calls = 10 if options.is_cuda else 1  # the host's part of one call would count
 
     def attend() -> None:
         for _ in range(calls):
-            paged_attention(query, new, new, fields, batch, scale=dim**-0.5)
+            paged_attention(query, fields, batch, scale=dim**-0.5)
 
     elapsed = milliseconds(attend, options.device, most_s=2.0) / calls
     return elapsed, 2 * sequences * context * sizes.kv_heads * dim * dtype.itemsize

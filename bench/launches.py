@@ -125,8 +125,8 @@ def layer_of(device: Any, dtype: Any, news: list[int], contexts: list[int], head
         for _ in range(LAYERS):
             ordinal = forward.next_ordinal()
             fields = KVFields(forward.rows("k", ordinal)[0], forward.rows("v", ordinal)[0])
-            new = fields.write(batch.slots_on(device), key, value)
-            paged_attention(query, *new, fields, batch, scale=dim**-0.5)
+            fields.write(batch.slots_on(device), key, value)
+            paged_attention(query, fields, batch, scale=dim**-0.5)
 
     return step
 

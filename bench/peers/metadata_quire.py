@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from attention_plan import Case, planned
 from engines import Quire
 from llm_rows import llm_steps
 from metadata_worker import Operation, Stopwatch, replay, trace_of
@@ -68,7 +67,6 @@ class System:
                 "step_calls",
                 "engine_step",
                 "followers",
-                "attention_plan",
                 "llm_step",
                 "replay_command",
             ),
@@ -340,7 +338,7 @@ class System:
         return counted_calls(Steps(kind, page, running, sizes), sizes)
 
     def engine_step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
-        """`EngineCore.step`, with sampler, outputs and the plan of attention."""
+        """`EngineCore.step`, with sampler and outputs."""
         return timed_steps(Steps(kind, page, running, sizes, whole=True), sizes)
 
     def followers(self, sizes: Sizes, page: int) -> Operation:
@@ -352,23 +350,6 @@ class System:
             calls = list(followers.schedules())
             sample = sample_of([(taken,) for taken, _ in calls], ["schedule"], time.perf_counter() - began)
             yield sample | {"cpu": sample["parts"]["schedule"][0], "waiting": min(waiting for _, waiting in calls)}
-
-    def attention_plan(self, sizes: Sizes, page: int) -> Operation:
-        """The plan of a step of sequences whose frames are scattered, after the first (`attention_plan.py`)."""
-        case, most = Case("", sizes.running, sizes.planned), 4 * min(16, sizes.steps)
-        plans = planned(case, most)
-        next(plans)
-        yield {}
-        while True:
-            began, taken = time.perf_counter(), []
-            while len(taken) < 4:
-                spent = next(plans, None)
-                if spent is None:
-                    plans = planned(case, most)
-                    next(plans)
-                    continue
-                taken.append((round(spent * 1e3),))
-            yield sample_of(taken, ["plan"], time.perf_counter() - began)
 
     def llm_step(self, sizes: Sizes, page: int, folder: str) -> Operation:
         """CPU time of a whole `LLM` in this process, per decode step."""

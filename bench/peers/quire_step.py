@@ -86,7 +86,6 @@ class DescribedModel:
 
     def __init__(self, kind: str, context: int) -> None:
         self.spec = ModelSpec.from_config(_MODEL | _HYBRID[kind] | {"max_position_embeddings": context})
-        self._windows = [g.reach.tokens if g.reach.kind == "window" else 0 for g in self.spec.groups(16, None)]
         self.plans = False
 
     def identity(self, _epoch: int = 0, *, exact: bool = False) -> bytes:
@@ -96,9 +95,8 @@ class DescribedModel:
     def run(self, running: RunningForward, _ids: Any, _positions: Any, rows: torch.Tensor) -> torch.Tensor:
         """Zeros, one row for each that draws."""
         if self.plans:
-            for batch, window in zip(running.batches, self._windows, strict=True):
+            for batch in running.batches:
                 if isinstance(batch, PagedBatch):
-                    batch.plan(window, DEVICE)
                     batch.slots_on(DEVICE)
         return torch.zeros(len(rows), VOCABULARY if self.plans else 1)
 
@@ -133,7 +131,7 @@ def timed_step(core: EngineCore) -> tuple[list[Request], tuple[int, int, int]]:
 class Steps:
     """An engine whose requests all decode, at different places of their pages.
 
-    `whole` runs `EngineCore.step` with its own sampler, outputs and the plan of attention; without it, steps are
+    `whole` runs `EngineCore.step` with its own sampler and outputs; without it, steps are
     scheduled, launched and settled one by one with a sampler that costs nothing.
     """
 

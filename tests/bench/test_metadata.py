@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "metadata.py"
 
 NAMES = {
     *("step-full-8-16", "step-full+state-8-64", "turnover-full-8", "calls-full-8", "engine-step-full-8"),
-    *("attention-plan", "followers", "llm_step", "match-256-1", "match-edge-1", "free-finish", "evict-128-16"),
+    *("followers", "llm_step", "match-256-1", "match-edge-1", "free-finish", "evict-128-16"),
     *("insert-again-1", "evict-pause", "decode-16", "decode-commit-full-64", "admit-off", "admit-on"),
     "replay-small-64",
 }

@@ -53,9 +53,10 @@ class HostedOracle:
         def new_keep(latent: LatentAttention, forward: Any, key: Tensor, value: Tensor, **others: Any) -> Any:
             kept = keep(latent, forward, key, value, **others)
             if self._is_own(forward):
-                rows, _, batch = kept
+                fields, batch = kept
+                rows = fields.gather(batch.slots_on(key.device), key.dtype)[0][:, 0].clone()
                 held = self._written.setdefault(forward.ordinal - 1, {})
-                held.update(zip(batch.slots.tolist(), rows[:, 0].clone(), strict=True))
+                held.update(zip(batch.slots.tolist(), rows, strict=True))
             return kept
 
         def new_call(

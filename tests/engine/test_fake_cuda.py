@@ -192,7 +192,7 @@ def test_a_step_waits_for_itself_alone() -> None:
 
 
 def check_copies() -> None:
-    """A step whose plan of attention does not change sends its arrays in one copy, and two that extend the plan."""
+    """A decode step sends its arrays in one copy, what attention derives of the batch among them."""
     cuda = FakeCuda()
     with cuda.installed(), watched(cuda):
         *_, core = cores("llama_gqa", page_size=16)

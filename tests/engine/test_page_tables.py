@@ -13,8 +13,7 @@ from quire.engine.page_tables import DevicePageTables
 from quire.kernels import page_arrays
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.moves import TORCH, Moves
-from quire.kernels.page_arrays import PageArrays
-from quire.kernels.segments import shared_runs
+from quire.kernels.page_arrays import PageArrays, shared_runs
 from quire.memory.residency import PageTableChanges
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
@@ -104,7 +103,7 @@ def check_runs(
     starts, full = np.arange(len(rows) + 1, dtype=np.int32), (lengths - 1) // size
     arrays = PageArrays(starts, lengths.astype(np.int32), frames, None, size, table)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.kernels.segments.MIN_SHARED_TOKENS", 1)
+        patch.setattr("quire.kernels.page_arrays.MIN_SHARED_TOKENS", 1)
         found = arrays.shared_runs(full, "all")
         wanted = list(shared_runs(frames, full, size))
     assert [(members.tolist(), *ends) for members, *ends in found] == [

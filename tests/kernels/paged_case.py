@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.attention import paged_attention
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import KVFields, PagedField
+from quire.kernels.fields import HostedField, KVFields, PagedField
 from quire.kernels.native.library import native
 
 BACKEND = AttentionBackend()
@@ -57,10 +57,18 @@ def in_tree(parents: Sequence[int], past: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat((torch.zeros(len(parents), past, dtype=torch.bool), hidden), dim=1), positions[:, None], tokens
 
 
+def in_records(frames: Tensor) -> Tensor:
+    """The same frames with NaN before, between and behind them."""
+    records = torch.full((len(frames), frames[0].numel() + 5), torch.nan, dtype=frames.dtype)
+    found = records[:, 2:-3].view(frames.shape)
+    return found.copy_(frames)
+
+
 class PagedCase:
     """Sequences `(context, new tokens)`, the first `shared` tokens of all of them being the same pages.
 
-    `trees` are the parents of each sequence's new rows, from 0 for its first one; by default rows are chains.
+    `trees` are the parents of each sequence's new rows, from 0 for its first one; by default rows are chains. With
+    `records`, frames are parts of records in host memory.
 
     Whatever no sequence has written is NaN, frame 0 included, so a stray read shows.
     """
@@ -75,8 +83,10 @@ class PagedCase:
         shape: Shape = Shape(),
         seed: int = 0,
         trees: Sequence[Sequence[int]] | None = None,
+        records: bool = False,
     ) -> None:
         self.trees = trees
+        self.records = records
         self.sequences = list(sequences)
         self.shape = shape
         generator = np.random.default_rng(seed)
@@ -90,6 +100,8 @@ class PagedCase:
         for pool in (self.keys, self.values):
             flat = pool.flatten(0, 1)
             flat[written] = torch.randn(len(written), *flat.shape[1:], dtype=torch.float32).to(shape.dtype)
+        if records:
+            self.keys, self.values = in_records(self.keys), in_records(self.values)
         counts = [new for _, new in sequences]
         parents = None
         if trees is not None:
@@ -128,9 +140,12 @@ class PagedCase:
 
     def attend(self, **options: object) -> Tensor:
         """The kernel's answer."""
-        key, value = self.keys.flatten(0, 1)[self.new], self.values.flatten(0, 1)[self.new]
-        fields = KVFields(PagedField(self.keys), PagedField(self.values))
-        return paged_attention(self.query, key, value, fields, self.batch, **options)
+        pools = (self.keys, self.values)
+        if self.records:
+            fields = KVFields(*(HostedField(pool, None, None, device=pool.device) for pool in pools))
+        else:
+            fields = KVFields(*(PagedField(pool) for pool in pools))
+        return paged_attention(self.query, fields, self.batch, **options)
 
     def expected(
         self,

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import UnsupportedModel
-from quire.kernels import segments
+from quire.kernels import reference, tiles
 from quire.kernels.batch import PagedBatch
-from tests.covering import each_of
+from quire.kernels.page_arrays import shared_runs
+from tests.covering import each_of, few
 from tests.kernels.paged_case import PagedCase, Shape, both_backends  # noqa: F401
+from tests.kernels.steps_case import check_steps
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -54,18 +56,14 @@ def test_any_mix_equals_the_reference(data, page_size, scattered, seed):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("window", "chunked"), [(0, False), (300, False), (300, True)])
 def test_long_contexts_cross_every_size_limit(monkeypatch, scattered, dtype, window, chunked):
-    """Runs longer than one segment, gathers of several pieces, padded buckets of several sizes."""
-    monkeypatch.setattr(segments, "MAX_RUN", 512)
-    monkeypatch.setattr(segments, "MAX_GATHER", 256)
-    monkeypatch.setattr(segments, "MAX_BATCHED", 600)
-    monkeypatch.setattr(segments, "BLOCK_ROWS", 64)
+    """Several tiles of decodes and of a chunk, and scores that are computed in parts."""
+    monkeypatch.setattr(reference, "MOST_TOKENS", 600)
+    monkeypatch.setattr(reference, "MOST_PAIRS", 40_000)
+    monkeypatch.setattr(reference, "MOST_SCORES", 50_000)
+    monkeypatch.setattr(tiles, "WINDOW_ROWS", 64)
     mix = [(1400, 1), (700, 1), (690, 1), (30, 1), (64, 64), (900, 200), (1300, 2)]
     case = PagedCase(mix, page_size=16, shared=16, scattered=scattered, shape=Shape(dtype=dtype))
     assert case.error(scale=0.3, window=window, chunked=chunked) < TOLERANCE[dtype]
-
-
-def num_rows(segment: segments.Segment) -> int:
-    return len(torch.arange(1000)[segment.rows])
 
 
 def test_prefix_of_a_prefix_is_shared_in_levels():
@@ -74,18 +72,22 @@ def test_prefix_of_a_prefix_is_shared_in_levels():
     case.batch.frames[3, :36] = case.batch.frames[1, :36]
     for r in (1, 3):
         case.slots[r] = case._slots(case.batch.frames[r], case.sequences[r][0], 16)
-    plan = case.batch.plan(0, torch.device("cpu"))
-    assert any(num_rows(s) == 34 for s in plan.segments), "all rows together"
-    assert any(num_rows(s) == 31 for s in plan.segments), "the second level"
+    runs = case.batch.arrays.shared_runs(np.array([43, 40, 39, 39, 56]), "levels")
+    assert [(members.tolist(), first, stop) for members, first, stop in runs] == [
+        ([0, 1, 2, 3, 4], 0, 20),
+        ([1, 3], 20, 36),
+    ]
     assert case.error(scale=0.3) < 1e-5
 
 
-def test_a_shared_run_is_read_once():
+def test_a_shared_run_is_long():
     case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048, scattered=False)
-    shared, suffixes = case.batch.plan(0, torch.device("cpu")).segments
-    assert (num_rows(shared), shared.stop - shared.start, shared.source.index) == (16, 2048, None)
-    assert (num_rows(suffixes), suffixes.stop - suffixes.start) == (16, 64)
     assert case.error(scale=0.3) < 1e-5
+
+
+@pytest.mark.parametrize("seed", few(range(60), 20))
+def test_sequences_that_grow_share_come_and_go(seed, both_backends):  # noqa: F811
+    check_steps(seed, both_backends)
 
 
 def test_rows_do_not_depend_on_their_neighbours_beyond_rounding():
@@ -113,25 +115,25 @@ def test_the_comparison_notices_a_wrong_option(right, wrong):
     assert (case.attend(**wrong).double() - case.expected(**right)).abs().max() > 1e-3
 
 
-def test_rows_of_a_single_segment_may_come_in_any_order():
-    """An answer is a row's own, wherever the segment that covers all rows has it."""
-    case = PagedCase([(20, 1), (30, 1), (25, 1)], page_size=16)
-    segment = case.batch.plan(0, torch.device("cpu")).segments[0]
-    order, keys = torch.tensor([2, 0, 1]), segment.stop
-    segment.rows = order
-    segment.source.index = segment.source.index.view(3, keys)[order].flatten()
-    segment.mask = segment.mask[order]
-    assert case.error(scale=0.3) < 1e-5
+def shapes_of_tiles(case: PagedCase, window: int = 0) -> list[tuple[int, int]]:
+    """Sequences and rows of each, by tile."""
+    case.attend(scale=0.3, window=window)
+    found = case.batch.derived(("seen", window, False), lambda batch: [])
+    return [tuple(tile.rows.shape) for tile in found]
 
 
-def test_a_few_rows_of_each_of_several_sequences_are_batched():
-    """Eight sequences with five new tokens cost as many segments as with one."""
-    one = PagedCase([(90, 1)] * 8, page_size=16).batch.plan(0, torch.device("cpu"))
+def test_a_few_rows_of_each_of_several_sequences_share_a_tile(both_backends):  # noqa: F811
+    """Eight sequences with five new tokens cost as many calls as with one."""
+    one = PagedCase([(90, 1)] * 8, page_size=16)
     case = PagedCase([(90 + extra, 5) for extra in range(8)], page_size=16, shape=Shape(group=3))
-    assert len(case.batch.plan(0, torch.device("cpu")).segments) == len(one.segments) == 1
     assert case.error(scale=0.3) < 1e-5
     assert case.error(scale=0.3, window=40) < 1e-5
-    assert len(case.batch.plan(40, torch.device("cpu")).segments) == 1
+    if both_backends.calls["torch"]:
+        assert (shapes_of_tiles(one), shapes_of_tiles(case), shapes_of_tiles(case, 40)) == (
+            [(8, 1)],
+            [(8, 5)],
+            [(8, 5)],
+        )
 
 
 BINARY = [(row - 1) // 2 if row else -1 for row in range(15)]
@@ -182,13 +184,12 @@ def test_a_step_without_rows_of_a_sequence():
 def test_shared_runs_of_page_tables():
     frames = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [8, 9, 9, 9]], dtype=np.int32)
     found = [
-        (members.tolist(), first, stop)
-        for members, first, stop in segments.shared_runs(frames, np.array([4, 4, 4, 4]), 128)
+        (members.tolist(), first, stop) for members, first, stop in shared_runs(frames, np.array([4, 4, 4, 4]), 128)
     ]
     assert found == [([0, 1, 2], 0, 2)], "the third page of two rows saves 128 tokens: not worth a segment"
-    found = [(m.tolist(), a, b) for m, a, b in segments.shared_runs(frames, np.array([4, 4, 4, 4]), 256)]
+    found = [(m.tolist(), a, b) for m, a, b in shared_runs(frames, np.array([4, 4, 4, 4]), 256)]
     assert found == [([0, 1, 2], 0, 2), ([0, 1], 2, 3)]
-    assert not list(segments.shared_runs(frames, np.array([1, 0, 0, 4]), 1024)), "only full pages of the past count"
+    assert not list(shared_runs(frames, np.array([1, 0, 0, 4]), 1024)), "only full pages of the past count"
 
 
 def test_batch_refuses_more_new_tokens_than_context():

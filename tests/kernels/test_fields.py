@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,6 @@ from torch import Tensor
 from quire.kernels.attention import paged_attention
 from quire.kernels.codec import encode
 from quire.kernels.fields import KVFields, PagedField
-from quire.kernels.planner import AttentionPlanner
 from quire.models.forward import paged_field
 from quire.spec.kv_format import KV_FORMATS
 from tests.covering import each_of
@@ -24,6 +25,12 @@ from tests.kernels.stored_case import (
     pool_of,
     round_trip,
 )
+
+
+def read(stored: PagedField, frame: int) -> Tensor:
+    """The rows of a frame."""
+    return stored.gather(torch.arange(frame * PAGE, (frame + 1) * PAGE), torch.float32, "read")
+
 
 SCALED = [name for name in ENCODED if FORMATS[name].scale is not None]
 
@@ -56,13 +63,13 @@ def test_rows_in_records_of_host_memory_are_the_same(seed):
     check_stored(seed, hosted=True)
 
 
-def test_plain_rows_are_read_in_place_and_written_as_they_are():
-    """The usual cache costs nothing for the others: no copy of what is read, nor of what is new."""
+def test_plain_rows_are_stored_in_place_and_written_as_they_are():
+    """The usual cache costs nothing for the others: no copy of what kernels read, nor of what is new."""
     pool = torch.zeros(3, 4, 2, 8)
     stored = PagedField(pool)
     rows = torch.randn(2, 2, 8)
     assert stored.write(torch.tensor([4, 9]), rows) is rows
-    assert stored.read(4, 10, torch.float32).data_ptr() == pool[1].data_ptr()
+    assert stored.stored[0].data_ptr() == pool.data_ptr()
 
 
 def test_a_plain_pool_of_another_dtype_rounds_what_is_new():
@@ -70,7 +77,7 @@ def test_a_plain_pool_of_another_dtype_rounds_what_is_new():
     rows = torch.randn(2, 2, 8)
     new = stored.write(torch.tensor([4, 5]), rows)
     assert torch.equal(new, rows.bfloat16().float())
-    assert torch.equal(new, stored.read(4, 6, torch.float32))
+    assert torch.equal(new, stored.gather(torch.arange(4, 6), torch.float32, "read"))
 
 
 @pytest.mark.parametrize("name", ENCODED)
@@ -80,7 +87,7 @@ def test_a_frame_takes_the_bytes_of_its_format(name):
     rows = torch.randn(PAGE, 2, WIDTH)
     slots = torch.arange(PAGE, 2 * PAGE)
     new = paged_field(pool, "v", 0).write(slots, rows)
-    assert torch.equal(paged_field(pool, "v", 0).read(PAGE, 2 * PAGE, torch.float32), new)
+    assert torch.equal(read(paged_field(pool, "v", 0), 1), new)
     assert not pool.layer("k", 0).float().any()
     assert not pool.layer("v", 0)[2:].float().any()
 
@@ -104,16 +111,17 @@ def encoded_case(
     case = PagedCase(mix, page_size=16, shared=288, scattered=seed % 2 == 0, shape=shape, seed=seed)
     case.keys *= torch.exp2(torch.arange(16) % 5 - 2).view(16, 1, 1)
     pools = []
-    for field, plain in (("k", case.keys), ("v", case.values)):
+    for plain in (case.keys, case.values):
         numbers, scales = encode(plain, FORMATS[name])
-        pools.append(PagedField(numbers, scales, FORMATS[name], name=field))
+        pools.append(PagedField(numbers, scales, FORMATS[name]))
     return case, *pools
 
 
 def attend(case: PagedCase, keys: PagedField, values: PagedField, new: tuple[Tensor, Tensor], **options: object):
     """Attention after the step's own rows were written."""
-    key, value = keys.write(case.new, new[0]), values.write(case.new, new[1])
-    return paged_attention(case.query, key, value, KVFields(keys, values), case.batch, scale=0.02, **options)
+    fields = KVFields(keys, values)
+    fields.write(case.new, *new)
+    return paged_attention(case.query, fields, case.batch, scale=0.02, **options)
 
 
 @each_of("name", ENCODED)
@@ -158,7 +166,7 @@ def test_a_copied_page_gives_the_same_attention(name):
         copy_frame(pool, frame, frame + 40)
         pool.layer("k", 0)[frame], pool.layer("v", 0)[frame] = 0, 0
     case.batch.frames[case.batch.frames > 0] += 40
-    case.batch.planner = AttentionPlanner()
+    case.batch = replace(case.batch)
     assert torch.equal(_attend_in(pool, case), before)
 
 
@@ -171,24 +179,13 @@ def test_a_page_copied_without_its_scales_is_noticed(name):
     new = stored.write(torch.arange(PAGE, 2 * PAGE), rows)
     copy_frame(pool, 1, 2, without="k_scale")
     copy_frame(pool, 1, 3)
-    assert torch.equal(stored.read(3 * PAGE, 4 * PAGE, torch.float32), new)
-    assert (stored.read(2 * PAGE, 3 * PAGE, torch.float32) - new).norm() > new.norm() / 2
+    assert torch.equal(read(stored, 3), new)
+    assert (read(stored, 2) - new).norm() > new.norm() / 2
 
 
 def _attend_in(pool, case: PagedCase) -> Tensor:
-    keys, values = paged_field(pool, "k", 0), paged_field(pool, "v", 0)
-    new = [rows.gather(_moved(case), torch.float32, name) for name, rows in (("new k", keys), ("new v", values))]
-    return paged_attention(case.query, *new, KVFields(keys, values), case.batch, scale=0.05)
-
-
-def _moved(case: PagedCase) -> Tensor:
-    """Slots of the new rows, by the page table as it is now."""
-    starts, contexts = case.batch.query_starts, case.batch.context_lens
-    found = []
-    for r, context in enumerate(contexts.tolist()):
-        positions = range(context - int(starts[r + 1] - starts[r]), context)
-        found += [int(case.batch.frames[r, position // 16]) * 16 + position % 16 for position in positions]
-    return torch.tensor(found)
+    fields = KVFields(paged_field(pool, "k", 0), paged_field(pool, "v", 0))
+    return paged_attention(case.query, fields, case.batch, scale=0.05)
 
 
 @pytest.mark.gpu

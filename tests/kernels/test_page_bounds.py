@@ -36,7 +36,7 @@ def test_many_pages_are_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     frames = np.random.default_rng(0).integers(1, 30, (5, 10)).astype(np.int32)
     query = torch.randn(5, 4, 8)
     found = [bounds.select(query, PagedBatch.of(frames, contexts - 1, contexts, 4), 3, 0.4)]
-    monkeypatch.setattr(page_bounds, "MAX_BATCHED", 20)
+    monkeypatch.setattr(page_bounds, "_MOST_BOUNDS", 20)
     found.append(bounds.select(query, PagedBatch.of(frames, contexts - 1, contexts, 4), 3, 0.4))
     assert torch.equal(*found)
 
@@ -61,7 +61,7 @@ def test_rows_with_several_kv_heads_read_selected_tokens(
     query = torch.randn(3, kv_heads * group, 8).to(dtype)
     slots = torch.stack([torch.randperm(20)[:6] for _ in range(3)])
     hidden = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 0]], dtype=torch.bool)
-    fields = KVFields(PagedField(key, name="k"), PagedField(value, name="v"))
+    fields = KVFields(PagedField(key), PagedField(value))
     out, lse = attend_selected(query, fields, slots, hidden, scale=0.3, softcap=softcap)
     for row in range(3):
         seen = slots[row][~hidden[row]]

@@ -67,9 +67,9 @@ def test_every_row_sees_its_complete_entries_once(sequences, per, pairs, seed):
     assert not seen
 
 
-def pool_of(num_slots: int) -> tuple[LatentFields, torch.Tensor]:
+def pool_of(num_slots: int, page: int = 1) -> tuple[LatentFields, torch.Tensor]:
     torch.manual_seed(0)
-    first, second = torch.randn(num_slots, 1, FIRST), torch.randn(num_slots, 1, SECOND)
+    first, second = (torch.randn(num_slots // page, page, width) for width in (FIRST, SECOND))
     return LatentFields(PagedField(first), PagedField(second)), torch.cat((first, second), -1).flatten(0, 1)
 
 
@@ -109,7 +109,7 @@ def test_rows_read_what_they_selected(word):
     batch = batch_of([(30, 3), (9, 1), (20, 20)], 4, 1)
     selecting = SelectingRows(batch, np.array([0, 2]), 1, torch.device("cpu"))
     assert selecting.rows.tolist() == [0, 1, 2, *range(4, 24)]
-    tokens, rows = pool_of(80)
+    tokens, rows = pool_of(80, 4)
     query = torch.randn(23, HEADS, FIRST + SECOND)
     positions = torch.randint(0, 20, (23, 6))
     hidden = torch.rand(23, 6) < 0.3
@@ -130,10 +130,9 @@ def test_parts_merge_to_one_attention(sinks, word):
     """A window and chosen tokens, of rows some of which choose none."""
     batch = batch_of([(30, 3), (9, 1), (20, 20)], 4, 1)
     batch.backend = AttentionBackend(word)
-    tokens, rows = pool_of(80)
+    tokens, rows = pool_of(80, 4)
     query = torch.randn(24, HEADS, FIRST + SECOND)
-    new = rows[torch.from_numpy(batch.slots).long()].unsqueeze(1)
-    window = paged_attention_lse(query, new, new, tokens, batch, scale=0.4, window=5)
+    window = paged_attention_lse(query, tokens, batch, scale=0.4, window=5)
     slots, hidden = torch.randint(0, 80, (24, 6)), torch.rand(24, 6) < 0.5
     hidden[::2] = True
     chosen = attend_selected(query, tokens, slots, hidden, scale=0.4, backend=batch.backend)

@@ -313,16 +313,12 @@ def scales_are_not_gathered(patch: Patch) -> None:
 
 @mutant("stored", "a vector at the end of a run is read with the scale of one at its beginning")
 def scales_are_read_from_slot_zero(patch: Patch) -> None:
-    real = PagedField.read
+    real = PagedField._gathered
 
-    def read(rows: PagedField, start: int, stop: int, dtype: Any) -> Any:
-        scales = rows._scales
-        rows._scales = None if scales is None else scales.roll(start, 0)
-        found = real(rows, start, stop, dtype)
-        rows._scales = scales
-        return found
+    def gathered(field: PagedField, rows: Any, index: Any, name: str) -> Any:
+        return real(field, rows, index - index.min() if name.endswith("scales") else index, name)
 
-    patch.setattr(PagedField, "read", read)
+    patch.setattr(PagedField, "_gathered", gathered)
 
 
 @mutant("stored", "a token is exact in the step that computes it and rounded after it: answers depend on the chunks")

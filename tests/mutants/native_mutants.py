@@ -70,6 +70,12 @@ _changed(
     "std::min(tokens, i + size)",
 )
 _changed(
+    "frames_lie_side_by_side",
+    "frames in records of host memory are read as if nothing were between them",
+    "rows + place.frame * frame",
+    "rows + place.frame * (frame / token) * token",
+)
+_changed(
     "heads_share_the_first_one",
     "all heads of a large task read the keys of its first head",
     "unpack(task.head + head, tokens);",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire.errors import QuireError
+from quire.kernels.backend import AttentionBackend
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.plan import planner
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
@@ -46,7 +47,7 @@ from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
 from tests.kernels.bounds_case import check_bounds
 from tests.kernels.native.native_case import check_narrow, check_native
-from tests.kernels.planner_case import check_plans
+from tests.kernels.steps_case import check_steps
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.kernels.triton import test_fixed_plans, test_moves
 from tests.kernels.triton.test_write import check_write as check_triton_write
@@ -75,12 +76,12 @@ from tests.mutants import (
     native_mutants,
     output_mutants,
     peer_mutants,
-    plan_mutants,
     security_mutants,
     session_mutants,
     speculation_mutants,
     staging_mutants,
     step_mutants,
+    tile_mutants,
     transfer_mutants,
     triton_mutants,
 )
@@ -233,7 +234,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "holds": [check_holds],
     "sessions": SESSIONS,
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
-    "plans": [lambda seed=seed: check_plans(seed) for seed in range(20)],
+    "tiles": [lambda seed=seed: check_steps(seed, AttentionBackend("torch")) for seed in range(20)],
     "links": [lambda seed=seed: check_link(seed) for seed in range(12)],
     "looks": [
         lambda look=look: test_worth_loading.test_looking_turns_nothing_off_and_nothing_on(look) for look in LOOKS
@@ -488,7 +489,7 @@ def test_names_and_sentences_are_all_different() -> None:
     known = (
         chunk_mutants.prompts_starve_beside_decodes,
         hybrid_mutants.windows_go_tail_first,
-        plan_mutants.appended_tokens_are_not_shown,
+        tile_mutants.padding_is_read_from_nowhere,
         step_mutants.draws_are_one_too_early,
         hold_mutants.held_frames_are_idle,
         session_mutants.flushed_rows_stay,

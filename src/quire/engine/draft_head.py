@@ -25,7 +25,7 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
 from quire.engine.draft_model import Ahead, DraftLayers, PageDrafter, parents_of
 from quire.engine.sampler import Drawn, Sampler
-from quire.kernels.segments import flatten_ranges
+from quire.kernels.slots import flatten_ranges
 from quire.memory.pool import torch_dtype
 from quire.models.draft_head import LoadedHead
 from quire.models.forward import RunningForward

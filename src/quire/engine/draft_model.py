@@ -24,8 +24,7 @@ from quire.engine.sampler import Drawn, Proposal, Sampler
 from quire.errors import OutOfPages
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.planner import AttentionPlanner
-from quire.kernels.segments import flatten_ranges
+from quire.kernels.slots import flatten_ranges
 from quire.loop import ForwardPart
 from quire.memory.pool import Pool
 from quire.models.draft_head import LoadedHead, load_head
@@ -73,7 +72,6 @@ class DraftLayers:
         groups = cache.plan.groups
         self._group = next(at for at, g in enumerate(groups) if any(first in field.layers for field in g.layout.fields))
         self._pool = pools[self._group]
-        self._planner = AttentionPlanner()
 
     @property
     def device(self) -> torch.device:
@@ -95,8 +93,6 @@ class DraftLayers:
             frames=self._cache.rows.page_table(requests, ends, self._group),
             slots=self._cache.rows.slots(requests, starts, ends, self._group),
             page_size=self._cache.page_size,
-            planner=self._planner,
-            ids=requests.rows,
             parents=parents,
             backend=self._backend,
         )

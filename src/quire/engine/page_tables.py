@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.moves import TORCH, Moves
 from quire.kernels.page_arrays import StepTable
-from quire.kernels.segments import Slots
+from quire.kernels.slots import Slots
 from quire.memory.residency import PageTableChanges
 from quire.spec.ids import Ids
 from quire.upload import to_device

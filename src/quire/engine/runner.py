@@ -24,7 +24,6 @@ from quire.engine.warm_up import Pads, warm_up
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.moves import Pieces
-from quire.kernels.planner import AttentionPlanner
 from quire.kernels.state import StateBatch
 from quire.loop import ForwardPart
 from quire.memory.pool import Pool
@@ -121,7 +120,6 @@ class ModelRunner:
             latents.coordinator.moves = backend.moves
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
-        self._planners = [AttentionPlanner() for _ in pools]
         self._asked: list[Asked | None] = [None] * len(pools)  # what layers derived from the batches of the last step
         self._slots: dict[int, Pieces] = {}  # by group, once drafts were moved
         self._upload_bytes = 1 << 16
@@ -226,7 +224,7 @@ class ModelRunner:
         width = pages_for(int(ends.max(initial=1)), cache.page_size)
         query_starts, context_lens = step.offsets.astype(np.int32), ends.astype(np.int32)
         found: list[PagedBatch | StateBatch] = []
-        for group, planner in enumerate(self._planners):
+        for group in range(len(self.pools)):
             pieces = cache.launch(group, requests, ends, step.draw_counts)
             if pieces is not None:
                 found.append(
@@ -241,7 +239,6 @@ class ModelRunner:
                     frames=self.tables.frames(place, requests.rows, width),
                     slots=slots[place],
                     page_size=cache.page_size,
-                    planner=planner,
                     ids=requests.rows,
                     parents=step.parents,
                     backend=self.backend,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidInput
-from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField, Writer
+from quire.kernels.fields import HostedField, KVFields, KVReader, LatentFields, PagedField, Writer
 from quire.kernels.moves import TORCH, Moves
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
@@ -161,14 +161,14 @@ class AttentionBackend:
             return "no library"
         if not isinstance(reader, KVFields | LatentFields):
             return "expanded latents"
-        stored = [part.stored for part in reader.parts() if part is not None]
-        if any(each is None for each in stored):
-            return "frames in host memory"
         if self._word == "native":
             return "" if query.dtype in FORMATS else "dtype"
+        parts = [part for part in reader.parts() if part is not None]
+        if any(isinstance(part, HostedField) for part in parts):
+            return "frames in host memory"
         if query.dtype not in _TRITON_DTYPES:
             return "dtype"
-        return "head size" if max(_width(rows, form) for rows, _, form in filter(None, stored)) > _WIDEST else ""
+        return "head size" if max(_width(part.stored[0], part.stored[2]) for part in parts) > _WIDEST else ""
 
 
 def _triton_lacks(device: torch.device) -> str:

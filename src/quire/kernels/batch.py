@@ -13,9 +13,8 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.backend import DEFAULT, AttentionBackend
-from quire.kernels.page_arrays import PageArrays, StepTable
-from quire.kernels.planner import AttentionPlanner
-from quire.kernels.segments import MAX_BATCHED_ROWS, Sequences, Slots, StepPlan, Trees, flatten_ranges
+from quire.kernels.page_arrays import PageArrays, StepTable, Trees
+from quire.kernels.slots import Slots, flatten_ranges
 from quire.kernels.state import StateBatch
 from quire.spec.ids import Ids
 from quire.upload import to_device
@@ -38,12 +37,10 @@ class PagedBatch:
     `slots` int32 `[T]`: `frame * page_size + offset` to which each row's key and value are written. The arrays are not
     copied and must not change while the batch is in use.
 
-    `planner` keeps plans of attention between the batches of one group; by default this batch has its own. `ids` int64
-    `[R]`, distinct and not negative, identify sequences between batches: their places by default. `parents` int32
-    `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past. Such a row sees the
-    past, the rows that it follows and itself; its position counts these. Without it, each row follows the one before
-    it. Slots are in the order of rows all the same. `backend` computes attention. `table` has `frames` on the device.
-    `fixed` as in `PageArrays`.
+    `parents` int32 `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past. Such a
+    row sees the past, the rows that it follows and itself; its position counts these. Without it, each row follows the
+    one before it. Slots are in the order of rows all the same. `backend` computes attention. `table` has `frames` on
+    the device. `fixed` as in `PageArrays`. `ids` int64 `[R]` are the cache rows of sequences, which find hot buffers.
     """
 
     query_starts: Ids
@@ -51,7 +48,6 @@ class PagedBatch:
     frames: Ids
     slots: Ids
     page_size: int
-    planner: AttentionPlanner = field(default_factory=AttentionPlanner)
     ids: Slots | None = None
     parents: Ids | None = None
     backend: AttentionBackend = DEFAULT
@@ -109,14 +105,18 @@ class PagedBatch:
 
     def positions(self) -> Slots:
         """The position in its sequence of each of the T rows, int64."""
-        trees = self._sequences.trees
-        if trees is None:
+        if self.trees is None:
             return flatten_ranges(*self.spans())
-        return np.repeat(self.spans()[0], np.diff(self.query_starts)) + trees.depths
+        return np.repeat(self.spans()[0], np.diff(self.query_starts)) + self.trees.depths
+
+    @property
+    def trees(self) -> Trees | None:
+        """The trees of drafts that branch; None if all rows are chains."""
+        return self.arrays.trees
 
     def refuse_trees(self, what: str) -> None:
         """Raise UnsupportedModel if drafts of this batch branch, which `what` cannot compute."""
-        if self._sequences.trees is not None:
+        if self.trees is not None:
             raise UnsupportedModel(
                 f"drafts of one request that branch cannot be verified by {what}.",
                 fix="propose one draft per position (topk 1) for this model.",
@@ -126,32 +126,8 @@ class PagedBatch:
         """`slots` as int64 `[T]` on `device`; copied there once per step."""
         return self.derived(("slots", device), lambda batch: to_device(batch.slots.astype(np.int64), device))
 
-    def plan(self, window: int, device: torch.device, *, chunked: bool = False) -> StepPlan:
-        """The plan for attention with `window` (0: everything), built on first use and shared by the layers of a step.
-
-        `chunked`: rows read the keys of their own chunk of `window` tokens, instead of the last `window`. The plan is
-        valid until another batch of the same planner requests one.
-        """
-        chunked = chunked and window > 0
-        if chunked:
-            self.refuse_trees("chunked attention")
-        return self.planner.plan(self._sequences, window, device, chunked=chunked)
-
-    @cached_property
-    def _sequences(self) -> Sequences:
-        """The same object for all plans of the step, by which the planner recognises the batch."""
-        starts, contexts = self.query_starts.astype(np.int64), self.context_lens.astype(np.int64)
-        lows, ids = np.zeros_like(contexts), np.arange(len(contexts)) if self.ids is None else self.ids
-        trees = None if self.parents is None else Trees.of(self.parents, starts)
-        counts = np.diff(starts)
-        verifies = 1 < int(counts.max(initial=0)) <= MAX_BATCHED_ROWS
-        return Sequences(starts, lows, contexts, self.frames, ids, self.page_size, counts, trees, verifies)
-
-    def part(self, sequences: Slots, name: Hashable = None) -> tuple[Slots, PagedBatch]:
-        """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone.
-
-        Plans are kept between parts with the same `name`, of which a batch has one, and for no other.
-        """
+    def part(self, sequences: Slots) -> tuple[Slots, PagedBatch]:
+        """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone."""
         if self.fixed and len(sequences) == len(self.context_lens):
             return np.arange(self.num_rows), self  # a graph derives nothing of parts
         starts, stops = self.query_starts[sequences].astype(np.int64), self.query_starts[sequences + 1].astype(np.int64)
@@ -167,8 +143,7 @@ class PagedBatch:
             frames=self.frames[sequences],
             slots=self.slots[rows],
             page_size=self.page_size,
-            planner=AttentionPlanner() if name is None else self.planner.part(name),
-            ids=sequences if self.ids is None else self.ids[sequences],
+            ids=None if self.ids is None else self.ids[sequences],
             parents=parents,
             backend=self.backend,
             table=None if self.table is None else self.table.part(sequences),

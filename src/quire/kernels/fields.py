@@ -1,6 +1,6 @@
 """Fields of a pool as kernels write and read them, by slot: one field, and the fields that have keys and values.
 
-Encoded rows are decoded into scratch memory when they are read; plain ones are read in place.
+Rows that are read are gathered, and decoded if they are encoded, in scratch memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class PagedField:
 
     A row is `shape` numbers. With `kv_format` it is stored encoded: `stored` is the stored shape, and `scales`
     `[frames, entries, *scale_shape]` is the layer of its scales, if the format has any; entries beyond a row's own
-    scales are padding. `name` separates the scratch memory of `read` from that of other fields. `writer` writes, in
-    place of torch's operators. `kept` is what kernels keep of a field.
+    scales are padding. `writer` writes, in place of torch's operators. `kept` is what kernels keep of a field.
     """
 
-    __slots__ = ("_kv_format", "_name", "_rows", "_scales", "_writer", "kept")
+    __slots__ = ("_frames", "_kv_format", "_rows", "_scale_frames", "_scales", "_writer", "kept")
 
     def __init__(
         self,
@@ -41,20 +40,20 @@ class PagedField:
         scales: Tensor | None = None,
         kv_format: KVFormat | None = None,
         *,
-        name: str = "rows",
         writer: Writer | None = None,
     ) -> None:
-        self._rows = self._by_slot(frames)
+        self._frames = frames
         self._writer = writer
         self._kv_format = kv_format
-        self._name = name
-        self._scales: Tensor | None = None
+        self._scale_frames: Tensor | None = None
         self.kept: dict[Hashable, Any] = {}
         if kv_format is not None:
             assert (scales is not None) == (kv_format.scale is not None), f"{kv_format.name} and its scales"
         if kv_format is not None and scales is not None:
             width = frames.shape[-1] * frames.element_size() * 8 // kv_format.bits
-            self._scales = self._by_slot(scales)[..., : kv_format.scale_width(width)]
+            self._scale_frames = scales[..., : kv_format.scale_width(width)]
+        self._rows = self._by_slot(frames)
+        self._scales = None if self._scale_frames is None else self._by_slot(self._scale_frames)
 
     def write(self, slots: Tensor, rows: Tensor) -> Tensor:
         """Store `rows` `[T, *shape]` at `slots` int64 `[T]`; returns them as a reader of the slots sees them.
@@ -74,17 +73,6 @@ class PagedField:
             self._put(_bytes_of(self._scales), slots, _bytes_of(scales))
         return decode(stored, scales, self._kv_format, rows.dtype)
 
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Rows of consecutive slots `[stop - start, *shape]`, in place if they are stored in `dtype`.
-
-        Encoded rows are decoded into scratch memory, valid until the next read of a field of this name.
-        """
-        rows = self._run(self._rows, start, stop)
-        if self._kv_format is None:
-            return rows.to(dtype)
-        scales = None if self._scales is None else self._run(self._scales, start, stop)
-        return self._decoded(rows, scales, dtype, f"{self._name} read")
-
     def gather(self, index: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         """Rows of slots `index` int64 `[n]`, `[n, *shape]`, in scratch memory `name`: valid until its next use."""
         rows = self._gathered(self._rows, index, name)
@@ -100,16 +88,17 @@ class PagedField:
             return known
         found, one = copy(self), (..., slice(number, number + 1), slice(None))
         found.kept = {}
-        found._rows = self._rows[one]
-        found._scales = None if self._scales is None else self._scales[one]
+        found._frames, found._rows = self._frames[one], self._rows[one]
+        if self._scale_frames is not None and self._scales is not None:
+            found._scale_frames, found._scales = self._scale_frames[one], self._scales[one]
         self.kept["head", number] = found
         return found
 
     @property
-    def stored(self) -> tuple[Tensor, Tensor | None, KVFormat | None] | None:
-        """For kernels that read slots in place: rows by slot as they are stored, their scales and format. None if a
-        slot has no place in one tensor."""
-        return self._rows, self._scales, self._kv_format
+    def stored(self) -> tuple[Tensor, Tensor | None, KVFormat | None]:
+        """For kernels that read entries in place: frames `[frames, entries, *stored]` with any stride between frames,
+        those of their scales, and the format of both."""
+        return self._frames, self._scale_frames, self._kv_format
 
     def _decoded(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, name: str) -> Tensor:
         """Encoded rows in `dtype`, in scratch memory `name`."""
@@ -126,9 +115,6 @@ class PagedField:
     def _put(self, rows: Tensor, slots: Tensor, stored: Tensor) -> None:
         rows.index_copy_(0, slots, stored)
 
-    def _run(self, rows: Tensor, start: int, stop: int) -> Tensor:
-        return rows[start:stop]
-
     def _gathered(self, rows: Tensor, index: Tensor, name: str) -> Tensor:
         out = _workspace.take(name, rows.dtype, rows.device, len(index), *rows.shape[1:])
         torch.index_select(_bytes_of(rows), 0, index, out=_bytes_of(out))
@@ -142,14 +128,10 @@ class HostedField(PagedField):
     __slots__ = ("_device",)
 
     def __init__(
-        self, frames: Tensor, scales: Tensor | None, kv_format: KVFormat | None, *, name: str, device: torch.device
+        self, frames: Tensor, scales: Tensor | None, kv_format: KVFormat | None, *, device: torch.device
     ) -> None:
         self._device = device
-        super().__init__(frames, scales, kv_format, name=name)
-
-    @property
-    def stored(self) -> None:
-        return None
+        super().__init__(frames, scales, kv_format)
 
     def _by_slot(self, frames: Tensor) -> Tensor:
         return frames
@@ -158,11 +140,6 @@ class HostedField(PagedField):
         entries = entries_of(rows)
         new = stored.cpu().contiguous().view(torch.uint8).numpy()
         entries[np.divmod(slots.cpu().numpy(), entries.shape[1])] = new.view(entries.dtype)[..., 0]
-
-    def _run(self, rows: Tensor, start: int, stop: int) -> Tensor:
-        first, entries = start // rows.shape[1], rows.shape[1]
-        frames = rows[first : -(-stop // entries)].flatten(0, 1)
-        return frames[start - first * entries : stop - first * entries].to(self._device)
 
     def _gathered(self, rows: Tensor, index: Tensor, name: str) -> Tensor:
         entries = entries_of(rows)
@@ -188,17 +165,14 @@ def _bytes_of(rows: Tensor) -> Tensor:
 
 
 class KVReader(Protocol):
-    """Keys `[n, kv_heads, key_dim]` and values `[n, kv_heads, value_dim]` of n slots, valid until the next call."""
-
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those of consecutive slots."""
+    """Keys `[n, kv_heads, key_dim]` and values `[n, kv_heads, value_dim]` of n slots."""
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The rows of slots `index` int64 `[n]`."""
+        """The rows of slots `index` int64 `[n]`, valid until the next call."""
 
 
 class KVFields:
-    """A field of keys and a field of values. Its reading methods are those of `KVReader`."""
+    """A field of keys and a field of values: a `KVReader`."""
 
     __slots__ = ("_keys", "_values")
 
@@ -218,9 +192,6 @@ class KVFields:
         """Store new keys and values; returns them as a reader sees them."""
         return self._keys.write(slots, key), self._values.write(slots, value)
 
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._keys.read(start, stop, dtype), self._values.read(start, stop, dtype)
-
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self._keys.gather(index, dtype, "key"), self._values.gather(index, dtype, "value")
 
@@ -229,7 +200,7 @@ class LatentFields:
     """Latents and rotary keys, side by side as one head: both are the key and the value, `[n, 1, rank + rope_dim]`.
 
     The value needs the latents alone, so the rest of an output is cut off. That costs less than a second read, and
-    fused kernels need equal widths. Reading methods are those of `KVReader`; they return copies in scratch memory.
+    fused kernels need equal widths. A `KVReader` whose rows are copies in scratch memory.
     """
 
     __slots__ = ("_latents", "_ropes")
@@ -242,13 +213,10 @@ class LatentFields:
         """The two fields of a key, and None: the value is the key."""
         return self._latents, self._ropes, None
 
-    def write(self, slots: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-        """Store rows `[T, rank]` and `[T, rope_dim]`; returns `[T, 1, rank + rope_dim]`, as a reader sees them."""
-        written = (self._latents.write(slots, latent), self._ropes.write(slots, rope))
-        return torch.cat(written, dim=-1).unsqueeze(1)
-
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return _joined(self._latents.read(start, stop, dtype), self._ropes.read(start, stop, dtype))
+    def write(self, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+        """Store rows `[T, rank]` and `[T, rope_dim]`."""
+        self._latents.write(slots, latent)
+        self._ropes.write(slots, rope)
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return _joined(self._latents.gather(index, dtype, "latent"), self._ropes.gather(index, dtype, "rope"))

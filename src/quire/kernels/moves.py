@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.fields import bytes_of, entries_of
-from quire.kernels.segments import Slots
+from quire.kernels.slots import Slots
 from quire.upload import to_device
 
 _VECTOR = 16

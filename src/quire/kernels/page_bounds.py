@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
-from quire.kernels.segments import MAX_BATCHED
 from quire.spec.pages import pages_for
 from quire.upload import to_device
+
+_MOST_BOUNDS = 4096
+"""Pages whose bounds are gathered at once, unless one sequence has more."""
 
 
 class PageBounds:
@@ -61,7 +63,7 @@ class PageBounds:
     def _best_pages(self, query: Tensor, batch: PagedBatch, newest: Tensor, most: int) -> Tensor:
         """Page numbers `[R, most]` in ascending order; a row with fewer pages has numbers beyond its `newest` page."""
         frames = batch.derived("frames of bounds", lambda batch: _frames(batch, query.device))
-        size = max(1, MAX_BATCHED // frames.shape[1])
+        size = max(1, _MOST_BOUNDS // frames.shape[1])
         blocks = [slice(start, start + size) for start in range(0, len(query), size)]
         shares = torch.cat([self._shares(query[rows], frames[rows], newest[rows]) for rows in blocks])
         pages: Tensor = _readable(shares, newest).topk(most, dim=1).indices

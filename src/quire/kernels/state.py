@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.moves import TORCH, Moves
-from quire.kernels.segments import row_index
+from quire.kernels.slots import Slots
 from quire.spec.ids import Ids
 from quire.upload import to_device
 
@@ -80,7 +80,7 @@ class StateBatch:
         for number in range(int(rounds.max(initial=-1)) + 1):
             single = np.flatnonzero((rounds == number) & (lengths == 1))
             if len(single):
-                rows, frames = row_index(starts[single], device), (own_sources[single], own_targets[single])
+                rows, frames = _row_index(starts[single], device), (own_sources[single], own_targets[single])
                 runs.append(StateRun(rows, len(single), 1, *(to_device(each, device) for each in frames)))
             for piece in np.flatnonzero((rounds == number) & (lengths > 1)).tolist():
                 own = slice(piece, piece + 1)
@@ -98,3 +98,10 @@ class StateBatch:
         for piece in np.flatnonzero(follows).tolist():
             rounds[piece + 1] = rounds[piece] + 1
         return rounds
+
+
+def _row_index(rows: Slots, device: torch.device) -> slice | Tensor:
+    """Numbers int64, ascending, as an index: a slice if they are consecutive."""
+    if int(rows[-1]) - int(rows[0]) == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return to_device(rows, device)

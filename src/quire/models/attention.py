@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -128,27 +128,25 @@ def _attend_pages(
         out[at] = merge_attention([found], options.sinks).to(query.dtype)
     if others is not None:
         at, part = others
-        out[at] = KeptKeys(kept.key[at], kept.value[at], kept.fields, part).attend(query[at], options)
+        out[at] = replace(kept, batch=part).attend(query[at], options)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class KeptKeys:
-    """The keys and values of one call, with the step's new ones. In a dry run nothing is stored."""
+    """The keys and values of one call, the step's new ones among them. In a dry run nothing is stored."""
 
     key: Tensor  # [T, kv_heads, dim], the new ones as a reader of the pool sees them
-    value: Tensor
+    value_dim: int
     fields: KVFields | None = None
     batch: PagedBatch | None = None
 
     def attend(self, query: Tensor, options: CallOptions) -> Tensor:
         """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`; zeros in a dry run."""
         if self.fields is None or self.batch is None:
-            return query.new_zeros(*query.shape[:2], self.value.shape[2])
+            return query.new_zeros(*query.shape[:2], self.value_dim)
         return paged_attention(
             query,
-            self.key,
-            self.value,
             self.fields,
             self.batch,
             scale=options.scale,
@@ -175,12 +173,13 @@ def keep(forward: Forward, key: Tensor, value: Tensor, options: CallOptions, *, 
                 index_dim=index_dim,
             )
         )
-        return KeptKeys(key, value)
+        return KeptKeys(key, value.shape[2])
     ordinal = forward.next_ordinal()
     keys, batch = forward.rows("k", ordinal)
     values, _ = forward.rows("v", ordinal)
     fields = KVFields(keys, values)
-    return KeptKeys(*fields.write(batch.slots_on(key.device), key, value), fields, batch)
+    written, _ = fields.write(batch.slots_on(key.device), key, value)
+    return KeptKeys(written, value.shape[2], fields, batch)
 
 
 def install_kv_sharing(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class _BlockAttention:
         short, long = split_rows(kept.batch, self._indexer.most, query.device)
         if short is not None:
             at, part = short
-            out[at] = KeptKeys(kept.key[at], kept.value[at], kept.fields, part).attend(query[at], options)
+            out[at] = replace(kept, batch=part).attend(query[at], options)
         if long is not None:
             blocks: Tensor = options.others["block_indices"][0, :, long.rows]
             out[long.rows] = self._attend_blocks(query[long.rows], blocks, long, kept, options)

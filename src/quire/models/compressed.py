@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.attention import attend_selected, attend_tile, merge_attention, paged_attention_lse
 from quire.kernels.batch import PagedBatch
-from quire.kernels.segments import Slots, flatten_ranges
+from quire.kernels.slots import Slots, flatten_ranges
 from quire.kernels.tiles import SelectingRows, Tile, entry_slots, tiles_of
 from quire.models.attention import OWN_ATTENTION, CallOptions
 from quire.models.forward import Forward, RecordingForward, RunningForward, current_forward, in_forward
@@ -75,8 +75,8 @@ class _CompressedAttention:
             return torch.zeros_like(query)
         call, ordinal = self._call, forward.next_ordinal()
         fields, batch = forward.latents(ordinal)
-        rows = fields.write(batch.slots_on(query.device), *_split(key[:, 0], call))
-        parts = [paged_attention_lse(query, rows, rows, fields, batch, scale=options.scale, window=call.window)]
+        fields.write(batch.slots_on(query.device), *_split(key[:, 0], call))
+        parts = [paged_attention_lse(query, fields, batch, scale=options.scale, window=call.window)]
         if call.ratio:
             parts.append(self._attend_entries(forward, ordinal, query, options))
         return merge_attention(parts, options.sinks).to(query.dtype)

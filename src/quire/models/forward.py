@@ -141,8 +141,8 @@ def _new_field(pool: Pool, name: str, ordinal: int, writer: Writer | None) -> Pa
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
     if isinstance(pool, HostedPool):
-        return HostedField(pool.layer(name, ordinal), scales, kv_format, name=name, device=pool.reader)
-    return PagedField(pool.layer(name, ordinal), scales, kv_format, name=name, writer=writer)
+        return HostedField(pool.layer(name, ordinal), scales, kv_format, device=pool.reader)
+    return PagedField(pool.layer(name, ordinal), scales, kv_format, writer=writer)
 
 
 def slots_of(pool: Pool) -> Pieces:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import PagedField
-from quire.kernels.segments import Slots
+from quire.kernels.slots import Slots
 from quire.kernels.tiles import SelectingRows, Tile, tiles_of
 from quire.models.forward import Forward, RecordingForward
 from quire.upload import to_device
@@ -89,7 +89,7 @@ def _split(batch: PagedBatch, most: int, device: torch.device) -> RowSplit:
     short, long = by_length(batch, most)
     whole = None
     if len(short):
-        rows, part = batch.part(short, ("whole", most))
+        rows, part = batch.part(short)
         whole = to_device(rows, device), part
     return whole, SelectingRows(batch, long, 1, device) if len(long) else None
 
@@ -104,8 +104,8 @@ def split_decoding(batch: PagedBatch, device: torch.device) -> DecodingSplit:
     def split(batch: PagedBatch) -> DecodingSplit:
         counts = np.diff(batch.query_starts)
         parts = []
-        for name, sequences in (("decoding", np.flatnonzero(counts == 1)), ("hosted", np.flatnonzero(counts > 1))):
-            rows, part = batch.part(sequences, name)
+        for sequences in (np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)):
+            rows, part = batch.part(sequences)
             parts.append((to_device(rows, device), part) if len(sequences) else None)
         return parts[0], parts[1]
 

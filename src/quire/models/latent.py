@@ -22,7 +22,7 @@ from quire.errors import UnsupportedModel
 from quire.kernels.attention import paged_attention
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import LatentFields
-from quire.kernels.segments import Slots
+from quire.kernels.slots import Slots
 from quire.models.attention import OWN_ATTENTION, CallOptions
 from quire.models.forward import Forward, RecordingForward, in_forward
 from quire.spec.layers import LatentCall
@@ -71,35 +71,32 @@ class LatentAttention:
 
     def keep(
         self, forward: Forward, key: Tensor, value: Tensor, *, sparse: bool = False, index_dim: int = 0
-    ) -> tuple[Tensor, LatentFields, PagedBatch] | None:
-        """Store the data of a module as that of the current call: new rows `[T, 1, rank + rope_dim]` as a reader sees
-        them, their fields and their batch. None in a dry run, which records the call."""
+    ) -> tuple[LatentFields, PagedBatch] | None:
+        """Store the data of a module as that of the current call: its fields and its batch. None in a dry run, which
+        records the call."""
         latent, rope = key[:, 0], value[:, 0]
         if isinstance(forward, RecordingForward):
             rank, rope_dim = latent.shape[-1], rope.shape[-1]
             forward.note(LatentCall(rank=rank, rope_dim=rope_dim, sparse=sparse, index_dim=index_dim))
             return None
         fields, batch = forward.latents(forward.next_ordinal())
-        return fields.write(batch.slots_on(latent.device), latent, rope), fields, batch
+        fields.write(batch.slots_on(latent.device), latent, rope)
+        return fields, batch
 
-    def attend(
-        self, query: Tensor, rows: Tensor, fields: LatentFields, batch: PagedBatch, options: CallOptions
-    ) -> Tensor:
-        """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`, rows of `batch` whose new tokens are `rows`."""
+    def attend(self, query: Tensor, fields: LatentFields, batch: PagedBatch, options: CallOptions) -> Tensor:
+        """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`, rows of `batch` whose new tokens are written."""
         kind = (type(self), self.rank, self._key_dim, self.value_dim)
         device = query.device  # alone: what is derived is kept for later steps, and would keep the query
         parts = batch.derived(kind, lambda batch: self._parts(batch, device))
         out = query.new_zeros(*query.shape[:2], self.value_dim)
         for at, part, expanded in parts:
-            own, new = query[at], rows[at]
+            own = query[at]
             if expanded:
-                key, value = self.expand(new)
                 reader = _ExpandedLatents(self, fields)
-                out[at] = paged_attention(own, key, value, reader, part, scale=options.scale, sinks=options.sinks)
+                out[at] = paged_attention(own, reader, part, scale=options.scale, sinks=options.sinks)
             else:
                 own = self.absorb(own)
-                found = paged_attention(own, new, new, fields, part, scale=options.scale, sinks=options.sinks)
-                out[at] = self.release(found)
+                out[at] = self.release(paged_attention(own, fields, part, scale=options.scale, sinks=options.sinks))
         return out
 
     def _parts(self, batch: PagedBatch, device: torch.device) -> list[tuple[Tensor, PagedBatch, bool]]:
@@ -110,8 +107,7 @@ class LatentAttention:
         for way in (False, True):
             sequences = np.flatnonzero((expanded == way) & (new > 0))
             if len(sequences):
-                name = (type(self), self.rank, self._key_dim, self.value_dim, way)
-                rows, part = batch.part(sequences, name)
+                rows, part = batch.part(sequences)
                 found.append((to_device(rows, device), part, way))
         return found
 
@@ -153,9 +149,6 @@ class _ExpandedLatents:
     def __init__(self, attention: LatentAttention, fields: LatentFields) -> None:
         self._attention = attention
         self._fields = fields
-
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._attention.expand(self._fields.read(start, stop, dtype)[0])
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self._attention.expand(self._fields.gather(index, dtype)[0])

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-
-from quire.kernels.sdpa import native_on_cpu
 
 _BARE = ("dt_proj", "kv_b_proj")
 """Linear layers whose weight other code multiplies itself: step sizes of Mamba 1, the expansion of latents."""
@@ -299,3 +297,13 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if rows.dtype is weight.dtype:
         return linear(rows, weight, bias)
     return linear(rows.to(weight.dtype), weight, bias).to(rows.dtype)
+
+
+@cache
+def native_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for matrix products of `dtype`."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True

@@ -52,11 +52,11 @@ class _SparseAttention:
         out = query.new_zeros(*query.shape[:2], self._latent.value_dim)
         if kept is None:
             return out
-        rows, fields, batch = kept
+        fields, batch = kept
         selected: Tensor = options.others["indices"][0]
         assert isinstance(forward, RunningForward)
         if forward.hisparse is None:
-            return self._read(query, rows, selected, fields, batch, options)
+            return self._read(query, selected, fields, batch, options)
         decoding, others = split_decoding(batch, query.device)
         if decoding is not None:
             at, part = decoding
@@ -66,13 +66,12 @@ class _SparseAttention:
             out[at] = self._attend(query[at], hot, swapped.slots, swapped.hidden, part, options)
         if others is not None:
             at, part = others
-            out[at] = self._read(query[at], rows[at], selected[at], fields, part, options)
+            out[at] = self._read(query[at], selected[at], fields, part, options)
         return out
 
     def _read(
         self,
         query: Tensor,
-        rows: Tensor,
         selected: Tensor,
         fields: LatentFields,
         batch: PagedBatch,
@@ -83,7 +82,7 @@ class _SparseAttention:
         short, long = split_rows(batch, self._most, query.device)
         if short is not None:
             at, part = short
-            out[at] = self._latent.attend(query[at], rows[at], fields, part, options)
+            out[at] = self._latent.attend(query[at], fields, part, options)
         if long is not None:
             positions = selected[long.rows].long()
             slots = long.slots_of(positions.clamp_min(0))

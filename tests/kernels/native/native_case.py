@@ -30,7 +30,8 @@ NARROW = tuple(
 
 
 def check_native(seed: int, threads: int = 3) -> None:
-    """One step, with a shared prefix or with trees, and each option. `threads` cut its tasks into pieces."""
+    """One step, with a shared prefix or with trees, and each option; of half of the seeds, in records of host memory.
+    `threads` cut its tasks into pieces."""
     rng = np.random.default_rng(seed)
     shape, size = SHAPES[seed % len(SHAPES)], int(rng.choice([1, 5, 16]))
     shared = int(rng.choice([0, 320]))
@@ -43,7 +44,8 @@ def check_native(seed: int, threads: int = 3) -> None:
     paged_case.BACKEND = AttentionBackend("native")
     torch.set_num_threads(threads)
     try:
-        case = PagedCase(mix, page_size=size, shared=shared, shape=shape, seed=seed, trees=trees)
+        records = seed % 8 > 3
+        case = PagedCase(mix, page_size=size, shared=shared, shape=shape, seed=seed, trees=trees, records=records)
         assert case.error(scale=0.3) < 1e-4
         assert case.error(scale=0.3, window=int(rng.integers(2, 70))) < 1e-4
         if trees is None:
@@ -65,7 +67,7 @@ def check_narrow(seed: int, threads: int = 1) -> None:
     paged_case.BACKEND = AttentionBackend("native")
     torch.set_num_threads(threads)
     try:
-        case = PagedCase(mix, page_size=int(rng.choice([1, 5, 16])), shape=shape, seed=seed)
+        case = PagedCase(mix, page_size=int(rng.choice([1, 5, 16])), shape=shape, seed=seed, records=seed % 2 > 0)
         scale = shape.key_dim**-0.5
         assert case.error(scale=scale) < 2e-2
         assert case.error(scale=scale, window=int(rng.integers(2, 70))) < 2e-2

@@ -66,7 +66,6 @@ def test_all_sizes_of_heads(dim, dtype):
 def test_a_shared_run_needs_no_plan():
     case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048)
     case.batch.backend = backend.AttentionBackend("native")
-    case.batch.planner = None
     assert case.error(scale=0.3) < 1e-5
 
 

@@ -93,10 +93,10 @@ class _Compiled:
 
 def _field(name: str, dims: tuple[int, ...], config: Config, kv_format: KVFormat | None) -> PagedField:
     if kv_format is None:
-        return PagedField(torch.zeros(9, config.page_size, *dims, dtype=config.dtype), name=name)
+        return PagedField(torch.zeros(9, config.page_size, *dims, dtype=config.dtype))
     parts = formatted(name, dims, kv_format, group="full", reach=ReachSpec())
     frames = [torch.zeros(9, config.page_size, *part.shape, dtype=getattr(torch, part.dtype.value)) for part in parts]
-    return PagedField(frames[0], frames[1] if len(frames) > 1 else None, kv_format, name=name)
+    return PagedField(frames[0], frames[1] if len(frames) > 1 else None, kv_format)
 
 
 def compile_config(config: Config, found: Callable[[str, Any, dict[str, Any]], None]) -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import segments
 from quire.kernels.attention import attend_selected, paged_attention, paged_attention_lse
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.fields import KVFields, LatentFields, PagedField
+from quire.kernels.page_arrays import shared_runs
 from tests.kernels.paged_case import PagedCase, Shape
 from tests.kernels.stored_case import FORMATS, PAGE
 from tests.kernels.test_tiles import pool_of, slow
@@ -89,12 +89,12 @@ def test_formats_are_decoded_as_torch_does(name):
     """Bit for bit: the decoded numbers are the same, so that only sums differ."""
     fields = stored_pair(FORMATS[name], 128, 30, PAGE)
     case = PagedCase([(70, 3), (40, 1)], page_size=PAGE, shape=Shape(key_dim=128, value_dim=128))
-    key, value = fields.gather(case.new, torch.float32)
+    _, value = fields.gather(case.new, torch.float32)
     for window in (0, 9):
         case.batch.backend = triton_backend(10)
-        found = paged_attention(case.query, key, value, fields, case.batch, scale=0.05, window=window)
+        found = paged_attention(case.query, fields, case.batch, scale=0.05, window=window)
         case.batch.backend = AttentionBackend("torch")
-        wanted = paged_attention(case.query, key, value, fields, case.batch, scale=0.05, window=window)
+        wanted = paged_attention(case.query, fields, case.batch, scale=0.05, window=window)
         assert (found - wanted).abs().max() < 1e-6 * float(value.abs().max())
 
 
@@ -117,7 +117,7 @@ def test_a_prefix_of_a_prefix_is_shared_in_levels():
     case.batch.frames[3, :36] = case.batch.frames[1, :36]
     for r in (1, 3):
         case.slots[r] = case._slots(case.batch.frames[r], case.sequences[r][0], 16)
-    runs = list(segments.shared_runs(case.batch.frames, np.array([43, 40, 39, 39, 56]), 16))
+    runs = list(shared_runs(case.batch.frames, np.array([43, 40, 39, 39, 56]), 16))
     assert len(runs) == 2, "two levels"
     check_case(case, 60)
 
@@ -180,11 +180,10 @@ def test_selected_tokens(programs):
 def test_the_log_sum_exp_of_pages():
     case = PagedCase(MIXED, page_size=16)
     fields = KVFields(PagedField(case.keys), PagedField(case.values))
-    key, value = fields.gather(case.new, torch.float32)
     found = []
     for backend in (triton_backend(50), AttentionBackend("torch")):
         case.batch.backend = backend
-        found.append(paged_attention_lse(case.query, key, value, fields, case.batch, scale=0.3, window=30))
+        found.append(paged_attention_lse(case.query, fields, case.batch, scale=0.3, window=30))
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).abs().max() < 2e-6
 

@@ -12,12 +12,23 @@
 
 #include "in_place.h"
 
-struct Field {  // vectors of tokens: those of slot s and head h begin at rows + s * token + h * head, in bytes
+struct Place {  // of a token: the frame of its page, and its offset in there
+    int32_t frame, offset;
+};
+
+struct Field {  // vectors of tokens: that of a head begins at rows + frame * `frame` + offset * token + head * `head`, in bytes
     const uint8_t* rows;
-    int64_t token, head;
+    int64_t frame, token, head;
     const uint8_t* scales;
-    int64_t scale_token, scale_head;
+    int64_t scale_frame, scale_token, scale_head;
     int32_t format, scale, block, width;
+
+    const uint8_t* at(Place place, int64_t head_number) const {
+        return rows + place.frame * frame + place.offset * token + head_number * head;
+    }
+    const uint8_t* scales_at(Place place, int64_t head_number) const {
+        return scales + place.frame * scale_frame + place.offset * scale_token + head_number * scale_head;
+    }
 };
 
 struct Call {
@@ -29,7 +40,7 @@ struct Call {
     Field key, key_tail, value;  // a key is that of both; without a `value`, it is the value too
     const int32_t *starts, *contexts, *frames, *parents;
     int64_t frame_row;  // entries of `frames` per sequence
-    const int64_t* slots;  // [rows, selected], in place of `frames`
+    const int64_t* slots;  // [rows, selected], in place of `frames`; a slot is frame * page_size + offset
     const uint8_t* hidden;
     int64_t sequences, rows, heads, kv_heads, page_size, window, selected;
     int32_t query_format, out_format, chunked, threads;
@@ -303,7 +314,7 @@ class Worker {
         read_queries(task);
         int64_t most = call.slots ? read_slots(task) : 0;
         int stop = call.slots ? int(most) : task.stop;
-        if (!call.slots) read_pages(task, task.first, std::min(block, stop - task.first), next_slots);
+        if (!call.slots) read_pages(task, task.first, std::min(block, stop - task.first), next_places);
         const int begin = call.slots ? 0 : task.first;
         for (int first = begin; first < stop; first += block) {
             int tokens = std::min(block, stop - first);
@@ -311,9 +322,9 @@ class Worker {
             if (call.slots) {
                 found = chosen.data() + first, found_next = found + block;
             } else {
-                std::copy_n(next_slots, tokens, slots);
-                read_pages(task, first + block, num_next, next_slots);
-                found = slots, found_next = next_slots;
+                std::copy_n(next_places, tokens, places);
+                read_pages(task, first + block, num_next, next_places);
+                found = places, found_next = next_places;
             }
             bool masks = !call.slots && masked(task, first, tokens);
             if (direct) score(task, tokens, first == begin);
@@ -331,10 +342,10 @@ class Worker {
     bool in_place, direct = false;
     bool paired = false, narrow = false;  // bfloat16 is multiplied as it is, where it is read in place
     float *queries, *outs, *scores, *rows, *columns, *values, *tops, *totals, *factors;
-    int64_t slots[PACKED], next_slots[PACKED];
-    const int64_t *found, *found_next;  // slots of the tokens of this block and of the next one
+    Place places[PACKED], next_places[PACKED];
+    const Place *found, *found_next;  // places of the tokens of this block and of the next one
     int num_next = 0;
-    std::vector<int64_t> chosen;
+    std::vector<Place> chosen;
     const uint8_t *key_at[DIRECT], *value_at[DIRECT], *next_at[DIRECT];
     static thread_local Scratch scratch;
 
@@ -359,19 +370,22 @@ class Worker {
 
     int64_t read_slots(const Task& task) {
         chosen.clear();
+        const uint32_t size = uint32_t(call.page_size);
         const int64_t row = plan.rows[task.rows_at];
         for (int64_t at = row * call.selected + task.first; at < row * call.selected + task.stop; at++)
-            if (!call.hidden[at]) chosen.push_back(call.slots[at]);
+            if (!call.hidden[at]) {
+                uint32_t slot = uint32_t(call.slots[at]);
+                chosen.push_back({int32_t(slot / size), int32_t(slot % size)});
+            }
         return int64_t(chosen.size());
     }
 
-    void read_pages(const Task& task, int first, int tokens, int64_t* slots) const {
+    void read_pages(const Task& task, int first, int tokens, Place* places) const {
         const int32_t* table = call.frames + task.sequence * call.frame_row;
         const int size = int(call.page_size);
         for (int i = 0; i < tokens;) {
             int page = (first + i) / size, offset = (first + i) % size;
-            int64_t slot = int64_t(table[page]) * size + offset;
-            for (int end = std::min(tokens, i + size - offset); i < end;) slots[i++] = slot++;
+            for (int end = std::min(tokens, i + size - offset); i < end;) places[i++] = {table[page], offset++};
         }
     }
 
@@ -399,9 +413,9 @@ class Worker {
     void score(const Task& task, int tokens, bool is_first) {
         const Field &key = call.key, &value = call.value;
         for (int i = 0; i < tokens; i++) {
-            key_at[i] = key.rows + found[i] * key.token + task.head * key.head;
-            value_at[i] = value.rows + found[i] * value.token + task.head * value.head;
-            next_at[i] = i < num_next ? key.rows + found_next[i] * key.token + task.head * key.head : key_at[i];
+            key_at[i] = key.at(found[i], task.head);
+            value_at[i] = value.at(found[i], task.head);
+            next_at[i] = i < num_next ? key.at(found_next[i], task.head) : key_at[i];
         }
         for (int i = 0; i < tokens && is_first; i++) prefetch(key_at[i], task.heads * key_bytes);
 #if defined(__AVX512BF16__)
@@ -443,10 +457,10 @@ class Worker {
         all_weighed<P>(m, weights, block, value_at, head * call.value.head, value_dim, tokens, out, value_up, factors, ahead);
     }
 
-    static void read_row(const Field& field, int64_t slot, int head, float* to) {
-        decode(field.rows + slot * field.token + head * field.head, field.format, field.width, to);
+    static void read_row(const Field& field, Place place, int head, float* to) {
+        decode(field.at(place, head), field.format, field.width, to);
         if (!field.block) return;
-        const uint8_t* scales = field.scales + slot * field.scale_token + head * field.scale_head;
+        const uint8_t* scales = field.scales_at(place, head);
         for (int at = 0; at < field.width; at += field.block) {
             float scale = scale_at(scales, field.scale, at / field.block);
             for (int i = at; i < at + field.block; i++) to[i] *= scale;

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.fields import PagedField
 from quire.kernels.page_arrays import PageArrays
+from quire.spec.kv_format import KVFormat
 from quire.spec.layout import DType
 
 FORMATS = {
@@ -28,8 +29,10 @@ _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c
 
 class _Field(ctypes.Structure):
     _fields_ = (
-        *((name, kind) for name, kind in (("rows", _P), ("token", _I64), ("head", _I64))),
-        *((name, kind) for name, kind in (("scales", _P), ("scale_token", _I64), ("scale_head", _I64))),
+        ("rows", _P),
+        *((name, _I64) for name in ("frame", "token", "head")),
+        ("scales", _P),
+        *((name, _I64) for name in ("scale_frame", "scale_token", "scale_head")),
         *((name, _I32) for name in ("format", "scale", "block", "width")),
     )
 
@@ -76,7 +79,8 @@ class NativeAttention:
         call.starts, call.contexts, call.frames = starts.ctypes.data, contexts.ctypes.data, frames.ctypes.data
         call.parents = None if parents is None else parents.ctypes.data
         call.frame_row, call.sequences, call.rows = frames.shape[1], len(contexts), int(starts[-1])
-        call.page_size, call.window, call.chunked = arrays.page_size, window, chunked
+        call.window, call.chunked = window, chunked
+        assert call.page_size == arrays.page_size, "frames have an entry for each token"
         wide = None if sinks is None else sinks.float().contiguous()
         call.sinks = None if wide is None else wide.data_ptr()
         return self._run(call, query, keep_lse=keep_lse)
@@ -105,11 +109,11 @@ class NativeAttention:
         assert key is not None
         call = _Call(query=query.data_ptr(), query_format=FORMATS[query.dtype], scale=scale, softcap=softcap or 0)
         call.query_row, call.query_head = (stride * query.element_size() for stride in query.stride()[:2])
-        call.key, call.kv_heads = _field(key)
+        call.key, call.page_size, call.kv_heads = _field(key)
         if tail is not None:
-            call.key_tail, _ = _field(tail)
+            call.key_tail, *_ = _field(tail)
         if value is not None:
-            call.value, _ = _field(value)
+            call.value, *_ = _field(value)
         call.heads, call.threads = query.shape[1], torch.get_num_threads()
         return call
 
@@ -123,23 +127,30 @@ class NativeAttention:
         return out, lse
 
 
-def _field(field: PagedField) -> tuple[_Field, int]:
-    """A field for the library, and its heads."""
-    assert field.stored is not None
-    rows, scales, kv_format = field.stored
-    if rows.dim() == 2:
-        rows, scales = rows.unsqueeze(1), None if scales is None else scales.unsqueeze(1)
-    size, width = rows.element_size(), rows.shape[2]
-    found = _Field(rows=rows.data_ptr(), token=rows.stride(0) * size, head=rows.stride(1) * size, width=width)
+def _field(field: PagedField) -> tuple[_Field, int, int]:
+    """A field for the library, the entries of a frame, and heads: the same in each call, since pools do not move."""
+    known: tuple[_Field, int, int] | None = field.kept.get(_Field)
+    if known is None:
+        known = field.kept[_Field] = _new_field(*field.stored)
+    return known
+
+
+def _new_field(rows: Tensor, scales: Tensor | None, kv_format: KVFormat | None) -> tuple[_Field, int, int]:
+    if rows.dim() == 3:
+        rows, scales = rows.unsqueeze(2), None if scales is None else scales.unsqueeze(2)
+    width = rows.shape[3]
+    found = _Field(rows=rows.data_ptr(), width=width)
+    found.frame, found.token, found.head = (stride * rows.element_size() for stride in rows.stride()[:3])
     if kv_format is not None and kv_format.bits == 4:
         found.format, found.width = _E2M1, 2 * width
     else:
         found.format = FORMATS[rows.dtype]
     if scales is not None and kv_format is not None:
-        size = scales.element_size()
         found.scales, found.scale, found.block = scales.data_ptr(), _SCALES[kv_format.scale], kv_format.block
-        found.scale_token, found.scale_head = scales.stride(0) * size, scales.stride(1) * size
-    return found, rows.shape[1]
+        found.scale_frame, found.scale_token, found.scale_head = (
+            stride * scales.element_size() for stride in scales.stride()[:3]
+        )
+    return found, rows.shape[1], rows.shape[2]
 
 
 def _int32(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.moves import HostEntries, Pieces
-from quire.kernels.segments import Slots
+from quire.kernels.slots import Slots
 from quire.kernels.triton.numbers import device_of
 from quire.upload import to_device
 

@@ -228,8 +228,9 @@ class StoredField:
     __slots__ = ("arguments", "block", "format", "heads", "scale", "wide", "width")
 
     def __init__(self, field: PagedField) -> None:
-        assert field.stored is not None
-        rows, scales, kv_format = field.stored
+        frames, scale_frames, kv_format = field.stored
+        rows, scales = (None if part is None else part.view(-1, *part.shape[2:]) for part in (frames, scale_frames))
+        assert rows is not None
         if rows.dim() == 2:
             rows, scales = rows.unsqueeze(1), None if scales is None else scales.unsqueeze(1)
         packed = kv_format is not None and kv_format.bits == 4

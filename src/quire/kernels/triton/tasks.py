@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire import upload
 from quire.kernels.page_arrays import PageArrays
-from quire.kernels.segments import Slots, Trees, flatten_ranges
+from quire.kernels.slots import Slots, flatten_ranges
 
 MIN_PIECE = 256
 """Keys from which a task is cut."""
@@ -186,7 +186,7 @@ class _Sight:
         owners = np.repeat(np.arange(len(counts)), counts)
         pasts = (contexts - counts)[owners]
         highs = pasts + np.arange(starts[-1]) - starts[owners]
-        trees = None if arrays.parents is None else Trees.of(arrays.parents, starts)
+        trees = arrays.trees
         positions = highs if trees is None else pasts + trees.depths
         if not window:
             lows = np.zeros_like(positions)

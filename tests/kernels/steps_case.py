@@ -1,27 +1,25 @@
-"""Random steps of sequences on a pool, planned by a planner that is kept, by a fresh one, and read the slow way."""
+"""Random steps of sequences on a pool, by one backend, beside the slow way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels import planner, segments
+from quire.kernels import reference, tiles
 from quire.kernels.attention import paged_attention
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
-from quire.kernels.planner import AttentionPlanner
-from quire.kernels.suffixes import Suffixes
 from tests.kernels.paged_case import in_tree
 
-SMALL = {"MIN_SHARED_TOKENS": 16, "MIN_RUN": 8, "MAX_RUN": 64, "MAX_GATHER": 32, "MAX_BATCHED": 128, "BLOCK_ROWS": 8}
+SMALL_TILES = {"MAX_SHARED_ROWS": 8, "WINDOW_ROWS": 8}
+SMALL = {"MOST_TOKENS": 128, "MOST_PAIRS": 1500, "MOST_SCORES": 4000}
 """Sizes at which a context of a hundred tokens meets every case."""
 KV_HEADS, GROUP, DIM = 2, 2, 8
 TOLERANCE = 1e-5
@@ -41,18 +39,17 @@ class Sequence:
 class Steps:
     """A pool in which all that no sequence holds is NaN, and sequences that grow, share, come and go on it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, backend: AttentionBackend) -> None:
+        self.backend = backend
         self.random = np.random.default_rng(seed)
         torch.manual_seed(seed)
         self.page_size = int(self.random.choice([1, 4, 16]))
         self.window = int(self.random.choice([0, 0, 6, 20, 48, 150]))
         self.chunked = bool(self.window and self.random.random() < 0.3)
         self.scattered = self.random.random() < 0.6
-        self.mirrored = self.random.random() < 0.3
         self.pool = torch.full((2, 2400 // self.page_size, self.page_size, KV_HEADS, DIM), torch.nan)
         self.held = np.arange(self.pool.shape[1]) == 0
         self.running: list[Sequence] = []
-        self.planner = AttentionPlanner()
 
     def run(self, steps: int) -> None:
         """That many steps. Raises AssertionError where an answer differs."""
@@ -68,8 +65,8 @@ class Steps:
     @contextmanager
     def _small(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(patch.multiple(segments, **SMALL))
-            stack.enter_context(patch.object(planner, "Suffixes", partial(Suffixes, mirrored=self.mirrored)))
+            stack.enter_context(patch.multiple(tiles, **SMALL_TILES))
+            stack.enter_context(patch.multiple(reference, **SMALL))
             yield
 
     # What happens between steps
@@ -144,19 +141,16 @@ class Steps:
         if not sum(count for _, count in present):
             return
         query = torch.randn(sum(count for _, count in present), KV_HEADS * GROUP, DIM)
-        kept = self._attend(query, present, self.planner)
-        fresh = self._attend(query, present, None)
         rows = query.split([count for _, count in present])
         wanted = torch.cat([self._expected(own, *one) for own, one in zip(rows, present, strict=True)])
-        for name, found in (("kept", kept), ("fresh", fresh)):
-            error = float((found.double() - wanted).abs().max())
-            assert error < TOLERANCE, f"the {name} plan is off by {error}"
+        error = float((self._attend(query, present).double() - wanted).abs().max())
+        assert error < TOLERANCE, f"{self.backend.about()} is off by {error}"
         for sequence, count in present:
             self._accept(sequence, count)
             self._forget(sequence)
         self._erase()
 
-    def _attend(self, query: Tensor, present: list[tuple[Sequence, int]], kept: AttentionPlanner | None) -> Tensor:
+    def _attend(self, query: Tensor, present: list[tuple[Sequence, int]]) -> Tensor:
         size = self.page_size
         width = max(len(sequence.frames) for sequence, _ in present)
         frames = self.random.integers(0, 5, (len(present), width + 1)).astype(np.int32)  # what is behind them is stale
@@ -174,14 +168,11 @@ class Steps:
             frames=frames,
             slots=np.array(slots, dtype=np.int32),
             page_size=size,
-            planner=kept or AttentionPlanner(),
-            backend=AttentionBackend("torch"),
-            ids=np.array([sequence.row for sequence, _ in present], dtype=np.int64),
+            backend=self.backend,
             parents=np.array(parents, dtype=np.int32) if any(sequence.tree for sequence, _ in present) else None,
         )
-        keys, values = (part.flatten(0, 1)[slots] for part in self.pool)
         fields = KVFields(*(PagedField(part) for part in self.pool))
-        return paged_attention(query, keys, values, fields, batch, scale=0.3, window=self.window, chunked=self.chunked)
+        return paged_attention(query, fields, batch, scale=0.3, window=self.window, chunked=self.chunked)
 
     def _expected(self, query: Tensor, sequence: Sequence, count: int) -> Tensor:
         """One softmax per row and head over all of the row's keys, in float64, from what was once written."""
@@ -250,6 +241,6 @@ class Steps:
         self.pool[:, torch.from_numpy(~self.held)] = torch.nan
 
 
-def check_plans(seed: int) -> None:
-    """One life of a planner."""
-    Steps(seed).run(40)
+def check_steps(seed: int, backend: AttentionBackend) -> None:
+    """Forty steps."""
+    Steps(seed, backend).run(40)
