@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quire.kernels.sdpa import native_on_cpu
-from quire.models.linear import CLOSE
+from quire.models.linear import CLOSE, native_on_cpu
 
 BUNDLED = {"q, k, v": (256, 512), "gate, up": (256, 1408), "down": (704, 256), "output": (256, 2048)}
 LARGER = {"q, k, v": (512, 1024), "gate, up": (512, 2560), "down": (1280, 512), "output": (512, 32000)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.sdpa import native_on_cpu
+from quire.models.linear import native_on_cpu
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench"
