@@ -136,7 +136,9 @@ class Steps:
             counts.append(int(self.random.choice([0, 1, 2, 7, 40])) if odd or not len(sequence.keys) else usual)
             self._write(sequence, counts[-1])
             branches = counts[-1] > 1 and not self.chunked and self.random.random() < 0.4
-            sequence.tree = [int(self.random.integers(max(-1, row - 3), row)) for row in range(counts[-1])] if branches else []
+            sequence.tree = (
+                [int(self.random.integers(max(-1, row - 3), row)) for row in range(counts[-1])] if branches else []
+            )
         present = [(sequence, count) for sequence, count in zip(part, counts, strict=True) if len(sequence.keys)]
         if not sum(count for _, count in present):
             return

@@ -129,7 +129,8 @@ class AttentionBackend:
     def about(self) -> str:
         """A line for people: what computes attention, and why."""
         if lacks := self._lacks():
-            return f"torch's operators; {lacks}"
+            slow = "" if self._chosen == "torch" else " They are slower, most of all where sequences share a prefix."
+            return f"torch's operators; {lacks}{slow}"
         if self._word == "native":
             return "native kernel, compiled for this CPU"
         return f"Triton kernels, compiled for {_name_of(self._device)} when they are first used"
