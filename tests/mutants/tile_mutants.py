@@ -65,8 +65,3 @@ def rows_see_one_token_too_far(patch: Patch) -> None:
 @mutant("tiles", "a draft sees drafts of other branches")
 def rows_see_other_branches(patch: Patch) -> None:
     patch.setattr(Trees, "sight", lambda trees, rows, numbers: np.bool_(True))
-
-
-@mutant("tiles", "drafts in a window are as far from its begin as they are from the first draft")
-def drafts_have_the_positions_of_their_slots(patch: Patch) -> None:
-    patch.setattr(_Cutting, "_key_positions", lambda cutting, sequences, columns: columns)
