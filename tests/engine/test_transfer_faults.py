@@ -14,6 +14,7 @@ import pytest
 
 from quire.cache.hold import Hold, Reason
 from quire.engine.core import EngineCore
+from quire.engine.health import stuck
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
 from quire.offload.tiering import Moving
@@ -46,11 +47,12 @@ def alone() -> list[list[int]]:
 
 
 @contextmanager
-def pair(*, fault: Fault | None = None) -> Iterator[list[EngineCore]]:
+def pair(*, fault: Fault | None = None, connector: str = "memory", **settings: Any) -> Iterator[list[EngineCore]]:
     """A decode and a prefill engine. Every write has this fault."""
     faults = Faults((), [lambda rng: fault or Fault()])
     with faulty(faults):
-        common: dict[str, Any] = {"page_size": PAGE, "transfer_connector": "memory", "max_num_batched_tokens": 16}
+        common: dict[str, Any] = {"page_size": PAGE, "transfer_connector": connector, "max_num_batched_tokens": 16}
+        common |= settings
         prefill = prefill_engine(tiny(), num_tokens=640, **common)
         decode = decode_engine(tiny(), [prefill], num_tokens=640, **common)
         faults.rate = 1.0 if fault is not None else 0.0
@@ -344,3 +346,26 @@ def test_parts_after_one_that_is_not_computed_are_not_looked_for() -> None:
         side.settle()
         assert looks == [0, 0], "once for each prompt"
         side.lost("stranger")
+
+
+@pytest.mark.parametrize("failing", ["control", "connector"])
+def test_a_network_thread_that_fails_is_seen_and_ends_what_was_asked(failing: str) -> None:
+    """At once, and not at the deadline of the request."""
+    with pair(connector="tcp", transfer_seconds=3000.0) as (decode, prefill):
+        assert decode.transfer is not None and not list(stuck(decode.statistics()))
+        add(decode, "mine")
+        until(lambda: prefill.transfer and prefill.transfer.prefill.ids, decode, prefill)
+        loop = (decode.transfer._control if failing == "control" else decode.transfer.connector)._loop  # type: ignore
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "resume", lambda connection: 1 // 0)
+            loop.call(lambda: 1 // 0)
+            assert until(lambda: not decode.has_work(), decode)["mine"] == alone()[0]
+        cause = {"control": "unreachable", "connector": "connector"}[failing]
+        (counts,) = transfer_of(decode)["received"].values()
+        assert counts["fallbacks"] == {cause: 1}
+        assert list(transfer_of(decode)["failed_threads"]) == [failing]
+        said = [each for each in stuck(decode.statistics()) if each.startswith(f"transfer {failing}: ")]
+        assert len(said) == 1 and "ZeroDivisionError" in said[0]
+        add(decode, "later", 1)
+        assert until(lambda: not decode.has_work(), decode)["later"] == alone()[1], "nothing is asked any more"
+        assert transfer_of(decode)["asks"] == 1

@@ -314,8 +314,8 @@ def cut(pair: Pair) -> None:
     """The connection breaks; both sides learn it."""
     if pair.faults.happened["late"]:
         return  # a late write after a closed connection is one of a peer that lied
-    links = getattr(pair.node(pair.decode)._control, "_links")  # noqa: B009 - of the thread
-    for link in list(links):
+    loop = getattr(pair.node(pair.decode)._control, "_loop")  # noqa: B009 - of the thread
+    for link in list(loop.connections):
         with suppress(OSError):
             link.socket.shutdown(2)
 

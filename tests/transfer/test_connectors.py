@@ -20,15 +20,19 @@ import psutil
 import pytest
 
 from quire.errors import ConnectorError, InvalidInput
+from quire.transfer import network
 from quire.transfer.connector import Connector, Progress
 from quire.transfer.connectors import registry
+from quire.transfer.connectors.one_sided import OneSided, Place
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
-from quire.transfer.spans import Memory, Spans, batches, join
+from quire.transfer.handshake import VERSION, SecretProof
+from quire.transfer.spans import Memory, Runs, Spans, batches, join
 from tests.transfer.connector_contract import ConnectorContract
 from tests.transfer.memory_connector import Fault, MemoryConnector
 
 SECRET = b"a shared secret"
+GREETING = SecretProof.protocol + VERSION.to_bytes(2, "little")
 
 
 def can_import(*names: str) -> bool:
@@ -118,9 +122,9 @@ def call(receiver: TcpConnector) -> socket.socket:
 def is_refused(receiver: TcpConnector, count: int, seconds: float = 30.0) -> bool:
     """Whether so many connections are counted, in time."""
     gives_up = time.monotonic() + seconds
-    while receiver.refused < count and time.monotonic() < gives_up:
+    while receiver.refused.total() < count and time.monotonic() < gives_up:
         time.sleep(0.001)
-    return receiver.refused == count
+    return receiver.refused.total() == count
 
 
 def still_works(receiver: TcpConnector) -> None:
@@ -157,11 +161,12 @@ def test_tcp_refuses_another_secret(receiver: TcpConnector) -> None:
 def greeted(receiver: TcpConnector, nonce: bytes) -> tuple[socket.socket, bytes]:
     """A connection of a stranger that has said this nonce, and the receiver's."""
     stranger = call(receiver)
-    stranger.sendall(b"QTCP1\0\0\0" + nonce)
+    stranger.sendall(GREETING + nonce)
     answer = b""
-    while len(answer) < 32:
-        answer += stranger.recv(32 - len(answer))
-    return stranger, answer
+    while len(answer) < 48:
+        answer += stranger.recv(48 - len(answer))
+    assert answer[:16] == GREETING
+    return stranger, answer[16:]
 
 
 def test_tcp_says_nothing_of_the_secret_before_the_proof(receiver: TcpConnector) -> None:
@@ -184,7 +189,9 @@ def test_tcp_refuses_a_proof_that_was_heard(receiver: TcpConnector) -> None:
     for count in (0, 1):
         stranger, theirs = greeted(receiver, nonce)
         with stranger:
-            proof = proof or hmac.digest(SECRET, b"QTCP1\0\0\0writer" + theirs + nonce + b"receiver", "sha256")
+            proof = proof or hmac.digest(
+                SECRET, SecretProof.protocol + b"dialer" + nonce + theirs + b"receiver", "sha256"
+            )
             stranger.sendall(proof)
             assert bool(stranger.recv(1)) is (count == 0)
         if count:
@@ -193,7 +200,8 @@ def test_tcp_refuses_a_proof_that_was_heard(receiver: TcpConnector) -> None:
 
 
 def test_tcp_bounds_strangers_in_number_and_time(receiver: TcpConnector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.transfer.connectors.tcp._HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(network, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(network, "MOST_UNPROVEN", 16)
     silent = [call(receiver) for _ in range(20)]
     assert is_refused(receiver, 20)
     for stranger in silent:
@@ -201,7 +209,8 @@ def test_tcp_bounds_strangers_in_number_and_time(receiver: TcpConnector, monkeyp
     still_works(receiver)
 
 
-def test_tcp_admits_a_peer_beside_many_strangers(receiver: TcpConnector) -> None:
+def test_tcp_admits_a_peer_beside_many_strangers(receiver: TcpConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "MOST_UNPROVEN", 16)
     silent = [call(receiver) for _ in range(40)]
     still_works(receiver)
     for stranger in silent:
@@ -326,6 +335,7 @@ def test_a_connector_without_credentials_is_not_reached_from_elsewhere_unless_to
 _LISTENS = """
 import sys
 import numpy as np, psutil
+from quire.transfer.connectors.one_sided import OneSided, Place
 from quire.transfer.connectors.registry import open_connector
 connector = open_connector("nixl", np.zeros(4096, np.uint8), name="me", host=sys.argv[1])
 each = psutil.Process().net_connections("inet")
@@ -402,3 +412,50 @@ def test_tcp_listens_on_ipv6_and_looks_up_no_name() -> None:
     finally:
         for each in (first, second, local):
             each.close()
+
+
+def test_tcp_ends_its_writes_when_its_thread_fails(receiver: TcpConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TcpConnector(np.full(100_000, 3, np.uint8), name="writer", secret=SECRET)
+    target = receiver.open(1, SPANS)
+    assert ended(writer, receiver, 1, target) is Progress.LANDED and not writer.problem
+    monkeypatch.setattr(writer._loop, "resume", lambda connection: 1 // 0)
+    writes = [writer.write("receiver", 1, SPANS, target) for _ in range(3)]
+    while any(each.poll() is Progress.PENDING for each in writes):
+        time.sleep(0.001)
+    assert writer.problem.startswith("ZeroDivisionError")
+    assert all("ZeroDivisionError" in each.error for each in writes)
+    assert ended(writer, receiver, 1, target) is Progress.FAILED
+    writer.close()
+
+
+class Copying(OneSided):
+    """A library that fails as no error of its own says."""
+
+    kind = "copying"
+    most_runs, most_bytes = 4, 1 << 20
+
+    def _start(self) -> bytes:
+        return b"here"
+
+    def _attach(self, place: Place) -> str:
+        return place.name
+
+    def _begin(self, remote: str, runs: Runs) -> object:
+        raise ZeroDivisionError("of the library")
+
+    def _stop(self) -> None:
+        pass
+
+
+def test_the_thread_of_a_library_that_fails_says_so() -> None:
+    connector = Copying(np.zeros(100_000, np.uint8), name="me")
+    connector.connect("me", connector.address())
+    target = connector.open(1, SPANS)
+    connector.write("me", 1, SPANS, target)
+    while not connector.problem:
+        time.sleep(0.001)
+    assert connector.problem == "ZeroDivisionError: of the library"
+    assert connector.write("me", 1, SPANS, target).poll() is Progress.FAILED
+    with pytest.raises(ConnectorError, match="closed"):
+        connector.connect("me", connector.address())
+    connector.close()

@@ -15,6 +15,7 @@ import pytest
 
 from quire.errors import AddressInUse, InvalidInput
 from quire.transfer import control as module
+from quire.transfer import network
 from quire.transfer.address import Address, format_address, parse_address
 from quire.transfer.control import Arrived, Closed, Connected, Control, Silent, Speaks, Unreachable
 from quire.transfer.handshake import VERSION, Handshake
@@ -154,7 +155,7 @@ def test_a_peer_that_starts_later_is_found() -> None:
 def test_an_address_that_can_be_no_name_is_a_problem_of_its_own() -> None:
     with control(DECODE, listen=None, peers=[("a..b", 1)]) as decode:
         until(lambda: "idna" in decode.control.problems().get(("a..b", 1), ""))
-        assert decode.control._thread.is_alive()
+        assert decode.control._loop.thread.is_alive() and not decode.control.problem
 
 
 def test_waiting_between_attempts_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +201,8 @@ def test_strangers_are_refused_and_counted_and_nothing_else_changes(stranger: st
 
 
 def test_half_open_connections_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
-    monkeypatch.setattr(module, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(network, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(network, "MOST_UNPROVEN", 4)
     with control(PREFILL) as prefill:
         strangers = [raw(address_of(prefill)) for _ in range(6)]
         until(lambda: prefill.control.refused == {"too many": 2, "timeout": 4})
@@ -214,9 +215,9 @@ def test_half_open_connections_end_and_are_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_peer_gets_in_beside_any_number_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_S", LONG_S)
+    monkeypatch.setattr(network, "HANDSHAKE_S", LONG_S)
     with control(PREFILL) as prefill:
-        strangers = [raw(address_of(prefill)) for _ in range(module.MOST_STRANGERS)]
+        strangers = [raw(address_of(prefill)) for _ in range(network.MOST_UNPROVEN)]
         with control(DECODE, listen=None, peers=[address_of(prefill)]):
             prefill.wait(Connected, 5.0)
         assert prefill.control.refused["too many"] >= 1
@@ -398,3 +399,39 @@ def test_an_address_is_read_as_it_is_written(text: str) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ValueError, match="is not HOST:PORT"):
         parse_address(text)
+
+
+def test_a_thread_that_cannot_start_is_a_problem_of_its_address_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, start = [True], threading.Thread.start
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name == "quire-resolve" and refused[0]:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with control(PREFILL) as prefill, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+        until(lambda: decode.control.problems() == {address_of(prefill): "can't start new thread"})
+        refused[0] = False
+        decode.wait(Connected)
+        assert decode.control.problems() == {} and not decode.control.problem
+
+
+def test_a_thread_that_fails_says_so_and_its_peers_are_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of a decode engine stays open: its end would prove that the writes to it have ended."""
+    with control(PREFILL) as prefill, shaken(address_of(prefill)) as made:
+        prefill.wait(Connected)
+        monkeypatch.setattr(prefill.control._loop, "_tick", lambda now: 1 // 0)
+        assert prefill.wait(Unreachable) == Unreachable(
+            DECODE.peer, False, "its network thread has failed: ZeroDivisionError: integer division or modulo by zero"
+        )
+        assert prefill.control.problem.startswith("ZeroDivisionError")
+        until(lambda: not prefill.control._loop.thread.is_alive())
+        assert not prefill.control.send(DECODE.peer, Granted(1))
+        made.settimeout(0.3)
+        assert not is_closed(made)
+        with pytest.raises(ConnectionRefusedError):
+            raw(address_of(prefill))
+        prefill.control.close()
+        made.settimeout(LONG_S)
+        assert is_closed(made)

@@ -37,3 +37,5 @@ def stuck(statistics: dict[str, Any]) -> Iterator[str]:
         yield f"store: it answers no {kind}"
     for peer, problem in transfer.get("problems", {}).items():
         yield f"peer {peer}: {problem}"
+    for name, problem in transfer.get("failed_threads", {}).items():
+        yield f"transfer {name}: its thread has failed: {problem}"

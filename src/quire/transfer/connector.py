@@ -52,6 +52,11 @@ class Connector(Protocol):
     kind: ClassVar[str]
     """Its name in the registry. Peers must have the same."""
 
+    @property
+    def problem(self) -> str:
+        """Why it moves nothing any more; "" while it may."""
+        return ""
+
     def address(self) -> bytes:
         """What a peer needs to connect."""
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import selectors
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, get_args
 
 import msgspec
@@ -32,18 +32,16 @@ from quire.errors import AddressInUse, InvalidInput, PeerRefused
 from quire.transfer.address import Address, format_address
 from quire.transfer.handshake import Foreign, Handshake, Hello, Identity, Role, frame, take_frame
 from quire.transfer.messages import MOST_FRAME_BYTES, Message, Request, decode_answer, decode_request, encode
+from quire.transfer.network import READ, WRITE, Connection, NetworkLoop, Steps, dial, shake
 
 logger = logging.getLogger(__name__)
 
 _Resolved = tuple[socket.AddressFamily, socket.SocketKind, Any]
-"""Of a name: family, kind, and what `socket.connect` takes."""
+"""Family and kind of a socket, and what its `connect` takes."""
 
 BEAT_S: Final = 0.5
 SILENT_S: Final = 2.0
-HANDSHAKE_S: Final = 5.0
 MOST_QUEUED_BYTES: Final = 256 << 20
-MOST_STRANGERS: Final = 64
-"""Accepted connections whose handshake has not succeeded. One more ends the oldest."""
 
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 2.0
 _TICK_S = 0.1
@@ -120,22 +118,21 @@ class _Target:
     unproven: str = ""  # a peer that was here and may still write
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """A connection."""
+class _PeerConnection(Connection):
+    """A connection with a peer, which has a name after the handshake."""
 
-    socket: socket.socket
-    target: _Target | None  # None if it was accepted
-    handshake: Handshake
-    since: float
-    heard: float
-    peer: str = ""  # after the handshake
-    is_silent: bool = False
-    outbox: bytearray = field(default_factory=bytearray)  # messages; guarded by the lock
-
-    @property
-    def dialed(self) -> bool:
-        return self.target is not None
+    def __init__(self, made: socket.socket, target: _Target | None) -> None:
+        super().__init__(made, dialed=target is not None)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.target = target
+        self.peer = ""
+        self.theirs: Hello | None = None  # before it is admitted
+        self.read_at = time.monotonic()
+        self.is_silent = False
+        self.outbox = bytearray()  # messages; guarded by the lock
 
 
 class Control:
@@ -154,28 +151,38 @@ class Control:
     ) -> None:
         if not secret:
             raise InvalidInput("engines exchange pages only with a shared secret.", fix="set --transfer-secret.")
-        self.refused: Counter[str] = Counter()  # connections, by reason; for a PeerRefused its field
         self._hello = hello
         self._secret = secret
         self._wake = wake
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._drained: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._links: set[_Link] = set()
-        self._peers: dict[tuple[str, bool], _Link] = {}  # by name and `dialed`, after the handshake
-        self._undrained: dict[str, _Link] = {}  # lost, accepted
+        self._peers: dict[tuple[str, bool], _PeerConnection] = {}  # by name and `dialed`, after the handshake
+        self._lost: dict[str, _PeerConnection] = {}  # accepted ones, until `drained`
         self._targets = [_Target(address) for address in peers]
-        self._selector = selectors.DefaultSelector()
-        self._listener = _listen(listen) if listen is not None else None
-        self.address: Address | None = self._listener.getsockname()[:2] if self._listener is not None else None
-        self._waker, self._woken = socket.socketpair()
-        for each in (self._waker, self._woken):
-            each.setblocking(False)
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="quire-control", daemon=True)
-        self._thread.start()
+        self._next_beat = self._ticked = 0.0
+        listener = _listen(listen) if listen is not None else None
+        self.address: Address | None = listener.getsockname()[:2] if listener is not None else None
+        self._loop = NetworkLoop[_PeerConnection](
+            "quire-control",
+            listener,
+            accept=lambda made: self._connection(made, None),
+            lose=self._lose,
+            tick=self._tick,
+            tick_s=_TICK_S,
+        )
+        self._loop.thread.start()
 
     # -- any thread
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Connections that were refused, by reason; for a PeerRefused its field."""
+        return self._loop.refused
+
+    @property
+    def problem(self) -> str:
+        """Why there are no connections any more; "" while there may be."""
+        return self._loop.problem
 
     def events(self) -> list[Event]:
         """Everything that happened since the last call, in order."""
@@ -191,15 +198,20 @@ class Control:
         encoded = frame(encode(message))
         with self._lock:
             link = self._peers.get((peer, isinstance(message, _REQUESTS)))
-            if link is not None:
-                link.outbox += encoded
-        self._interrupt()
-        return link is not None
+            if link is None:
+                return False
+            link.outbox += encoded
+        return self._loop.call(partial(self._loop.resume, link))
 
     def drained(self, peer: str) -> None:
         """No write to this lost peer is in flight any more: it may connect again."""
-        self._drained.put(peer)
-        self._interrupt()
+
+        def close() -> None:
+            link = self._lost.pop(peer, None)
+            if link is not None:
+                link.socket.close()
+
+        self._loop.call(close)
 
     def set_identity(self, identity: Identity) -> None:
         """What later handshakes compare; connections remain."""
@@ -216,62 +228,36 @@ class Control:
     def close(self) -> None:
         """Close all connections. Only after the writes of this engine have ended: peers take it for a proof. A second
         call does nothing."""
-        self._is_closing = True
-        self._interrupt()
-        self._thread.join()
-
-    def _interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # it is awake already, or closed
-            self._waker.send(b"x")
+        self._loop.close()
+        for link in self._lost.values():
+            link.socket.close()
 
     # -- the thread
 
-    def _run(self) -> None:
-        selector = self._selector
-        selector.register(self._woken, selectors.EVENT_READ)
-        if self._listener is not None:
-            selector.register(self._listener, selectors.EVENT_READ)
-        last = time.monotonic()
-        next_beat = 0.0
-        while not self._is_closing:
-            for key, events in selector.select(_TICK_S):
-                if key.data is not None:
-                    self._serve(key.data, events)
-                elif key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._woken.recv(4096)
-            now = time.monotonic()
-            was_stopped, last = now - last > SILENT_S / 2, now  # then what the peers sent is not read yet
-            if now >= next_beat:
-                next_beat = now + BEAT_S
+    def _tick(self, now: float) -> None:
+        was_stopped, self._ticked = now - self._ticked > SILENT_S / 2, now  # then what the peers sent is not read yet
+        beats = now >= self._next_beat
+        if beats:
+            self._next_beat = now + BEAT_S
+        for link in list(self._peers.values()):
+            if beats and not link.outbox:
                 with self._lock:
-                    for link in self._peers.values():
-                        link.outbox += frame(b"") if not link.outbox else b""
-            self._tick(now, was_stopped=was_stopped)
-        for each in (*self._links, *self._undrained.values()):
-            each.socket.close()
-        for other in (self._waker, self._woken, *([self._listener] if self._listener is not None else ())):
-            other.close()
-        selector.close()
-
-    def _tick(self, now: float, *, was_stopped: bool) -> None:
-        while not self._drained.empty():
-            link = self._undrained.pop(self._drained.get(), None)
-            if link is not None:
-                link.socket.close()
-        for link in list(self._links):
-            if not link.peer and now - link.since > HANDSHAKE_S:
-                self._refuse(link, "timeout")
-            elif link.peer and not link.is_silent and not was_stopped and now - link.heard > SILENT_S:
+                    link.outbox += frame(b"")
+            if not link.is_silent and not was_stopped and now - link.read_at > SILENT_S:
                 link.is_silent = True
                 self._put(Silent(link.peer, link.dialed))
             elif len(link.outbox) > MOST_QUEUED_BYTES:
-                self._lose(link, Unreachable(link.peer, link.dialed, "it takes no messages"))
-            elif link.outbox or link.handshake.outbox:
-                self._serve(link, selectors.EVENT_WRITE)
+                self._loop.drop(link, OSError("it takes no messages"))
+            elif link.outbox:
+                self._loop.resume(link)
+        self._seek()
+
+    def _seek(self) -> None:
+        """Connect to the addresses without a connection whose time it is."""
+        now = time.monotonic()
+        connected = {link.target for link in self._loop.connections}
         for target in self._targets:
-            if target.is_resolving or any(link.target is target for link in self._links):
+            if target.is_resolving or target in connected:
                 continue
             if target.resolved:
                 self._connect(target)
@@ -282,20 +268,10 @@ class Control:
         target.next_try = now + target.backoff_s
         target.backoff_s = min(2 * target.backoff_s, _MOST_BACKOFF_S)
         target.is_resolving = True
-        threading.Thread(target=self._resolve, args=(target,), name="quire-resolve", daemon=True).start()
-
-    def _connect(self, target: _Target) -> None:
-        family, kind, address = target.resolved.pop(0)
         try:
-            made = socket.socket(family, kind)
-            made.setblocking(False)
-            made.connect_ex(address)
-        except OSError as error:
-            target.problem = str(error)
-            return
-        link = self._add(made, target)
-        link.handshake.advance()
-        self._watch(link)
+            threading.Thread(target=self._resolve, args=(target,), name="quire-resolve", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads now
+            target.problem, target.is_resolving = str(error), False
 
     def _resolve(self, target: _Target) -> None:
         """On a thread of its own: a name server may take minutes."""
@@ -306,99 +282,79 @@ class Control:
         else:
             target.resolved = [(family, kind, address) for family, kind, _, _, address in found]
         target.is_resolving = False
-        self._interrupt()
+        self._loop.call(self._seek)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _connect(self, target: _Target) -> None:
+        family, kind, address = target.resolved.pop(0)
         try:
-            made, _ = self._listener.accept()
-        except BlockingIOError:
-            return  # it has gone already
-        except OSError:
-            time.sleep(0.01)  # for lack of file descriptors: it stays readable
+            made = socket.socket(family, kind)
+        except OSError as error:
+            target.problem = str(error)
             return
-        strangers = [link for link in self._links if not link.peer and not link.dialed]
-        if len(strangers) >= MOST_STRANGERS:  # a peer needs milliseconds, and must get in beside any number of others
-            self._refuse(min(strangers, key=lambda link: link.since), "too many")
-        made.setblocking(False)
-        self._watch(self._add(made, None))
+        self._loop.add(self._connection(made, target, address))
 
-    def _add(self, made: socket.socket, target: _Target | None) -> _Link:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        now = time.monotonic()
-        admit = self._admit_accepted if target is None else self._admit_dialed
-        link = _Link(
-            made, target, Handshake(self._hello, self._secret, dials=target is not None, admit=admit), now, now
-        )
-        self._links.add(link)
-        self._selector.register(made, selectors.EVENT_READ, link)
+    def _connection(self, made: socket.socket, target: _Target | None, address: Any = None) -> _PeerConnection:
+        link = _PeerConnection(made, target)
+        link.steps = self._steps(link, address)
         return link
 
-    def _watch(self, link: _Link) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox or link.handshake.outbox else 0)
-        self._selector.modify(link.socket, wanted, link)
-
-    def _serve(self, link: _Link, events: int) -> None:
-        if link not in self._links:
-            return  # lost earlier in this round
+    def _steps(self, link: _PeerConnection, address: Any) -> Steps:
         try:
-            if events & selectors.EVENT_READ:
-                self._read(link)
-            self._write(link)
-            self._watch(link)
-        except (ConnectionResetError, BrokenPipeError, EOFError):
-            self._lose(link, Closed(link.peer, link.dialed))
-        except OSError as error:
-            self._lose(link, Unreachable(link.peer, link.dialed, str(error)))
+            if link.dialed:
+                yield from dial(link.socket, address)
+            yield from self._shake(link)
+            self._connected(link)
+            inbox = bytearray()
+            while True:
+                yield READ | (WRITE if link.outbox else 0)
+                self._read(link, inbox)
+                with self._lock, contextlib.suppress(BlockingIOError):
+                    if link.outbox:
+                        del link.outbox[: link.socket.send(link.outbox)]
         except PeerRefused as error:
-            self._refuse(link, error.field, str(error))
-        except (Foreign, InvalidInput) as error:
-            self._refuse(link, str(error) if isinstance(error, Foreign) else "malformed")
+            raise Foreign(error.field, str(error)) from error
+        except InvalidInput as error:
+            raise Foreign("malformed") from error
 
-    def _read(self, link: _Link) -> None:
-        read = link.socket.recv(_READ_BYTES)
+    def _shake(self, link: _PeerConnection) -> Steps:
+        def admit(theirs: Hello) -> str:
+            link.theirs = theirs
+            return self._admit_dialed(theirs) if link.dialed else self._admit_accepted(theirs)
+
+        yield from shake(link.socket, Handshake(self._hello, self._secret, dials=link.dialed, admit=admit))
+
+    def _read(self, link: _PeerConnection, inbox: bytearray) -> None:
+        try:
+            read = link.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
         if not read:
             raise EOFError
-        link.heard = time.monotonic()
+        link.read_at = time.monotonic()
         if link.is_silent:
             link.is_silent = False
             self._put(Speaks(link.peer, link.dialed))
-        inbox = link.handshake.inbox
         inbox += read
-        if not link.peer:
-            if not link.handshake.advance():
-                return
-            self._connected(link)
         while (payload := take_frame(inbox, MOST_FRAME_BYTES)) is not None:
             if payload:
                 self._put(Arrived(link.peer, decode_answer(payload) if link.dialed else decode_request(payload)))
-
-    def _write(self, link: _Link) -> None:
-        if link.handshake.outbox:
-            del link.handshake.outbox[: _send(link.socket, link.handshake.outbox)]
-        elif link.outbox:
-            with self._lock:
-                del link.outbox[: _send(link.socket, link.outbox)]
 
     def _admit_accepted(self, theirs: Hello) -> str:
         """A peer connects again only when it has lost its connection."""
         before = self._peers.get((theirs.peer, False))
         if before is not None:
-            self._lose(before, Closed(theirs.peer, False))
-        return "not drained" if theirs.peer in self._undrained else ""
+            self._loop.drop(before, EOFError())
+        return "not drained" if theirs.peer in self._lost else ""
 
     def _admit_dialed(self, theirs: Hello) -> str:
-        peers = [link.handshake.theirs for link in self._links if link.dialed]
+        peers = [link.theirs for link in self._loop.connections if link.dialed]
         is_known = sum(other is not None and other.peer == theirs.peer for other in peers) > 1
         return "another address of a connected peer" if is_known else ""
 
-    def _connected(self, link: _Link) -> None:
-        theirs, target = link.handshake.theirs, link.target
+    def _connected(self, link: _PeerConnection) -> None:
+        theirs, target = link.theirs, link.target
         assert theirs is not None
+        link.proven()
         link.peer = theirs.peer
         if target is not None:
             if target.unproven and target.unproven != link.peer:  # another process listens at its address: it has ended
@@ -410,36 +366,28 @@ class Control:
         address = format_address(target.address) if target is not None else str(link.socket.getpeername()[0])
         self._put(Connected(link.peer, link.dialed, theirs, address))
 
-    def _refuse(self, link: _Link, reason: str, problem: str = "") -> None:
-        """Close a connection that is no peer's, or breaks the protocol."""
-        self.refused[reason] += 1
-        problem = problem or f"the connection is refused: {reason}."
-        if link.target is not None and link.target.problem != problem:
-            logger.warning("%s: %s", format_address(link.target.address), problem)
-        elif link.target is None and self.refused[reason] == 1:
-            logger.warning("A connection was refused (%s); 'refused_connections' counts others like it.", reason)
-        with contextlib.suppress(OSError):
-            _send(link.socket, link.handshake.outbox)  # last words
-        self._lose(link, Unreachable(link.peer, link.dialed, problem))
-
-    def _lose(self, link: _Link, event: Closed | Unreachable) -> None:
-        self._links.remove(link)
-        self._selector.unregister(link.socket)
+    def _lose(self, link: _PeerConnection, error: Exception) -> None:
+        """A connection has ended: of a peer, of one that is none, or before that was known."""
+        target, is_closed = link.target, isinstance(error, ConnectionResetError | BrokenPipeError | EOFError)
+        problem, is_refused = "the connection was closed" if is_closed else str(error), isinstance(error, Foreign)
+        if isinstance(error, Foreign):
+            problem = error.problem
+        elif is_closed and not link.peer:
+            problem = "it closed the connection in the handshake: it is ending, or has another --transfer-secret"
+            is_refused = link.dialed
+        if target is not None:
+            if is_refused and target.problem != problem:
+                logger.warning("%s: %s", format_address(target.address), problem)
+            target.problem = problem
+            target.unproven = link.peer if link.peer and not is_closed else target.unproven
+        elif isinstance(error, Foreign) and self.refused[error.reason] == 1:
+            logger.warning("A connection was refused (%s); 'refused_connections' counts others like it.", error.reason)
         if link.peer:
             with self._lock:
                 del self._peers[link.peer, link.dialed]
-            if link.target is not None and isinstance(event, Unreachable):
-                link.target.unproven = link.peer
-            self._put(event)
-        if link.target is not None:
-            problem = event.reason if isinstance(event, Unreachable) else "the connection was closed"
-            if not link.peer and isinstance(event, Closed):
-                problem = "it closed the connection in the handshake: it is ending, or has another --transfer-secret"
-                if link.target.problem != problem:
-                    logger.warning("%s: %s", format_address(link.target.address), problem)
-            link.target.problem = problem
+            self._put(Closed(link.peer, link.dialed) if is_closed else Unreachable(link.peer, link.dialed, problem))
         if link.peer and not link.dialed:
-            self._undrained[link.peer] = link
+            self._lost[link.peer] = link
         else:
             link.socket.close()
 
@@ -451,17 +399,7 @@ class Control:
 def _listen(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        listener = socket.create_server(address, family=family)
+        return socket.create_server(address, family=family)
     except OSError as error:
         fix = "choose another port with --transfer-listen."
         raise AddressInUse(f"{format_address(address)} cannot be used for peers: {error}.", fix=fix) from error
-    listener.setblocking(False)
-    return listener
-
-
-def _send(to: socket.socket, outbox: bytearray) -> int:
-    """Bytes that the socket has taken."""
-    try:
-        return to.send(outbox)
-    except BlockingIOError:
-        return 0

@@ -40,6 +40,7 @@ _FIXES = {
     "silent": "see whether the prefill engine is stopped, or its machine overloaded",
     "closed": "the prefill engine has ended: see its log",
     "unreachable": "look at the network between the engines",
+    "connector": "see the log, and start this engine again",
     "role": "have it compute prompts again, with POST /v1/cache/role",
     "room": "give this engine more --host-memory",
     "unsent": "give the prefill engine more --host-memory, or look at the host of --transfer-listen here",
@@ -171,6 +172,12 @@ class DecodeSide:
         left, self._parts = self._parts, []
         refused, self._refused = self._refused, []
         return refused + [(transfer, "the engine ends") for _, transfer, _ in left]
+
+    def end_all(self, cause: str, reason: str) -> None:
+        """Nothing that was asked for is of use any more: prompts are computed here."""
+        for asking in self.asks.values():
+            asking.falls_back(cause, reason)
+            self.do(self.receiver.release(asking.ask))
 
     def want(self, ask: int, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
         """Open the host frames of a transfer to the peer of an ask."""

@@ -1,14 +1,15 @@
 """The handshake of two engines: proof of the shared secret, then who they are, then whether their pages fit.
 
-    dialer                              acceptor
-    greeting: magic, version, nonce -->
-                                    <-- greeting
-    HMAC of both nonces             -->                nothing else is read before it is right
-                                    <-- HMAC of both nonces, Hello
-    Hello                           -->
-                                    <-- Verdict
+    dialer                                  acceptor
+    greeting: protocol, version, nonce  -->
+                                        <-- greeting
+    HMAC of both nonces                 -->                nothing else is read before it is right
+                                        <-- HMAC of both nonces, Hello
+    Hello                               -->
+                                        <-- Verdict
 
-Both compare the identities, and refuse by name. No I/O: bytes come in by `inbox` and leave by `outbox`.
+Both compare the identities, and refuse by name. Connections that carry pages end with the proofs (`SecretProof`). No
+I/O: bytes come in by `inbox` and leave by `outbox`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ import hmac
 import os
 import struct
 from collections.abc import Callable, Generator
-from typing import Annotated, Final, Literal, TypeVar, cast, get_args
+from typing import Annotated, ClassVar, Final, Literal, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
 from quire.errors import InvalidInput, PeerRefused
 
-VERSION: Final = 2
+VERSION: Final = 3
 MOST_HELLO_BYTES: Final = 256 << 10
 
-_MAGIC = b"quire-transfer"
-_GREETING = struct.Struct(f"<{len(_MAGIC)}sH32s")
+_GREETING = struct.Struct("<14sH32s")
 _LENGTH = struct.Struct("<I")
 _HMAC_BYTES = 32
 
@@ -45,8 +45,13 @@ def parse_role(role: str) -> Role:
 
 
 class Foreign(Exception):
-    """A connection that is no peer's, or breaks the protocol: "foreign", "version", "secret", "malformed", "self", or
-    what the acceptor said."""
+    """A connection that is no peer's, or breaks the protocol. The `reason` is "foreign", "version", "secret",
+    "malformed", "timeout", "too many", "self", the field that differs, or what the acceptor said."""
+
+    def __init__(self, reason: str, problem: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.problem = problem or f"the connection is refused: {reason}."
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,21 +146,23 @@ def take_frame(inbox: bytearray, most_bytes: int) -> bytes | None:
     return payload
 
 
-class Handshake:
-    """One side of it. `theirs` is known before it is accepted: `admit` is called with it, and returns why the other
-    engine is refused for now, or ""."""
+class SecretProof:
+    """One side's proof that it has the shared secret, and the check of the other's. The proofs are of one connection of
+    one `protocol`, and of `about`: what both sides say of it."""
 
-    def __init__(self, mine: Hello, secret: bytes, *, dials: bool, admit: Callable[[Hello], str]) -> None:
+    protocol: ClassVar[bytes] = b"quire-pages\0\0\0"
+
+    def __init__(self, secret: bytes, *, dials: bool, about: bytes = b"") -> None:
         assert secret
         self.inbox = bytearray()
         self.outbox = bytearray()
-        self.theirs: Hello | None = None
-        self._mine = mine
+        self.num_missing = 0
+        """Bytes without which `advance` gets no further, at least one; those after them may be of what follows."""
         self._secret = secret
         self._dials = dials
-        self._admit = admit
+        self._about = about
         self._has_succeeded = False
-        self._steps = self._converse()
+        self._steps = self._run()
 
     def advance(self) -> bool:
         """Read what is in `inbox`; returns whether the handshake has succeeded. Raises Foreign or PeerRefused; then
@@ -163,9 +170,18 @@ class Handshake:
         next(self._steps, None)
         return self._has_succeeded
 
-    def _converse(self) -> Generator[None, None, None]:
+    def _run(self) -> Generator[None, None, None]:
+        yield from self._prove()
+        yield from self._introduce()
+        self._has_succeeded = True
+
+    def _introduce(self) -> Generator[None, None, None]:
+        """What follows the proofs: nothing."""
+        yield from ()
+
+    def _prove(self) -> Generator[None, None, None]:
         nonce = os.urandom(32)
-        greeting = _GREETING.pack(_MAGIC, VERSION, nonce)
+        greeting = _GREETING.pack(self.protocol, VERSION, nonce)
         if self._dials:
             self.outbox += greeting
             nonces = nonce + (yield from self._greeting())
@@ -176,6 +192,52 @@ class Handshake:
             self.outbox += greeting
             yield from self._check(b"dialer", nonces)
             self.outbox += self._proof(b"acceptor", nonces)
+
+    def _proof(self, role: bytes, nonces: bytes) -> bytes:
+        return hmac.digest(self._secret, self.protocol + role + nonces + self._about, "sha256")
+
+    def _check(self, role: bytes, nonces: bytes) -> Generator[None, None, None]:
+        if not hmac.compare_digest((yield from self._take(_HMAC_BYTES)), self._proof(role, nonces)):
+            raise Foreign("secret")
+
+    def _greeting(self) -> Generator[None, None, bytes]:
+        while len(self.inbox) < _GREETING.size:
+            self._check_protocol()
+            self.num_missing = _GREETING.size - len(self.inbox)
+            yield
+        self._check_protocol()
+        _, version, nonce = _GREETING.unpack((yield from self._take(_GREETING.size)))
+        if version != VERSION:
+            raise Foreign("version")
+        return bytes(nonce)
+
+    def _check_protocol(self) -> None:
+        """Refuse at the first byte that no peer would send."""
+        if not self.protocol.startswith(self.inbox[: len(self.protocol)]):
+            raise Foreign("foreign")
+
+    def _take(self, count: int) -> Generator[None, None, bytes]:
+        while len(self.inbox) < count:
+            self.num_missing = count - len(self.inbox)
+            yield
+        taken = bytes(self.inbox[:count])
+        del self.inbox[:count]
+        return taken
+
+
+class Handshake(SecretProof):
+    """One side of the handshake of two engines. `theirs` is known before it is accepted: `admit` is called with it, and
+    returns why the other engine is refused for now, or ""."""
+
+    protocol = b"quire-transfer"
+
+    def __init__(self, mine: Hello, secret: bytes, *, dials: bool, admit: Callable[[Hello], str]) -> None:
+        super().__init__(secret, dials=dials)
+        self.theirs: Hello | None = None
+        self._mine = mine
+        self._admit = admit
+
+    def _introduce(self) -> Generator[None, None, None]:
         if self._dials:
             self.theirs = theirs = yield from self._message(_HELLOS)
             refusal = "self" if theirs.peer == self._mine.peer else self._admit(theirs)
@@ -192,41 +254,12 @@ class Handshake:
             self.outbox += frame(_ENCODER.encode(Verdict(refusal)))
         if refusal:
             raise Foreign(refusal)
-        self._has_succeeded = True
-
-    def _proof(self, role: bytes, nonces: bytes) -> bytes:
-        return hmac.digest(self._secret, _MAGIC + role + nonces, "sha256")
-
-    def _check(self, role: bytes, nonces: bytes) -> Generator[None, None, None]:
-        if not hmac.compare_digest((yield from self._take(_HMAC_BYTES)), self._proof(role, nonces)):
-            raise Foreign("secret")
-
-    def _greeting(self) -> Generator[None, None, bytes]:
-        while len(self.inbox) < _GREETING.size:
-            self._check_magic()
-            yield
-        self._check_magic()
-        _, version, nonce = _GREETING.unpack((yield from self._take(_GREETING.size)))
-        if version != VERSION:
-            raise Foreign("version")
-        return bytes(nonce)
-
-    def _check_magic(self) -> None:
-        """Refuse at the first byte that no peer would send."""
-        if not _MAGIC.startswith(self.inbox[: len(_MAGIC)]):
-            raise Foreign("foreign")
-
-    def _take(self, count: int) -> Generator[None, None, bytes]:
-        while len(self.inbox) < count:
-            yield
-        taken = bytes(self.inbox[:count])
-        del self.inbox[:count]
-        return taken
 
     def _message(self, decoder: msgspec.msgpack.Decoder[T]) -> Generator[None, None, T]:
-        while (payload := take_frame(self.inbox, MOST_HELLO_BYTES)) is None:
-            yield
+        (size,) = _LENGTH.unpack((yield from self._take(_LENGTH.size)))
+        if size > MOST_HELLO_BYTES:
+            raise Foreign("malformed")
         try:
-            return decoder.decode(payload)
+            return decoder.decode((yield from self._take(size)))
         except (msgspec.DecodeError, ValueError) as error:
             raise Foreign("malformed") from error

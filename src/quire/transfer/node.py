@@ -84,7 +84,7 @@ class TransferNode:
         self._control: Control | None = None
         self._events: list[Event] = []
         self._others: dict[tuple[str, bool], dict[str, str]] = {}  # connected engines, by name and `dialed`
-        self._is_closed = False
+        self._is_closed = self._is_broken = False
 
     def start(self, tiers: Tiering, begin: Begins, abort: Callable[[str], None]) -> None:
         """Connect. `begin` queues a request for another engine, and `abort` ends it."""
@@ -156,6 +156,11 @@ class TransferNode:
         if self._is_closed:
             return self.decode.abandon()
         self._process(dialed=True)
+        if self.connector.problem and not self._is_broken:
+            self._is_broken = True
+            self.decode.is_on = False
+            self.decode.end_all("connector", f"the connector has failed: {self.connector.problem}")
+            self.prefill.serve(is_on=False)
         return self.decode.settle()
 
     def _process(self, *, dialed: bool) -> None:
@@ -242,8 +247,8 @@ class TransferNode:
             )
         self.role = role
         self._control.set_role(role)
-        self.decode.is_on = self.asks and role != "prefill"
-        self.prefill.serve(is_on=role != "decode")
+        self.decode.is_on = self.asks and role != "prefill" and not self._is_broken
+        self.prefill.serve(is_on=role != "decode" and not self._is_broken)
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, in all and by peer, and where connections are missing."""
@@ -257,6 +262,11 @@ class TransferNode:
             ],
             "decode_peers": [of for (_, dialed), of in self._others.items() if not dialed],
             "problems": {format_address(address): why for address, why in self._control.problems().items()},
+            "failed_threads": {
+                name: each.problem
+                for name, each in (("control", self._control), ("connector", self.connector))
+                if each.problem
+            },
             "refused_connections": dict(self._control.refused),
             "held_bytes": self.decode.held_bytes,
             **self.decode.counts.totals(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ import msgspec
 from quire.errors import ConnectorError
 from quire.transfer.connector import Connector, Write
 from quire.transfer.spans import Memory, Runs, Spans, batches, check_spans, pack_target, runs_to
+
+logger = logging.getLogger(__name__)
 
 _SHORTEST_S: Final = 0.0002
 _LONGEST_S: Final = 0.005
@@ -71,6 +74,7 @@ class OneSided(Connector):
         self._calls: deque[Callable[[], object]] = deque()  # for the thread
         self._rung = threading.Event()
         self._closed = False
+        self._problem = ""
         self._thread = threading.Thread(target=self._run, name=f"quire-{self.kind}", daemon=True)
         self._thread.start()
         try:
@@ -82,6 +86,10 @@ class OneSided(Connector):
         self._address = msgspec.msgpack.encode(Place(self.kind, name, base, len(memory), how))
 
     # -- the port
+
+    @property
+    def problem(self) -> str:
+        return self._problem
 
     def address(self) -> bytes:
         return self._address
@@ -170,6 +178,19 @@ class OneSided(Connector):
         return future.result()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            logger.exception("The thread of connector '%s' has failed.", self.kind)
+            self._problem = f"{type(error).__name__}: {error}"
+            with self._lock:
+                self._closed = True
+            for peer in list(self._links):
+                self._detach_peer(peer)
+            while self._calls:
+                self._calls.popleft()()
+
+    def _serve(self) -> None:
         while not self._closed:
             self._rung.clear()
             self._work()
