@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
 import pytest
 
+from quire.engine.config import engine_config
 from quire.errors import ConnectorError, InvalidInput
 from quire.transfer import network
 from quire.transfer.connector import Connector, Progress
@@ -330,6 +332,17 @@ def test_a_connector_without_credentials_is_not_reached_from_elsewhere_unless_to
     for host in ("10.0.0.7", "0.0.0.0", "::", "prefill-0.local"):
         for told in (False, True):
             assert registry.connector_kind("auto", host, unauthenticated=told) == "tcp"
+
+
+def test_an_engine_refuses_such_a_connector_before_it_loads_a_model() -> None:
+    given: dict[str, Any] = {"model": "nowhere", "role": "prefill", "transfer_secret": "s" * 16}
+    away = {**given, "transfer_listen": "10.0.0.7:8998", "transfer_connector": "nixl"}
+    with pytest.raises(InvalidInput, match=r"'nixl' listens on 10\.0\.0\.7 .*--transfer-unauthenticated"):
+        engine_config(**away)
+    with pytest.raises(InvalidInput, match=r"'mooncake' listens on every address .*--transfer-unauthenticated"):
+        engine_config(**given, transfer_connector="mooncake")
+    assert engine_config(**away, transfer_unauthenticated=True).transfer_unauthenticated
+    assert engine_config(**given, transfer_connector="nixl").transfer_connector == "nixl"
 
 
 _LISTENS = """

@@ -25,6 +25,7 @@ from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
 from quire.transfer.address import parse_address
+from quire.transfer.connectors.registry import connector_kind
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
@@ -373,7 +374,9 @@ class EngineConfig(TransferFields, TierFields, StepFields, RankFields, PoolField
             raise InvalidInput(
                 "role prefill computes its own prompts, and --prefill-peers names others.", fix="use --role both."
             )
-        if self.prefill_peers and self.transfer_listen.rpartition(":")[0] in ("0.0.0.0", "::", "[::]"):
+        host, _ = parse_address(self.transfer_listen)
+        connector_kind(self.transfer_connector, host, unauthenticated=self.transfer_unauthenticated)
+        if self.prefill_peers and host in ("0.0.0.0", "::"):
             raise InvalidInput(
                 f"other engines send pages to the host of --transfer-listen, and {self.transfer_listen} names none.",
                 fix="give the address of this machine that they reach.",
