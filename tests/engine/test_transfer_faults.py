@@ -355,7 +355,8 @@ def test_a_network_thread_that_fails_is_seen_and_ends_what_was_asked(failing: st
         assert decode.transfer is not None and not list(stuck(decode.statistics()))
         add(decode, "mine")
         until(lambda: prefill.transfer and prefill.transfer.prefill.ids, decode, prefill)
-        loop = (decode.transfer._control if failing == "control" else decode.transfer.connector)._loop  # type: ignore
+        owner = decode.transfer._control if failing == "control" else decode.transfer.connector
+        loop = vars(owner)["_loop"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "resume", lambda connection: 1 // 0)
             loop.call(lambda: 1 // 0)
