@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.explain import _together
-from quire.cli.explain_table import merged_evictions
+from quire.cli.explain import _sum_of, merged_evictions
 from quire.cli.report import told_of_drafts
 from tests.cli.conftest import Run
 from tests.serve.live_server import LiveServer
@@ -170,7 +169,7 @@ def test_engines_of_a_router_are_reported_together() -> None:
         {"prompt_tokens": 5, "hit_tokens": 0, "explained_tokens": {"new": 5, "peer": 0}},
     ]
     causes = {"hit": 4, "new": 11, "peer": 0}
-    assert _together(parts) == {"prompt_tokens": 15, "hit_tokens": 4, "explained_tokens": causes}
+    assert _sum_of(parts) == {"prompt_tokens": 15, "hit_tokens": 4, "explained_tokens": causes}
 
 
 # -- a live server

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from quire.cache import KVCache
+from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
+from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
 from quire.scheduler.rows import RunningRows
 from quire.scheduler.sampling_params import SamplingParams
+from quire.scheduler.scheduler import Scheduler
+from quire.spec.catalogue import CATALOGUE
+from quire.spec.model import ModelSpec
 from quire.testing import small_plan
 
 
@@ -95,3 +101,15 @@ def test_the_order_is_priority_then_arrival() -> None:
     early, late, urgent = a_request(), a_request(), a_request(priority=1)
     early.arrival, late.arrival, urgent.arrival = 0, 1, 2
     assert sorted((late, urgent, early), key=lambda request: request.order) == [urgent, early, late]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_ledger_has_the_tables_of_requests(page_size: int) -> None:
+    """The line "request tables" is what the cache and the scheduler keep for each request: its pages and its tokens."""
+    spec = ModelSpec.from_config(CATALOGUE["llama-3.2-1b"].config)
+    settings = PlanSettings(kv_memory=2**30, page_size=page_size, max_model_len=1000, max_running_requests=3)
+    plan = make_plan(spec, settings)
+    cache = KVCache(plan.memory)
+    rows = Scheduler(cache, scheduling_policy("fcfs"), max_running=3, max_tokens=64)._rows
+    (line,) = [line for line in plan.ledger if line.name == "request tables"]
+    assert line.bytes == cache.rows.pages.nbytes + rows.tokens.nbytes > 0

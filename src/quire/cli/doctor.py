@@ -69,19 +69,20 @@ def examine() -> dict[str, Any]:
     }
     found["tiers"] = examine_tiers(found["memory"]["available_bytes"])
     found["assumed"] = _assumptions(found)
-    found["warnings"] = [warning for is_wrong, warning in _checks(found) if is_wrong]
+    found["warnings"] = list(_warnings(found))
     return found
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _cpu() -> dict[str, Any]:
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
@@ -109,14 +110,11 @@ def _memory() -> dict[str, Any]:
 def _cuda_devices() -> list[dict[str, Any]]:
     import torch
 
-    found = []
+    found: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        capability = f"{properties.major}.{properties.minor}"
-        found.append(
-            {"name": properties.name, "compute_capability": capability, "total_bytes": total, "free_bytes": free}
-        )
+        device, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        shown = {"name": device.name, "compute_capability": f"{device.major}.{device.minor}"}
+        found.append(shown | {"total_bytes": total, "free_bytes": free})
     return found
 
 
@@ -148,37 +146,24 @@ def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _checks(found: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Each possible problem: whether it exists, and its message."""
+def _warnings(found: Mapping[str, Any]) -> Iterator[str]:
+    """Each likely problem."""
     from quire.spec.bundled import BUNDLED_MODELS
 
-    on_cpu = not found["cuda_devices"]
-    yield (
-        on_cpu and "+cpu" not in (found["packages"]["torch"] or "") and sys.platform == "linux",
-        "this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU.",
-    )
-    yield on_cpu and not found["cpu"]["isa"], "no vector instructions were recognised; steps will be slow."
-    cpu = found["cpu"]
-    yield (
-        on_cpu and cpu["load"] > cpu["usable_cores"] > 1,
-        f"other work keeps the cores busy (load {cpu['load']}, {cpu['usable_cores']} cores). Threads of a step wait "
-        "for each other, so that steps take many times as long; with --threads 1 they do not.",
-    )
-    native = found["native_kernels"]
-    yield (
-        on_cpu and native["library"] is None,
-        f"steps on the CPU are slower without native kernels: {native['reason']}",
-    )
-    absent = [name for name, folder in BUNDLED_MODELS.items() if not (folder / "config.json").exists()]
-    what = f"{' and '.join(absent)} came without weights; install the package again, or give --model."
-    yield bool(absent), what
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    cpu, native, on_cpu = found["cpu"], found["native_kernels"], not found["cuda_devices"]
+    if on_cpu and "+cpu" not in (found["packages"]["torch"] or "") and sys.platform == "linux":
+        yield "this torch is built for CUDA, and no CUDA device is visible; steps will run on the CPU."
+    if on_cpu and not cpu["isa"]:
+        yield "no vector instructions were recognised; steps will be slow."
+    if on_cpu and cpu["load"] > cpu["usable_cores"] > 1:
+        yield (
+            f"other work keeps the cores busy (load {cpu['load']}, {cpu['usable_cores']} cores). Threads of a step "
+            "wait for each other, so that steps take many times as long; with --threads 1 they do not."
+        )
+    if on_cpu and native["library"] is None:
+        yield f"steps on the CPU are slower without native kernels: {native['reason']}"
+    if absent := [name for name, folder in BUNDLED_MODELS.items() if not (folder / "config.json").exists()]:
+        yield f"{' and '.join(absent)} came without weights; install the package again, or give --model."
 
 
 def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:

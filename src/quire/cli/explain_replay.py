@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from quire.cli.explain_table import causes_table, reasons_table, sequence_heading
+from quire.cli.explain import causes_table, reasons_table, sequence_heading
 from quire.cli.report import Report, plain_table
 from quire.errors import InvalidInput
 from quire.observe.explain import Cause, Reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import RenderableType
@@ -10,9 +10,9 @@ from rich.text import Text
 
 from quire.cli.plan_request import PlanRequest
 from quire.cli.report import ListedOutput, Report, named_rows, panel, plain_table
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, QuireError
 from quire.settings.fields import LinkFields
-from quire.settings.setting import setting
+from quire.settings.setting import parse_tokens, setting
 
 if TYPE_CHECKING:
     from quire.cli.planned_model import PlannedModel
@@ -27,6 +27,16 @@ _WITHOUT_DRAFTS = (
 )
 
 _OUTPUT, _ROLES = "Output", "Roles"
+
+_SWEPT = {
+    "context": "4k,8k,16k,32k,64k,128k",
+    "concurrency": "1,4,16,64,256",
+    "dtype": "auto,fp8_e4m3,nvfp4",
+    "page-size": "1,16,32,64,128,256",
+    "tp": "1,2,4,8",
+}
+_SWEEP_SETTINGS = {"context": "max_model_len", "concurrency": "concurrency", "page-size": "page_size"}
+_SWEEP_COLUMNS = ("tokens", "bytes per token", "requests at once", "each of", "largest request", "fits", "refused")
 
 
 class PlanOutput(ListedOutput):
@@ -140,7 +150,7 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
             raise InvalidInput(
                 "the speed of an engine is not given.", fix="add --gpu, or --prefill-rate and --decode-rate."
             )
-        from quire.cli.planned_rates import planned_rates
+        from quire.cli.replay_grid import planned_rates
 
         rates = planned_rates(request, found, request.input_tokens, request.output_tokens)
         prefill_rate, decode_rate = prefill_rate or rates[0], decode_rate or rates[1]
@@ -160,9 +170,7 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
 
 
 def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str | None) -> Report:
-    from quire.cli.plan_sweep import sweep_rows
-
-    rows = sweep_rows(subject, settings, what, values)
+    rows = _sweep_rows(subject, settings, what, values)
 
     def shown() -> list[RenderableType]:
         columns = tuple(rows[0])
@@ -170,6 +178,51 @@ def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str
 
     data = {"model": subject.name, "sweep": what, "rows": rows}
     return Report(data, shown, 0 if any(row["fits"] for row in rows) else EXIT_DOES_NOT_FIT)
+
+
+def _sweep_rows(subject: PlannedModel, settings: PlanSettings, what: str, values: str | None) -> list[dict[str, Any]]:
+    """A row of a table for each value of `what`; where a plan is refused, "refused" says why. Raises InvalidInput."""
+    rows: list[dict[str, Any]] = []
+    for text in map(str.strip, (values or _sweep_values(subject, what)).split(",")):
+        changed = _with(settings, what, text)
+        try:
+            plan = subject.plan_or_least(changed)
+        except QuireError as error:
+            rows.append({what: text} | dict.fromkeys(_SWEEP_COLUMNS) | {"fits": False, "refused": error.message})
+            continue
+        price = float(plan.bytes_per_token)
+        numbers = (
+            plan.config.max_total_num_tokens,
+            int(price) if price.is_integer() else round(price, 2),
+            plan.requests_at(plan.context),
+            plan.context,
+            plan.largest_request,
+            plan.fits,
+            None,
+        )
+        rows.append({what: text} | dict(zip(_SWEEP_COLUMNS, numbers, strict=True)))
+    if not any(row["refused"] for row in rows):
+        for row in rows:
+            del row["refused"]
+    return rows
+
+
+def _sweep_values(subject: PlannedModel, what: str) -> str:
+    """The default values: contexts only up to the model's own."""
+    found = _SWEPT[what].split(",")
+    if what == "context":
+        most = subject.spec.context_length
+        found = [text for text in found if parse_tokens(text) < most] + [str(most)]
+    return ",".join(found)
+
+
+def _with(settings: PlanSettings, what: str, text: str) -> PlanSettings:
+    if what == "dtype":
+        return settings.changed(kv_dtype=text)
+    number = parse_tokens(text)
+    if what == "tp":
+        return settings.changed(parallel=replace(settings.parallel, tp=number))
+    return settings.changed(**{_SWEEP_SETTINGS[what]: number})
 
 
 def _comparison(two: tuple[str, str], request: PlanRequest) -> Report:

@@ -41,7 +41,7 @@ def round_up_bytes(size: int) -> str:
     return f"{-(-size // unit)} {name}"
 
 
-_BYTES_PER_PAGE_ID = 4  # int32, on the host
+_BYTES_PER_ID = 4  # int32, of a page and of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,8 @@ class MemoryPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the host table of all requests' pages."""
-        return self.max_requests * self.pages_per_row * _BYTES_PER_PAGE_ID
+        """Bytes of the host tables of all requests: their page ids, and their tokens."""
+        return self.max_requests * self.pages_per_row * (1 + self.tokens_per_page) * _BYTES_PER_ID
 
     @property
     def index_owners(self) -> tuple[int, ...]:

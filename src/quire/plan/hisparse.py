@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from quire.errors import InvalidInput, PlanError
-from quire.plan.budget import counted
-from quire.plan.devices import DEVICES
+from quire.plan.budget import counted, format_bytes
+from quire.plan.devices import DEVICES, Line
 from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
 from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HotBuffers
@@ -242,3 +243,53 @@ def _break_even(resident: float, swap_s: float | None, step_s: float | None) -> 
         return math.nan
     room = step_s - resident * swap_s
     return resident * step_s // room + 1 if room > 0 else float("inf")
+
+
+# -- what a plan says of it: nothing, if latents are on the device
+
+
+def host_lines(plan: Plan) -> tuple[Line, ...]:
+    """The ledger's lines of tables on the host."""
+    memory = plan.memory
+    if memory.hot is None:
+        return ()
+    why = f"which slot has which token, of {memory.max_requests:,} requests and {len(memory.index_owners)} indexes"
+    return (Line(name="slot tables", bytes=memory.slot_table_bytes, why=why, where="host"),)
+
+
+def unused_by(plan: Plan) -> str:
+    """Why the last bytes of a budget are not used."""
+    if plan.memory.hot is None:
+        return "less than one more page takes"
+    return "less than one more page or hot buffer takes, or beyond what host memory holds"
+
+
+def latents_told(plan: Plan) -> str:
+    """The end of a line about pools."""
+    hot = plan.memory.hot
+    return "" if hot is None else f"; {hot.contents} {format_bytes(plan.memory.host_bytes)} in host memory"
+
+
+def lossy_notes(plan: Plan, _: object) -> Iterator[str]:
+    """Notes on outputs that differ from those of full attention."""
+    hot = plan.memory.hot
+    if hot is not None and hot.lossy:
+        yield (
+            f"lossy: a token of an output reads at most {hot.top_k:,} tokens before it, in pages selected by "
+            "bounds of their keys; outputs differ from those of full attention."
+        )
+
+
+def hisparse_as_dict(plan: Plan) -> dict[str, Any] | None:
+    """The hot buffers, how many requests have one, and the host memory of a rank that latents take."""
+    memory = plan.memory
+    if memory.hot is None:
+        return None
+    return {
+        "device_buffer_size": memory.hot.buffer_size,
+        "top_k": memory.hot.top_k,
+        "lossy": memory.hot.lossy,
+        "contents": memory.hot.contents,
+        "hot_rows": plan.hot_rows,
+        "host_bytes": memory.host_bytes,
+    }

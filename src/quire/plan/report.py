@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from quire.plan.advice import Option
 from quire.plan.budget import counted, format_bytes
 from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
+from quire.plan.hisparse import hisparse_as_dict, host_lines, latents_told, lossy_notes, unused_by
 from quire.plan.plan import Plan
 from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.plan.settings import PlanSettings
@@ -38,86 +39,73 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
         requests = counted(settings.max_running_requests, "request")
         why = f"logits of {requests} while they are filtered and reported, beside the pools"
         found.append(Line(name="sampling", bytes=settings.sampling_bytes, why=why))
-    why = "less than one more page takes"
+    why = unused_by(plan)
     if _capped(plan):
         why = f"beyond the cap of {settings.max_total_tokens:,} tokens"
-    elif memory.hot is not None:
-        why = "less than one more page or hot buffer takes, or beyond what host memory holds"
     found.append(Line(name="unused", bytes=plan.kv_bytes - plan.config.bytes, why=why))
     if settings.rank_device is not None and settings.kv_memory is not None:
         rest = settings.rank_device.memory - sum(line.bytes for line in found)
         found.append(Line(name="not asked for", bytes=rest, why="what --kv-memory leaves of the device"))
-    why = f"{memory.max_requests:,} requests of up to {memory.pages_per_row:,} page ids of 4 bytes"
+    tokens = memory.pages_per_row * memory.tokens_per_page
+    why = (
+        f"{memory.max_requests:,} requests of up to {memory.pages_per_row:,} page ids and {tokens:,} tokens of 4 bytes"
+    )
     found.append(Line(name="request tables", bytes=memory.row_bytes, why=why, where="host"))
-    if memory.hot is not None:
-        why = f"which slot has which token, of {memory.max_requests:,} requests and {len(memory.index_owners)} indexes"
-        found.append(Line(name="slot tables", bytes=memory.slot_table_bytes, why=why, where="host"))
+    found += host_lines(plan)
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What the rules of notes read, beside the plan."""
-
-    plan: Plan
-    weights: WeightEstimate | None
-
-    @property
-    def settings(self) -> PlanSettings:
-        """What was asked for."""
-        return self.plan.settings
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of reach of all pools."""
-        return {pool.group.reach.kind for one in self.plan.stages for pool in one.pools}
-
-    @property
-    def states_given(self) -> bool:
-        """Whether the number of states was asked for."""
-        return self.settings.mamba_full_memory_ratio is not None or self.settings.max_mamba_cache_size is not None
+_Rule = Callable[[Plan, WeightEstimate | None], Iterator[str]]
 
 
 def notes_of(plan: Plan, weights: WeightEstimate | None) -> tuple[str, ...]:
     """What was assumed, what limits the plan, and which settings have no effect, in sentences."""
-    facts = _Facts(plan, weights)
-    return tuple(note for rule in _RULES for note in rule(facts))
+    return tuple(note for rule in _RULES for note in rule(plan, weights))
 
 
-def _split(facts: _Facts) -> Iterator[str]:
-    settings = facts.settings
-    if len(facts.kinds) > 1 and settings.swa_full_tokens_ratio is None and not facts.states_given:
+def _kinds(plan: Plan) -> set[str]:
+    """The kinds of reach of all pools."""
+    return {pool.group.reach.kind for one in plan.stages for pool in one.pools}
+
+
+def _states_given(settings: PlanSettings) -> bool:
+    return settings.mamba_full_memory_ratio is not None or settings.max_mamba_cache_size is not None
+
+
+def _split(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    settings = plan.settings
+    if len(_kinds(plan)) > 1 and settings.swa_full_tokens_ratio is None and not _states_given(settings):
         asked = settings.mix is not None or settings.max_model_len is not None
         more = "." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise."
-        yield f"pools are split for {facts.plan.mix.source}{more}"
+        yield f"pools are split for {plan.mix.source}{more}"
 
 
-def _share_of_device(facts: _Facts) -> Iterator[str]:
-    share, device = facts.settings.mem_fraction_static, facts.settings.rank_device
+def _share_of_device(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    share, device = plan.settings.mem_fraction_static, plan.settings.rank_device
     if share is not None and device is not None:
         yield f"--mem-fraction-static {share:g} is {format_bytes(int(device.memory * share))} of this device."
 
 
-def _ranks(facts: _Facts) -> Iterator[str]:
-    parallel = facts.settings.parallel
+def _ranks(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    parallel = plan.settings.parallel
     if parallel.pp > 1:
-        yield f"stage {facts.plan.stage + 1} of {parallel.pp} has the least room and decides."
+        yield f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides."
     if parallel.dp > 1:
         yield f"tokens are those of one of {parallel.dp} attention groups; requests are those of all."
 
 
-def _without_effect(facts: _Facts) -> Iterator[str]:
-    settings, kinds = facts.settings, facts.kinds
+def _without_effect(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    settings, kinds = plan.settings, _kinds(plan)
     if settings.swa_full_tokens_ratio is not None and (not kinds & {"window", "chunk"} or len(kinds) == 1):
         yield "--swa-full-tokens-ratio has no effect: there are no window pools beside full ones."
-    if facts.states_given and "state" not in kinds:
+    if _states_given(settings) and "state" not in kinds:
         yield "--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states."
     if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
         yield "--mamba-full-memory-ratio has no effect: there are no pools beside the states."
 
 
-def _draft_weights(facts: _Facts) -> Iterator[str]:
-    settings, drafts, weights = facts.settings, facts.settings.speculative_config, facts.weights
+def _draft_weights(plan: Plan, weights: WeightEstimate | None) -> Iterator[str]:
+    settings, drafts = plan.settings, plan.settings.speculative_config
     if (
         drafts is None
         or not drafts.num_layers
@@ -131,9 +119,9 @@ def _draft_weights(facts: _Facts) -> Iterator[str]:
         yield "the ledger leaves out the weights of the prediction layer, which the configuration does not describe."
 
 
-def _uneven_heads(facts: _Facts) -> Iterator[str]:
+def _uneven_heads(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
     """Heads that do not divide over the ranks."""
-    parallel, heads, calls = facts.settings.parallel, facts.plan.spec.query_heads, facts.plan.spec.calls
+    parallel, heads, calls = plan.settings.parallel, plan.spec.query_heads, plan.spec.calls
     ranks = parallel.attention_tp
     if heads % ranks:
         yield f"{heads} query heads do not divide over {ranks} ranks; most engines refuse that."
@@ -142,16 +130,16 @@ def _uneven_heads(facts: _Facts) -> Iterator[str]:
         yield f"{kv_heads} KV heads on {ranks} ranks: each head is held by {ranks // kv_heads} of them."
 
 
-def _cap(facts: _Facts) -> Iterator[str]:
-    if _capped(facts.plan):
-        yield f"capped at {facts.settings.max_total_tokens:,} tokens; every pool follows the cap."
+def _cap(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    if _capped(plan):
+        yield f"capped at {plan.settings.max_total_tokens:,} tokens; every pool follows the cap."
 
 
-def _requests(facts: _Facts) -> Iterator[str]:
-    plan, asked, options = facts.plan, facts.settings.concurrency, facts.plan.configurator.options
+def _requests(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    asked, options = plan.settings.concurrency, plan.configurator.options
     if asked is not None and plan.max_running_requests < asked:
-        what = "states" if options.hot is None else "hot buffers"
-        yield f"{plan.max_running_requests:,} requests may run at once: there are {what} for no more."
+        limit = "states" if plan.hot_rows is None else "hot buffers"
+        yield f"{plan.max_running_requests:,} requests may run at once: there are {limit} for no more."
     if plan.state_slots is not None and plan.state_slots < options.states_per_request:
         yield (
             f"a request uses {options.states_per_request} states and there are {plan.state_slots}: it runs with one, "
@@ -159,32 +147,23 @@ def _requests(facts: _Facts) -> Iterator[str]:
         )
 
 
-def _short_steps(facts: _Facts) -> Iterator[str]:
-    step, chunk = facts.plan.tokens_per_page, facts.settings.max_num_batched_tokens
-    for pool in facts.plan.config.pools if facts.settings.swa_full_tokens_ratio is not None else ():
+def _short_steps(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    step, chunk = plan.tokens_per_page, plan.settings.max_num_batched_tokens
+    for pool in plan.config.pools if plan.settings.swa_full_tokens_ratio is not None else ():
         room = pool.frames * step - pool.group.reach.tokens - step
         if pool.group.reach.kind != "full" and 0 < room < chunk:
             yield f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {chunk:,}."
 
 
-def _lossy(facts: _Facts) -> Iterator[str]:
-    hot = facts.plan.configurator.options.hot
-    if hot is not None and hot.lossy:
-        yield (
-            f"lossy: a token of an output reads at most {hot.top_k:,} tokens before it, in pages selected by "
-            "bounds of their keys; outputs differ from those of full attention."
-        )
-
-
-def _long_pages(facts: _Facts) -> Iterator[str]:
-    if facts.plan.tokens_per_page > facts.plan.context:
-        step = facts.plan.tokens_per_page
+def _long_pages(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    if plan.tokens_per_page > plan.context:
+        step = plan.tokens_per_page
         yield f"a page of {step:,} tokens is longer than the context: nothing can be reused."
 
 
-_RULES: tuple[Callable[[_Facts], Iterator[str]], ...] = (
+_RULES: tuple[_Rule, ...] = (
     _split, _share_of_device, _ranks, _without_effect, _draft_weights, _uneven_heads, _cap, _requests, _short_steps,
-    _lossy, _long_pages,
+    lossy_notes, _long_pages,
 )  # fmt: skip
 """Each yields the notes of one subject, in this order."""
 
@@ -231,7 +210,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "parallel": {name: getattr(settings.parallel, name) for name in ("tp", "pp", "dp", "dcp")},
         "deciding_stage": plan.stage,
         "speculation": _speculation(plan),
-        "hisparse": _hisparse(plan),
+        "hisparse": hisparse_as_dict(plan),
         "device": None if settings.rank_device is None else settings.rank_device.name,
         "device_bytes": None if settings.rank_device is None else settings.rank_device.memory,
         "to_fit": [str(option) for option in to_fit],
@@ -261,26 +240,10 @@ def _speculation(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _hisparse(plan: Plan) -> dict[str, Any] | None:
-    """The hot buffers, how many requests have one, and the host memory of a rank that latents take."""
-    memory = plan.memory
-    if memory.hot is None:
-        return None
-    return {
-        "device_buffer_size": memory.hot.buffer_size,
-        "top_k": memory.hot.top_k,
-        "lossy": memory.hot.lossy,
-        "contents": memory.hot.contents,
-        "hot_rows": plan.hot_rows,
-        "host_bytes": memory.host_bytes,
-    }
-
-
 def summary_line(plan: Plan) -> str:
     """The plan in one line, for logs."""
     pools = " + ".join(f"{pool.name} {format_bytes(pool.bytes)}" for pool in plan.config.pools if not pool.on_host)
-    hot = plan.memory.hot
-    pools += f"; {hot.contents} {format_bytes(plan.memory.host_bytes)} in host memory" if hot is not None else ""
+    pools += latents_told(plan)
     return (
         f"KV pools {format_bytes(plan.config.bytes)} ({pools}): {plan.config.max_total_num_tokens:,} tokens in pages "
         f"of {plan.page_size}, {_bytes_per_token(plan):,} bytes for each; largest request "
