@@ -53,7 +53,7 @@ fuzz: $(READY)   ## random operations on tiny caches for a minute, all checks af
 	@$(BIN)/python -m tests.fuzz $(LIVES) --tiers device,host,storage
 
 bench: $(READY)  ## the engine benchmark at full size (minutes)
-	@$(BIN)/python bench/engine.py
+	@$(BIN)/python -m bench.engine.compare
 
 docs: $(READY)   ## the documentation site, into build/site, without a warning
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) -e '.[docs]'

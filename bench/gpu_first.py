@@ -29,9 +29,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from gpu_stages import ALL, LLAMA_8B, REST, SMALL, STAGES, TOY, Found, Options, append  # noqa: E402
+from bench.gpu_stages import ALL, LLAMA_8B, REST, SMALL, STAGES, TOY, Found, Options, append  # noqa: E402
 
 TAIL = 1500
 """Characters of an error that are printed."""

@@ -307,7 +307,7 @@ def kernels(options: Options) -> Found:
 def launches(options: Options) -> Found:
     """Microseconds of the host for attention of one layer; a step has as many of them as layers."""
     import torch
-    from launches import measure, silent_kernels
+    from bench.kernels.launches import measure, silent_kernels
 
     if importlib.util.find_spec("triton") is None:
         return {"skipped": "triton is not installed"}

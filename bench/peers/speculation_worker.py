@@ -8,17 +8,12 @@ draw   -> {"tokens"}         what Quire draws itself
 from __future__ import annotations
 
 import gc
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-
-from engines import Quire, Vllm
-from worker import answer_requests, versions
+from bench.peers.engines import Quire, Vllm
+from bench.peers.worker import answer_requests, versions
 
 _CERTAIN = 1e9  # a logit that is always the largest
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from metadata_worker import Operation, Sample
-from workloads import Sizes
+from bench.bookkeeping.workloads import Sizes
+from bench.peers.metadata_worker import Operation, Sample
 
 _WARM = 3
 """Steps before the timed ones, because another process has just used the processor's caches."""

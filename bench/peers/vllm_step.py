@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from metadata_vllm import Requests, specs
+from bench.bookkeeping.workloads import VOCABULARY, Sizes, tokens
+from bench.peers.metadata_vllm import Requests, specs
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -17,7 +18,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from workloads import VOCABULARY, Sizes, tokens
 
 WINDOW = 256
 _LLAMA = {

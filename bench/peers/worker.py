@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engines import ENGINES
+from bench.peers.engines import ENGINES
 
 
 def versions() -> dict[str, str]:
@@ -63,7 +63,7 @@ class Worker:
 
     def profile(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
         """As `run`, with the engine's parts timed."""
-        from stopwatch import profiled
+        from bench.peers.stopwatch import profiled
 
         with profiled(self._engine) as stopwatch:
             answer = self.run(prompts, new)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "engine.py"
+BENCH = Path(__file__).parents[2] / "bench" / "engine" / "compare.py"
 
 
 @pytest.mark.parametrize("engines", ["quire,generate", pytest.param("quire,generate,cb", marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "canary.py"
+BENCH = Path(__file__).parents[2] / "bench" / "engine" / "canary.py"
 
 
 @pytest.mark.parametrize("options", [(), ("--long",)], ids=["short", "long"])

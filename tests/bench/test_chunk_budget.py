@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "chunk_budget.py"
+BENCH = Path(__file__).parents[2] / "bench" / "engine" / "chunk_budget.py"
 
 
 @pytest.mark.parametrize(("options", "lines"), [((), 12), (("--engine", "--toy"), 2)])

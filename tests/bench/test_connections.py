@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "connections.py"
+BENCH = Path(__file__).parents[2] / "bench" / "serving" / "connections.py"
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

@@ -16,14 +16,13 @@ from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "eviction.py"
+BENCH = Path(__file__).parents[2] / "bench" / "eviction" / "compare.py"
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The modules beside the benchmark can be imported, and what it registers is gone afterwards."""
+    """What the benchmark registers is gone afterwards."""
     monkeypatch.setattr("quire.prefix.evict.POLICIES", dict(POLICIES))
-    monkeypatch.setattr(sys, "path", [str(BENCH.parent), *sys.path])
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -67,7 +66,7 @@ def test_the_comparison_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> Non
 
 
 def test_the_tables_compare_policies_on_the_same_seeds(bench: None) -> None:
-    from eviction_report import means, tables
+    from bench.eviction.report import means, tables
 
     def cell(seed: int, policy: str, hit: float) -> tuple[str, dict[str, Any]]:
         return f"one/chat/{seed}/16/1:4/{policy}", {"hit": hit, "recomputed": 1.0, "ttft_s": 1.0, "commit": "abc"}
@@ -84,7 +83,7 @@ def test_the_tables_compare_policies_on_the_same_seeds(bench: None) -> None:
 
 
 def test_a_trace_that_is_not_here_is_named(bench: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import eviction_cells
+    from bench.eviction import cells as eviction_cells
 
     monkeypatch.setattr(eviction_cells, "SHARED", tmp_path)
     for name in ("mooncake-synthetic", "documents", "azure-code"):
@@ -98,7 +97,7 @@ NAMESPACE = Namespace()
 @pytest.mark.parametrize("seed", range(6))
 def test_sieve_is_the_published_one_on_single_pages(bench: None, seed: int) -> None:
     """Against a list and a hand, as published: prompts of one page, each a leaf of its own."""
-    from sieve import Sieve
+    from bench.eviction.sieve import Sieve
 
     draw = np.random.default_rng(seed)
     room = 6
@@ -132,10 +131,10 @@ def test_sieve_is_the_published_one_on_single_pages(bench: None, seed: int) -> N
 
 
 def test_a_timed_policy_evicts_the_same(bench: None) -> None:
-    from timed_policy import TimedPolicy
+    from bench.eviction.sequential import replay_in_order
+    from bench.eviction.timed_policy import TimedPolicy
 
     from quire.sim.hit_bounds import PagedTrace
-    from quire.sim.sequential import replay_in_order
     from quire.sim.trace import open_trace
 
     trace = PagedTrace.of(open_trace("sessions:requests=80"), 16)

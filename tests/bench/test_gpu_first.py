@@ -49,8 +49,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
 def test_first_stages_end_within_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if each takes all of its time: a call on a machine with a GPU has ten minutes, and what is killed some more
     seconds."""
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
-    import gpu_first
+    from bench import gpu_first
 
     assert sum(limit for _, limit in gpu_first.STAGES.values()) <= 540
     assert sum(limit for _, limit in gpu_first.REST.values()) + gpu_first.STAGES["versions"][1] <= 540
@@ -66,10 +65,9 @@ def _tells_on(options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_kill_leaves_whole_lines(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what was found until then; SIGTERM is answered by a line, and ends the stage too."""
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--stages", "pool,sampler", "--json", "lines"])
     monkeypatch.chdir(tmp_path)
-    import gpu_first
+    from bench import gpu_first
 
     monkeypatch.setitem(gpu_first.ALL, "pool", (_tells_on, 60.0))
     written, group = tmp_path / "lines", tmp_path / "stage"
@@ -137,8 +135,7 @@ def _finds_no_json(options: Any) -> dict[str, Any]:
 def test_a_stage_that_fails_ends_alone(
     stage: Callable[[object], dict[str, Any]], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
-    import gpu_first
+    from bench import gpu_first
 
     monkeypatch.setitem(gpu_first.ALL, "pool", (stage, 1.0))
     began = time.monotonic()
@@ -152,8 +149,7 @@ def test_a_stage_that_fails_ends_alone(
 def test_what_a_stage_has_found_is_told_though_it_fails(
     stage: Callable[[object], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
-    import gpu_first
+    from bench import gpu_first
 
     monkeypatch.setitem(gpu_first.ALL, "pool", (stage, 1.0))
     line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), 2.0)
@@ -164,9 +160,8 @@ def test_what_a_stage_has_found_is_told_though_it_fails(
 def test_a_stage_runs_anew_where_cuda_cannot_be_forked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--stages", "pool,sampler"])
-    import gpu_first
+    from bench import gpu_first
 
     def forked(name: str, *_: object) -> dict[str, Any]:
         return {"stage": name, "ok": name != "pool", "error": "CUDA error: initialization error" * (name == "pool")}
@@ -181,9 +176,8 @@ def test_a_stage_runs_anew_where_cuda_cannot_be_forked(
 
 
 def test_time_that_is_up_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--toy", "--stages", "pool,kernels", "--seconds", "0"])
-    import gpu_first
+    from bench import gpu_first
 
     with pytest.raises(SystemExit) as ended:
         gpu_first.main()
@@ -199,9 +193,7 @@ def test_time_that_is_up_is_said(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_stages_on_a_device_in_python(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they do where there is CUDA: it must not fail on the first machine by a mistake of this file. Kernels need a
     real one."""
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
-    import gpu_stages
-
+    from bench import gpu_stages
     from quire.engine import config
 
     cuda, made = FakeCuda(), config.engine_config

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "hisparse.py"
-SELECTIONS = BENCH.parent / "results" / "selections-dsa-0.7.npz"
+BENCH = Path(__file__).parents[2] / "bench" / "sparse" / "hisparse.py"
+SELECTIONS = BENCH.parents[1] / "results" / "selections-dsa-0.7.npz"
 
 
 def test_the_measurement_runs(tmp_path: Path) -> None:

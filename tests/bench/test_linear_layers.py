@@ -10,7 +10,7 @@ import torch
 from quire.models.linear import native_on_cpu
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "bench" / "kernels"
 
 
 def rows_of(program: str, environment: dict[str, str] | None = None) -> list[list[str]]:

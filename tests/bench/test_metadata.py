@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "metadata.py"
+BENCH = Path(__file__).parents[2] / "bench" / "bookkeeping" / "metadata.py"
 
 NAMES = {
     *("step-full-8-16", "step-full+state-8-64", "turnover-full-8", "calls-full-8", "engine-step-full-8"),

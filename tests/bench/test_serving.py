@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "serving.py"
+BENCH = Path(__file__).parents[2] / "bench" / "serving" / "compare.py"
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "step_profile.py"
+BENCH = Path(__file__).parents[2] / "bench" / "bookkeeping" / "step_profile.py"
 
 
 @pytest.mark.parametrize("kind", ["full", "full+window"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from typer.testing import CliRunner
 
 from tests.cli.conftest import Run
 from tests.cli.test_store import WIDE, check_passwords, read
+from tests.programs import run_program
+
+PROGRAM = Path(__file__).parents[2] / "bench" / "storage" / "store.py"
 
 
 @pytest.fixture
@@ -51,3 +55,11 @@ def test_bench_makes_no_directory(run: Run, tmp_path: Path) -> None:
 def test_passwords_are_not_shown(run: Run, as_json: bool) -> None:
     flags = ["--sizes", "4KiB", "--total", "8KiB", *(["--json"] if as_json else [])]
     check_passwords(lambda url: run(url, *flags), as_json=as_json)
+
+
+def test_segments_are_compared(tmp_path: Path) -> None:
+    written = tmp_path / "result.json"
+    done = run_program(PROGRAM.with_name("segments.py"), "--toy", "--json", written)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(written.read_text())["rows"]
+    assert len(rows) == 9 and all(0 < row["coldest"] <= row["records"] + 0.05 for row in rows)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "stores_network.py"
+BENCH = Path(__file__).parents[2] / "bench" / "storage" / "network.py"
 
 
 def test_the_comparison_runs(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "tiers.py"
+BENCH = Path(__file__).parents[2] / "bench" / "storage" / "tiers.py"
 
 
 def test_the_measurement_runs(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.programs import run_program
 
-BENCH = Path(__file__).parents[2] / "bench" / "transfer.py"
-ROLES = BENCH.with_name("transfer_engines.py")
+BENCH = Path(__file__).parents[2] / "bench" / "transfer" / "connectors.py"
+ROLES = BENCH.with_name("engines.py")
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`--kv-dtype`: the engine's cache in another format, and what `bench/kv_error.py` says that it costs."""
+"""`--kv-dtype`: the engine's cache in another format, and what `bench/engine/kv_error.py` says that it costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.kv_error import app
+from bench.engine.kv_error import app
 from typer.testing import CliRunner, Result
 
 from quire.kernels.fields import PagedField
@@ -32,7 +32,7 @@ def outlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def script() -> Run:
-    """Runs `bench/kv_error.py` with arguments, in this process."""
+    """Runs `bench/engine/kv_error.py` with arguments, in this process."""
 
     def run_script(*arguments: object, **options: object) -> Result:
         return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)  # type: ignore[arg-type]
@@ -156,4 +156,4 @@ def test_bad_input(script: Run, tiny_model: Path, tmp_path: Path, options: tuple
 def test_a_user_is_told_where_the_script_is(run: Run) -> None:
     for typed in (("kv-error", "--model", "x"), ("kv-error",), ("doctor", "--kv-dtype", "fp8")):
         shown = run(*typed)
-        assert (shown.exit_code, "bench/kv_error.py" in shown.stderr) == (2, True)
+        assert (shown.exit_code, "bench/engine/kv_error.py" in shown.stderr) == (2, True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench.kv_error import KVError, measure_kv_errors
+from bench.engine.kv_error import KVError, measure_kv_errors
 
 from quire.errors import InvalidInput
 from quire.kernels.codec import decode, encode

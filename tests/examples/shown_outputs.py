@@ -73,8 +73,8 @@ def doctor() -> str:
 
 
 def kv_error(names: str) -> str:
-    """What `bench/kv_error.py` says of these KV dtypes."""
-    program = (sys.executable, "bench/kv_error.py", "--kv-dtype", names)
+    """What `bench/engine/kv_error.py` says of these KV dtypes."""
+    program = (sys.executable, "bench/engine/kv_error.py", "--kv-dtype", names)
     done = subprocess.run(program, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode in (0, 4), done.returncode  # 4: a format costs too much, which is said
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.kv_error import measure_kv_errors
+from bench.engine.kv_error import measure_kv_errors
 
 from quire.errors import ModelCheckFailed
 from quire.models import compressed

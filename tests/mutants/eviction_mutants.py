@@ -6,6 +6,8 @@ from functools import partial
 from heapq import heappush
 from typing import Any
 
+from bench.eviction.sequential import SequentialReplay
+
 from quire.cache.sessions import Sessions
 from quire.prefix import evict, hit_table, lru_bound, radix_cache
 from quire.prefix.evict import GDSF, Order
@@ -15,7 +17,6 @@ from quire.prefix.node import EvictedEdges, Node, User, used_by
 from quire.prefix.placement import NodeTiers
 from quire.sim import hit_bounds
 from quire.sim.hit_bounds import PagedRequest
-from quire.sim.sequential import SequentialReplay
 from tests.mutants.mutants import Patch, mutant
 
 

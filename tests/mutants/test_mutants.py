@@ -18,6 +18,7 @@ from quire.plan import planner
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from tests import mutants as shipped
 from tests import waits
+from tests.bench import test_sequential
 from tests.cache.test_auditor import check_frames_that_move
 from tests.cache.test_hold import check_holds
 from tests.canary.machine import run_canary
@@ -115,7 +116,6 @@ from tests.serve import (
     test_tokenising,
 )
 from tests.serve.test_tenants import check_all_keys_are_compared
-from tests.sim import test_sequential
 from tests.sim.test_hit_bounds import check_optimum, test_of_a_prompt_the_last_token_is_computed
 from tests.sparse.test_hot_slots import check_hot_slots
 from tests.speculative import test_ngram, test_verify

@@ -10,7 +10,7 @@ import pytest
 
 from tests.programs import run_program
 
-SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
+SOAK = Path(__file__).parents[2] / "bench" / "serving" / "soak.py"
 
 
 LEAST = ("--least-answers", "100")

@@ -40,7 +40,7 @@ class DoctorSettings(Settings):
     FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {
         "kv_dtype": (
             "what a KV dtype costs a model is measured by a script of the repository.",
-            "run `python bench/kv_error.py MODEL --kv-dtype fp8_e4m3` in a checkout.",
+            "run `python -m bench.engine.kv_error MODEL --kv-dtype fp8_e4m3` in a checkout.",
         )
     }
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 0.5
 _CHECK_TIMEOUT_S = 2.0
-_ANSWER_TIMEOUT_S = 60.0  # of questions to all servers, for one that is healthy
+_ANSWER_TIMEOUT_S = 60.0  # for a healthy server to answer a question to all
 
 _FOR_ONE = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),

@@ -24,7 +24,7 @@ class Upstream:
     pid: int | None = None
     failing_since_s: float | None = field(default_factory=time.monotonic)  # None while it is healthy
     reason: str = "has not started"
-    is_broken: bool = False  # it answers that it is unhealthy
+    is_broken: bool = False  # its server answers that it is unhealthy
     in_flight: int = 0
     num_requests: int = 0
     num_failures: int = 0

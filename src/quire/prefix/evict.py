@@ -13,7 +13,7 @@ from quire.prefix.hit_density import HitDensity
 from quire.prefix.node import Node, Returned
 from quire.prefix.policy import EvictionPolicy, live
 
-_SHORT_SHARE = 0.1  # of the leaves: the size of the short queue of S3-FIFO, as published
+_SHORT_SHARE = 0.1  # share of leaves in the short queue of S3-FIFO, as published
 
 
 class Order(EvictionPolicy):
@@ -23,7 +23,7 @@ class Order(EvictionPolicy):
         self._key = key
         self._queue: LazyQueue[Node] = LazyQueue(live, by_key=True)
         self._tickets = count(1)
-        self.last_key: tuple[float, ...] = (0.0,)  # of the last victim
+        self.last_key: tuple[float, ...] = (0.0,)  # key of the last victim
 
     def offered(self, node: Node) -> None:
         node.ticket = next(self._tickets)

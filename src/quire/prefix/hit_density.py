@@ -54,13 +54,13 @@ class Endings:
 
 
 TURNS, HITS, ANSWERS = 4, 3, 4  # levels of each feature of a leaf; the last level has no upper bound
-KINDS = TURNS * HITS * ANSWERS  # of each ending
+KINDS = TURNS * HITS * ANSWERS  # kinds of each ending
 RUNS = 256  # at most; above that, runs of neighbouring ages are merged
 SLACK = 256  # invalid entries that are never worth a pass
 RANKED = 8  # runs for each tick until the next ranking: it costs as much for each request with few runs as with many
 PART = 256  # entries, at most, of a part of a run
 
-_EPOCH_BITS = 48  # of the key of a run, below its kind
+_EPOCH_BITS = 48  # bits of a run's key below its kind
 _EPOCHS = (1 << _EPOCH_BITS) - 1
 
 
@@ -91,13 +91,13 @@ class HitDensity(EvictionPolicy):
         self._bound = self.guard.bound
         self._endings = Endings()
         self._table = HitTable((CLASSES * KINDS, KINDS, HITS * ANSWERS, 1))
-        self._runs: dict[int, list[list[Node]]] = {}  # by kind << _EPOCH_BITS | since >> self._shift; in parts
+        self._runs: dict[int, list[list[Node]]] = {}  # parts, by kind << _EPOCH_BITS | since >> self._shift
         self._shift = 0
-        self._num_entries = 0  # of runs; those of nodes that were leased since, or that are twice there, are invalid
+        self._num_entries = 0  # entries of runs, with invalid ones: their nodes were leased since, or are there twice
         self._clean_at = SLACK
         self._unclean: list[tuple[int, list[Node]]] = []  # parts, and the keys of their runs
         self._ranked: list[int] = []  # keys of runs, the worst last
-        self._losses: list[float] = []  # of these runs, ascending: what they are worth, below 0
+        self._losses: list[float] = []  # negative worth of the runs in `_ranked`, ascending
         self._rank_at = 0
         self._young = 0  # leaves of less age are protected
 

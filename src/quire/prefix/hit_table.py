@@ -49,7 +49,7 @@ class HitTable:
         self._num_reused = 0
         self._guesses = self._lent()
         self._worth = np.zeros((groups[0], len(AGES)))
-        self._rows: list[list[float]] = [[]] * groups[0]  # the same as `_worth`
+        self._rows: list[list[float]] = [[]] * groups[0]  # `_worth` as lists
         self._passes = [0] * groups[0]  # in which each was computed
         self._pass = 1
         self.pass_at = 0

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 LIMITS = 1.5, 4.5  # requests of mean length: hits that the order may lose until LRU decides alone, at first and at most
 LIMIT_GROWS = 0.0015  # with each request
-CREDIT = 5.0  # the same: hits of the past that make up for later losses, at most
+CREDIT = 5.0  # requests of mean length: largest positive balance
 FORGIVEN = 4096  # requests in which a loss fades to a third
 FIRST_WAIT = 256  # requests that LRU decides
 LONGER = 4  # times, after each trial that fails
@@ -36,7 +36,7 @@ class LRUBound:
         """Pages that LRU would have now."""
         self.horizon = 1
         """No page of LRU was last used before this tick."""
-        self._pages = {1: 0}  # of no other tick than `now` 0
+        self._pages = {1: 0}  # pages by tick; only that of `now` may be 0
 
     def limit(self, num_pages: int) -> None:
         """LRU evicts, until it has `num_pages` pages."""

@@ -24,7 +24,7 @@ _LONG = 1 << 13  # tokens: a longer prompt is compared with its first edge in pl
 # Every admission pays for these searches, so they are bounded.
 _MOST_COMPARED = 64  # pages compared where a prompt diverges
 _MOST_NAMESPACES = 512  # roots, the oldest first; there may be one for each salt
-_MOST_FOLLOWED = 8  # of the namespaces with the same first page
+_MOST_FOLLOWED = 8  # namespaces with the same first page, at most
 
 
 @dataclass(slots=True, eq=False)

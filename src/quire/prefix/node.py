@@ -64,15 +64,15 @@ class Node:
     leases: int = 0  # that end here
     held: int = 0  # leases here, plus the levels of the children: a lease changes only nodes whose level changes
     level: int = 0  # min(2, leases here or below): 0 is evictable, 1 protected, 2 shared
-    children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of the child's first page
+    children: dict[bytes, Node] = field(default_factory=dict)  # keys: bytes of the child's first page
     evicted: dict[bytes, Node] = field(default_factory=dict)  # evicted children, likewise
-    hashes: list[PageHashes] = field(default_factory=list)  # of its pages, in runs as cached, if events are on
+    hashes: list[PageHashes] = field(default_factory=list)  # hashes of its pages, in runs as cached, if events are on
     memo: object | None = None  # belongs to the eviction policy, and so does `touched`
     touched: int = 0  # when a request used these pages or any below; below 0: and they left the device since
-    ticket: int = 0  # of its valid entry in the policy's queue; 0: no candidate for eviction
-    copy_ticket: int = 0  # of its valid entry in `NodeTiers.copies`
+    ticket: int = 0  # number of its valid entry in the policy's queue; 0: no candidate for eviction
+    copy_ticket: int = 0  # number of its valid entry in `NodeTiers.copies`
     user: User | None = None  # None: requests of several sessions have used it, or one without a session
-    eviction: Eviction | None = None  # of an evicted edge
+    eviction: Eviction | None = None  # when and why an edge was evicted
 
     @property
     def pages(self) -> Ids:
@@ -97,9 +97,9 @@ class Lease:
     end: Node | None  # None: released
     num_pages: int
     priority: int
-    turn: int  # of all nodes that are appended under this lease
+    turn: int  # rounds of the nodes that are appended under this lease
     counts: bool = True  # whether its release updates `last_used`
-    user: User | None = None  # of the nodes that are appended
+    user: User | None = None  # user of the nodes that are appended
 
     @property
     def node(self) -> Node:

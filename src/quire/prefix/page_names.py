@@ -30,7 +30,7 @@ class PageNames:
         self._page_bytes = page_bytes
         self._identity = identity
         self._emit = emit
-        self._ahead: dict[bytes, PageHashes] = {}  # by the key of the page before
+        self._ahead: dict[bytes, PageHashes] = {}  # keys: that of the page before
 
     # -- keys
 

@@ -72,18 +72,18 @@ class RadixCache:
         self._tiers = NodeTiers(placement, policy)
         self.is_here, self.num_copies = self._tiers.is_here, self._tiers.num_copies
         self._has_lower = placement is not None
-        self.longest_grown = 1 << 16  # bytes: a longer edge gets a child instead of more pages, which would copy it
+        self.longest_grown = 1 << 16  # bytes: above these a child is added, since to lengthen an edge copies it
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
         self.names = PageNames(self._page_bytes, identity, emit, num_named)
         self._seconds = seconds
         self.roots: dict[Namespace, Node] = {}
-        self.hidden_roots: list[Node] = []  # of flushed namespaces, while a lease holds pages below
+        self.hidden_roots: list[Node] = []  # roots of flushed namespaces, while a lease holds pages below
         self.evicted = EvictedEdges(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
         self._clock = 0
         self.version = 0  # changes when an earlier `Match` becomes invalid
-        self.num_releases = 0  # of leases and pins
+        self.num_releases = 0  # leases and pins that were released
         self._levels = Levels(self.is_here if self._has_lower else None)
         self.num_pages = 0  # on the device
         self.num_below = 0  # pages that have a copy on lower tiers only
@@ -290,7 +290,7 @@ class RadixCache:
         self.hidden_roots.append(self.roots.pop(namespace))
         held = nodes_below(root)
         for node in reversed(held):
-            self._tell_gone(node, 0)  # it drops the hashes, so that later removals emit nothing
+            self._tell_gone(node, 0)  # drops the hashes, so that later removals emit nothing
         return pages, sum(node.num_pages for node in held)
 
     def sweep(self) -> Ids:
@@ -308,7 +308,8 @@ class RadixCache:
             self._arrive(node)
 
     def countable(self, lease: Lease, start: int, stop: int) -> int:
-        """The first page after `start`, at most `stop`, up to which copies of a pinned path's pages would count."""
+        """How far copies of pages `start..stop - 1` of a pinned path would count: a copy counts if all earlier pages of
+        its edge have one."""
         for node in reversed(path_to(lease.node)):
             if node.depth >= stop:
                 break

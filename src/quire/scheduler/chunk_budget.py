@@ -28,7 +28,7 @@ LEAST_TOKENS = 16
 _ADDED = 3.0  # what prompts may add to a step without a target, times what it takes alone
 _STEPS = 24  # in which the prompts that are known now are to be computed
 _KEEPS = 0.97  # weight of earlier steps at each new one
-_KEEPS_SHARE = 0.9  # the same of earlier prompts
+_KEEPS_SHARE = 0.9  # weight of earlier prompts in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class ChunkBudget:
         self._fit = CostFit(_KEEPS)
         self._cost: CostModel | None = None
         self._computed = self._known = 0.0  # tokens of admitted prompts, recent ones more
-        self._left_s = 0.0  # of the step that is being made
+        self._left_s = 0.0  # seconds left in the step that is being made
         self.spent = False
         """Whether the step that is being made takes no more of prompts."""
-        self._alone_s = self._budget_s = 0.0  # of the last step that was limited
+        self._alone_s = self._budget_s = 0.0  # seconds of the last limited step
         self._why = ""
         self._limited_steps = 0
         self._limited_tokens = 0

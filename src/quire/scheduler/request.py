@@ -74,8 +74,8 @@ class Request:
         self.explain = explain  # its client wants the explanation
         self.is_for_peer = is_for_peer  # another engine has asked for it
         self.session_id = session_id  # "" for none
-        self.owner = owner  # of its session and its explanation
-        self.turn: Turn | None = None  # of its session, set by the scheduler
+        self.owner = owner  # who may see its session and its explanation
+        self.turn: Turn | None = None  # a turn of its session, set by the scheduler
         self.grant: SessionGrant | None = None  # what its session holds, when it has ended
         self.arrival = 0  # set by the scheduler: its place in the order of arrival
         self.opening = 0  # set by the scheduler: a hash of its namespace and its first page
@@ -83,14 +83,18 @@ class Request:
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None
         self.read_ahead = False  # whether its prompt was looked up in storage
-        self.prefetch: PromptFetch | None = None  # of pages of its prompt from storage, while it waits
+        self.prefetch: PromptFetch | None = None  # fetches pages of its prompt from storage, while it waits
         self.prefetched: list[PromptFetch] = []  # ended prefetches whose pages are held until it begins
         self.follows: Following | None = None  # the leader it waits for, when it was last considered
         self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`
-        self.num_cached = -1  # of its first admission; -1 before
-        self.num_host = self.num_storage = self.num_peer = 0  # of these, from host memory, storage, and another engine
-        self.explanation: Explanation | None = None  # of its first admission, if the cache explains
+        self.num_cached = -1  # tokens cached at its first admission; -1 before
+        self.num_host = self.num_storage = self.num_peer = (
+            0  # parts of these from host memory, storage and another engine
+        )
+        self.explanation: Explanation | None = (
+            None  # why tokens of its first admission were not cached, if the cache explains
+        )
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None

@@ -44,8 +44,8 @@ class RunningRows:
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
         self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens after the known ones that may be accepted
         self.num_drafted = 0  # rows that have any
-        self._parents: Ids | None = None  # of the drafts of each row; None: they are chains
-        self.serials = serials  # of each row's request; 0: none
+        self._parents: Ids | None = None  # parents of drafts, by row; None: drafts are chains
+        self.serials = serials  # serial number of each row's request; 0: none
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
         self.running: list[Request] = []
         self.kvs: list[RequestKV] = []

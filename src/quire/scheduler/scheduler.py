@@ -62,7 +62,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         width = cache.plan.pages_per_row * cache.plan.tokens_per_page
         self._rows = RunningRows(cache.rows.serials, width)
-        self._decoding = self._rows.together()  # of the last step
+        self._decoding = self._rows.together()  # decodes of the last step
         self._prefetching = Prefetching(ahead, cache.page_size)
         self._leaders = Leaders(cache, self._rows)
         self._lacks_room = False  # for the first that waits

@@ -37,8 +37,8 @@ TERMS = np.dtype(
         ("least", np.int64),  # outputs before which no stop token ends it
         ("most_pending", np.int64),  # pending tokens with which it may still continue
         ("stops", np.int32, (MOST_STOPS,)),  # padded with -1
-        ("many_stops", np.bool_),  # it has more stop tokens
-        ("stops_early", np.bool_),  # it has any
+        ("many_stops", np.bool_),  # the request has more stop tokens
+        ("stops_early", np.bool_),  # the request has a stop token
         ("temperature", np.float64),
         ("top_p", np.float64),
         ("min_p", np.float64),

@@ -16,9 +16,9 @@ from quire.plan.step_cost import CostModel, StepTime
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
-_LAST_LAYER = 1 / 32  # of a step's work, which remains when the last layer of a load has arrived
+_LAST_LAYER = 1 / 32  # share of a step's work that remains when the last layer of a load has arrived
 
-_BATCHES = (1, 4, 16)  # of requests that are measured, all of one prompt length
+_BATCHES = (1, 4, 16)  # requests that are measured together, all of one prompt length
 _PROMPTS = (32, 128, 384)
 _OUTPUTS = 12
 

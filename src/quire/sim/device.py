@@ -241,7 +241,7 @@ class _GroupMemory:
     def _carry(self, pieces: Pieces, step: SimulatedStep, contents: Contents) -> None:
         """Each piece reads the state of its request so far, if there is one, and writes the new one."""
         owners, flat_ends = _owners_of(pieces, step), np.cumsum(pieces.lengths)
-        order = np.arange(len(owners)) - np.searchsorted(owners, owners)  # of each piece within its request
+        order = np.arange(len(owners)) - np.searchsorted(owners, owners)  # number of each piece within its request
         flat_starts, held = flat_ends - pieces.lengths, self._hashes[:, 0]
         expected = np.where(order > 0, contents.written[flat_starts - 1], contents.before[owners])
         for turn in range(int(order.max(initial=-1)) + 1):

@@ -81,7 +81,7 @@ class Scripts:
         self.page_size = plan.page_size
         # Memory is allocated when it is written, so a row costs as much as its longest request.
         self.tokens: Ids = np.zeros(shape, dtype=np.int32)
-        self.seeds = np.zeros(plan.max_requests, dtype=np.uint64)  # of each request
+        self.seeds = np.zeros(plan.max_requests, dtype=np.uint64)  # seed of the request in each row
         self.acceptances = np.zeros(plan.max_requests)  # as recorded; not a number: none was
         self._serials: Lengths = np.zeros(plan.max_requests, dtype=np.int64)
         self._hasher = PrefixHasher(shape[1]) if checks else None

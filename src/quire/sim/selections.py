@@ -40,7 +40,7 @@ class Selections:
 
     @property
     def num_indexes(self) -> int:
-        """Indexers of the model, from zero."""
+        """Number of indexers; their ids start at 0."""
         return int(self.index.max(initial=-1)) + 1
 
     def calls(self) -> Iterator[Selections]:

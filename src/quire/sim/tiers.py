@@ -181,7 +181,7 @@ class VirtualMover(Mover):
         queue = self._queues[transfer.lane.queue]
         queued = next(queued for queued in queue if queued.transfer is transfer)
         if queued.begun and queued.end <= transfer.expires_at:
-            return  # it has ended in time, and `choose` did not pick it yet
+            return  # the fetch ended in time, and `choose` did not pick the request yet
         self._has_news = True
         transfer.expire()
         if queued.begun:
@@ -430,7 +430,7 @@ class SimulatedStore(Store):
     the bytes for which it was prepared. It answers RETRY only if `prepare` finds no room."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.num_bytes = 0  # of all records, with prepared ones
+        self.num_bytes = 0  # bytes of all records, prepared ones too
         self._most_bytes = most_bytes
         self._visible: dict[StoreKey, tuple[bytes, int]] = {}  # with its bytes; least recently used first
         self._prepared: dict[StoreKey, int] = {}

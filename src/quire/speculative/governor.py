@@ -22,16 +22,16 @@ import numpy.typing as npt
 
 from quire.cache.running import Lengths, Rows
 
-_MEMORY = 0.9  # of a request's acceptance, per step with drafts
+_MEMORY = 0.9  # weight of a request's earlier acceptance, per step with drafts
 _MEMORY_OF_ALL = 0.97
-_FORGET = 0.95  # of all acceptance, per step whose drafts do not pay: what is not tried becomes uncertain
+_FORGET = 0.95  # weight of all acceptance, per step whose drafts do not pay: untried drafts become uncertain
 _PRIOR_TRIALS = 2.0
 _LEARN = 0.1  # share of a new measurement
 _PLAIN_EVERY = 96  # steps with drafts between two without, of one size of batch
 _MARGIN = 1.05  # how much more than its cost a draft has to be worth
 _OUTLIER = 3.0
 _FIRST = 4  # measurements of which the least is taken: first steps take longer
-_SHARE = 0.005  # of the time of steps, for drafts that may not pay
+_SHARE = 0.005  # share of the time of steps for drafts that may not pay
 _MOST_CREDIT = 8.0  # steps without drafts, for one request
 _LEAST_CREDIT = 2.0  # for any batch: more requests show earlier what pays
 
@@ -46,7 +46,7 @@ class _Size:
     num_drafted: int = 0
     drafts: float = 0.0  # mean number of a step with drafts
     added_s: float = 0.0  # mean of what they add to a step
-    variance: float = 0.0  # of the number
+    variance: float = 0.0  # variance of the number
     covariance: float = 0.0
     search_s: float = 0.0  # a search that ends without drafts
     num_searches: int = 0

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from quire.tiers.transfer import LANES, Lane
 
 _KEPT = 0.9  # weight of earlier measurements at each new one
-_SPREAD = 0.3  # of the mean amount; if amounts vary less, the fixed time is not identifiable
+_SPREAD = 0.3  # share of the mean amount; if amounts vary less, the fixed time is not identifiable
 _TINY_STEP = 64  # tokens; a smaller step is mostly launch overhead
 _LOSSES = 16  # lost decisions in a row, after which a lane turns itself off
 _FAILURES = 3  # failed transfers in a row, with the same effect
@@ -74,9 +74,9 @@ class Rate:
 class _Verdict(Enum):
     LEARN = auto()  # nothing to compare: move and measure
     WIN = auto()
-    LATE = auto()  # it would win without the queue of its lane
+    LATE = auto()  # a transfer would win without the queue of its lane
     LOSE = auto()
-    TRY = auto()  # it is expected to lose: move, to measure again
+    TRY = auto()  # a transfer is expected to lose: move, to measure again
 
 
 _MOVED = (_Verdict.LEARN, _Verdict.WIN, _Verdict.TRY)

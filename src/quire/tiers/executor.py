@@ -269,7 +269,7 @@ class _Record:
     data: memoryview
     units: int
     place: int  # in them
-    page: int  # of the batch
+    page: int  # number of the page in the batch
     defect: str = GOOD
 
 
@@ -312,7 +312,7 @@ class _Batch:
 
 
 _Work = Callable[[Transfer, _Batch], None]
-_Places = list[tuple[int, int]]  # of one page: index of the units, and the place in them
+_Places = list[tuple[int, int]]  # units of one page: index of the units, and the place in them
 
 
 def _keys(records: Iterable[_Record]) -> list[StoreKey]:

@@ -18,8 +18,8 @@ from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 THREADS: Final[Mapping[Endpoint, int]] = {Endpoint.DEVICE: 1, Endpoint.STORE: 2, Endpoint.PEER: 2}
 """Threads for each endpoint except the host. An endpoint that hangs blocks only its own threads."""
 
-CLOSED: Final = "the mover was closed before it came to this."  # of a transfer that waits
-LEFT: Final = "the mover was closed, and this did not end."  # of a transfer that hangs
+CLOSED: Final = "the mover was closed before it came to this."  # why a waiting transfer failed
+LEFT: Final = "the mover was closed, and this did not end."  # why a hanging transfer failed
 
 CLOSE_S: Final = 3.0
 """How long `close` waits for calls in flight. A store that hangs would otherwise block the process forever."""

@@ -24,7 +24,7 @@ from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
 from quire.tiers.transfer import Transfer
 
 SCOPE_PREFIX_BYTES = 8  # the prefix that scopes of one model share (`quire.prefix.hashing.scope_of`)
-_PART = 0xFFFF  # of no group
+_PART = 0xFFFF  # no group has this number
 _AT_ONCE = 1024
 _LEAST_BYTES = HEADER_BYTES + 1
 
@@ -67,7 +67,7 @@ def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
         if transfer.stopping:
             raise StoreError(f"it was stopped when {total - left:,} records had been removed.")
         pages = [key for key in batch if key.part != _PART]
-        tombstones.update(key for key in batch if key.part == _PART)  # of scopes with this prefix
+        tombstones.update(key for key in batch if key.part == _PART)  # tombstones of scopes with this prefix
         total += len(pages)
         if store.remove(pages) < len(pages):
             left += sum(answer is not Answer.MISS for answer in store.exists(pages))

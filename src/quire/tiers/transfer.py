@@ -20,7 +20,7 @@ from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
 
 # Results of a unit. Any other result names the damage of a record (`quire.memory.record`).
-GOOD: Final = ""  # it arrived whole
+GOOD: Final = ""  # the record arrived whole
 MISSING: Final = "missing"  # the source does not have it, or it follows a unit that did not arrive
 REFUSED: Final = "store"  # the remote cannot store or return it now, or it follows such a unit
 FAILED: Final = "failed"  # the whole transfer failed; `Transfer.error` says why

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import triton
+from bench.kernels.launches import SilentDriver
 
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, LatentFields, PagedField
@@ -31,10 +32,6 @@ from quire.spec.group import ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layers import formatted, fp8_row
 from quire.spec.layout import DType
-
-sys.path[:0] = [str(Path(__file__).parents[3] / "bench")]
-
-from launches import SilentDriver  # noqa: E402
 
 LATENT_ROW = fp8_row(512, 128, DType.FLOAT32)
 

@@ -133,7 +133,7 @@ class MooncakeStore(RemoteStore):
         num_bytes = _NUM_LANES * self._lane_bytes
         self._memory = memoryview(mmap.mmap(-1, num_bytes))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._idle_lanes: LifoQueue[int] = LifoQueue()  # by offset; each is for one batch at a time
+        self._idle_lanes: LifoQueue[int] = LifoQueue()  # offsets; each lane is for one batch at a time
         for start in range(0, num_bytes, self._lane_bytes):
             self._idle_lanes.put(start)
         if client.register_buffer(self._address, num_bytes) != 0:

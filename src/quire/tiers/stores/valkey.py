@@ -226,7 +226,7 @@ class ValkeyStore(RemoteStore):
         for name, idle, length in zip(names, replies[::2], replies[1::2], strict=True):
             key = key_of(name.decode(errors="replace").removeprefix("quire/"))
             if key is None:
-                continue  # of another program
+                continue  # a key of another program
             if not isinstance(length, int):
                 raise StoreError(f"the records of {self._connections.where} cannot be read: {length!s}.")
             if length:

@@ -295,7 +295,7 @@ class Owners:
                 raise
             if os.fstat(self._file).st_nlink:
                 return
-            os.close(self._file)  # it was unlinked before it was locked
+            os.close(self._file)  # the file was unlinked before it was locked
 
     def is_dead(self, name: str) -> bool:
         """Whether that owner has ended or closed the store; False if this is unknown."""

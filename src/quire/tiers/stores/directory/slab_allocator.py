@@ -39,7 +39,7 @@ Slot = tuple[int, int]  # slab, and the slot in it
 _LOOK_EVERY = 16  # evicted records, at least, between two scans of all slabs
 _FLUSH_SECONDS = 5.0
 _MOST_USES = 50_000
-_MOVED_BYTES = 32 << 20  # of records that `compact` moves at once
+_MOVED_BYTES = 32 << 20  # bytes of records that one transaction of `compact` copies
 
 _EMPTIED = """
 SELECT id, slot_bytes, num_slots FROM (

@@ -307,7 +307,7 @@ class DirectoryStore(Store):
     @_answering
     def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
         answers = [MISS] * len(keys)
-        writing: dict[int, int] = {}  # by row, so that a repeated key is written once
+        writing: dict[int, int] = {}  # keys: ids of rows, so that a repeated key is written once
         places: list[Place] = []
         for at, (key, record) in enumerate(zip(keys, map(bytes_of, records), strict=True)):
             row = self._prepared.get(key)
