@@ -9,9 +9,9 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 LIBRARIES := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 CHECK  := $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports
 LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
-# One process for each core and one more, as some tests wait for timers, up to four: each may run a server and a model.
-# A file's tests stay together and in order.
-WORKERS := -n $(shell n=$$(getconf _NPROCESSORS_ONLN || echo 2); echo $$((n < 4 ? n + 1 : 4))) --dist loadfile --no-loadscope-reorder
+# One process for each core, up to four: each collects all tests, which takes half a minute of CPU, and may run a server
+# and a model. A file's tests stay together and in order.
+WORKERS := -n $(shell n=$$(getconf _NPROCESSORS_ONLN || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-all fuzz bench docs picture check clean setup
 
@@ -39,13 +39,10 @@ demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, 
 	@echo "==> Starting the server and a client that holds several conversations"
 	@$(BIN)/python -m examples.demo
 
-test: $(READY)   ## checks and tests, 10 to 15 minutes on 2 cores
-	@echo "==> Tests, and meanwhile checks: format, lint, types, import layers"
-	@{ $(CHECK); } >$(VENV)/check.log 2>&1 & checks=$$!; \
-	  $(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 $(WORKERS); tests=$$?; \
-	  wait $$checks || tests=1; cat $(VENV)/check.log; exit $$tests
+test: $(READY)   ## the tests that are quick; mutants of what has changed and a tenth of the others
+	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 $(WORKERS)
 
-test-all: $(READY)  ## everything, the long stateful runs and the soak test included
+test-all: $(READY)  ## everything: all mutants, the long stateful runs and the soak test included
 	@$(BIN)/python -m pytest -m "not gpu" --durations=10 --timeout 1800 $(WORKERS)
 
 fuzz: $(READY)   ## random operations on tiny caches for a minute, all checks after each; SEEDS=1000 for so many lives

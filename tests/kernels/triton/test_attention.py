@@ -10,6 +10,7 @@ from quire.kernels.attention import attend_selected, paged_attention, paged_atte
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.fields import KVFields, LatentFields, PagedField
 from quire.kernels.page_arrays import shared_runs
+from tests.covering import covering, few
 from tests.kernels.paged_case import PagedCase, Shape
 from tests.kernels.stored_case import FORMATS, PAGE
 from tests.kernels.test_tiles import pool_of, slow
@@ -30,15 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MIXED = [(90, 1), (70, 20), (20, 20), (310, 1)]
 
 
-@pytest.mark.parametrize("options", list(OPTIONS))
-@pytest.mark.parametrize("programs", [1, 50])
-@pytest.mark.parametrize("page_size", [3, 16])
+@covering(page_size=[3, 16], programs=[50, 1], options=list(OPTIONS))
 def test_decodes_and_chunks_of_one_step(page_size, programs, options):
     case = PagedCase(MIXED, page_size=page_size)
     check_case(case, programs, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", few(range(60), 2))
 def test_every_kind_of_step(seed):
     check_step(seed)
 
@@ -98,8 +97,7 @@ def test_formats_are_decoded_as_torch_does(name):
         assert (found - wanted).abs().max() < 1e-6 * float(value.abs().max())
 
 
-@pytest.mark.parametrize("past", [3, 60])
-@pytest.mark.parametrize("window", [0, 2, 33])
+@covering(past=[3, 60], window=[0, 2, 33])
 def test_drafts_that_branch(past, window):
     """Also a tree of more rows than bits of a word."""
     large = [(row - 1) // 3 if row else -1 for row in range(40)]
