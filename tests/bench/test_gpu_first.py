@@ -105,7 +105,7 @@ def test_a_kill_leaves_whole_lines(number: int, tmp_path: Path, monkeypatch: pyt
 
 
 def _hangs(_: object) -> dict[str, Any]:
-    time.sleep(60)
+    time.sleep(1e6)
     return {}
 
 
@@ -138,9 +138,8 @@ def test_a_stage_that_fails_ends_alone(
     from bench import gpu_first
 
     monkeypatch.setitem(gpu_first.ALL, "pool", (stage, 1.0))
-    began = time.monotonic()
     line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), 2.0)
-    assert not line["ok"] and says in line["error"] and time.monotonic() - began < 20
+    assert not line["ok"] and says in line["error"]
     assert stage is not _crashes or "before the crash" in line["log"]
     assert stage is not _hangs or "in _hangs" in line["log"], "where it hangs"
 

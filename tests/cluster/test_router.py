@@ -270,9 +270,8 @@ def test_a_server_is_passed_over_while_it_is_stopped_and_when_its_engine_is_dead
         os.kill(first.process.pid, signal.SIGSTOP)
         wait_until(lambda: not router.upstreams[0].is_healthy)
         assert router.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
-        began = time.monotonic()
         rows = router.request("/v1/cache/statistics")[1]["processes"]
-        assert [row["status"] for row in rows] == [503, 200] and time.monotonic() < began + 30
+        assert [row["status"] for row in rows] == [503, 200]
         os.kill(first.process.pid, signal.SIGCONT)
         wait_until(lambda: router.upstreams[0].is_healthy)
         first.engine().kill()  # from now on its server answers 503

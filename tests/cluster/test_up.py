@@ -158,16 +158,14 @@ def test_no_process_is_left_when_the_first_is_killed() -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once() -> None:
-    with LiveCluster("--prefill", "0", "--decode", "2", "--drain", "60") as live:
+    with LiveCluster("--prefill", "0", "--decode", "2", "--drain", "1000000") as live:
         assert [row["role"] for row in live.rows] == ["engine", "engine", "router"]
         connection = live.open_request("/v1/completions", body(1, max_tokens=700, n=16, ignore_eos=True))
         wait_until(lambda: any(live.statistics_of(f"engine-{n}")["running_requests"] for n in range(2)))
-        began = time.monotonic()
         live.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         live.process.send_signal(signal.SIGINT)
         assert live.wait() == 0, live.log()
-        assert time.monotonic() - began < 30, "the drain was waited for"
         connection.close()
         assert not live.children_left()
         assert "Traceback" not in live.log(), live.log()

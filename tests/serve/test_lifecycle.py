@@ -16,6 +16,7 @@ from openai import APIStatusError, AuthenticationError
 from quire.errors import AddressInUse, InvalidInput
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind
+from tests import waits
 from tests.serve.live_server import LiveServer
 
 
@@ -63,7 +64,7 @@ def test_a_graceful_end_finishes_open_streams(number: signal.Signals) -> None:
 SLOW_START = """
 import time
 from quire.engine.config import EngineConfig
-EngineConfig.load_tokenizer = lambda self: time.sleep(60)
+EngineConfig.load_tokenizer = lambda self: time.sleep(1e6)
 from quire.cli import main
 main()
 """
@@ -80,10 +81,8 @@ def test_a_start_that_fetches_is_stopped_at_once(number: signal.Signals) -> None
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.5)
-        began = time.monotonic()
         server.send_signal(number)
-        assert server.wait(50) == 128 + number
-        assert time.monotonic() - began < 30, "the tokenizer was waited for"
+        assert server.wait(waits.SOON_S) == 128 + number
         _, alive = psutil.wait_procs(children, timeout=30)
         assert not alive
 
@@ -100,17 +99,15 @@ def test_at_the_deadline_open_requests_are_aborted_and_told() -> None:
 
 
 def test_a_second_signal_drops_open_requests() -> None:
-    with LiveServer.echo(drain_s=30) as live:
+    with LiveServer.echo(drain_s=waits.FOR_EVER_S) as live:
         connection = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
         with connection, connection.makefile("rb") as lines:
             assert b"200 OK" in lines.readline()
-            began = time.monotonic()
             live.terminate()
             time.sleep(0.5)
             live.terminate()
             lines.read()
         assert live.wait() == 0, live.log()
-        assert time.monotonic() - began < 29
         assert not live.children_left()
 
 

@@ -120,9 +120,7 @@ CORPUS: list[tuple[str, bytes, set[int]]] = [
 @pytest.mark.parametrize(("what", "raw", "expected"), CORPUS, ids=[what for what, *_ in CORPUS])
 def test_bytes_that_are_no_request(live: LiveServer, what: str, raw: bytes, expected: set[int]) -> None:
     """The answer is one that is expected, and our own JSON where it is an error; the next client gets its answer."""
-    began = time.monotonic()
-    found = exchange(live, raw)
-    assert time.monotonic() - began < 60, "the server held on to it"
+    found = exchange(live, raw)  # the socket fails if the server holds on to it
     assert {status for status, _ in found} <= expected, found
     for status, body in found:
         assert status < 400 or json.loads(body)["error"]["code"].startswith("QUIRE-"), body
@@ -158,12 +156,10 @@ def test_a_slow_body_does_not_outlive_its_deadline(live: LiveServer) -> None:
     """A byte now and then moves no deadline."""
     with connect(live) as connection:
         connection.sendall(POST + b"Content-Length: 1000\r\n\r\n")
-        began = time.monotonic()
         with suppress(OSError):  # a reset or a broken pipe
-            while time.monotonic() - began < 60:
+            while True:
                 connection.sendall(b" ")
                 time.sleep(0.05)
-        assert time.monotonic() - began < 60
     is_well(live)
 
 

@@ -107,9 +107,8 @@ def test_a_killed_peer_is_closed_before_it_is_silent_and_its_successor_is_anothe
     with process(PREFILL) as (prefill, address, _), control(DECODE, listen=None, peers=[address]) as decode:
         decode.wait(Connected)
         prefill.kill()
-        began = time.monotonic()
         assert decode.wait(Closed) == Closed(PREFILL.peer, True)
-        assert time.monotonic() - began < module.SILENT_S
+        assert not any(isinstance(event, Silent) for event in decode.seen)
         assert not decode.control.send(PREFILL.peer, ASK)
         again = hello("prefill-0", "prefill", epoch=2)
         with process(again, address):
@@ -360,10 +359,8 @@ def test_a_name_that_does_not_resolve_delays_no_other_peer(monkeypatch: pytest.M
                 prefill.wait(Connected)
                 time.sleep(1.5 * module.SILENT_S)
                 decode.none(Silent, Closed, Unreachable)
-                began = time.monotonic()
                 found.set()
-                until(lambda: decode.control.problems() == {slow_address: "no such host"})
-            assert time.monotonic() - began < LONG_S / 2
+                until(lambda: decode.control.problems() == {slow_address: "no such host"}, LONG_S / 2)
         finally:
             found.set()
 
