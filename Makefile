@@ -43,7 +43,7 @@ test: $(READY)   ## the tests that are quick; mutants of what has changed and a 
 	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 $(WORKERS)
 
 test-all: $(READY)  ## everything: all mutants, the long stateful runs and the soak test included
-	@$(BIN)/python -m pytest -m "not gpu" --durations=10 --timeout 1800 $(WORKERS)
+	@QUIRE_RECOMPUTE_TOKENS=1 $(BIN)/python -m pytest -m "not gpu" --durations=10 --timeout 1800 $(WORKERS)
 
 fuzz: $(READY)   ## random operations on tiny caches for a minute, all checks after each; SEEDS=1000 for so many lives
 	@$(BIN)/python -m tests.fuzz $(LIVES)

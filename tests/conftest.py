@@ -1,5 +1,6 @@
 """Settings of all tests: hypothesis draws the same examples each time, so that a failure repeats; files in order."""
 
+import math
 import os
 
 import pytest
@@ -28,6 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first."""
+    """Long files first, and before them files whose seconds are not known."""
     seconds = kept()
-    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0.0))
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), math.inf))

@@ -85,7 +85,8 @@ class Durations:
             return
         rounded = {name: [round(cpu, 2), round(wall, 2)] for name, (cpu, wall) in sorted(files.items())}
         RECORDED.parent.mkdir(exist_ok=True)
-        RECORDED.write_text(json.dumps({"selection": self._config.getoption("-m"), "seconds": rounded}, indent=0))
+        selection = " ".join(filter(None, (self._config.getoption("-m"), self._config.getoption("-k"))))
+        RECORDED.write_text(json.dumps({"selection": selection, "seconds": rounded}, indent=0))
 
 
 def main() -> None:
@@ -99,7 +100,7 @@ def main() -> None:
             print(f"{seconds[name]:8.1f} {name}")
         return
     if recorded["selection"] != QUICK:
-        raise SystemExit("The last run was not that of `make test`, whose seconds are kept. Run it first.")
+        raise SystemExit("The last run selected other tests than `make test`, whose seconds are kept. Run it first.")
     gone = {name for name in kept() if not (ROOT / name).exists()}
     every = {name: seconds for name, seconds in (kept() | seconds).items() if name not in gone}
     rows = (f'"{name}": {every[name]:.1f}' for name in sorted(every, key=lambda name: (-every[name], name)))

@@ -22,6 +22,7 @@ from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.record_size import records_bytes
+from tests.engine.expected import expected_tokens
 
 AUDIT_EVERY = 7
 STEPS = 20_000  # more than any of these takes
@@ -78,6 +79,10 @@ def run(
 @torch.inference_mode()
 def generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy tokens of plain `transformers` generation, whatever its end-of-sequence token."""
+    return expected_tokens(model, prompt, num_tokens, lambda: _generated(model, prompt, num_tokens))
+
+
+def _generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     ids = torch.tensor([list(prompt)])

@@ -6,7 +6,6 @@ history, as in an archive of the sources, no change is known, and the tenth is a
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,40 +14,17 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests import changes
+from tests.changes import ROOT
+
 PARTS = 10
 KERNELS = ("native", "triton")
-_BRANCHES = ("origin/main", "main")
 
 
 def is_chosen(name: str, files: Iterable[str]) -> bool:
     """Whether `make test` runs this mutant, which these files concern."""
-    part = int(_git("rev-parse", "HEAD")[:8] or "0", 16) % PARTS
-    return not changed().isdisjoint(files) or zlib.crc32(name.encode()) % PARTS == part
-
-
-@cache
-def changed() -> frozenset[str]:
-    """Files that differ from the commit where this branch begins, or on the main branch from the commit before."""
-    if _git("rev-parse", "--show-toplevel") != str(ROOT):
-        return frozenset()
-    head = _git("rev-parse", "HEAD")
-    bases = [_git("merge-base", "HEAD", branch) for branch in _BRANCHES]
-    base = next((base for base in bases if base not in ("", head)), None) or _git("rev-parse", "HEAD~1")
-    if not base:
-        return frozenset()
-    found = _git("diff", "--name-only", base) + "\n" + _git("ls-files", "--others", "--exclude-standard")
-    return frozenset(found.split("\n"))
-
-
-@cache
-def _git(*arguments: str) -> str:
-    """What git says, or nothing where it fails or is absent."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    part = int(changes.commit()[:8] or "0", 16) % PARTS
+    return not changes.changed().isdisjoint(files) or zlib.crc32(name.encode()) % PARTS == part
 
 
 def files_of(*runs: object) -> set[str]:

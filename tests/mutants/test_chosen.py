@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests import changes
 from tests import mutants as shipped
+from tests.changes import ROOT
 from tests.mutants import chosen
-from tests.mutants.chosen import ROOT, files_of, is_chosen
+from tests.mutants.chosen import files_of, is_chosen
 from tests.mutants.mutants import MUTANTS
 from tests.mutants.test_mutants import concerned
 
@@ -55,11 +57,11 @@ def test_files_of_what_each_mutant_patches_are_found() -> None:
 
 
 def test_a_change_of_the_patched_module_or_of_the_check_chooses_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen, "_git", lambda *arguments: "0" * 40)
+    monkeypatch.setattr(changes, "_git", lambda *arguments: "0" * 40)
     mutant = next(each for each in MUTANTS if each.name == "a_frame_moves_and_stays")
     assert "src/quire/memory/residency.py" in concerned(mutant) and "tests/memory/swa_machine.py" in concerned(mutant)
     for file in ("src/quire/memory/residency.py", "tests/memory/swa_machine.py"):
-        monkeypatch.setattr(chosen, "changed", lambda file=file: frozenset([file]))
+        monkeypatch.setattr(changes, "changed", lambda file=file: frozenset([file]))
         assert is_chosen(mutant.name, concerned(mutant))
         others = [each for each in MUTANTS if not {file} & concerned(each)]
         found = [is_chosen(each.name, concerned(each)) for each in others]
@@ -69,16 +71,22 @@ def test_a_change_of_the_patched_module_or_of_the_check_chooses_a_mutant(monkeyp
 def test_each_mutant_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
     for part in range(chosen.PARTS):
-        monkeypatch.setattr(chosen, "_git", lambda *arguments, part=part: f"{part:08x}")
+        monkeypatch.setattr(changes, "_git", lambda *arguments, part=part: f"{part:08x}")
         turns.append({mutant.name for mutant in MUTANTS if is_chosen(mutant.name, ())})
     assert sum(map(len, turns)) == len(set().union(*turns)) == len(MUTANTS)
 
 
 def test_without_a_history_a_tenth_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen.changed.cache_clear()
-    monkeypatch.setattr(chosen, "_git", lambda *arguments: "")
+    changes.changed.cache_clear()
+    monkeypatch.setattr(changes, "_git", lambda *arguments: "")
     try:
-        assert chosen.changed() == frozenset()
+        assert changes.changed() == frozenset()
         assert 0 < sum(is_chosen(mutant.name, concerned(mutant)) for mutant in MUTANTS) < len(MUTANTS) / 4
     finally:
-        chosen.changed.cache_clear()
+        changes.changed.cache_clear()
+
+
+def test_long_tests_of_what_has_changed_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "changed", lambda: frozenset(["src/quire/kernels/triton/moves.py"]))
+    assert changes.slow_unless_changed("src/quire/kernels/native/") == pytest.mark.slow
+    assert changes.slow_unless_changed("src/quire/kernels/native/", "src/quire/kernels/triton/") != pytest.mark.slow

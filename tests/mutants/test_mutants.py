@@ -24,6 +24,7 @@ from tests.cache.test_hold import check_holds
 from tests.canary.machine import run_canary
 from tests.canary.test_budget import check_short_steps
 from tests.canary.test_chain import check_chains
+from tests.changes import ROOT, changed
 from tests.engine import (
     drafted,
     test_channel,
@@ -86,7 +87,7 @@ from tests.mutants import (
     transfer_mutants,
     triton_mutants,
 )
-from tests.mutants.chosen import ROOT, changed, files_of, is_chosen
+from tests.mutants.chosen import files_of, is_chosen
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.offload import test_prefetch, test_worth_loading
 from tests.offload.test_never_slower import check_link

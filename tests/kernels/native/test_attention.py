@@ -10,6 +10,7 @@ import torch
 from quire.kernels import backend
 from quire.kernels.native import library
 from quire.kernels.native.library import Native, build, native, sources
+from tests.changes import slow_unless_changed
 from tests.covering import each_of
 from tests.kernels.native.emulated_pairs import with_pairs
 from tests.kernels.native.native_case import check_narrow, check_native
@@ -47,6 +48,7 @@ def test_narrower_vectors_give_the_same(march, monkeypatch, tmp_path):
         check_narrow(seed)
 
 
+@slow_unless_changed("src/quire/kernels/native/", "tests/kernels/native/")
 def test_pairs_of_bfloat16_give_the_same(monkeypatch, tmp_path):
     """On a CPU without AVX512-BF16 its instructions are emulated."""
     path = build(with_pairs(sources()), tmp_path)

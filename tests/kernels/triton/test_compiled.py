@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
+
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton brings its assembler for Linux only")
 
@@ -21,6 +23,7 @@ MOST_SPILLED = 336
 """Bytes of a thread's stack: large tiles of sm_80, whose products have their operands in registers too."""
 
 QUICK = ("plain-128", "latents-64", "nvfp4", "moves")
+SOURCES = ("src/quire/kernels/triton/", "tests/kernels/triton/")
 MOVES = {"set_table_entries", "move_pieces", "swap_in_entries", "read_rows", "write_rows"}
 SLOW = (
     *("plain-64", "plain-80", "plain-256", "widths", "widest", "float32", "float32-256", "fp8", "mxfp8", "e5m2", "fp4"),
@@ -68,10 +71,12 @@ def check(capability: int, names: tuple[str, ...]) -> None:
             assert kernel["tcgen05"] > 0, f"no tcgen05: {kernel}"
 
 
+@slow_unless_changed(*SOURCES)
 def test_sm_90_without_a_gpu():
     check(90, QUICK)
 
 
+@slow_unless_changed(*SOURCES)
 def test_nothing_is_compiled_again_for_another_step():
     """A compilation takes a second or more, in which no step is launched."""
     hashes: dict[object, set[object]] = {}
@@ -81,6 +86,7 @@ def test_nothing_is_compiled_again_for_another_step():
     assert {name: len(found) for name, found in hashes.items()} == dict.fromkeys(wanted, 1)
 
 
+@slow_unless_changed(*SOURCES)
 def test_a_launch_runs_what_triton_would():
     """Whatever its tensors begin at, and however its rows are apart."""
     (launches,) = compiled(90, ("kinds",))
