@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedModel,
     )
+    from quire.loop.part import Part
     from quire.memory.pool import Pool
     from quire.observe.events import EventLog
     from quire.observe.explain import Cause, Explanation, Reason
