@@ -31,6 +31,7 @@ from bench.harness import new_parser
 
 from quire import LLM, SamplingParams
 from quire.canary.parts import CanaryPart
+from quire.counters import plain
 
 ROWS, SHARED, OWN, OUTPUT = 16, 192, 192, 384
 
@@ -54,13 +55,13 @@ def run(llm: LLM, first: list[dict[str, Any]], requests: list[dict[str, Any]], o
     canary = part.canary if part is not None else None
     # What the canary has saved up while the other engine ran is spent here.
     generate(llm, first, min(output, 16))
-    before = canary.statistics() if canary is not None else {}
+    before = plain(canary.counters()) if canary is not None else {}
     cpu, began = time.process_time(), time.perf_counter()
     generate(llm, requests, output)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     found = {"seconds": seconds, "cpu_seconds": cpu, "tokens_per_s": len(requests) * output / seconds}
     if canary is not None:
-        after = canary.statistics()
+        after = plain(canary.counters())
         found["canary"] = (after["seconds"] - before["seconds"]) / seconds
         found["looked_at"] = sum(after[name] - before[name] for name in ("stamped_pages", "hit_pages", "swept_pages"))
     return found

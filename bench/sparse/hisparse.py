@@ -35,6 +35,7 @@ from bench.harness import new_parser, save
 from bench.sparse.dsa_model import build
 
 from quire.cli.planned_model import planned_model
+from quire.counters import plain
 from quire.engine.llm import LLM
 from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
 from quire.plan.plan import Plan
@@ -251,7 +252,7 @@ def _break_even(hosted: Load, rows: list[dict[str, Any]]) -> dict[str, Any]:
     request_s, step_s = np.polyfit(
         [row["decoding"] for row in before], [row["decode_step_cpu_s"] for row in before], 1
     ).tolist()
-    counts = coordinator.statistics()
+    counts = plain(coordinator.counters())
     costs = HiSparseCosts(
         hit_rate=counts["hit_tokens"] / (counts["hit_tokens"] + counts["swapped_tokens"]),
         link_rate=counts["swapped_bytes"] / (hosted.swaps.seconds - hosted.bookkeeping.seconds),

@@ -168,8 +168,8 @@ def test_a_small_share_finds_it_too(
 
     def rest() -> int:
         """Idle steps until two sweeps have ended; how many."""
-        sweeps, steps = canary.num_sweeps, 0
-        while canary.num_sweeps < sweeps + 2:
+        sweeps, steps = canary.totals.sweeps, 0
+        while canary.totals.sweeps < sweeps + 2:
             now[0] += 0.5
             assert core.is_due()
             core.step()

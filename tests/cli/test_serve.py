@@ -19,7 +19,7 @@ def shown(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """What is said of a start with these settings, as data and as text."""
     config = engine_config(**settings)
     core = EngineCore(config)
-    engine: Any = SimpleNamespace(start_statistics=core.statistics())
+    engine: Any = SimpleNamespace(last_statistics=core.statistics())
     running: Any = SimpleNamespace(engine=engine, url="http://host", model_name="tiny")
     summary = start_summary(config, running)
     core.close()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.running import Lengths, Rows
+from quire.counters import plain
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.models.hf import LoadedModel
@@ -104,7 +105,7 @@ def check_tokens(script: str, params: SamplingParams, speculation: dict[str, Any
     for turn in ("cold", "warm"):
         assert run(core, REPEATING, params, turn) == expected
     check_at_rest(core)
-    found = speculator.statistics()
+    found = plain(speculator.counters())
     assert found["draft_tokens"], "nothing was drafted, so this shows little"
     assert (found["accepted_tokens"] > 0) == (script != "none")
 
@@ -161,7 +162,7 @@ def check_states() -> None:
         for turn in ("cold", "warm"):
             assert run(core, REPEATING, greedy(24), turn) == expected
         check_at_rest(core)
-        found = speculator.statistics()
+        found = plain(speculator.counters())
         assert found["draft_tokens"] > found["accepted_tokens"] > 0
 
 
@@ -212,7 +213,7 @@ def check_reserves(page_size: int) -> None:
         core.audit()
     assert tokens == expected[0] and longest == 6
     check_at_rest(core)
-    assert speculator.statistics()["accepted_tokens"] == speculator.statistics()["draft_tokens"] > 0
+    assert speculator.counters().accepted_tokens == speculator.counters().draft_tokens > 0
 
 
 def check_the_context_end(page_size: int, speculation: dict[str, Any]) -> None:
@@ -243,7 +244,7 @@ def check_flush() -> None:
         if flushes:
             core.flush(None)
         assert run(core, prompt, greedy(24), f"after {len(counts)}") == expected
-        counts.append(core.speculator.statistics()["accepted_tokens"])
+        counts.append(core.speculator.counters().accepted_tokens)
     cold, warm, flushed = np.diff(counts).tolist()
     assert warm > cold == flushed
 

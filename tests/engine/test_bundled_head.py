@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.counters import plain
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.models.hf import load_model
@@ -28,6 +29,6 @@ def test_most_first_drafts_are_right() -> None:
     assert core.speculator is not None
     core.speculator._governor = None
     assert run(core, asked, PARAMS) == expected
-    found = core.speculator.statistics()
+    found = plain(core.speculator.counters())
     assert found["accepted_tokens_per_position"][0] > 0.55 * found["drafts"]
     assert found["accepted_tokens"] > 0.4 * found["draft_tokens"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire.cache.running import Lengths, Rows
+from quire.counters import plain
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.engine.sampler import Drawn, Sampler
@@ -67,13 +68,13 @@ def ungoverned(core: EngineCore) -> dict[str, Any]:
     """From now on, every request drafts as far as there is room. The statistics so far."""
     assert core.speculator is not None
     core.speculator._governor = None
-    return core.speculator.statistics()
+    return plain(core.speculator.counters())
 
 
 def check_right(core: EngineCore) -> None:
     """All drafts were right, and as many were made as a request may have."""
     assert core.speculator is not None
-    found = core.speculator.statistics()
+    found = plain(core.speculator.counters())
     assert found["draft_tokens"] > found["drafts"] > 0
     assert found["accepted_tokens"] == found["draft_tokens"]
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
@@ -82,7 +83,7 @@ def check_right(core: EngineCore) -> None:
 def check_some_right(core: EngineCore, *, accepted: bool = True) -> None:
     """Some drafts were wrong, and with `accepted` some were right."""
     assert core.speculator is not None
-    found = core.speculator.statistics()
+    found = plain(core.speculator.counters())
     assert found["accepted_tokens"] < found["draft_tokens"] and (found["accepted_tokens"] > 0 or not accepted)
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
 
@@ -239,7 +240,7 @@ def check_pages_are_complete(target: LoadedModel, page_size: int, config: dict[s
     assert drafter is not None
     drafter._sampler = Mistaken(drafter._sampler)  # type: ignore[assignment]
     outputs = run(core, PROMPTS, PARAMS["seeded"])
-    found = core.speculator.statistics()
+    found = plain(core.speculator.counters())
     assert 0 < found["accepted_tokens"] < found["draft_tokens"]
     assert 0 < found["drafts"] < core.statistics()["output_tokens"] / 2
     for prompt, output in zip(PROMPTS, outputs, strict=True):

@@ -41,7 +41,7 @@ def drop_parts(core: EngineCore) -> None:
     for group, host in zip(core.cache.groups, core.offload.tiers.hosts, strict=True):
         group.evict(group.num_frames)
         host.evict(host.num_frames)
-        left = group.table.reclaims and (group.num_cached or host.statistics()["cached"])
+        left = group.table.reclaims and (group.num_cached or host.counters().cached)
         assert not left, f"group {group.name} has frames still"
     assert core.cache.tree.num_pages + core.cache.tree.num_below == before > 0
 

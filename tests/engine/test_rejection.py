@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from quire.counters import plain
 from quire.engine.core import EngineCore
 from quire.engine.sampler import Proposal, Sampler
 from quire.models.draft_head import LoadedHead
@@ -145,7 +146,7 @@ def test_outputs_of_an_engine(drafted: Callable[[Path], Any], tmp_path: Path) ->
     ungoverned(core)
     found = sequences_of(core, params, 3000)
     assert core.speculator is not None
-    said = core.speculator.statistics()
+    said = plain(core.speculator.counters())
     assert 0.2 < said["accepted_tokens"] / said["draft_tokens"] < 0.98
 
     chances: dict[tuple[int, ...], float] = {(): 1.0}
@@ -190,4 +191,4 @@ def test_greedy_requests_and_n_grams_draw_what_they_draw_without() -> None:
         ungoverned(core)
         expected = run(core_for(target, **BOUNDS), REPEATING, PARAMS[params])
         assert run(core, REPEATING, PARAMS[params], params) == expected
-        assert core.speculator is not None and core.speculator.statistics()["accepted_tokens"] > 0
+        assert core.speculator is not None and core.speculator.counters().accepted_tokens > 0

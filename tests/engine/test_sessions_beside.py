@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.cache.session import SessionGrant, Start
+from quire.counters import plain
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.scheduler.sampling_params import SamplingParams
@@ -146,12 +147,12 @@ def test_drafts_from_the_text(name: str, speculation: dict[str, Any]) -> None:
     core, talks = drafted.core_with(model, speculation, session_share=0.5), Talks(sessions=True)
     speculator = drafted.drafts_freely(core)
     assert answers_without(core) == expected
-    before = speculator.statistics()["accepted_tokens"]
+    before = speculator.counters().accepted_tokens
     for at in range(TURNS):
         talks.turn(core)
         assert talks.starts == [Start.CONTINUED if at else Start.NEW] * 2
     assert talks.answers == expected
-    counted = speculator.statistics()
+    counted = plain(speculator.counters())
     assert counted["draft_tokens"] > counted["accepted_tokens"] > before
     check_continued(core)
 

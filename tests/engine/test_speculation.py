@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.counters import plain
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.models.hf import LoadedModel
@@ -42,7 +43,7 @@ def drafting_core(model: LoadedModel, page_size: int, **settings: Any) -> Engine
 
 
 def check_counts(speculator: Speculator, script: str) -> None:
-    found = speculator.statistics()
+    found = plain(speculator.counters())
     right, wrong = found["accepted_tokens"], found["draft_tokens"] - found["accepted_tokens"]
     assert (right > 0) == (script != "none"), "drafts that are right are not accepted"
     assert wrong > 0 or script == "all right", "no draft was rejected, so this shows little"
@@ -148,7 +149,7 @@ def test_trees(name: str, script: str, tree_cases: dict[str, Case]) -> None:
     speculator = follow_script(core, PROMPTS, expected, script)
     for turn in ("cold", "warm"):
         assert run(core, PROMPTS, GREEDY, turn) == expected
-    found = speculator.statistics()
+    found = plain(speculator.counters())
     right = found["accepted_tokens"]
     assert (right > 0) == (script != "none") and found["draft_tokens"] > 2 * right
 
@@ -169,7 +170,7 @@ def test_trees_of_n_grams(llama: LoadedModel, params: str) -> None:
     part.speculator = Speculator(core.speculator.drafter, None, 4)
     for turn in range(2):
         assert run(core, REPEATING, MANY[params], f"turn{turn}") == expected
-    assert (core.speculator.statistics()["draft_tokens"] > 0) == (params != "penalties")
+    assert (core.speculator.counters().draft_tokens > 0) == (params != "penalties")
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "llama4_text", "deepseek_v32"])

@@ -147,14 +147,14 @@ def test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page() -> Non
         assert held > 0, "frames that may still be written are counted"
         tiers = decode.offload.tiers
         assert tiers is not None
-        assert sum(host.statistics()["moving"] for host in tiers.hosts) > 0
+        assert sum(host.counters().moving for host in tiers.hosts) > 0
         until(lambda: not tiers.moving, decode, prefill)
         assert decode.cache.tree.num_protected == 0, "no cached page is held for it"
         assert transfer_of(decode)["fallbacks"] > 0
         assert run_until_idle(decode, prefill, 0) == alone()[0], "its pages are cached, and need no peer"
         until(lambda: not decode.has_moves(), decode, prefill)
         decode.audit()
-        assert not sum(host.statistics()["moving"] for host in tiers.hosts)
+        assert not sum(host.counters().moving for host in tiers.hosts)
 
 
 def run_until_idle(decode: EngineCore, prefill: EngineCore, number: int) -> list[int]:

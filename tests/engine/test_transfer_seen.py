@@ -55,7 +55,9 @@ def reasons(core: EngineCore) -> list[tuple[str, int, str]]:
 
 
 def samples(core: EngineCore) -> dict[tuple[str, ...], float]:
-    text = ServerMetrics(core.statistics, lambda: True, model_name="m", version="1").text().decode()
+    text = (
+        ServerMetrics(core.ready().metrics, core.statistics, lambda: True, model_name="m", version="1").text().decode()
+    )
     return {
         (sample.name, *(sample.labels[name] for name in sorted(sample.labels.keys() - {"model_name"}))): sample.value
         for family in text_string_to_metric_families(text)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.counters import statistics_of
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
@@ -244,10 +245,10 @@ class Pair:
             tiers = core.offload.tiers
             assert tiers is not None and not tiers.moving
             for host in tiers.hosts:
-                assert not host._reads and not host.still_read and not host.statistics()["moving"]
+                assert not host._reads and not host.still_read and not host.counters().moving
             assert core.cache.tree.num_protected == 0
             self._check_records(tiers)
-            found = tiers.statistics()
+            found = statistics_of(tiers.sections())["tiers"]
             assert not [each for each in found["defects"] if each.startswith("host:")], (
                 "a peer wrote into reused frames"
             )
@@ -346,7 +347,9 @@ def run_pairs(
                 for name in ("received_tokens", "fallbacks", "asks"):
                     found[name] += transfer_of(pair.decode)[name]
                 assert pair.decode.offload.tiers is not None
-                found["damaged"] += sum(pair.decode.offload.tiers.statistics()["defects"].values())
+                found["damaged"] += sum(
+                    statistics_of(pair.decode.offload.tiers.sections())["tiers"]["defects"].values()
+                )
             finally:
                 pair.close()
         found += faults.happened

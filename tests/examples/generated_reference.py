@@ -120,7 +120,7 @@ ANSWERS = {name for name, found in vars(openapi).items() if isinstance(found, ty
 def _openapi() -> dict[str, Any]:
     from quire.serve.app import create_app
 
-    engine = SimpleNamespace(context_length=2048, last_statistics={}, start_statistics={}, health=None)
+    engine = SimpleNamespace(context_length=2048, last_statistics={}, metrics=[], health=None)
     return create_app(cast(Any, engine), model_name="quire-bundled").openapi()
 
 
@@ -144,35 +144,23 @@ def _type(schema: dict[str, Any]) -> str:
 
 def metrics() -> str:
     """The families that a server with all tiers, speculation, hot buffers and peers exposes."""
-    from quire import LLM, SamplingParams
-    from quire.observe.metrics import HISPARSE_COUNTERS, HISPARSE_GAUGES, ServerMetrics
-    from quire.transfer.counts import ReceivedCounts, SentCounts
+    from quire import LLM
+    from quire.counters import metrics_of
+    from quire.observe.metrics import ServerCounters
+    from quire.sparse.coordinator import HiSparseCounters
+    from quire.transfer.node import TransferCounters
 
     with tempfile.TemporaryDirectory() as folder:
         settings = {"kv_memory": "1MiB", "host_memory": "2MiB", "storage": folder, "storage_size": "64MiB"}
         drafts = {"method": "ngram", "num_speculative_tokens": 4}
         with LLM(max_model_len=64, show_plan=False, speculative_config=drafts, **settings) as llm:
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
-            statistics = llm.statistics()
-    statistics["hisparse"] = dict.fromkeys((*HISPARSE_COUNTERS, *HISPARSE_GAUGES), 0)
-    received, sent = ReceivedCounts(), SentCounts()
-    received.fallbacks["closed"] = sent.failures["write"] = 1
-    statistics["transfer"] = {
-        "prefill_peers": [],
-        "decode_peers": [],
-        "held_bytes": 0,
-        "received": {"prefill-0": received.to_dict()},
-        "sent": {"decode-0": sent.to_dict()},
-        "refused_connections": {"secret": 1},
-    }
+            declared = llm.engine.ready().metrics
+    declared += [found for each in (HiSparseCounters, TransferCounters, ServerCounters) for found in metrics_of(each)]
     lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
-    server = ServerMetrics(lambda: statistics, lambda: True, model_name="", version="")
-    server.responses["/v1/completions", "200"] += 1
-    for family in server.collect():
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})
-        name = family.name + ("_total" if family.type == "counter" else "")
-        shown = ", ".join(f"`{label}`" for label in labels) or "-"
-        lines.append(f"| `{name}` | {family.type} | {shown} | {_one_line(family.documentation)} |")
+    for metric in {each.name: each for each in declared}.values():
+        shown = ", ".join(f"`{label}`" for label in sorted((*metric.labels, *metric.constant))) or "-"
+        name = f"quire_{metric.name}" + ("_total" if metric.kind == "counter" else "")
+        lines.append(f"| `{name}` | {metric.kind} | {shown} | {_one_line(metric.text)} |")
     return "\n".join(lines)
 
 

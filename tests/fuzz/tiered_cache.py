@@ -21,6 +21,7 @@ import numpy as np
 from quire.cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import RunningBatch
+from quire.counters import statistics_of
 from quire.errors import OutOfPages
 from quire.observe.explain import FromPeer
 from quire.offload import offload_of
@@ -388,7 +389,7 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
         found, snapshot = self.cache.statistics(), self.watch.snapshot
         assert (found.prompt_tokens, found.hit_tokens) == (self.prompt_tokens, self.hit_tokens)
         assert (found.cached_pages, found.evictable_pages) == (self._on_device(), self._idle_on_device())
-        assert self.tiers.statistics()["host_pages"] == sum(
+        assert statistics_of(self.tiers.sections())["tiers"]["host_pages"] == sum(
             len(pages) for node, pages in snapshot.edges if not self.cache.tree.is_here(node)
         )
         for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
@@ -437,11 +438,13 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
         assert counted == dict(records.found), f"defects are counted as {counted}, and {dict(records.found)} were found"
         assert counters.loaded_frames == records.loaded, "frames were loaded, and others counted"
         sealed = sum(self.world.settings.record_bytes[part] * count for part, count in records.saved.items())
-        assert counters.links[Lane.SAVE].bytes == sealed, "bytes were saved, and others counted"
+        assert counters.links["save"].bytes == sealed, "bytes were saved, and others counted"
         is_flushed = self.happened["clear"] or self.happened["flush"]
         assert counters.saved_bytes == sealed or is_flushed, "bytes were saved, and not counted"
         ended = {link: found.moves for link, found in counters.links.items()}
-        assert ended == self.world.mover.num_ended, "moves have ended, and others were counted"
+        assert ended == {lane.name: count for lane, count in self.world.mover.num_ended.items()}, (
+            "moves have ended, and others were counted"
+        )
 
     def _check(self, operation: str) -> None:
         self.operations += 1

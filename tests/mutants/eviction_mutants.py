@@ -182,8 +182,8 @@ def expired_sessions_have_no_pages(patch: Patch) -> None:
     real = Sessions.expire
 
     def expire(sessions: Sessions) -> int:
-        before, ended = sessions.num_expired, real(sessions)
-        if sessions.num_expired > before:
+        before, ended = sessions.totals.sessions_expired, real(sessions)
+        if sessions.totals.sessions_expired > before:
             sessions._users.clear()
         return ended
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from quire.cache import KVCache, RequestKV
 from quire.cache.states import GroupCache, Pieces
+from quire.counters import plain
 from quire.errors import OutOfPages
 from quire.offload import offload_of
 from quire.offload.deletion import Flushed
@@ -241,7 +242,7 @@ class CachedBytes(ABC):
         assert cache.pages.num_free_pages + idle == cache.pages.num_pages
         for host in tiers.hosts:
             assert not host.still_read and host.table.num_pinned == 0
-            frames = host.statistics()
+            frames = plain(host.counters())
             assert frames["moving"] == 0 and host.num_free + frames["cached"] + len(host.quarantined) == host.num_frames
         for name, frames in cache.statistics().frames.items():
             assert frames.private == frames.moving == 0, f"{name}: frames without a request"

@@ -124,7 +124,7 @@ def test_a_page_each_of_many_requests_is_one_move() -> None:
         world.compute(tokens_of((first,)))
     world.drain()
     assert world.stored() == 10
-    assert tiers_of(world).counters.links[Lane.ARCHIVE].moves <= 4
+    assert tiers_of(world).counters.links["archive"].moves <= 4
     world.close()
 
 

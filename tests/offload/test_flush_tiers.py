@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from quire.counters import statistics_of
 from quire.errors import StoreError
 from quire.prefix.match import find_divergence
 from quire.settings.fields import WritePolicy
@@ -302,7 +303,7 @@ def test_what_was_flushed_does_not_come_back_with_another_engine(space: Namespac
 def test_pages_that_another_engine_flushed_are_stored_again_only_when_they_are_used() -> None:
     store = Moody()
     first, second = TieredCache(store=store), filled(store=store)
-    assert (used := second.stored(ALICE)) > 0 < second.tiers.statistics()["host_pages"]
+    assert (used := second.stored(ALICE)) > 0 < statistics_of(second.tiers.sections())["tiers"]["host_pages"]
     store.down = "remove"
     first.flush(ALICE)
     first.drain()

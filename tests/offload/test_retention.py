@@ -234,7 +234,7 @@ def test_soft_retentions_make_room_in_order() -> None:
         flood(cache, 8, 4, first=100 * number)
         left.append([kept for kept in wishes if cache.cached(prompt(kept, 4))])
     assert left == [[1, 2, 3], [1, 2], [1], []]
-    assert cache.kept.num_given_up == 4 and cache.kept.give_up(1) == 0
+    assert cache.kept.totals.retentions_given_up == 4 and cache.kept.give_up(1) == 0
 
 
 def test_a_request_gets_the_room_and_no_more_goes_than_must() -> None:
@@ -244,7 +244,7 @@ def test_a_request_gets_the_room_and_no_more_goes_than_must() -> None:
         keep(cache, prompt(number, 5), priority=number)
     cache.compute(prompt(3, 6))
     assert (cache.cached(prompt(1, 5)), cache.cached(prompt(2, 5))) == (4, 20), "of what went, only what was needed"
-    assert cache.kept.num_given_up == 1
+    assert cache.kept.totals.retentions_given_up == 1
     cache.audit()
 
 

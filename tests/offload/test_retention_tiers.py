@@ -75,7 +75,7 @@ def test_soft_retentions_give_way_before_a_request_waits_for_transfers() -> None
     assert tiered.cache.admission.why_not(hit, 12) == "", "what is kept softly counts as available"
     assert "callers have pinned" not in str(tiered.cache.admission.why_not(hit, 13))
     tiered.grow(kv, tokens_of(range(50, 60)))
-    assert tiered.now == before and tiered.kept.num_given_up == 1
+    assert tiered.now == before and tiered.kept.totals.retentions_given_up == 1
     [left] = tiered.kept.listing().retentions
     assert left.tokens == 2 * PAGE, "the end of it went, as much as was missing"
     tiered.finish(kv)
@@ -128,7 +128,7 @@ def test_single_frames_give_way_too(other: ReachSpec) -> None:
         tiered.cache.audit()
     for kv in kvs:
         tiered.finish(kv)
-    assert tiered.kept.num_given_up > 0
+    assert tiered.kept.totals.retentions_given_up > 0
     tiered.close()
 
 
@@ -141,7 +141,7 @@ def test_a_request_takes_over_the_state_that_it_begins_on_though_it_is_kept() ->
     hit = tiered.cache.match(asking(KEPT), ALICE)
     assert hit.num_pages == 4 and tiered.cache.admission.why_not(hit, 6) == ""
     assert tiered.compute(asking(KEPT)) == 16
-    assert tiered.kept.num_given_up == 1
+    assert tiered.kept.totals.retentions_given_up == 1
     tiered.close()
 
 
@@ -186,7 +186,7 @@ def test_what_turns_out_to_be_damaged_is_kept_no_longer() -> None:
     tiered.copies.host[0][tiers.hosts[0].table.frame[page], -8] ^= 255
     assert tiered.compute(asking(KEPT)) < 16
     tiered.drain()
-    assert tiered.kept.num_lost == 1 and not tiers.damaged_paths
+    assert tiered.kept.totals.retentions_lost == 1 and not tiers.damaged_paths
     assert tiered.compute(KEPT) < 16
     tiered.drain()
     assert tiered.cached(KEPT) == 16, "and can be computed anew"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.counters import statistics_of
 from quire.offload.tier_settings import StoreHealth
 from quire.offload.tiering import Tiering
 from quire.tiers.store import Answer, StoreKey
@@ -46,12 +47,12 @@ def test_who_looks_at_a_store_that_is_down_hears_and_says_so() -> None:
     world = TieredCache(store=store)
     for first in range(10, 60, 10):
         world.fetch(tokens_of(range(first, first + 5)))
-    found = tiers_of(world).statistics()
+    found = statistics_of(tiers_of(world).sections())["tiers"]
     assert found["store_refused"] == {"look": 25, "fetch": 0, "archive": 0}
     assert found["store_lost"] == ["read"]
     store.down = False
     world.fetch(tokens_of(range(10, 15)))
-    found = tiers_of(world).statistics()
+    found = statistics_of(tiers_of(world).sections())["tiers"]
     assert (found["store_lost"], found["store_refused"]["look"]) == ([], 25)
     world.close()
 

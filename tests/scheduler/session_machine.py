@@ -188,7 +188,7 @@ class SessionMachine:
         sessions, preempted = self.cache.sessions, self.scheduler.num_preemptions
         self.cache.sessions.expire()
         self.expire()
-        given_up = sessions.num_given_up
+        given_up = sessions.totals.sessions_given_up
         step = self.scheduler.schedule()
         if self.scheduler.num_preemptions > preempted:
             assert not sessions.num_held or self.flight is not None, "a request was preempted for a session"
@@ -196,7 +196,7 @@ class SessionMachine:
             for turn in self.open:
                 turn.began = turn.request.state is RequestState.RUNNING
                 turn.computed = -1000 if turn.request.num_preemptions else turn.computed
-        self.gave_way = sessions.num_given_up > given_up
+        self.gave_way = sessions.totals.sessions_given_up > given_up
         if self.gave_way:
             assert not self.ample, "a session gave way although there is room"
             self.happened["gave way"] += 1

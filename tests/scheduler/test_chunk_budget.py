@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.counters import plain
 from quire.plan.step_cost import CostModel
 from quire.scheduler.chunk_budget import LEAST_TOKENS, Backlog, ChunkBudget
 from quire.scheduler.request import RequestState
@@ -116,7 +117,7 @@ def test_a_step_keeps_its_target() -> None:
 
 def test_a_single_client_and_an_empty_engine_are_not_limited() -> None:
     found = watched(CPU, clients(1, 3), "auto")
-    assert found.result.chunk_budget == ChunkBudget().statistics()
+    assert found.result.chunk_budget == plain(ChunkBudget().counters())
     assert found.result.seconds == watched(CPU, clients(1, 3), "off").result.seconds
 
 
@@ -143,7 +144,7 @@ def test_what_limits_is_said() -> None:
         assert not budget.why
         budget.measured(step, 0.01)
         budget.begin(contexts, 0, Backlog(none, none, 0, 0))
-        assert said in budget.why and budget.statistics()["alone_seconds"] == pytest.approx(0.01)
+        assert said in budget.why and budget.counters().alone_seconds == pytest.approx(0.01)
     budget = ChunkBudget()
     budget.measured(step, 0.01)
     budget.begin(contexts, 0, Backlog(none, none, 1000, 10**7))

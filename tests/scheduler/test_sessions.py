@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.cache import KVCache
 from quire.cache import sessions as sessions_module
 from quire.cache.session import SessionGrant, SessionSettings, Start
+from quire.counters import plain
 from quire.errors import OutOfPages
 from quire.offload import Offloads, offload_of
 from quire.prefix.evict import DEFAULT_POLICY
@@ -145,7 +146,7 @@ def test_a_turn_computes_its_new_tokens_and_no_other(kind: str, overlap: bool, s
         assert grant.held_tokens == request.num_tokens - 1 and not grant.reason
         assert request.explanation is not None and request.explanation.hit_tokens == saved
         history, saved = [*request.tokens.tolist(), *prompt(at + 2, 7)], grant.held_tokens
-    statistics = server.cache.sessions.statistics()
+    statistics = plain(server.cache.sessions.counters())
     assert statistics["sessions_continued"] == 3
     assert statistics["session_resumed_tokens"] == server.cache.counters.hit_tokens > 3 * 16
     assert statistics["session_partial_tokens"] > 0
@@ -269,7 +270,7 @@ def test_sessions_give_way_before_a_request_is_preempted_or_waits() -> None:
     server.turn(prompt(2, 100), "t")
     long = server.turn(prompt(3, 250), "", max_tokens=40)
     assert long.num_preemptions == 0 and server.scheduler.num_preemptions == 0
-    assert server.cache.sessions.num_held == 0 and server.cache.sessions.num_given_up == 2
+    assert server.cache.sessions.num_held == 0 and server.cache.sessions.totals.sessions_given_up == 2
     request = server.turn([*history, 1])
     assert grant_of(request).start is Start.LOST
     reason = {each.session_id: each.reason for each in server.cache.sessions.listing(None).sessions}["t"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.cache.session import SessionList
 from quire.engine.config import EngineConfig
-from quire.engine.messages import EngineRequest, StepOutputs, TokenOutput
+from quire.engine.messages import EngineRequest, Ready, StepOutputs, TokenOutput
 from quire.engine.process import Progress
 from quire.errors import ContextTooLong, InvalidFree, PlanError
 from quire.spec.events import Namespace
@@ -22,9 +22,6 @@ STEP_S = 0.002
 
 class EchoCore:
     """One token for each running request and step: the prompt, over and over."""
-
-    context_length = CONTEXT
-    eos_token_ids: Sequence[int] = (0,)
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         progress(1, 2)
@@ -93,7 +90,10 @@ class EchoCore:
             error="QUIRE-ENGINE-02: it failed" if failed else "",
         )
 
-    def statistics(self) -> dict[str, Any]:
+    def ready(self) -> Ready:
+        return Ready(context_length=CONTEXT, eos_token_ids=[0], counters=self.counters())
+
+    def counters(self) -> dict[str, Any]:
         return {
             "steps": self._num_steps,
             "running_requests": len(self._running),

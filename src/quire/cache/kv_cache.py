@@ -19,7 +19,7 @@ from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTab
 from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
 from quire.cache.states import GroupCache, Pieces, StateGroup
-from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames
+from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames, usage_of
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import DeviceFrames, FrameGroup, PageFrames, SlotFrames
 from quire.memory.residency import Residency
@@ -376,6 +376,7 @@ class KVCache:
     def statistics(self) -> CacheStatistics:
         """A copy of counters and gauges."""
         tree, waiting = self.tree, self.fences.waiting
+        frames = {group.name: count_frames(group, waiting) for group in self.groups}
         return CacheStatistics(
             **vars(self.counters) | {"explained_tokens": self.counters.explained_tokens.copy()},
             shared_pages=tree.num_shared,
@@ -383,7 +384,8 @@ class KVCache:
             evictable_pages=tree.num_evictable,
             num_pages=self.plan.num_pages,
             page_size=self.page_size,
-            frames={group.name: count_frames(group, waiting) for group in self.groups},
+            usage=usage_of(frames),
+            frames=frames,
         )
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, released: Sequence[GroupRelease] = ()) -> None:

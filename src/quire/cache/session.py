@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from quire.cache.request_kv import RequestKV
+from quire.counters import counter, gauge
 from quire.prefix.node import User
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -89,6 +90,21 @@ class SessionList:
     budget_tokens: int
     held_tokens: int
     sessions: tuple[SessionState, ...]
+
+
+@dataclass(kw_only=True)
+class SessionCounters:
+    """Counters of all sessions, and gauges. `sessions_held` have a row."""
+
+    sessions: int = gauge("Sessions that are known.")
+    sessions_held: int = gauge("Sessions that hold a row between two turns.")
+    session_held_tokens: int = gauge("Tokens of these rows.")
+    session_held_pages: int = gauge("Pages of these rows, each counted once.")
+    session_resumed_tokens: int = counter("Prompt tokens that were in rows of sessions, and were not computed.")
+    session_partial_tokens: int = counter("Of these, tokens in no cached whole page.")
+    sessions_continued: int = counter("Turns that went on in the row that their session held.")
+    sessions_expired: int = counter("Sessions whose time was over.")
+    sessions_given_up: int = counter("Rows of sessions that ended because room was needed.")
 
 
 @dataclass(slots=True, eq=False)

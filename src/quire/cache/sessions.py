@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.session import (
     HeldRow,
     Session,
+    SessionCounters,
     SessionGrant,
     SessionKey,
     SessionList,
@@ -87,7 +89,7 @@ class Sessions:
         self._next_expiry = math.inf  # no session expires before
         self.num_held = 0
         self.last_fence = 0  # of all rows
-        self.num_continued = self.num_expired = self.num_given_up = self.resumed_tokens = self.partial_tokens = 0
+        self.totals = SessionCounters()
         parts.flushed.append(self._flushed)
         parts.audits.append(self._faults)
 
@@ -156,10 +158,11 @@ class Sessions:
             self._cache.counters.begun(len(tokens), num_tokens, kv.explanation)
             self._begun(turn, Start.CONTINUED if num_tokens == held else Start.TRIMMED, len(tokens), num_tokens)
         turn.resumed_tokens = num_tokens
-        self.num_continued += 1
-        for counts in (self, session):
-            counts.resumed_tokens += num_tokens
-            counts.partial_tokens += num_tokens - num_cached
+        self.totals.sessions_continued += 1
+        session.resumed_tokens += num_tokens
+        session.partial_tokens += num_tokens - num_cached
+        self.totals.session_resumed_tokens += num_tokens
+        self.totals.session_partial_tokens += num_tokens - num_cached
         return kv
 
     def began(self, turn: Turn, num_prompt: int, num_cached: int, *, again: bool) -> None:
@@ -265,20 +268,16 @@ class Sessions:
         )
         return SessionList(budget_tokens=self.budget * self._size, held_tokens=self.num_tokens, sessions=found)
 
-    def statistics(self) -> dict[str, int]:
-        """Counters and gauges. `sessions_held` have a row."""
+    def counters(self) -> SessionCounters:
+        """Counters and gauges now. Ends sessions that have expired."""
         self.expire()
-        return {
-            "sessions": len(self),
-            "sessions_held": self.num_held,
-            "session_held_tokens": self.num_tokens,
-            "session_held_pages": self.num_pages,
-            "session_resumed_tokens": self.resumed_tokens,
-            "session_partial_tokens": self.partial_tokens,
-            "sessions_continued": self.num_continued,
-            "sessions_expired": self.num_expired,
-            "sessions_given_up": self.num_given_up,
-        }
+        return replace(
+            self.totals,
+            sessions=len(self),
+            sessions_held=self.num_held,
+            session_held_tokens=self.num_tokens,
+            session_held_pages=self.num_pages,
+        )
 
     # -- room
 
@@ -309,7 +308,7 @@ class Sessions:
         before = self.num_held
         for session in [each for each in self._by_key.values() if each.expires_at <= now]:
             self._close(session)
-            self.num_expired += 1
+            self.totals.sessions_expired += 1
         self._next_expiry = min((each.expires_at for each in self._by_key.values()), default=math.inf)
         return before - self.num_held
 
@@ -344,13 +343,13 @@ class Sessions:
         if first is None or share(first) < least:
             return False
         self._end_row(first, f"its room was needed by {by}")
-        self.num_given_up += 1
+        self.totals.sessions_given_up += 1
         return True
 
     def give_up(self, turn: Turn) -> None:
         """The row of a turn's session cannot grow to what the turn needs: end it."""
         self._end_row(turn.session, "its next turn did not fit beside it")
-        self.num_given_up += 1
+        self.totals.sessions_given_up += 1
 
     def end_readers(self, kvs: Iterable[RequestKV]) -> None:
         """These requests have read damaged pages: end the rows that are theirs. No step may be in flight."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from quire.cache.groups import NO_PAGES
 from quire.cache.hold import Retired
 from quire.cache.states import GroupCache
+from quire.counters import counter, gauge, labelled
 from quire.observe.explain import Explanation
+
+
+def in_state(state: str, tier: str = "device") -> int:
+    """A field with the frames of a group that are in a state."""
+    text = "Frames of a group in a tier by state; the states of a group add up to its pool."
+    found: int = gauge(text, name="frames", tier=tier, state=state)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,29 +27,35 @@ class FrameCounts:
     """Frames of one (group, tier) by owner, and counters since the start. The owners sum to `total`;
     `evictable` frames are some of the `cached` ones."""
 
-    total: int
-    free: int
-    private: int
-    cached: int
-    evictable: int  # of the cached ones
-    moving: int  # released while a launched step could read them; free once it has settled
-    quarantined: int
-    dropped: int = 0  # frames reclaimed from cached pages that stayed
-    revived: int = 0  # frames that such pages got back from requests that computed them again
-    left: int = 0  # frames stored as checkpoints, for other requests to begin on
-    skipped: int = 0  # places without a checkpoint because no frame was free
+    PREFIX: ClassVar = "frames_"
+    total: int = 0
+    free: int = in_state("free")
+    private: int = in_state("private")
+    cached: int = in_state("cached")
+    evictable: int = 0  # of the cached ones
+    moving: int = in_state("moving")  # released while a launched step could read them; free once it has settled
+    quarantined: int = in_state("quarantined")
+    dropped: int = counter("Frames of cached pages that were dropped while their pages stayed.")
+    revived: int = counter("Frames that such pages got back from requests that had computed them again.")
+    left: int = counter("Frames that requests left for others to begin on.")
+    skipped: int = counter("Places where a request left none, because no frame was to spare.")
 
 
 @dataclass(kw_only=True)
 class CacheCounters:
     """Counters of a cache since its start. *Shared* counts cached pages that two or more running requests hold."""
 
-    prompt_tokens: int = 0  # of all requests that have begun
-    hit_tokens: int = 0  # of them, tokens that were cached
-    explained_tokens: dict[str, int] = field(default_factory=dict)  # by cause, if the cache explains
+    prompt_tokens: int = counter("Prompt tokens of admitted requests.")
+    hit_tokens: int = counter("Prompt tokens that came from the cache.")
+    explained_tokens: dict[str, int] = counter(
+        "Prompt tokens by what became of them; the causes add up to quire_prompt_tokens.",
+        "cause",
+        start=dict,
+        name="prompt_tokens_by_cause",
+    )
     committed_pages: int = 0
     duplicate_pages: int = 0
-    evicted_pages: int = 0
+    evicted_pages: int = counter("Cached pages given up for others.")
     evictions: int = 0
     peak_shared_pages: int = 0
 
@@ -61,12 +76,21 @@ class CacheCounters:
 class CacheStatistics(CacheCounters):
     """A copy of the counters, with gauges."""
 
-    shared_pages: int
-    cached_pages: int
-    evictable_pages: int
-    num_pages: int
-    page_size: int
-    frames: dict[str, FrameCounts]
+    shared_pages: int = gauge("Pages that more than one request reads now.")
+    cached_pages: int = 0
+    evictable_pages: int = 0
+    num_pages: int = 0
+    page_size: int = gauge("Tokens in a page.")
+    usage: float = gauge(
+        "Frames in use, of all, from 0 to 1, of the fullest group: frames that could be evicted count as free.",
+        name="kv_cache_usage_ratio",
+    )
+    frames: dict[str, FrameCounts] = labelled("group", FrameCounts)
+
+
+def usage_of(frames: Mapping[str, FrameCounts]) -> float:
+    """The share of frames in use, of the fullest group. Frames that could be evicted count as free."""
+    return max(1 - (group.free + group.evictable) / group.total for group in frames.values())
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:

@@ -15,8 +15,8 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from quire.canary.digest import FrameDigests, Reading
 from quire.canary.finding import Finding, Kind
 from quire.canary.stamps import Asked, Stamps
 from quire.canary.writes import Longs, Writes
+from quire.counters import counter, gauge
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.memory.residency import State
@@ -61,6 +62,25 @@ class _Looking(NamedTuple):
     asked: Asked
     reading: Reading
     stamps: bool  # for stamps; otherwise to compare with them
+
+
+@dataclass(kw_only=True)
+class CanaryCounters:
+    """Counters of a canary, and of what its findings led to."""
+
+    PREFIX: ClassVar = "canary_"
+    share: float = gauge("Share of the time that the canary may take.")
+    seconds: float = counter("Seconds that the canary has taken.")
+    stamped_pages: int = counter("Frames of cached pages that got a stamp.")
+    hit_pages: int = counter("Frames that were looked at because a request began on them.")
+    swept_pages: int = counter("Frames that a sweep looked at.")
+    found_pages: int = counter("Frames that were not what they had been.")
+    waiting_pages: int = gauge("Frames that wait for a stamp.")
+    sweeps: int = counter("Sweeps over all cached pages that have ended.")
+    sweep_seconds: float = gauge("Seconds that the last sweep took.")
+    sweep_steps: int = gauge("Steps during the last sweep.")
+    quarantined_frames: int = counter("Of these, frames that were set aside.")
+    recomputed_requests: int = counter("Requests that were computed again because they had read such a page.")
 
 
 class Canary:
@@ -109,9 +129,7 @@ class Canary:
         self._found: list[Finding] = []
         self._walk = self._pieces()
         self._began: tuple[float, int] = (seconds(), 0)  # the sweep: when, and in which turn
-        self.sweep_s, self.sweep_steps = 0.0, 0  # of the last whole sweep
-        self.num_sweeps = 0
-        self.num_stamped = self.num_hits = self.num_swept = self.num_found = 0
+        self.totals = CanaryCounters()
         parts.committed.append(self._committed)
 
     # -- what the engine tells
@@ -183,20 +201,14 @@ class Canary:
         found, self._found = self._found, []
         return found
 
-    def statistics(self) -> dict[str, float]:
-        """Counters and gauges."""
-        return {
-            "share": self.budget.share if self.budget.share < math.inf else 1.0,
-            "seconds": self.budget.spent_s,
-            "stamped_pages": self.num_stamped,
-            "hit_pages": self.num_hits,
-            "swept_pages": self.num_swept,
-            "found_pages": self.num_found,
-            "waiting_pages": sum(group.stamps.num_due for group in self._groups),
-            "sweeps": self.num_sweeps,
-            "sweep_seconds": self.sweep_s,
-            "sweep_steps": self.sweep_steps,
-        }
+    def counters(self) -> CanaryCounters:
+        """Counters and gauges now."""
+        return replace(
+            self.totals,
+            share=min(self.budget.share, 1.0),
+            seconds=self.budget.spent_s,
+            waiting_pages=sum(group.stamps.num_due for group in self._groups),
+        )
 
     # -- inside: reading
 
@@ -216,12 +228,12 @@ class Canary:
             self._num_hits -= len(pages)
             asked = self._again(pages, turn)
             left -= asked
-            self.num_hits += asked
+            self.totals.hit_pages += asked
         left += swept
         while left > 0 and (piece := next(self._walk, None)) is not None:
             asked = self._again(piece, self.turn + 1)
             left -= max(1, asked)
-            self.num_swept += asked
+            self.totals.swept_pages += asked
         if left > 0:
             self._swept()
         return max(1, most - left)
@@ -248,7 +260,7 @@ class Canary:
                     self._find(Kind.BYTES, group, page)
                 continue
             here = group.stamps.stamp(asked, digests)
-            self.num_stamped += int(np.count_nonzero(here))
+            self.totals.stamped_pages += int(np.count_nonzero(here))
             owners = group.owners[asked.pages]
             own = here & (owners > 0)
             for page in asked.pages[own & (marks > 0)].tolist():
@@ -276,7 +288,7 @@ class Canary:
             if group.writes is not None and 1 <= other <= self._parts.groups[group.index].num_frames:
                 at, who = group.writes.last(other)
                 beside[str(other)] = [at, self._names.get(who, "")]
-        self.num_found += 1
+        self.totals.found_pages += 1
         self._found.append(
             Finding(
                 kind=kind,
@@ -358,7 +370,7 @@ class Canary:
     def _swept(self) -> None:
         """The sweep has seen all edges: the next one begins."""
         now = self._seconds()
-        self.sweep_s, self.sweep_steps = now - self._began[0], self.turn - self._began[1]
+        self.totals.sweep_seconds, self.totals.sweep_steps = now - self._began[0], self.turn - self._began[1]
         self._began = now, self.turn
-        self.num_sweeps += 1
+        self.totals.sweeps += 1
         self._walk = self._pieces()

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.cache import KVCache
@@ -22,6 +22,7 @@ from quire.cache.statistics import count_frames
 from quire.canary.canary import Canary
 from quire.canary.containment import Containment
 from quire.canary.finding import Finding, Reports
+from quire.counters import Section, counter, gauge, statistics_of
 from quire.errors import EngineDead, StepFailed
 from quire.loop import End, ForwardPart, Loop, Part
 from quire.observe.history import History, Occupancy
@@ -40,6 +41,22 @@ _IDLE_PIECE_S = 0.005
 _IDLE_AFTER_S = 1.0
 _MOST_HOLDERS = 16
 _STATES = ("free", "private", "cached", "evictable", "moving", "quarantined")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryCounters:
+    """The `highest` marks, with their times, and shortages."""
+
+    highest: list[dict[str, Any]]
+    highest_frames: dict[tuple[str, str, str], int] = gauge(
+        'The most frames of a group in a tier that were in a state at once; "used" ones cannot be evicted.',
+        "tier",
+        "group",
+        "state",
+        start=dict,
+        name="frames_highest",
+    )
+    shortages: int = counter("Steps after which memory was short: a request waited for pages, or was preempted.")
 
 
 class HistoryPart(Part):
@@ -98,8 +115,21 @@ class HistoryPart(Part):
         counts = {group.name: count_frames(group, waiting) for group in self._cache.groups}
         return {name: {state: getattr(each, state) for state in _STATES} for name, each in counts.items()}
 
-    def counters(self) -> dict[str, Any]:
-        return {"highest": self.history.highest(), "shortages": self.history.num_shortages}
+    def counters(self) -> list[Section]:
+        history = self.history
+        counted = HistoryCounters(
+            highest=history.highest(), highest_frames=dict(history.marks), shortages=history.num_shortages
+        )
+        return [("", counted)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditCounters:
+    """Audits, and the `violation` that one has found, "" for none."""
+
+    violation: str = gauge("1 after an invariant of the cache was broken.", start="", name="invariant_broken")
+    audits: int = counter("Audits of the whole cache, in pieces beside steps.")
+    whole_audits: int = counter("Of these, audits during which nothing changed, so that lost pages would have shown.")
 
 
 class AuditPart(Part):
@@ -160,12 +190,9 @@ class AuditPart(Part):
         answer = {
             "ended": done,
             **asdict(found if found is not None else Audit()),
-            **self.counters(),
             "findings": self.reports.to_dicts(),
         }
-        for part in self.beside:
-            answer |= part.counters()
-        return answer
+        return answer | statistics_of(section for part in (self, *self.beside) for section in part.counters())
 
     def _state(self) -> Hashable:
         """Changes with each edit of the cache."""
@@ -193,13 +220,9 @@ class AuditPart(Part):
         }
         self.reports.keep("violation", evidence)
 
-    def counters(self) -> dict[str, Any]:
-        """`violation` is "" for none."""
-        return {
-            "violation": self.violation,
-            "audits": self.auditor.num_audits,
-            "whole_audits": self.auditor.num_whole,
-        }
+    def counters(self) -> list[Section]:
+        audits = self.auditor
+        return [("", AuditCounters(violation=self.violation, audits=audits.num_audits, whole_audits=audits.num_whole))]
 
 
 class CanaryPart(Part, ForwardPart):
@@ -271,11 +294,7 @@ class CanaryPart(Part, ForwardPart):
     def ended(self, request: Request, end: End, error: Exception | None) -> None:
         self._tries.pop(request.request_id, None)
 
-    def counters(self) -> dict[str, Any]:
-        return {
-            "canary": {
-                **self.canary.statistics(),
-                "quarantined_frames": self._containment.num_quarantined,
-                "recomputed_requests": self.num_recomputed,
-            }
-        }
+    def counters(self) -> list[Section]:
+        quarantined, recomputed = self._containment.num_quarantined, self.num_recomputed
+        counted = replace(self.canary.counters(), quarantined_frames=quarantined, recomputed_requests=recomputed)
+        return [("canary", counted)]

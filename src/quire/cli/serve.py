@@ -64,7 +64,7 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
 
 def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
     """The resolved settings of the server."""
-    statistics = running.engine.start_statistics
+    statistics = running.engine.last_statistics
     plan = statistics["plan"]
     same = (
         "architecture", "dtype", "device", "kv_bytes", "num_pages", "page_size", "bytes_per_token", "context",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 import msgspec
 import numpy as np
 
+from quire.counters import Metric
 from quire.engine.config import EngineConfig
 from quire.engine.health import Health, stuck
 from quire.engine.messages import (
@@ -129,8 +130,8 @@ def _not_utf8(name: str, error: UnicodeEncodeError) -> InvalidInput:
 class AsyncEngine:
     """An engine in a process of its own, for the event loop that started it by `await AsyncEngine.start(config)`.
 
-    `start_statistics` are the counters at the start; `last_statistics` are those of the last heartbeat, at most a
-    moment old unless a long step runs.
+    `facts` are statistics that never change; `last_statistics` are all, with the counters of the last heartbeat, at
+    most a moment old unless a long step runs.
     """
 
     def __init__(
@@ -145,9 +146,8 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.tokenising: Tokenising | None = None  # of that tokenizer, once the engine is ready
-        self.context_length = 0
-        self.eos_token_ids: list[int] = []
-        self.start_statistics: dict[str, Any] = {}
+        self.context_length, self.eos_token_ids = 0, list[int]()
+        self.facts, self.metrics = dict[str, Any](), list[Metric]()
         self.last_statistics: dict[str, Any] = {}
         self.num_restarts = 0
         self._process = process
@@ -324,7 +324,7 @@ class AsyncEngine:
 
     async def statistics(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """The engine's counters now."""
-        self.last_statistics = await self.ask(Core.statistics, timeout_s=timeout_s)
+        self.last_statistics = self.facts | await self.ask(Core.counters, timeout_s=timeout_s)
         return self.last_statistics
 
     async def retain(
@@ -437,7 +437,8 @@ class AsyncEngine:
                     self._on_progress(done, total)
             case Ready():
                 self.context_length, self.eos_token_ids = report.context_length, report.eos_token_ids
-                self.start_statistics = self.last_statistics = report.statistics
+                self.facts, self.metrics = report.facts, report.metrics
+                self.last_statistics = self.facts | report.counters
                 self._progress_s = time.monotonic()
                 self._start_s = self._progress_s - self._began_s
                 if not self._ready.done():  # it is cancelled if the start is
@@ -469,7 +470,7 @@ class AsyncEngine:
             self._command(Abort([output.request_id], stopped=True))
 
     def _on_beat(self, beat: Beat) -> None:
-        self.last_statistics = beat.statistics
+        self.last_statistics = self.facts | beat.counters
         if beat.progress != self._progress or not self._streams:
             self._progress_s = time.monotonic()
         self._progress, self._has_work = beat.progress, beat.has_work

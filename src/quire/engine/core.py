@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -19,14 +18,16 @@ from quire.cache import KVCache
 from quire.cache.session import SessionList, SessionSettings
 from quire.canary.finding import Reports
 from quire.canary.parts import AuditPart, HistoryPart
+from quire.counters import Section, declared_in, statistics_of
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
+from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
 from quire.engine.device import largest_graph, may_overlap, open_device, plan_for, warm_ups_of
 from quire.engine.draft_model import load_draft
 from quire.engine.frame_staging import ComputeStream
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
-from quire.engine.messages import EngineRequest, Later, RetainRequest, StepOutputs
+from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
 from quire.engine.runner import ModelRunner
 from quire.engine.self_checks import check_parts
@@ -44,7 +45,6 @@ from quire.offload import offload_of
 from quire.offload.deletion import Flushed, Stored
 from quire.offload.parts import TiersPart
 from quire.offload.retention import Granted, RetainedList
-from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
@@ -73,9 +73,6 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     check_parts,
 )
 """Make the parts of an engine, in the order of their hooks. A feature is a line here."""
-
-_ABSENT = dict.fromkeys(("canary", "tiers", "transfer", "speculation", "hisparse"))
-"""Counters of parts that an engine may lack."""
 
 
 class EngineCore:
@@ -127,7 +124,7 @@ class EngineCore:
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = plan_for(config, model.spec, self.draft.spec if self.draft is not None else None, self.device)
         self.plan = self.capacity.memory
-        self._plan_data = plan_as_dict(self.capacity, model=config.model_name)
+        self.facts = facts_of(config, self.capacity, model, self.draft)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
         self.wake: Callable[[], None] = lambda: None
@@ -328,34 +325,35 @@ class EngineCore:
 
     # -- looking
 
+    def counters(self) -> dict[str, Any]:
+        """Counters and gauges now, flat but for sections; a section is None if the engine has no such part."""
+        return dict.fromkeys(OPTIONAL_SECTIONS) | statistics_of(self._sections())
+
     def statistics(self) -> dict[str, Any]:
-        """Counters and gauges, flat except `frames`: by group, the frames of each owner."""
-        parts = self.loop.counters()  # first: sessions that have expired end
-        return {
-            **asdict(self.cache.statistics()),
-            **_ABSENT,
-            **parts,
-            "preemptions": self.scheduler.num_preemptions,
-            "chunk_budget": self.scheduler.chunks.statistics(),
-            "eviction": self.cache.tree.eviction_statistics(),
-            "running_requests": self.scheduler.num_running,
-            "waiting_requests": len(self.scheduler.waiting),
-            "waiting_reason": self.scheduler.waiting[0].wait_reason if self.scheduler.waiting else "",
-            "weights_epoch": self.weights_epoch,
-            "kv_bytes": self.plan.pool_bytes,
-            "plan": self._plan_data,
-            "weight_bytes": sum(model.weight_bytes for model in self.models),
-            "forward": self.model.forward_statistics(),
-            "bytes_per_token": float(self.capacity.bytes_per_token),
-            "largest_request": self.plan.largest_request,
-            "context": self.plan.context,
-            "max_running_requests": self.max_running_requests,
-            "device": str(self.device),
-            "attention": self.backend.statistics(),
-            "cuda_graphs": self.runner.graphs.statistics() if self.runner.graphs is not None else None,
-            "dtype": self.model.spec.dtype.value,
-            "architecture": self.model.spec.architecture,
-        }
+        """The counters, and what stays as it is."""
+        return self.facts | self.counters()
+
+    def ready(self) -> Ready:
+        """The description of this engine for its clients."""
+        return Ready(
+            context_length=self.context_length,
+            eos_token_ids=list(self.eos_token_ids),
+            facts=self.facts,
+            counters=self.counters(),
+            metrics=declared_in(self._sections()),
+        )
+
+    def _sections(self) -> list[Section]:
+        own: list[Section] = [
+            *self.loop.counters(),  # first: sessions that have expired end
+            ("", self.cache.statistics()),
+            ("", EngineCounters(weights_epoch=self.weights_epoch, kv_bytes=self.plan.pool_bytes)),
+            ("attention", self.backend.counters()),
+            ("", {"forward": self.model.forward_statistics()}),
+        ]
+        graphs, eviction = self.runner.graphs, self.cache.tree.eviction_counters()
+        found = {"eviction": eviction, "cuda_graphs": graphs.counters() if graphs is not None else None}
+        return own + [(section, counted) for section, counted in found.items() if counted is not None]
 
     def explain(self, request_id: str, owner: str | None = None) -> dict[str, Explanation]:
         """Why no more of a request's prompt was cached (`Explanations.of`)."""

@@ -200,7 +200,7 @@ class DecodeGraphs:
             *(len(self._graphs), max(self._graphs, default=0), time.perf_counter() - began, self._num_bytes / 2**20),
         )
 
-    def statistics(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Sizes and bytes of the graphs, replays and pads in them, eager steps by reason, how often all were captured,
         and by size why there is no graph."""
         return {

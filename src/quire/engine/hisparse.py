@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quire.counters import Section
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.errors import HostMemoryError
 from quire.loop import ForwardPart, Part
@@ -22,7 +24,7 @@ from quire.plan.host import largest_host_bytes
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.scheduler.step import Step
-from quire.sparse.coordinator import HiSparseCoordinator
+from quire.sparse.coordinator import HiSparseCoordinator, HiSparseCounters
 from quire.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -66,16 +68,9 @@ class HostedLatents:
             self.host.close()
             raise
 
-    def statistics(self) -> dict[str, int]:
-        """Counters of `HiSparseCoordinator.statistics`, and the bytes of host memory and of hot buffers. If `lossy`,
-        outputs differ from those of full attention."""
-        return {
-            **self.coordinator.statistics(),
-            "lossy": self._lossy,
-            "device_buffer_size": self.coordinator.buffer_size,
-            "host_bytes": self.host.num_bytes,
-            "hot_bytes": self.coordinator.pool.num_bytes,
-        }
+    def counters(self) -> HiSparseCounters:
+        """Counters and gauges now."""
+        return replace(self.coordinator.counters(), lossy=self._lossy, host_bytes=self.host.num_bytes)
 
     def close(self) -> None:
         """Return its host memory to the system. A second call does nothing."""
@@ -92,8 +87,8 @@ class HotBuffersPart(Part, ForwardPart):
     def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
         self.latents.coordinator.admit(step.batch.rows, step.batch.serials)
 
-    def counters(self) -> dict[str, Any]:
-        return {"hisparse": self.latents.statistics()}
+    def counters(self) -> list[Section]:
+        return [("hisparse", self.latents.counters())]
 
     def close(self) -> None:
         self.latents.close()

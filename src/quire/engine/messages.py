@@ -15,6 +15,7 @@ import numpy as np
 
 from quire import errors
 from quire.cache.session import SessionGrant
+from quire.counters import Metric
 from quire.errors import InvalidInput, QuireError
 from quire.observe.explain import Explanation
 from quire.scheduler.request import Request
@@ -215,11 +216,14 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Report: the engine is built and serves; a description of it."""
+    """Report: the engine is built and serves; a description of it. `facts` are statistics that never change, `metrics`
+    what `/metrics` shows of its counters."""
 
     context_length: int
     eos_token_ids: list[int]
-    statistics: dict[str, Any]
+    counters: dict[str, Any]
+    facts: dict[str, Any] = {}
+    metrics: list[Metric] = []
 
 
 class Touched(msgspec.Struct, tag=True):
@@ -240,7 +244,7 @@ class Beat(msgspec.Struct, tag=True):
 
     has_work: bool
     progress: int
-    statistics: dict[str, Any]
+    counters: dict[str, Any]
 
 
 class Reply(msgspec.Struct, tag=True):

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import GenericAlias
@@ -84,10 +84,7 @@ class Core(Protocol):
 
     wake: Callable[[], None]
 
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
+    def ready(self) -> Ready: ...
     def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
     def step(self) -> StepOutputs: ...
     def has_work(self) -> bool: ...
@@ -96,7 +93,7 @@ class Core(Protocol):
 
     # Methods that the parent may call. Those with an `owner` answer for what is that one's; None: for all.
     def add(self, request: EngineRequest) -> None: ...
-    def statistics(self) -> dict[str, Any]: ...
+    def counters(self) -> dict[str, Any]: ...
     def explain(self, request_id: str, owner: str | None) -> dict[str, Explanation]: ...
     def retain(self, request: RetainRequest) -> Granted: ...
     def release(self, retention_id: str, owner: str | None) -> bool: ...
@@ -129,7 +126,7 @@ class Verb(NamedTuple):
 VERBS = {
     name: Verb.of(getattr(Core, name))
     for name in (
-        *("add", "statistics", "explain", "retain", "release", "retained", "flush", "set_weights_epoch", "set_role"),
+        *("add", "counters", "explain", "retain", "release", "retained", "flush", "set_weights_epoch", "set_role"),
         *("audit_cache", "history", "sessions", "close_session"),
     )
 }
@@ -218,11 +215,7 @@ def run_engine(config: EngineConfig, end: socket.socket, build: BuildCore, log_l
     exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
-        link.report(
-            Ready(
-                context_length=core.context_length, eos_token_ids=list(core.eos_token_ids), statistics=core.statistics()
-            )
-        )
+        link.report(core.ready())
         is_ready = True
         core.wake = link.wake
         watchdog = Watchdog("the engine loop", STEP_STUCK_AFTER_S)
@@ -344,9 +337,9 @@ class StepLoop:
         if now - self._beat_at_s < BEAT_S and not became_idle:
             return
         self._beat_at_s, self._was_idle = now, not has_work
-        statistics = self._core.statistics()
-        progress = self._num_outputs + int(statistics.get("steps", 0))
-        self._link.report(Beat(has_work=has_work, progress=progress, statistics=statistics))
+        counters = self._core.counters()
+        progress = self._num_outputs + int(counters.get("steps", 0))
+        self._link.report(Beat(has_work=has_work, progress=progress, counters=counters))
 
     def _obey(self, command: Command) -> None:
         match command:

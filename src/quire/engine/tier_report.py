@@ -4,16 +4,38 @@ machines. No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
+from quire.counters import counter
 from quire.engine.config import EngineConfig
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.prefix.reach import reach_of
 from quire.settings.setting import without_secrets
 from quire.tiers.stores.directory import DirectoryStore
 
-STORE_COUNTS = ("hits", "misses", "stored", "evicted", "lost", "overtaken", "reclaimed")
-"""Counters of records, for stores that count them."""
+
+def _records(state: str) -> int | None:
+    text = "What became of records in a store that counts them, by this process."
+    found: int | None = counter(text, start=None, name="store_records", state=state)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCounters:
+    """Counters of a store since it was opened: `failures` between it and its medium, by kind, and the fate of records,
+    which is None for stores that do not count them."""
+
+    failures: dict[str, int] = counter(
+        "What went wrong between this process and its store, by kind.", "kind", start=dict, name="store_failures"
+    )
+    hits: int | None = _records("hits")
+    misses: int | None = _records("misses")
+    stored: int | None = _records("stored")
+    evicted: int | None = _records("evicted")
+    lost: int | None = _records("lost")
+    overtaken: int | None = _records("overtaken")
+    reclaimed: int | None = _records("reclaimed")
 
 
 def tiers_as_dict(
@@ -95,11 +117,10 @@ def tiers_line(found: Mapping[str, Any]) -> str:
     return "; ".join(f"{name[0].lower()}{name[1:]} {text}" for name, text in tier_rows(found)) + "."
 
 
-def store_counts(store: object) -> dict[str, Any]:
-    """The counters of a store since it was opened: `failures` between it and its medium, by kind, and the fate of
-    records. Empty if there is no store."""
+def store_counters(store: object) -> StoreCounters:
+    """The counters of a store."""
     failures = dict(getattr(store, "failures", {}))
     if not isinstance(store, DirectoryStore):
-        return {"failures": failures}
-    failures["retry"] = store.statistics["retries"]
-    return {"failures": failures} | {name: store.statistics[name] for name in STORE_COUNTS}
+        return StoreCounters(failures=failures)
+    counted, states = store.statistics, [each.name for each in fields(StoreCounters)[1:]]
+    return StoreCounters(failures=failures | {"retry": counted["retries"]}, **{name: counted[name] for name in states})

@@ -6,18 +6,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quire.cache.statistics import CacheCounters
+from quire.counters import counter, gauge, labelled, plain
 from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.frame_staging import ComputeStream, FrameStaging
 from quire.engine.hisparse import HostedLatents, warn_of_loss
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.engine.runner import build_pools
-from quire.engine.tier_report import store_counts, tiers_as_dict
+from quire.engine.tier_report import StoreCounters, store_counters, tiers_as_dict
 from quire.engine.watchdog import LaneWatch
 from quire.loop import Part
 from quire.memory.frame_copies import FrameCopies
@@ -28,7 +31,7 @@ from quire.observe.history import Occupancy
 from quire.offload import Offloads
 from quire.offload.offloading import Tiered
 from quire.offload.parts import TiersPart
-from quire.offload.tier_settings import StoreHealth, TierSettings
+from quire.offload.tier_settings import StoreHealth, TierCounters, TierSettings, hits_on
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
@@ -93,7 +96,8 @@ def open_tiers_of(engine: EngineCore, storage: Storage, host: HostPool | None) -
 def tier_parts(engine: EngineCore) -> Iterator[Part]:
     """The part for lower tiers; none for the device alone."""
     if engine.tiers is not None and isinstance(engine.offload, Tiered):
-        yield TiersPart(engine.offload, engine.tiers.close, engine.tiers.statistics)
+        below, cache = engine.offload.tiers.counters, engine.cache.counters
+        yield TiersPart(engine.offload, engine.tiers.close, partial(engine.tiers.counters, cache, below))
 
 
 def offloads_of(engine: EngineCore) -> Offloads:
@@ -105,7 +109,36 @@ def offloads_of(engine: EngineCore) -> Offloads:
 def lower_frames(engine: EngineCore) -> Occupancy:
     """The frames of lower tiers, by tier."""
     tiers = engine.offload.tiers
-    return {"host": tiers.statistics()["host"]} if tiers is not None else {}
+    return {"host": {host.name: plain(host.counters()) for host in tiers.hosts}} if tiers is not None else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkStates:
+    """The tiers as they were resolved, and their links: bytes per second and seconds to the first byte, if known, why
+    links are off, and for how many seconds lanes have been stuck."""
+
+    resolved: dict[str, Any]
+    device_hit_tokens: int = hits_on("device")
+    host_bytes: int = gauge("Bytes of host memory.", name="tier_host_bytes")
+    latency: dict[str, float | None]
+    stuck: dict[str, float]
+    bandwidth: dict[str, float | None] = gauge(
+        "Measured bandwidth of a link, without the time to the first byte; absent while nothing was measured.",
+        "link",
+        start=dict,
+        name="tier_bandwidth_bytes_per_second",
+    )
+    off: dict[str, str] = gauge(
+        "1 while a link has turned itself off, because to compute is quicker.",
+        "link",
+        start=dict,
+        name="tier_link_off",
+        known=[link.name for link in LANES if link is not Lane.DELETE],
+    )
+    turned_off: int = counter(
+        "Times that a link turned itself off, trials that failed counted in.", name="tier_turned_off"
+    )
+    store: StoreCounters = labelled("", StoreCounters, start=StoreCounters)
 
 
 class EngineTiers:
@@ -153,20 +186,20 @@ class EngineTiers:
         num_bytes = self.mover.in_flight(lane)
         return (num_bytes, self.mover.rates[lane].mean) if num_bytes else None
 
-    def statistics(self) -> dict[str, Any]:
-        """Bandwidths in bytes per second, if known, why lanes that are off are off, and for how many seconds which are
-        stuck."""
+    def counters(self, cache: CacheCounters, tiers: TierCounters) -> LinkStates:
+        """Counters and gauges now, beside those of the cache and of its tiers."""
         rates = {link.name: self.mover.rates[link] for link in LANES if link is not Lane.DELETE}
-        return {
-            "resolved": self.resolved,
-            "host_bytes": self.host.num_bytes,
-            "bandwidth": {name: rate.per_second for name, rate in rates.items()},
-            "latency": {name: rate.start for name, rate in rates.items()},
-            "off": {link.name: why for link in LANES if (why := self.break_even.why_off(link))},
-            "stuck": {lane.name: seconds for lane, seconds in self._watch.stuck().items()},
-            "turned_off": self.break_even.turned_off_count,
-            "store": store_counts(self.store),
-        }
+        return LinkStates(
+            resolved=self.resolved,
+            device_hit_tokens=cache.hit_tokens - tiers.num_hits,
+            host_bytes=self.host.num_bytes,
+            bandwidth={name: rate.per_second for name, rate in rates.items()},
+            latency={name: rate.start for name, rate in rates.items()},
+            off={link.name: why for link in LANES if (why := self.break_even.why_off(link))},
+            stuck={lane.name: seconds for lane, seconds in self._watch.stuck().items()},
+            turned_off=self.break_even.turned_off_count,
+            store=store_counters(self.store),
+        )
 
     def close(
         self, settle: Callable[[], object] = lambda: False, end_deletions: Callable[[], None] = lambda: None

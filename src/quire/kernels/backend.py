@@ -14,13 +14,15 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.counters import counter, gauge
 from quire.errors import InvalidInput
 from quire.kernels.fields import HostedField, KVFields, KVReader, LatentFields, PagedField, Writer
 from quire.kernels.moves import TORCH, Moves
@@ -33,6 +35,24 @@ _CPU = torch.device("cpu")
 _LEAST_CAPABILITY = (8, 0)
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 512  # numbers of a field of one head, up to which tiles fit into the shared memory of all devices
+
+
+@dataclass(frozen=True)
+class AttentionCounters:
+    """What computes attention."""
+
+    backend: str = ""
+    threads: int = gauge("Threads of the engine's process that compute steps.", name="compute_threads")
+    calls: dict[str, int] = counter(
+        "Calls of attention by what computed them.", "backend", start=dict, name="attention_calls"
+    )
+    fallbacks: dict[str, int] = counter(
+        "Calls of attention that the kernel of the device could not compute, by reason.",
+        "reason",
+        start=dict,
+        name="attention_fallbacks",
+    )
+
 
 BackendWord = Literal["auto", "native", "torch", "triton"]
 
@@ -135,14 +155,9 @@ class AttentionBackend:
             return "native kernel, compiled for this CPU"
         return f"Triton kernels, compiled for {_name_of(self._device)} when they are first used"
 
-    def statistics(self) -> dict[str, Any]:
-        """The line of `about`, threads of this process, calls by backend, and fallbacks by reason."""
-        return {
-            "backend": self.about(),
-            "threads": torch.get_num_threads(),
-            "calls": dict(self.calls),
-            "fallbacks": dict(self.fallbacks),
-        }
+    def counters(self) -> AttentionCounters:
+        """Counters and gauges now; `backend` is the line of `about`."""
+        return AttentionCounters(self.about(), torch.get_num_threads(), dict(self.calls), dict(self.fallbacks))
 
     def kernel(self, query: Tensor, reader: KVReader, *, refused: str = "") -> AttentionKernel | None:
         """The kernel if it can compute a call; None for torch's operators. Counts the call. `refused` is the reason of

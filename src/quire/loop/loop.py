@@ -9,18 +9,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from quire.cache import KVCache
+from quire.counters import Histogram, Section, counter, gauge, histogram
 from quire.errors import QuireError, WrongContent
 from quire.loop.part import Device, End, Launched, Part, StepResult
-from quire.observe.histogram import Histogram
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step
 from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class LoopCounters:
+    """What a loop has done, and what its queues hold. `waiting_reason` is that of the first request that waits."""
+
+    steps: int = counter("Steps of the engine.")
+    output_tokens: int = counter("Generated tokens.")
+    finished_requests: int = counter("Requests that ended by themselves.")
+    aborted_requests: int = counter("Requests that the client gave up.")
+    refused_requests: int = counter("Requests that could never fit or were invalid.")
+    failed_requests: int = counter("Requests that a failed step ended.")
+    preemptions: int = counter("Times a running request had to give its pages back.")
+    running_requests: int = gauge("Requests that hold pages.")
+    waiting_requests: int = gauge("Requests that wait for room.")
+    waiting_reason: str = ""
+    queue_seconds: Histogram = histogram("Sequence queued to admitted.", name="request_queue_time_seconds")
 
 
 class Loop:
@@ -198,13 +215,21 @@ class Loop:
         for part in self.parts:
             part.model_changed(epoch)
 
-    def counters(self) -> dict[str, Any]:
-        """Those of the loop and of its parts."""
-        found: dict[str, Any] = {f"{end}_requests": count for end, count in self.ends.items()}
-        found |= {"output_tokens": self.num_tokens, "steps": self.num_steps, "queue_seconds": self.queue_s.to_dict()}
-        for part in self.parts:
-            found |= part.counters()
-        return found
+    def counters(self) -> list[Section]:
+        """Those of the loop, of its scheduler and of its parts."""
+        scheduler, waiting = self.scheduler, self.scheduler.waiting
+        counted = LoopCounters(
+            steps=self.num_steps,
+            output_tokens=self.num_tokens,
+            **{f"{end}_requests": count for end, count in self.ends.items()},
+            preemptions=scheduler.num_preemptions,
+            running_requests=scheduler.num_running,
+            waiting_requests=len(waiting),
+            waiting_reason=waiting[0].wait_reason if waiting else "",
+            queue_seconds=self.queue_s,
+        )
+        own: list[Section] = [("", counted), ("chunk_budget", scheduler.chunks.counters())]
+        return own + [section for part in self.parts for section in part.counters()]
 
     def close(self) -> None:
         """Close the parts, in their order; no request may be running."""

@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.cache.running import Lengths, Rows
+from quire.counters import Section
 from quire.scheduler.request import Request
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
@@ -129,9 +130,9 @@ class Part:
     def model_changed(self, epoch: int) -> None:
         """The weights were replaced, `epoch` times; no step is in flight."""
 
-    def counters(self) -> dict[str, Any]:
-        """Counters and gauges by name."""
-        return {}
+    def counters(self) -> Sequence[Section]:
+        """Counters and gauges now, each with its section of the statistics (`quire.counters`)."""
+        return ()
 
     def close(self) -> None:
         """The loop ends; no request runs."""

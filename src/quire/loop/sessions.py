@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.cache.sessions import Sessions
+from quire.counters import Section
 from quire.loop.part import Part
 
 
@@ -17,8 +16,8 @@ class SessionsPart(Part):
     def before_schedule(self) -> None:
         self._sessions.expire()
 
-    def counters(self) -> dict[str, Any]:
-        return self._sessions.statistics()
+    def counters(self) -> list[Section]:
+        return [("", self._sessions.counters())]
 
     def close(self) -> None:
         self._sessions.close_all()

@@ -11,6 +11,7 @@ import numpy as np
 from quire.cache.groups import NO_PAGES
 from quire.cache.hold import HeldFrames
 from quire.cache.states import GroupCache
+from quire.cache.statistics import in_state
 from quire.memory.allocator import GroupFrames
 from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import Column, State
@@ -31,6 +32,17 @@ class GroupPages:
     device: Ids
     host: Ids
     ranks: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFrameCounts:
+    """Host frames of a group by owner, with the sum `total`; a transfer owns or still reads the `moving` ones."""
+
+    total: int
+    free: int = in_state("free", "host")
+    cached: int = in_state("cached", "host")
+    moving: int = in_state("moving", "host")
+    quarantined: int = in_state("quarantined", "host")
 
 
 class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
@@ -54,12 +66,13 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         self.dropped_frames = 0
         self._reads: Counter[int] = Counter()  # the number of transfers that read each frame
 
-    def statistics(self) -> dict[str, int]:
-        """Frames by owner, with the sum `total`; a transfer owns or still reads the `moving` ones."""
+    def counters(self) -> HostFrameCounts:
+        """Frames by owner now."""
         cached, quarantined = int(np.count_nonzero(self.table.frame[1:])), len(self.quarantined)
         moving = self.num_frames - self.num_free - quarantined - cached
-        counts = {"free": self.num_free, "cached": cached, "moving": moving, "quarantined": quarantined}
-        return {"total": self.num_frames, **counts}
+        return HostFrameCounts(
+            total=self.num_frames, free=self.num_free, cached=cached, moving=moving, quarantined=quarantined
+        )
 
     @property
     def num_read_ids(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
+from quire.counters import Section
 from quire.loop.part import Part
 from quire.offload.deletion import Stored
 from quire.offload.offloading import Tiered
@@ -25,15 +25,8 @@ class RetentionPart(Part):
     def before_schedule(self) -> None:
         self._retention.expire()
 
-    def counters(self) -> dict[str, Any]:
-        retention = self._retention
-        return {
-            "retentions": len(retention),
-            "retained_pages": retention.num_pages,
-            "retentions_expired": retention.num_expired,
-            "retentions_given_up": retention.num_given_up,
-            "retentions_lost": retention.num_lost,
-        }
+    def counters(self) -> list[Section]:
+        return [("", self._retention.counters())]
 
 
 class TiersPart(Part):
@@ -44,7 +37,7 @@ class TiersPart(Part):
         self,
         offload: Tiered,
         end: Callable[[Callable[[], object], Callable[[], None]], None],
-        more: Callable[[], dict[str, Any]],
+        more: Callable[[], object],
     ) -> None:
         self._offload, self._end, self._more = offload, end, more
         self._is_closed = False
@@ -57,8 +50,8 @@ class TiersPart(Part):
     def idle(self) -> None:
         self._offload.ahead.wait_moves(_MOVES_S)
 
-    def counters(self) -> dict[str, Any]:
-        return {"tiers": self._offload.tiers.statistics() | self._more()}
+    def counters(self) -> list[Section]:
+        return [*self._offload.tiers.sections(), ("tiers", self._more())]
 
     def close(self) -> None:
         """Wait for a while for transfers to the store, and log what is not stored. May be called twice."""

@@ -14,7 +14,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Hold, Reason
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.states import GroupCache
+from quire.counters import counter, gauge
 from quire.errors import InvalidInput
 from quire.offload.host_groups import HostGroup, needed_frames
 from quire.prefix.hashing import namespace_seed
@@ -48,6 +49,22 @@ class Granted:
     pinned: bool = False
     reason: str
     host_tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class RetentionCounters:
+    """Counters of retentions, and gauges."""
+
+    retentions: int = gauge("Prefixes that callers asked to keep.")
+    retained_pages: int = gauge("Pages that these keep, each counted once.")
+    retentions_expired: int = counter("Retentions whose time was over.")
+    retentions_given_up: int = counter("Retentions that were released for running requests.")
+    retentions_lost: int = counter("Retentions that ended because what they kept was damaged.")
+
+    @property
+    def num_ended(self) -> int:
+        """Retentions that ended without a fault."""
+        return self.retentions_expired + self.retentions_given_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +125,12 @@ class Retention(RetentionPort):
         self._by_id: dict[str, RetainedPrefix] = {}
         self._by_key: dict[bytes, RetainedPrefix] = {}
         self._next_expiry = math.inf  # no retention ends before
-        self.num_expired = self.num_given_up = self.num_lost = 0
+        self.totals = RetentionCounters()
         parts.damaged.holders.append(self.release_damaged)
+
+    def counters(self) -> RetentionCounters:
+        """Counters and gauges now."""
+        return replace(self.totals, retentions=len(self), retained_pages=self.num_pages)
 
     # -- verbs of callers
 
@@ -193,7 +214,9 @@ class Retention(RetentionPort):
     def release_damaged(self) -> None:
         """End all retentions of paths with damaged pages."""
         are = self._parts.damaged.are
-        self.num_lost += self._end(*[each for each in self._by_id.values() if are(pages_to(each.end)).any()])
+        self.totals.retentions_lost += self._end(
+            *[each for each in self._by_id.values() if are(pages_to(each.end)).any()]
+        )
 
     def expire(self) -> int:
         now = self._parts.seconds()
@@ -202,7 +225,7 @@ class Retention(RetentionPort):
         in_order = sorted(self._by_id.values(), key=lambda prefix: prefix.expires_at)
         num_ended = self._end(*[prefix for prefix in in_order if prefix.expires_at <= now])
         self._next_expiry = min((prefix.expires_at for prefix in in_order[num_ended:]), default=math.inf)
-        self.num_expired += num_ended
+        self.totals.retentions_expired += num_ended
         return num_ended
 
     @property
@@ -231,14 +254,14 @@ class Retention(RetentionPort):
     def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
         if not self._by_id:
             return False
-        before, tree = self.num_expired + self.num_given_up, self._tree
+        before, tree = self.totals.num_ended, self._tree
         short = [n - group.num_free - group.num_evictable for group, n in zip(self._groups, wanted, strict=True)]
         whole = [n for n, group in zip(short, self._groups, strict=True) if group.reach.whole]
         pages = num_new - self._parts.pages.num_free_pages - tree.num_evictable - tree.num_below
         self.give_up(max(pages, *whole, 0))
         for group in self._partial:
             self._give_up_frames(group, short[group.index])
-        return self.num_expired + self.num_given_up > before
+        return self.totals.num_ended > before
 
     def give_up(self, num_pages: int) -> int:
         """End soft retentions until so many device pages have become evictable; returns their number. The last one only
@@ -252,7 +275,7 @@ class Retention(RetentionPort):
         while left and (short := num_pages - before + self._tree.num_protected) > 0:
             at = next((i for i, prefix in enumerate(left) if prefix.end.level == 1), 0)
             self._shorten(left.pop(at), short)
-            self.num_given_up += 1
+            self.totals.retentions_given_up += 1
         return before - self._tree.num_protected
 
     def _give_up_frames(self, group: GroupCache, num_frames: int) -> None:
@@ -265,7 +288,7 @@ class Retention(RetentionPort):
         for prefix in sorted(self._soft, key=_rank):
             held = frames_of([prefix], group.index)
             if num_frames > 0 and np.isin(held, only).any():
-                self.num_given_up += self._end(prefix)
+                self.totals.retentions_given_up += self._end(prefix)
                 num_frames -= int(np.count_nonzero(group.table.pins[held] <= others))
 
     def _grant(self, asked: int, match: Match, prefix: RetainedPrefix | None, pin: bool) -> tuple[int, str]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, chain
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import ClassVar
 
+from quire.counters import Histogram, counter, histogram, labelled
 from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import Mover
 from quire.tiers.prefill import PrefillPeers
 from quire.tiers.store import Answer
 from quire.tiers.transfer import FAILED, GOOD, LANES, REFUSED, UNDAMAGED, Lane, Transfer
+
+DEFECTS = ("magic", "group", "length", "layout", "key", "digest")
+"""What may be wrong with a record (`quire.memory.record`)."""
 
 _BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 
@@ -80,24 +83,32 @@ class TierSettings:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Ended transfers of one lane, with failed ones, the bytes that moved, and seconds of work."""
+    """Ended transfers of one lane, with failed ones."""
 
     moves: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS_S) + 1))
+    bytes: int = counter("Bytes that moved between tiers, by link.", name="tier_moved_bytes")
+    seconds: Histogram = histogram(
+        "Seconds of work for a move, without its wait in a queue.", bounds=_BOUNDS_S, name="tier_move_seconds"
+    )
 
     def add(self, move: Transfer) -> None:
         """Count a transfer that has ended."""
         self.moves += 1
         self.bytes += move.moved_bytes
-        self.seconds += move.seconds
-        self.counts[bisect_left(_BOUNDS_S, move.seconds)] += 1
+        self.seconds.observe(move.seconds)
 
-    def to_dict(self) -> dict[str, Any]:
-        """`at_most` has pairs: seconds, and how many transfers took at most that long."""
-        at_most = list(zip(_BOUNDS_S, accumulate(self.counts[:-1]), strict=True))
-        return {"moves": self.moves, "bytes": self.bytes, "seconds": self.seconds, "at_most": at_most}
+
+def hits_on(tier: str) -> int:
+    """A field with the hit tokens of one tier."""
+    text = "Prompt tokens that came from the cache, by where they were; they add up to quire_hit_tokens."
+    found: int = counter(text, name="tier_hit_tokens", tier=tier)
+    return found
+
+
+def _dropped(tier: str) -> int:
+    text = "Frames of which no copy was made: the host had no room, or the store did not take them that time."
+    found: int = counter(text, name="tier_dropped_frames", tier=tier)
+    return found
 
 
 @dataclass(slots=True)
@@ -110,35 +121,44 @@ class TierCounters:
     records by tier and kind.
     """
 
+    PREFIX: ClassVar = "tier_"
     saved_frames: int = 0
     saved_bytes: int = 0
-    unsaved_frames: int = 0
+    unsaved_frames: int = _dropped("host")
     loaded_frames: int = 0
     loaded_bytes: int = 0
     archived_frames: int = 0
     archived_bytes: int = 0
-    unstored_frames: int = 0
-    lost_frames: int = 0
+    unstored_frames: int = _dropped("storage")
+    lost_frames: int = counter("Frames that were stored, of use, and gone from the store; stored again.")
     fetched_frames: int = 0
     fetched_bytes: int = 0
-    demoted_pages: int = 0
-    host_evicted_pages: int = 0
-    host_hit_tokens: int = 0
-    storage_hit_tokens: int = 0
-    peer_hit_tokens: int = 0
-    declined_tokens: int = 0
-    failed_moves: int = 0
-    refused_moves: int = 0
-    defects: Counter[tuple[str, str]] = field(default_factory=Counter)
-    links: dict[Lane, LinkCounters] = field(default_factory=lambda: {link: LinkCounters() for link in LANES})
+    demoted_pages: int = counter("Pages that left the device and stayed on the host.")
+    host_evicted_pages: int = counter("Pages of which the host gave up its copy for others.")
+    host_hit_tokens: int = hits_on("host")
+    storage_hit_tokens: int = hits_on("storage")
+    peer_hit_tokens: int = hits_on("peer")
+    declined_tokens: int = counter(
+        "Prompt tokens that were cached on the host or in storage and computed again, which was faster."
+    )
+    failed_moves: int = counter("Moves between tiers that failed, or brought less than half.")
+    refused_moves: int = counter("Moves that were not begun, because too much was on its way on that link.")
+    defects: Counter[tuple[str, str]] = counter(
+        "Records that were not what they should be, by where they were found and what was wrong; none was served.",
+        *("tier", "defect"),
+        start=Counter,
+        name="tier_corrupt_records",
+        known=[f"{tier}:{defect}" for tier in ("host", "storage") for defect in DEFECTS],
+    )
+    links: dict[str, LinkCounters] = labelled(
+        "link", LinkCounters, start=lambda: {link.name: LinkCounters() for link in LANES}
+    )
+
+    @property
+    def num_hits(self) -> int:
+        """Hit tokens of these tiers, a peer among them."""
+        return self.host_hit_tokens + self.storage_hit_tokens + self.peer_hit_tokens
 
     def corrupt(self, where: str, defects: Iterable[str]) -> None:
         """Count defects of records of the host, storage or a peer; a record that did not arrive has none."""
         self.defects.update((where, defect) for defect in defects if defect not in UNDAMAGED)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON: `defects` by `tier:defect`, `links` by lane."""
-        return asdict(replace(self, links={})) | {
-            "defects": {f"{tier}:{defect}": count for (tier, defect), count in self.defects.items()},
-            "links": {link.name: counters.to_dict() for link, counters in self.links.items()},
-        }

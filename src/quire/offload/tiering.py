@@ -14,18 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from quire.cache.hold import HeldFrames, Hold, Reason
 from quire.cache.offload import CacheParts
 from quire.cache.states import GroupCache
+from quire.counters import Section, counter, gauge, labelled
 from quire.memory.allocator.host import HostTokenToKVPoolAllocator
 from quire.memory.residency import State
 from quire.offload.archiver import Archiver, PendingPaths, transfer_of
 from quire.offload.deletion import StoreDeletion
-from quire.offload.host_groups import GroupPages, HostGroup, PageIdGroup
+from quire.offload.host_groups import GroupPages, HostFrameCounts, HostGroup, PageIdGroup
 from quire.offload.tier_settings import TierCounters, TierSettings
 from quire.prefix.node import Lease, Node, pages_to
 from quire.settings.fields import WritePolicy
@@ -46,6 +47,29 @@ class Moving:
     hold: Hold
     parts: list[GroupPages]
     cancelled: bool = False  # flushed meanwhile: its pages are dropped when they arrive
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierGauges:
+    """Beside `TierCounters`: the state of host memory and of the store."""
+
+    host: dict[str, HostFrameCounts] = labelled("group", HostFrameCounts)
+    host_pages: int = 0
+    forgetting: int = 0
+    owed_paths: int = gauge(
+        "Cached prefixes of which something is on its way to storage or has to wait.", name="tier_owed_paths"
+    )
+    forget_failures: int = 0
+    store_lost: list[str] = gauge(
+        "1 while the store has answered nothing for some moves in a row.",
+        "kind",
+        start=list,
+        name="store_lost",
+        known=("read", "write"),
+    )
+    store_refused: dict[str, int] = counter(
+        "Records of which the store could say nothing now.", "link", start=dict, name="tier_unanswered_records"
+    )
 
 
 class Tiering:
@@ -111,19 +135,19 @@ class Tiering:
         """A version: hits from before its last change may be wrong."""
         return self.damaged.num_marked + sum(host.dropped_frames for host in self.hosts)
 
-    def statistics(self) -> dict[str, Any]:
-        """Counters since the start, host frames by group, and the state of the store."""
+    def sections(self) -> list[Section]:
+        """Counters, and gauges now."""
         health = self.settings.health
-        return {
-            **self.counters.to_dict(),
-            "host": {host.name: host.statistics() for host in self.hosts},
-            "host_pages": self._tree.num_below,
-            "forgetting": len(self.deletion.scopes),
-            "owed_paths": len(self.archiver.pending),
-            "forget_failures": self.deletion.num_failed,
-            "store_lost": list(health.lost),
-            "store_refused": {lane.name: count for lane, count in health.refused.items()},
-        }
+        gauges = TierGauges(
+            host={host.name: host.counters() for host in self.hosts},
+            host_pages=self._tree.num_below,
+            forgetting=len(self.deletion.scopes),
+            owed_paths=len(self.archiver.pending),
+            forget_failures=self.deletion.num_failed,
+            store_lost=list(health.lost),
+            store_refused={lane.name: count for lane, count in health.refused.items()},
+        )
+        return [("tiers", self.counters), ("tiers", gauges)]
 
     # -- saving
 
@@ -233,7 +257,7 @@ class Tiering:
             self.mover.complete(move)
             self._ended += self.mover.finished()
             self._ended.remove(move)
-            self.counters.links[move.lane].add(move)
+            self.counters.links[move.lane.name].add(move)
             self._saved(move)
 
     def leave_device(self, pages: Ids) -> None:
@@ -365,7 +389,7 @@ class Tiering:
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
-            self.counters.links[move.lane].add(move)
+            self.counters.links[move.lane.name].add(move)
             self.settings.health.ended(move)
             if move.lane is Lane.DELETE:
                 self.deletion.ended(move)

@@ -6,9 +6,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 
+from quire.counters import counter
 from quire.prefix.hit_table import HitTable
 from quire.prefix.lru_bound import Guard
 from quire.prefix.node import ID_BYTES, Node, Returned
@@ -62,6 +64,16 @@ PART = 256  # entries, at most, of a part of a run
 
 _EPOCH_BITS = 48  # bits of a run's key below its kind
 _EPOCHS = (1 << _EPOCH_BITS) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionCounters:
+    """How this order of eviction compares with LRU."""
+
+    PREFIX: ClassVar = "eviction_"
+    switches: int = counter("Times that eviction by hit density gave way to LRU, or decided again.")
+    won_pages: int = counter("Pages that were hit and that LRU would not have had.")
+    lost_pages: int = counter("Pages that were computed and that LRU would have had.")
 
 
 @dataclass(slots=True, eq=False)
@@ -196,12 +208,9 @@ class HitDensity(EvictionPolicy):
             self._losses.pop()
         return None
 
-    def statistics(self) -> dict[str, int]:
-        return {
-            "switches": self.guard.num_switches,
-            "won_pages": self.guard.won_pages,
-            "lost_pages": self.guard.lost_pages,
-        }
+    def counters(self) -> EvictionCounters:
+        guard = self.guard
+        return EvictionCounters(switches=guard.num_switches, won_pages=guard.won_pages, lost_pages=guard.lost_pages)
 
     def candidates(self) -> Iterator[Node]:
         return chain.from_iterable(self._valid(part, where) for where, run in self._runs.items() for part in run)

@@ -40,7 +40,7 @@ class EvictionPolicy(ABC):
     def victim(self) -> Node | None:
         """Remove and return the first candidate; None if there is none."""
 
-    def statistics(self) -> dict[str, int] | None:
+    def counters(self) -> object | None:
         """Counters of a policy that compares itself with another."""
         return None
 

@@ -338,9 +338,9 @@ class RadixCache:
         """All roots, with those of flushed namespaces that are still in use."""
         return [*self.roots.values(), *self.hidden_roots]
 
-    def eviction_statistics(self) -> dict[str, int] | None:
+    def eviction_counters(self) -> object | None:
         """Counters of the policy, if it has any."""
-        return self._policy.statistics()
+        return self._policy.counters()
 
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""

@@ -16,9 +16,11 @@ end.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from quire.cache.running import Lengths
+from quire.counters import counter, gauge
 from quire.plan.step_cost import CostFit, CostModel
 from quire.scheduler.step import Step
 
@@ -42,6 +44,18 @@ class Backlog:
     waiting_tokens: int
 
 
+@dataclass(kw_only=True)
+class ChunkCounters:
+    """Steps that a budget limited, and the last of them; `why` says for users what limited it."""
+
+    PREFIX: ClassVar = "chunk_budget_"
+    steps: int = counter("Steps in which requests decoded and prompts were limited (--target-itl-ms).")
+    tokens: int = counter("Prompt tokens that such steps computed.")
+    alone_seconds: float = gauge("What the last such step was expected to take without prompts.")
+    budget_seconds: float = gauge("What prompts were allowed to add to it.")
+    why: str = ""
+
+
 class ChunkBudget:
     """Of one scheduler. `target_s` are the seconds that a step with decodes may take; None: see the module."""
 
@@ -56,8 +70,7 @@ class ChunkBudget:
         """Whether the step that is being made takes no more of prompts."""
         self._alone_s = self._budget_s = 0.0  # seconds of the last limited step
         self._why = ""
-        self._limited_steps = 0
-        self._limited_tokens = 0
+        self._totals = ChunkCounters()
 
     def measured(self, step: Step, seconds: float) -> None:
         """A step took this time, and waited for nothing."""
@@ -98,7 +111,7 @@ class ChunkBudget:
             self._budget_s = max(_ADDED * self._alone_s, pressed)
             self._why = "three times its decodes" if pressed < self._budget_s else "a share of all that wait"
         self._left_s = self._budget_s
-        self._limited_steps += 1
+        self._totals.steps += 1
 
     def take(self, start: int, count: int, most: int) -> int:
         """How many tokens of a prompt, of which `count` are ready from token `start` on, the step computes; at most
@@ -112,7 +125,7 @@ class ChunkBudget:
             found = int(chunk)
         self._left_s -= cost.chunk_seconds(start, found)
         self.spent = self._left_s < cost.chunk_seconds(0, self._least)
-        self._limited_tokens += found
+        self._totals.tokens += found
         return found
 
     def _backlog_s(self, cost: CostModel, backlog: Backlog) -> float:
@@ -125,16 +138,9 @@ class ChunkBudget:
             pairs += share * backlog.waiting_tokens * each * (1 - share / 2)
         return cost.token * tokens + cost.pair * pairs
 
-    def statistics(self) -> dict[str, float | str]:
-        """Steps with decodes in which prompts were computed or waited, the tokens of prompts in these, and of the last
-        one the seconds without prompts, those that prompts might add, and why. None of it while nothing is limited."""
-        return {
-            "steps": self._limited_steps,
-            "tokens": self._limited_tokens,
-            "alone_seconds": self._alone_s,
-            "budget_seconds": self._budget_s,
-            "why": self.why,
-        }
+    def counters(self) -> ChunkCounters:
+        """Counters and gauges now."""
+        return replace(self._totals, alone_seconds=self._alone_s, budget_seconds=self._budget_s, why=self.why)
 
 
 def chunk_budget(target_itl_ms: float | str) -> ChunkBudget:

@@ -40,13 +40,14 @@ def create_app(
     server's configuration."""
     server, keys = server or ServerConfig(), keys or Keys()
     metrics = ServerMetrics(
+        engine.metrics,
         lambda: engine.last_statistics,
         lambda: engine.health().healthy,
         restarts=lambda: engine.num_restarts,
         model_name=model_name,
         version=__version__,
     )
-    running = int(engine.start_statistics.get("max_running_requests", LEAST_RUNNING))
+    running = int(engine.last_statistics.get("max_running_requests", LEAST_RUNNING))
     service = Service(
         engine=engine,
         metrics=metrics,
@@ -72,7 +73,7 @@ def create_app(
     app.include_router(proof_router(service))
     add_gate(
         app,
-        metrics.responses,
+        metrics.counters.responses,
         keys=keys,
         most_body_bytes=server.body_bytes(engine.context_length),
         cors_origins=server.origins,

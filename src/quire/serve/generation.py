@@ -322,9 +322,9 @@ class Generation:
         num_output_tokens = sum(len(each.token_ids) for each in self._sequences())
         cached, host, storage, peer = map(sum, zip(*(request.cached for request in self._requests), strict=True))
         details: dict[str, Any] = {"cached_tokens": cached}
-        if self._service.engine.start_statistics.get("tiers"):
+        if self._service.engine.last_statistics.get("tiers"):
             tiers = {"device": cached - host - storage - peer, "host": host, "storage": storage}
-            if self._service.engine.start_statistics.get("transfer"):
+            if self._service.engine.last_statistics.get("transfer"):
                 tiers["peer"] = peer
             details["cached_tokens_by_tier"] = tiers
         found = {
@@ -333,7 +333,7 @@ class Generation:
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": details,
         }
-        if self._service.engine.start_statistics.get("speculation"):
+        if self._service.engine.last_statistics.get("speculation"):
             drafted, accepted = map(sum, zip(*(each.drafts for each in self._sequences()), strict=True))
             found["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
@@ -351,7 +351,8 @@ class Generation:
         for stream in self._streams:
             stream.close()
         self._turn.close()
-        seconds, usage, metrics = time.perf_counter() - self._started_s, self.usage(), self._service.metrics
+        seconds, usage = time.perf_counter() - self._started_s, self.usage()
+        metrics = self._service.metrics.counters
         reasons = Counter(each.finish_reason or "abort" for each in self._sequences())
         metrics.finished.update(reasons)
         metrics.prompt_tokens.observe(usage["prompt_tokens"])
@@ -384,9 +385,9 @@ class Generation:
             now = time.perf_counter() - self._started_s
             if self._first_token_s is None:
                 self._first_token_s = now
-                self._service.metrics.first_token_s.observe(now)
+                self._service.metrics.counters.first_token_s.observe(now)
             if choice in self._last_token_s:
-                self._service.metrics.inter_token_s.observe(now - self._last_token_s[choice])
+                self._service.metrics.counters.inter_token_s.observe(now - self._last_token_s[choice])
             self._last_token_s[choice] = now
         return choice, delta
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.cache import KVCache
+from quire.counters import plain
 from quire.errors import InvalidInput, QuireError
 from quire.loop import Loop, Part
 from quire.offload import Offloads, offload_of
@@ -299,6 +300,6 @@ class Replay:
             tiers=self.tiers.use(self.cache),
             hisparse=next((buffers.use() for buffers in self._buffers), None),
             itl_s=percentiles(recorder.gaps.all()),
-            chunk_budget=self.scheduler.chunks.statistics(),
-            speculation=next((part.speculator.statistics() for part in self.drafts), None),
+            chunk_budget=plain(self.scheduler.chunks.counters()),
+            speculation=next((plain(part.speculator.counters()) for part in self.drafts), None),
         )

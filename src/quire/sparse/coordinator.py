@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.counters import counter, gauge
 from quire.kernels.batch import PagedBatch
 from quire.kernels.moves import TORCH, HostEntries, Moves
 from quire.memory.hosted_pool import HostedPool
@@ -37,6 +39,25 @@ class SwapIn:
     hidden: Tensor
     sources: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
     targets: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiSparseCounters:
+    """Counters and sizes of hot buffers. If `lossy`, outputs differ from those of full attention."""
+
+    PREFIX: ClassVar = "hisparse_"
+    hit_tokens: int = counter("Selected tokens that a hot buffer had, counted once for layers that read the same ones.")
+    swapped_tokens: int = counter(
+        "Selected tokens that were copied to a hot buffer from host memory, counted in the same way."
+    )
+    swapped_bytes: int = counter("Bytes that were copied from host memory to hot buffers, in all layers.")
+    backed_up_tokens: int = counter(
+        "Tokens of decoding requests that were written to host memory as they were computed."
+    )
+    lossy: bool = False
+    device_buffer_size: int = gauge("Tokens of the hot buffer of a request.")
+    host_bytes: int = gauge("Bytes of latents, or of keys and values, in host memory.")
+    hot_bytes: int = gauge("Bytes of all hot buffers on the device.")
 
 
 class HiSparseCoordinator:
@@ -84,15 +105,16 @@ class HiSparseCoordinator:
         self._copy(ordinal, found)
         return found
 
-    def statistics(self) -> dict[str, int]:
-        """Tokens per index: selected ones that were in a hot buffer, and copied from the host. `swapped_bytes` counts
-        all layers. `backed_up_tokens` are new ones of decoding requests, written to the host as they are computed."""
-        return {
-            "hit_tokens": self.hot.hit_tokens,
-            "swapped_tokens": self.hot.swapped_tokens,
-            "swapped_bytes": self._swapped_bytes,
-            "backed_up_tokens": self._backed_up,
-        }
+    def counters(self) -> HiSparseCounters:
+        """Counters and gauges now, without what the host holds."""
+        return HiSparseCounters(
+            hit_tokens=self.hot.hit_tokens,
+            swapped_tokens=self.hot.swapped_tokens,
+            swapped_bytes=self._swapped_bytes,
+            backed_up_tokens=self._backed_up,
+            device_buffer_size=self.buffer_size,
+            hot_bytes=self.pool.num_bytes,
+        )
 
     def _bases(self, batch: PagedBatch) -> npt.NDArray[np.int64]:
         """The first slot of the buffer of each sequence."""

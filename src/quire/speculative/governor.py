@@ -16,11 +16,13 @@ credit, and no more; while drafts pay, there is always credit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.cache.running import Lengths, Rows
+from quire.counters import counter, gauge
 
 _MEMORY = 0.9  # weight of a request's earlier acceptance, per step with drafts
 _MEMORY_OF_ALL = 0.97
@@ -88,6 +90,19 @@ class _Size:
             self.variance = (1 - _LEARN) * (self.variance + _LEARN * more * more)
             self.covariance = (1 - _LEARN) * (self.covariance + _LEARN * more * longer)
         self.num_drafted += 1
+
+
+@dataclass(kw_only=True)
+class GovernorCounters:
+    """What a draft costs and brings, and whether that turns drafts off; None where nothing governs drafts."""
+
+    PREFIX: ClassVar = "spec_decode_"
+    draft_cost: float | None = gauge(
+        "What a draft adds to a step, in tokens without drafts; 0 while it is not measured.", start=None
+    )
+    draft_brings: float | None = gauge("The chance of a draft to be accepted, if those before it are.", start=None)
+    is_off: float | None = gauge("1 while no draft is made, because it costs more than it brings.", start=None)
+    steps_without_drafts: int | None = counter("Steps without drafts, because none would have paid.", start=None)
 
 
 class Governor:
@@ -195,16 +210,12 @@ class Governor:
         )
         return found
 
-    def statistics(self) -> dict[str, float]:
-        """What a draft costs and brings, in tokens of a step without drafts, and whether that turns drafts off.
-
-        `draft_cost` is of batches as large as the last one, 0 while it is not measured. `draft_brings` is the share of
-        first drafts, and of those after right ones, that were right, over all requests.
-        """
+    def counters(self) -> GovernorCounters:
+        """Counters and gauges now. `draft_cost` is of batches as large as the last one."""
         size = self._last
-        return {
-            "draft_cost": size.added_s / size.drafts / size.plain_s if size.num_drafted else 0.0,
-            "draft_brings": self._rate(),
-            "is_off": float(self._is_off),
-            "steps_without_drafts": self.num_plain,
-        }
+        return GovernorCounters(
+            draft_cost=size.added_s / size.drafts / size.plain_s if size.num_drafted else 0.0,
+            draft_brings=self._rate(),
+            is_off=float(self._is_off),
+            steps_without_drafts=self.num_plain,
+        )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.running import Rows
+from quire.counters import Section
 from quire.errors import InvalidInput
 from quire.loop import End, Loop, Part, StepResult
 from quire.scheduler.request import Request
@@ -81,5 +82,5 @@ class Speculation(Part):
         for request in self._scheduler.requests:
             request.is_remembered = request.is_remembered and namespace not in (None, request.namespace)
 
-    def counters(self) -> dict[str, Any]:
-        return {"speculation": self.speculator.statistics()}
+    def counters(self) -> list[Section]:
+        return [("speculation", self.speculator.counters())]

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.counters import counter, gauge
 from quire.errors import UnsupportedModel
 from quire.plan.budget import MemoryPlan
 from quire.spec.ids import Ids
 from quire.spec.layers import INDEXER_GROUP
 from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import Drafter, Drafting, Drafts
-from quire.speculative.governor import Governor
+from quire.speculative.governor import Governor, GovernorCounters
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.verify import Accepted, accepted_draws
+
+
+@dataclass(kw_only=True)
+class DraftCounters(GovernorCounters):
+    """What came of drafts. `drafts` counts requests times steps."""
+
+    drafts: int = counter("Times that a request computed drafts in a step.", name="spec_decode_num_drafts")
+    draft_tokens: int = counter("Drafts that were computed.", name="spec_decode_num_draft_tokens")
+    accepted_tokens: int = counter("Of these, drafts that were accepted.", name="spec_decode_num_accepted_tokens")
+    accepted_tokens_per_position: list[int] = counter(
+        "Drafts that were accepted, by their place after the last known token, from 0.",
+        "position",
+        start=list,
+        name="spec_decode_num_accepted_tokens_per_pos",
+    )
+    tokens_per_step: float = gauge("Mean tokens of a request in a step that draws any, since the start.")
 
 
 class Speculator:
@@ -28,7 +45,7 @@ class Speculator:
     def __init__(self, drafter: Drafter, governor: Governor | None, most: int) -> None:
         self.drafter = drafter
         self._governor = governor
-        self._counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
+        self._totals = DraftCounters()
         self._num_drawing = self._num_drawn = 0  # works that drew, and the tokens they got
         self._per_position: Lengths = np.zeros(most, dtype=np.int64)
         self._began = 0.0  # when the search for drafts of the next step began, by `time.perf_counter`
@@ -73,9 +90,9 @@ class Speculator:
         at = (draw_counts > 1).nonzero()[0]
         if len(at):
             drafts, right, most = draw_counts[at] - 1, found.kept[at] - 1, len(self._per_position)
-            self._counts["drafts"] += len(at)
-            self._counts["draft_tokens"] += int(drafts.sum())
-            self._counts["accepted_tokens"] += int(right.sum())
+            self._totals.drafts += len(at)
+            self._totals.draft_tokens += int(drafts.sum())
+            self._totals.accepted_tokens += int(right.sum())
             depths = np.bincount(right, minlength=most + 1)
             self._per_position += len(at) - depths.cumsum()[:most]
             if self._governor is not None:
@@ -92,17 +109,14 @@ class Speculator:
         if self._governor is not None:
             self._governor.measured(num_requests, num_drafts, seconds, self._searched_s)
 
-    def statistics(self) -> dict[str, Any]:
-        """Counters: requests times steps with drafts, drafts, those accepted, and those by their place. With the mean
-        tokens of a request in a step that draws any, and what `Governor.statistics` says."""
-        found: dict[str, Any] = {
-            **self._counts,
-            "accepted_tokens_per_position": self._per_position.tolist(),
-            "tokens_per_step": self._num_drawn / max(1, self._num_drawing),
-        }
-        if self._governor is not None:
-            found |= self._governor.statistics()
-        return found
+    def counters(self) -> DraftCounters:
+        """Counters and gauges now, with those of the governor."""
+        return replace(
+            self._totals,
+            accepted_tokens_per_position=self._per_position.tolist(),
+            tokens_per_step=self._num_drawn / max(1, self._num_drawing),
+            **vars(self._governor.counters()) if self._governor is not None else {},
+        )
 
 
 def speculator_of(

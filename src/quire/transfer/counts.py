@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
-from quire.observe.histogram import Histogram
+from quire.counters import Histogram, counter, histogram
 
 KEEP_S: Final = 3600.0
 """Counts of a label without a connected peer are kept so long."""
@@ -20,12 +20,17 @@ class ReceivedCounts:
     rest was computed here. `ask_seconds` are from asks to their ends, `part_seconds` from open frames to their last
     byte."""
 
-    asks: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    ask_seconds: Histogram = field(default_factory=Histogram)
-    part_seconds: Histogram = field(default_factory=Histogram)
+    PREFIX: ClassVar = "transfer_"
+    asks: int = counter("Prompts that a prefill engine was asked for.")
+    tokens: int = counter(
+        "Prompt tokens that prefill engines computed and that arrived whole.", name="transfer_received_tokens"
+    )
+    bytes: int = counter("Bytes of pages that prefill engines wrote here.", name="transfer_received_bytes")
+    fallbacks: Counter[str] = counter(
+        "Prompts that were computed here instead, whole or in part, by cause.", "cause", start=Counter
+    )
+    ask_seconds: Histogram = histogram("A prompt asked for to the end of its transfers: what its request waits.")
+    part_seconds: Histogram = histogram("Host frames opened to a prefill engine to their last byte.")
 
     def totals(self) -> dict[str, int]:
         """Those that are added up over all peers."""
@@ -36,17 +41,6 @@ class ReceivedCounts:
             "fallbacks": sum(self.fallbacks.values()),
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "asks": self.asks,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "fallbacks": dict(self.fallbacks),
-            "ask_seconds": self.ask_seconds.to_dict(),
-            "part_seconds": self.part_seconds.to_dict(),
-        }
-
 
 @dataclass(slots=True)
 class SentCounts:
@@ -54,25 +48,22 @@ class SentCounts:
     repeated, and parts that were not written, by cause. `write_seconds` are those of writes, without the wait for
     pages."""
 
-    asks: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    write_seconds: Histogram = field(default_factory=Histogram)
+    PREFIX: ClassVar = "transfer_"
+    asks: int = counter("Prompts that a decode engine asked for.", name="transfer_served_asks")
+    tokens: int = counter("Prompt tokens whose pages were written to a decode engine.", name="transfer_sent_tokens")
+    bytes: int = counter("Bytes of pages that were written to a decode engine.", name="transfer_sent_bytes")
+    failures: Counter[str] = counter(
+        "Writes to a decode engine that failed, and parts of prompts that were not written, by cause.",
+        "cause",
+        start=Counter,
+    )
+    write_seconds: Histogram = histogram(
+        "A write of pages to a decode engine, from begin to end.", name="transfer_xfer_time_seconds"
+    )
 
     def totals(self) -> dict[str, int]:
         """Those that are added up over all peers."""
         return {"sent_tokens": self.tokens, "sent_bytes": self.bytes}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "asks": self.asks,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "failures": dict(self.failures),
-            "write_seconds": self.write_seconds.to_dict(),
-        }
 
 
 class Counts(Protocol):
@@ -80,9 +71,6 @@ class Counts(Protocol):
 
     def totals(self) -> dict[str, int]:
         """Those that are added up over all peers."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
 
 
 T = TypeVar("T", bound=Counts)
@@ -127,14 +115,14 @@ class ByPeer(Generic[T]):
         """The counts of a peer; "" is none in particular."""
         return self._counts.setdefault(self.label(peer), self._make())
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """As JSON, by label. Drops those whose peers are gone for long."""
+    def by_label(self) -> dict[str, T]:
+        """The counts, which go on. Drops those whose peers are gone for long."""
         now = self._seconds()
         for label in [label for label, since in self._idle_since.items() if now - since > KEEP_S]:
             del self._idle_since[label]
             self._dropped.update(self._counts.pop(label).totals())
             self._labels = {peer: its for peer, its in self._labels.items() if its != label}
-        return {label: counts.to_dict() for label, counts in self._counts.items()}
+        return dict(self._counts)
 
     def totals(self) -> dict[str, int]:
         """Sums over all peers since the start, also those whose counts were dropped."""

@@ -7,8 +7,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
+from quire.counters import counter, gauge, labelled
 from quire.errors import InvalidInput
 from quire.memory.host_pool import HostPool
 from quire.offload.tiering import Tiering
@@ -18,6 +20,7 @@ from quire.tiers.transfer import Transfer
 from quire.transfer.address import Address, format_address, parse_address
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.control import Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
+from quire.transfer.counts import ReceivedCounts, SentCounts
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.handshake import Hello, Identity, Role
 from quire.transfer.messages import Request, Send, Serves
@@ -36,6 +39,37 @@ def _known(hello: Hello) -> str:
 
 def _why(event: Closed | Unreachable) -> str:
     return f": {event.reason}" if isinstance(event, Unreachable) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferCounters:
+    """What engines did for each other, in all and by peer, and where connections are missing."""
+
+    PREFIX: ClassVar = "transfer_"
+    role: str
+    connector: str
+    address: str
+    prefill_peers: list[dict[str, str]]
+    decode_peers: list[dict[str, str]]
+    problems: dict[str, str]
+    failed_threads: dict[str, str]
+    asks: int = 0
+    received_tokens: int = 0
+    received_bytes: int = 0
+    fallbacks: int = 0
+    sent_tokens: int = 0
+    sent_bytes: int = 0
+    connected_peers: dict[str, int] = gauge(
+        "Engines that are connected, by what they do for this one.", "role", start=dict
+    )
+    held_bytes: int = gauge("Host memory that nothing here needs, and that a peer that stopped may still write.")
+    received: dict[str, ReceivedCounts] = labelled("peer", ReceivedCounts)
+    sent: dict[str, SentCounts] = labelled("peer", SentCounts)
+    refused_connections: dict[str, int] = counter(
+        "Connections that were refused, by reason: a field in which the engines differ, or what was wrong.",
+        "reason",
+        start=dict,
+    )
 
 
 class TransferNode:
@@ -250,30 +284,29 @@ class TransferNode:
         self.decode.is_on = self.asks and role != "prefill" and not self._is_broken
         self.prefill.serve(is_on=role != "decode" and not self._is_broken)
 
-    def statistics(self) -> dict[str, Any]:
+    def counters(self) -> TransferCounters:
         """Counters since the start, in all and by peer, and where connections are missing."""
         assert self._control is not None
-        return {
-            "role": self.role,
-            "connector": self._hello.connector,
-            "address": format_address(self.address) if self.address is not None else "",
-            "prefill_peers": [
-                {**of, "state": self.decode.state(peer)} for (peer, dialed), of in self._others.items() if dialed
-            ],
-            "decode_peers": [of for (_, dialed), of in self._others.items() if not dialed],
-            "problems": {format_address(address): why for address, why in self._control.problems().items()},
-            "failed_threads": {
-                name: each.problem
-                for name, each in (("control", self._control), ("connector", self.connector))
-                if each.problem
-            },
-            "refused_connections": dict(self._control.refused),
-            "held_bytes": self.decode.held_bytes,
+        asked = [{**of, "state": self.decode.state(peer)} for (peer, dialed), of in self._others.items() if dialed]
+        served = [of for (_, dialed), of in self._others.items() if not dialed]
+        connected = sum(peer["state"] == "connected" for peer in asked)
+        threads = (("control", self._control), ("connector", self.connector))
+        return TransferCounters(
+            role=self.role,
+            connector=self._hello.connector,
+            address=format_address(self.address) if self.address is not None else "",
+            prefill_peers=asked,
+            decode_peers=served,
+            connected_peers={"prefill": connected, "decode": len(served)},
+            problems={format_address(address): why for address, why in self._control.problems().items()},
+            failed_threads={name: each.problem for name, each in threads if each.problem},
+            refused_connections=dict(self._control.refused),
+            held_bytes=self.decode.held_bytes,
             **self.decode.counts.totals(),
             **self.prefill.counts.totals(),
-            "received": self.decode.counts.to_dict(),
-            "sent": self.prefill.counts.to_dict(),
-        }
+            received=self.decode.counts.by_label(),
+            sent=self.prefill.counts.by_label(),
+        )
 
     def close(self, wait_s: float = 1.0) -> None:
         """End the writes of this engine, then its connections: peers take their end as a proof that it writes no more.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from quire.counters import Section
 from quire.loop import End, Loop, Part
 from quire.offload.tiering import Tiering
 from quire.scheduler.request import Request
@@ -38,8 +38,8 @@ class TransferPart(Part):
     def model_changed(self, epoch: int) -> None:
         self.node.set_identity(self._identity(epoch))
 
-    def counters(self) -> dict[str, Any]:
-        return {"transfer": self.node.statistics()}
+    def counters(self) -> list[Section]:
+        return [("transfer", self.node.counters())]
 
     def close(self) -> None:
         self.node.close()
