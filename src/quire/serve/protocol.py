@@ -176,7 +176,7 @@ class StreamOptions(ClosedObject):
     continuous_usage_stats: bool | None = field("With it, every chunk has the `usage` so far.")
 
 
-class Explained(Protocol):
+class WithExplanation(Protocol):
     """A completion, or the delta of one, of which an explanation may be known."""
 
     @property
@@ -243,13 +243,13 @@ class GenerationBody(BaseModel):
         """Whether every chunk of a stream carries the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def explanation(self, part: Explained) -> dict[str, Any]:
+    def explanation(self, part: WithExplanation) -> dict[str, Any]:
         """The field of a choice that ends with `part`, if it was asked for."""
         if not self.explain or part.finish_reason is None or part.explanation is None:
             return {}
         return {"explanation": part.explanation.for_client().to_dict()}
 
-    def session(self, part: Explained) -> dict[str, Any]:
+    def session(self, part: WithExplanation) -> dict[str, Any]:
         """The field of a choice that ends with `part`, if it is a turn of a session."""
         if part.finish_reason is None or part.session is None:
             return {}
