@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -268,7 +267,7 @@ def new_core(kind: str, page: int, *, tokens: int, context: int, running: int) -
         page_size=page,
         max_running_requests=max(running, EngineConfig.model_fields["max_running_requests"].default),
     )
-    memory = make_plan(model.spec, replace(plan_settings(config), kv_memory=2**40)).bytes_for(tokens)
+    memory = make_plan(model.spec, plan_settings(config).model_copy(update={"kv_memory": 2**40})).bytes_for(tokens)
     config = config.model_copy(update={"kv_memory": memory})
     return EngineCore(config, model=cast(LoadedModel, model)), model
 
