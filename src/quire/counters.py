@@ -164,10 +164,12 @@ def statistics_of(sections: Iterable[Section]) -> dict[str, Any]:
 
 def plain(found: Any) -> Any:
     """Counters as numbers, texts, lists and objects; keys that are tuples are joined by ":"."""
+    if found is None or isinstance(found, int | float | str):
+        return found
     if isinstance(found, Histogram):
         return found.to_dict()
     if is_dataclass(found):
-        return {each.name: plain(getattr(found, each.name)) for each in fields(found)}
+        return {name: plain(getattr(found, name)) for name in found.__dataclass_fields__}
     if isinstance(found, Mapping):
         return {":".join(key) if isinstance(key, tuple) else key: plain(each) for key, each in found.items()}
     return [plain(each) for each in found] if isinstance(found, list | tuple) else found
