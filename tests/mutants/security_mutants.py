@@ -11,7 +11,7 @@ from pathlib import Path
 from quire import owned_files
 from quire.engine.stop_strings import StopAutomaton
 from quire.engine.tokenising import Tokenising
-from quire.serve.connections import Connection
+from quire.serve.connections import HttpConnection
 from quire.serve.keys import Client, Keys
 from quire.spec.ids import Ids
 from quire.tiers.stores.directory import index, slab_files
@@ -93,11 +93,11 @@ def the_queue_of_texts_is_endless(patch: Patch) -> None:
 
 @mutant("slow requests", "a byte now and then keeps a request, and its connection, for ever")
 def each_byte_moves_the_deadline(patch: Patch) -> None:
-    real = Connection.data_received
+    real = HttpConnection.data_received
 
-    def receive(connection: Connection, data: bytes) -> None:
+    def receive(connection: HttpConnection, data: bytes) -> None:
         if connection._deadline is not None:
             connection._wait("the body", connection.limits.body_s)
         real(connection, data)
 
-    patch.setattr(Connection, "data_received", receive)
+    patch.setattr(HttpConnection, "data_received", receive)

@@ -39,7 +39,7 @@ class Limits:
     write_s: float = 60.0
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection. Its limits are set by a subclass (`limited_to`)."""
 
     limits = Limits()
@@ -176,9 +176,9 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited_to(limits: Limits) -> type[Connection]:
+def limited_to(limits: Limits) -> type[HttpConnection]:
     """The class of the connections of a server."""
-    return type("LimitedConnection", (Connection,), {"limits": limits})
+    return type("LimitedConnection", (HttpConnection,), {"limits": limits})
 
 
 def _head_too_large() -> HeaderTooLarge:
