@@ -72,6 +72,7 @@ class RunningTables:
         self._firsts = firsts
         self._last_serial = 0
         self._written: list[Rows | range] | None = [] if follows else None
+        self._nothing = PageTableChanges(np.empty(0, np.int32), np.empty((len(self.columns), 0), np.int32))
 
     def write_run(self, row: int, start: int, pages: Ids) -> None:
         """Write the pages of a row, from page `start` on."""
@@ -129,8 +130,10 @@ class RunningTables:
         """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes). Raises MissingFrame if
         a page that a request still reads in a group has no frame."""
         assert self._written is not None, "a table that does not follow what is written has no changes to report"
+        if not self._written:
+            return self._nothing
         written, self._written = self._written, []
-        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written or [NO_ROWS]]
+        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written]
         places = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
         pages = self.flat[places]
         frames = np.empty((len(self.columns), len(places)), dtype=np.int32)
@@ -156,8 +159,8 @@ class RunningTables:
         single = ends - starts == 1
         lead = len(rows) if np.count_nonzero(single) == len(rows) else int(single.argmin())
         following = [self._following[group] for group in groups]
-        first = self.flat[rows[:lead] * self.width + starts[:lead] // size]
-        offsets = (starts[:lead] % size).astype(np.int32)
+        before, offsets = np.divmod(starts[:lead], size)
+        first, offsets = self.pages[rows[:lead], before], offsets.astype(np.int32)
         found = [each.table.frames(first) * np.int32(size) + offsets for each in following]
         if lead == len(rows):
             return found

@@ -49,7 +49,8 @@ class DevicePageTables:
         changes]`, places and frames. None if nothing is left to apply."""
         self._number += 1
         flat = self._flat
-        flat[:, changes.places] = changes.frames
+        if len(changes):
+            flat[:, changes.places] = changes.frames
         if self._is_host:
             return None
         # A launch that failed may have sent changes that were not applied: they are sent again.

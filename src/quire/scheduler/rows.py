@@ -236,6 +236,8 @@ class RunningRows:
         batch, draw_counts = step.batch, step.draw_counts
         live = self.serials[batch.rows] == batch.serials
         all_live = np.count_nonzero(live) == len(live)
+        if step.is_decode and all_live:
+            return self._settle_decode(step, tokens)
         kept = draw_counts if kept is None else kept
         several = len(step.drawers) > int(np.count_nonzero(draw_counts))
         owners, within = step.drawers, None
@@ -268,6 +270,25 @@ class RunningRows:
             settled[~live] = -1
         self._advance(batch, live if not all_live else None, settled, kept, draw_counts, several=several)
         return _settled(batch, owners, tokens, noted, kept, several=several), settled, done
+
+    def _settle_decode(self, step: Step, tokens: Lengths) -> tuple[Settled, Lengths, list[int]]:
+        """As `settle`, for a step in which each work draws one token and all requests still run."""
+        batch, ends = step.batch, step.ends
+        self.flat[batch.base + ends] = tokens
+        after = ends + 1
+        outputs = after - batch.prompt
+        at_end = after >= batch.limit
+        stops = batch.stopping(step.drawers, tokens, outputs) if batch.stops_early else None
+        if stops is not None:
+            at_end |= stops
+        done: list[int] = []
+        if np.count_nonzero(at_end):
+            done = _end(batch, step.drawers, tokens, None, stops, at_end, batch.ones)
+        rows = batch.rows
+        self.settled[rows], self.known[rows] = ends, after
+        self.pending[rows] -= 1
+        noted = (at_end | (outputs == 1)).nonzero()[0].tolist()
+        return Settled(batch.requests, batch.ones, tokens, noted), ends, done
 
     def _advance(
         self, batch: StepRows, live: Bools | None, settled: Lengths, kept: Lengths, drawn: Lengths, *, several: bool

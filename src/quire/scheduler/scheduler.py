@@ -22,7 +22,7 @@ import numpy as np
 
 from quire.cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import Lengths, Rows
+from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.cache.session import SessionKey
 from quire.errors import InvalidInput, OutOfPages
 from quire.scheduler.chunk_budget import Backlog, ChunkBudget
@@ -31,7 +31,7 @@ from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, Prefetching, Read
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.rows import Leaders, NextStep, RunningRows
 from quire.scheduler.step import Settled, Step, StepRows
-from quire.spec.ids import Ids
+from quire.spec.ids import Bools, Ids
 from quire.spec.pages import pages_for
 
 
@@ -171,8 +171,10 @@ class Scheduler:
             self._commit_settled()
         running = self._launchable()
         ready = self._rows.ready(running)
-        self._grant_decodes(next_step, running, ready)
-        prompts = (ready > 1).nonzero()[0]
+        decoding = ready == 1
+        all_decode = np.count_nonzero(decoding) == len(running)
+        self._grant_decodes(next_step, running, decoding, every=all_decode)
+        prompts = NO_ROWS if all_decode else (ready > 1).nonzero()[0]
         self._limit(next_step, running, prompts, ready[prompts])
         for at in prompts.tolist():
             left, request = self._left(next_step), running.requests[at]
@@ -254,13 +256,13 @@ class Scheduler:
         there = [at for at, request in enumerate(running.requests) if request not in absent]
         return running.part(np.array(there, dtype=np.intp))
 
-    def _grant_decodes(self, next_step: NextStep, running: StepRows, ready: Lengths) -> None:
-        """Allocate for requests that continue by one token each, and their drafts. Usually they are those of the step
-        before, and none of them is examined."""
-        places = (ready == 1).nonzero()[0][: self._max_tokens]
-        if len(places) == len(running):
+    def _grant_decodes(self, next_step: NextStep, running: StepRows, decoding: Bools, *, every: bool) -> None:
+        """Allocate for requests that continue by one token each, and their drafts. Usually they are `every` request, or
+        those of the step before, and none of them is examined."""
+        if every and len(running) <= self._max_tokens:
             decodes = running
         else:
+            places = decoding.nonzero()[0][: self._max_tokens]
             decodes, serials = self._decoding, running.serials[places]
             if not np.array_equal(serials, decodes.serials):
                 decodes = running.part(places)
@@ -285,7 +287,7 @@ class Scheduler:
 
     def _limit(self, next_step: NextStep, running: StepRows, prompts: Rows, counts: Lengths) -> None:
         """Limit what the step computes of prompts beside requests that decode."""
-        if not self.chunks.limits:
+        if not self.chunks.limits or not (len(prompts) or self._waiting):
             return
         rows, decodes = self._rows, running.rows[:0]
         admits = self._waiting and not self._lacks_room and self.num_running < self._max_running

@@ -183,6 +183,7 @@ class Step:
     future: Rows
     is_decode: bool = False
     parents: Ids | None = None
+    _places: Places | None = field(default=None, init=False, repr=False)
     admitted: list[Request] = field(default_factory=list)
     proposal: Any = None
 
@@ -211,12 +212,14 @@ class Step:
 
     @property
     def places(self) -> Places:
-        """Its draws, for a sampler."""
-        requests, terms, prompt = self.batch.requests, self.batch.terms, self.batch.prompt
-        if not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
-            requests = [requests[i] for i in self.drawers.tolist()]
-            terms, prompt = terms.take(self.drawers), prompt[self.drawers]
-        return Places(terms, self.positions[self.draws] + 1 - prompt, requests)
+        """Its draws, for a sampler; made once."""
+        if self._places is None:
+            requests, terms, prompt = self.batch.requests, self.batch.terms, self.batch.prompt
+            if not self.is_decode and not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
+                requests = [requests[i] for i in self.drawers.tolist()]
+                terms, prompt = terms.take(self.drawers), prompt[self.drawers]
+            self._places = Places(terms, self.positions[self.draws] + 1 - prompt, requests)
+        return self._places
 
     def continued(self, previous: Step) -> Rows:
         """For each of `future`, the draw of the step before that gives its token: the request's last one."""
