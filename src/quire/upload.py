@@ -63,10 +63,11 @@ class Upload:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Arrays that this thread gives to `to_device` inside the block are placed, and sent at its end."""
+        before, _collecting.upload = _collecting.upload, self
         try:
-            with _collected_by(self):
-                yield
+            yield
         finally:
+            _collecting.upload = before
             self.send()  # also after an error: what was placed may be kept for the next step
 
 

@@ -82,7 +82,7 @@ class Sessions:
         self._ttl_s = settings.ttl_s
         self.budget = int(settings.share * parts.plan.num_pages)  # pages
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
-        self._trims = not self._states and parts.plan.speculation is None and parts.plan.hot is None
+        self._trims = not self._states and parts.plan.speculation is None and not parts.plan.groups_on_host
         self._by_key: dict[SessionKey, Session] = {}  # those used last come last
         self._num_of = Counter[str]()  # by owner
         self._users: WeakValueDictionary[SessionKey, User] = WeakValueDictionary()  # of these, and of expired ones

@@ -29,7 +29,6 @@ from quire.canary.finding import Finding, Kind
 from quire.canary.stamps import Asked, Stamps
 from quire.canary.writes import Longs, Writes
 from quire.counters import counter, gauge
-from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
 from quire.memory.residency import State
 from quire.prefix.node import TOKEN_BYTES, Node
@@ -111,7 +110,7 @@ class Canary:
                 owners=np.zeros(num_pages + 1, dtype=np.int64),
             )
             for group in parts.groups
-            if not isinstance(pools[group.index], HostedPool)
+            if not group.frames.are_page_ids
         ]
         self._by_index = {group.index: group for group in self._groups}
         self._marks_anchor = all(group.stamps.column is not self._anchor for group in self._groups)

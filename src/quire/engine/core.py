@@ -156,7 +156,7 @@ class EngineCore:
         )
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
-        where = (self.device, self.pools, self.latents, self.backend, self.compute, largest_graph(config, self.device))
+        where = (self.device, self.pools, self.backend, self.compute, largest_graph(config, self.device))
         warm_ups = warm_ups_of(config, self.plan, self.device)
         self.runner = ModelRunner(self.model, self.cache, sampler_of(config, self.eos_token_ids), *where, warm_ups)
         self.scheduler = Scheduler(

@@ -13,6 +13,7 @@ import torch
 from quire.counters import Section
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.errors import HostMemoryError
+from quire.kernels.moves import Moves
 from quire.loop import ForwardPart, Part
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.hosted_pool import HostedPool
@@ -68,6 +69,11 @@ class HostedLatents:
             self.host.close()
             raise
 
+    def copy_by(self, moves: Moves) -> None:
+        """Copy from host memory by `moves`, if these can read it where it is."""
+        if self.coordinator.pool.device.type == "cpu" or self.host.pinned:
+            self.coordinator.moves = moves
+
     def counters(self) -> HiSparseCounters:
         """Counters and gauges now."""
         return replace(self.coordinator.counters(), lossy=self._lossy, host_bytes=self.host.num_bytes)
@@ -81,8 +87,9 @@ class HostedLatents:
 class HotBuffersPart(Part, ForwardPart):
     """The hot buffers of an engine, and what they buffer. It owns `latents`."""
 
-    def __init__(self, latents: HostedLatents) -> None:
+    def __init__(self, latents: HostedLatents, moves: Moves) -> None:
         self.latents = latents
+        latents.copy_by(moves)
 
     def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
         self.latents.coordinator.admit(step.batch.rows, step.batch.serials)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,6 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
 from quire.engine.frame_staging import ComputeStream
 from quire.engine.graphs import DecodeGraphs
-from quire.engine.hisparse import HostedLatents
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
 from quire.engine.page_tables import DevicePageTables
@@ -33,10 +32,13 @@ from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import check_cpu_pools
 from quire.scheduler.step import Step
+from quire.sparse.coordinator import hot_buffers_of
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 from quire.tiers.transfer import Transfer
 from quire.upload import Upload, to_device
+
+_NO_POOLS: Mapping[int, Pool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +74,17 @@ class LaunchedForward:
         return found
 
 
-def build_pools(plan: MemoryPlan, device: torch.device, latents: HostedLatents | None = None) -> tuple[Pool, ...]:
-    """Allocate the device's memory: a pool for each group, not touched yet, but for the group of `latents`, which has
-    its own. Raises PlanError if there is too little, and HostMemoryError if the host lacks the memory for pools on a
-    CPU, which would show only later."""
+def build_pools(plan: MemoryPlan, device: torch.device, built: Mapping[int, Pool] = _NO_POOLS) -> tuple[Pool, ...]:
+    """Allocate the device's memory: a pool for each group, not touched yet, but for groups whose pools are `built`.
+    Raises PlanError if there is too little, and HostMemoryError if the host lacks the memory for pools on a CPU, which
+    would show only later."""
     if device.type == "cpu":
         memory = host_memory()
         check_cpu_pools(
             plan.pool_bytes + plan.feature_bytes, available=memory.available, limit=memory.limit, total=memory.total
         )
     return tuple(
-        Pool(group.layout, plan.frames_of(index), device=device, touched=False)
-        if latents is None or latents.group != index
-        else latents.pool
+        built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False)
         for index, group in enumerate(plan.groups)
     )
 
@@ -99,7 +99,6 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         pools: tuple[Pool, ...],
-        latents: HostedLatents | None = None,
         backend: AttentionBackend = DEFAULT,
         compute: ComputeStream | None = None,
         largest_graph: int = 0,
@@ -115,9 +114,7 @@ class ModelRunner:
         self._compute = compute
         self.pools = pools
         self.backend = backend
-        self._hisparse = hisparse = latents.coordinator if latents is not None else None
-        if latents is not None and (device.type == "cpu" or latents.host.pinned):
-            latents.coordinator.moves = backend.moves
+        self._derives = device.type != "cpu" and hot_buffers_of(pools) is None
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._asked: list[Asked | None] = [None] * len(pools)  # what layers derived from the batches of the last step
@@ -125,7 +122,7 @@ class ModelRunner:
         self._upload_bytes = 1 << 16
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)
-        built = sum(pool.num_bytes for pool in [*self.pools, *([hisparse.pool] if hisparse is not None else [])])
+        built = sum(pool.num_bytes for pool in self.pools)
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
         self.warm_up_s = warm_up(self, warm_ups) if warm_ups else 0.0
         self.graphs: DecodeGraphs | None = None
@@ -166,7 +163,7 @@ class ModelRunner:
                 ids[future[0]] = future[1][future[2]]
             for part in self.parts:
                 part.before_forward(step, batches)
-            running = RunningForward(self.pools, batches, hisparse=self._hisparse)
+            running = RunningForward(self.pools, batches)
             if placed is not None:
                 logits = placed.replay()
             else:
@@ -187,7 +184,7 @@ class ModelRunner:
     def _derive(self, batches: Sequence[PagedBatch | StateBatch]) -> None:
         """Derive what layers asked for in the last step, so that it is sent with the rest. On a CPU nothing is sent,
         and with hot buffers some of it follows what layers compute."""
-        if self._device.type == "cpu" or self._hisparse is not None:
+        if not self._derives:
             return
         for batch in batches:
             if isinstance(batch, PagedBatch):

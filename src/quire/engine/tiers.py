@@ -66,7 +66,7 @@ def build_memory(
             undo.callback(host.close)
         latents = HostedLatents(memory, model, progress, host=host)
         undo.callback(latents.close)
-        pools = build_pools(memory, device, latents)
+        pools = build_pools(memory, device, {latents.group: latents.pool})
         undo.pop_all()
     return pools, latents, host
 

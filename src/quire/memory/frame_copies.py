@@ -50,7 +50,7 @@ class FrameCopies:
         self._pools = tuple(pools)
         self._host = host
         self.queues = queues
-        of = frames or HostedFrames
+        of = frames or CpuFrames
         self._copies = [
             of(pool, host.rows(group)) if not isinstance(pool, HostedPool) else None  # its frames are the records
             for group, pool in enumerate(pools)
@@ -100,7 +100,7 @@ class _Side(NamedTuple):
     words: Tensor
 
 
-class HostedFrames:
+class CpuFrames:
     """Copies of one group whose device is the CPU. Its methods are those of `FrameCopies`."""
 
     def __init__(self, pool: Pool, rows: Rows) -> None:

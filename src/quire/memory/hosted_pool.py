@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,6 +28,9 @@ class HostedPool(Pool):
         self.device = rows.device
         self.reader = reader
         self.arriving = ()
+        self.buffers: Any = None
+        """What fills hot buffers from this pool, if anything does."""
+        self.buffer_bytes = 0
         found, start = [], HEADER_BYTES
         for field in layout.fields:
             dtype, shape = torch_dtype(field.dtype), (len(field.layers), field.entries(layout.page_size), *field.shape)
@@ -44,8 +48,8 @@ class HostedPool(Pool):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory: none."""
-        return 0
+        """Bytes of device memory: those of its hot buffers."""
+        return self.buffer_bytes
 
     def populate(self) -> Iterator[None]:
         """The host pool is touched already."""

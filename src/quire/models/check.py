@@ -67,15 +67,16 @@ def check_forward(model: CheckedModel, hot: HotBuffers | None = None, *, plain: 
     plain = plain or plain_logits(model)
     groups = model.spec.groups(model.spec.page_size(_PAGE_SIZE))
     pools = [Pool(group.layout, int(_FRAMES.max()), device=model.device) for group in groups]
-    hisparse = None
+    filled = list(pools)
     if hot is not None:
         hisparse = _hot_buffers(groups, hot, model.device)
         pools[hot.group] = hisparse.hosted
-    for _, tensor in (field for pool in [*pools, *([hisparse.pool] if hisparse else [])] for field in pool.tensors):
+        filled += [hisparse.hosted, hisparse.pool]
+    for _, tensor in (field for pool in filled for field in pool.tensors):
         tensor.fill_(float("nan"))
     errors: list[float] = []
     for step in _STEPS:
-        logits = _run_step(model, groups, pools, step, tokens, hisparse)
+        logits = _run_step(model, groups, pools, step, tokens)
         wanted = torch.cat([plain[i][start:stop] for i, (start, stop) in enumerate(step)])
         errors += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).tolist()
     _judge(model, np.array(errors))
@@ -104,7 +105,6 @@ def _run_step(
     pools: Sequence[Pool],
     step: tuple[tuple[int, int], ...],
     tokens: list[np.ndarray],
-    hisparse: HiSparseCoordinator | None,
 ) -> Tensor:
     """Logits of every row of one step."""
     positions = np.concatenate([np.arange(start, stop) for start, stop in step])
@@ -122,7 +122,7 @@ def _run_step(
         if isinstance(batch, PagedBatch):
             batch.ids = np.array(present)
     tensors = (input_ids, positions, np.arange(len(positions)))
-    running = RunningForward(pools, batches, hisparse=hisparse)
+    running = RunningForward(pools, batches)
     return model.run(running, *(to_device(array, model.device) for array in tensors))
 
 

@@ -24,7 +24,7 @@ from quire.kernels.page_bounds import PageBounds
 from quire.kernels.state import StateBatch
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
-from quire.sparse.coordinator import HiSparseCoordinator
+from quire.sparse.coordinator import hot_buffers_of
 from quire.spec.layers import KEY_BOUNDS, Call
 from quire.spec.layout import scales_of
 
@@ -38,8 +38,8 @@ LAST_HIDDEN = -1
 class RunningForward:
     """One forward pass on the pools: `pools[i]` holds the frames of group i and `batches[i]` says which to use.
 
-    `first` is the ordinal of its first call: 0, or for the layers of a draft, the number of calls of its target. With
-    `hisparse`, the pool of latents is in host memory, and rows that decode read them in its hot buffers.
+    `first` is the ordinal of its first call: 0, or for the layers of a draft, the number of calls of its target. If a
+    pool is in host memory, rows that decode read its hot buffers, which `hisparse` fills.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class RunningForward:
         batches: Sequence[PagedBatch | StateBatch],
         *,
         first: int = 0,
-        hisparse: HiSparseCoordinator | None = None,
     ) -> None:
-        self.hisparse = hisparse
+        self.hisparse = hot_buffers_of(pools)
         self.batches = tuple(batches)
         self._groups = tuple(zip(pools, batches, strict=True))
         self.first = self.ordinal = first

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,7 +62,7 @@ class HiSparseCounters:
 
 
 class HiSparseCoordinator:
-    """The hot buffers of all cache rows. `hosted` has the latents of all pages.
+    """The hot buffers of all cache rows. `hosted` has the latents of all pages, and refers to this.
 
     Each buffer belongs to the request that `admit` has seen last in its row. Its tokens never differ from those on the
     host, so that nothing is written back. Bookkeeping is done once per index and step; layers that share an index copy
@@ -72,6 +73,7 @@ class HiSparseCoordinator:
         assert plan.hot is not None
         self.hosted = hosted
         self.pool = Pool(hosted.layout, plan.device_frames_of(plan.hot.group), device=device, touched=False)
+        hosted.buffers, hosted.buffer_bytes = self, self.pool.num_bytes
         self.buffer_size = plan.hot.buffer_size
         self.top_k = plan.hot.top_k
         self._row_slots = plan.hot_frames_per_row * plan.page_size
@@ -161,3 +163,8 @@ class HiSparseCoordinator:
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(array, self.pool.device)
+
+
+def hot_buffers_of(pools: Iterable[Pool]) -> HiSparseCoordinator | None:
+    """What fills the hot buffers of the pool whose frames are in host memory; None without one."""
+    return next((pool.buffers for pool in pools if isinstance(pool, HostedPool)), None)
