@@ -13,7 +13,7 @@ import numpy as np
 from quire.cache import KVCache
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths
-from quire.cache.states import Pieces
+from quire.cache.states import StatePieces
 from quire.spec.ids import Ids
 from tests.fuzz.names import Names, Page
 from tests.fuzz.plans import tokens_read
@@ -47,7 +47,7 @@ class Step:
     fence: int
     parts: list[Part]
     frames: dict[int, Frames]
-    pieces: dict[int, Pieces]
+    pieces: dict[int, StatePieces]
     executed: bool = False
 
 
@@ -172,7 +172,7 @@ class Device:
                     f"{path[first + skip : first + end]}"
                 )
 
-    def _carry(self, group: int, pieces: Pieces, parts: list[Part]) -> None:
+    def _carry(self, group: int, pieces: StatePieces, parts: list[Part]) -> None:
         """Each piece continues what its request holds, and two of different requests write different frames."""
         held = self.carried[group]
         todo = list(zip(pieces.lengths.tolist(), pieces.sources.tolist(), pieces.targets.tolist(), strict=True))

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.memory.record import HEADER_BYTES, RecordFormat, Rows, check_record
+from quire.memory.record import HEADER_BYTES, RecordFormat, Records, check_record
 from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.record_size import record_stride
 from tests.covering import each_of
@@ -18,7 +18,7 @@ from tests.covering import each_of
 KEY = bytes(range(100, 132))
 
 
-def rows_of(payload_bytes: int, num_frames: int, seed: int = 0) -> Rows:
+def rows_of(payload_bytes: int, num_frames: int, seed: int = 0) -> Records:
     return np.random.default_rng(seed).integers(0, 256, (num_frames + 1, record_stride(payload_bytes)), dtype=np.uint8)
 
 

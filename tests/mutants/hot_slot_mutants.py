@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.sparse.hot_slots import HotSlots, SwapIn
+from quire.sparse.hot_slots import FoundSlots, HotSlots
 from quire.spec.ids import Ids
 from tests.mutants.mutants import Patch, mutant
 
@@ -15,7 +15,7 @@ from tests.mutants.mutants import Patch, mutant
 def overwritten_tokens_stay_in_the_table(patch: Patch) -> None:
     real = HotSlots.swap_in
 
-    def swap_in(hot: HotSlots, index: int, rows: Ids, positions: Ids, newest: Any) -> SwapIn:
+    def swap_in(hot: HotSlots, index: int, rows: Ids, positions: Ids, newest: Any) -> FoundSlots:
         hot._widen(int(newest.max()) + 2)
         before = hot._slot_of[..., 1:].copy()
         found = real(hot, index, rows, positions, newest)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.states import Pieces, StateGroup
+from quire.cache.states import StateGroup, StatePieces
 from quire.memory.residency import Column
 from quire.spec.rank import Rank
 from tests.mutants import field
@@ -32,7 +32,7 @@ def a_fresh_state_is_not_zero(patch: Patch) -> None:
 
     def launch(group: StateGroup, *what: Any, stores: bool) -> Any:
         pieces, released = real(group, *what, stores=stores)
-        return Pieces(
+        return StatePieces(
             pieces.lengths, np.where(pieces.sources, pieces.sources, pieces.targets), pieces.targets
         ), released
 

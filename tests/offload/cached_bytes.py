@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache import KVCache, RequestKV
-from quire.cache.states import GroupCache, Pieces
+from quire.cache.states import GroupCache, StatePieces
 from quire.counters import plain
 from quire.errors import OutOfPages
 from quire.offload import offload_of
@@ -170,7 +170,7 @@ class CachedBytes(ABC):
                 self.write_frame(group.index, int(group.table.frame[pages[at]]), data)
         self.cache.close_fence(fence)
 
-    def _carry(self, kv: RequestKV, group: GroupCache, pieces: Pieces, tokens: Ids, start: int) -> None:
+    def _carry(self, kv: RequestKV, group: GroupCache, pieces: StatePieces, tokens: Ids, start: int) -> None:
         """Each piece goes on from what the frame holds that it reads."""
         at = start
         for length, source, target in zip(pieces.lengths, pieces.sources, pieces.targets, strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.cache.hold import Fences
-from quire.cache.states import Pieces
+from quire.cache.states import StatePieces
 from quire.errors import WrongContent
 from quire.sim.replay import Replay
 from quire.sim.trace_request import PrefixHasher, page_digests
@@ -135,7 +135,7 @@ def test_a_stale_page_of_the_same_request() -> None:
 def test_a_wrong_state(fault: str) -> None:
     replay = replay_of(groups="state")
 
-    def change(pieces: Pieces | None, *_: Any) -> None:
+    def change(pieces: StatePieces | None, *_: Any) -> None:
         if pieces is None or len(pieces.lengths) < 2:
             return
         if fault == "another's":

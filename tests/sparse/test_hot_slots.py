@@ -12,12 +12,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from quire.sparse.hot_slots import CLOCK_END, HotSlots, SwapIn
+from quire.sparse.hot_slots import CLOCK_END, FoundSlots, HotSlots
 
 INDEXES, ROWS, SIZE = 2, 3, 4  # of random calls
 
 
-def swap_in(hot: HotSlots, rows: Sequence[int], positions: Sequence[Sequence[int]], newest: Sequence[int]) -> SwapIn:
+def swap_in(
+    hot: HotSlots, rows: Sequence[int], positions: Sequence[Sequence[int]], newest: Sequence[int]
+) -> FoundSlots:
     """One call of index 0, rows padded with -1."""
     width = max(map(len, positions))
     padded = [[*row, *[-1] * (width - len(row))] for row in positions]
@@ -29,7 +31,7 @@ def order_of(hot: HotSlots, row: int = 0, index: int = 0) -> list[int]:
     return np.argsort(hot._stamp[index, row, 1 : hot.buffer_size + 1], kind="stable").tolist()
 
 
-def loads_of(found: SwapIn) -> list[tuple[int, int, int]]:
+def loads_of(found: FoundSlots) -> list[tuple[int, int, int]]:
     return list(zip(found.row.tolist(), found.position.tolist(), found.slot.tolist(), strict=True))
 
 

@@ -158,7 +158,7 @@ class Admission:
     def _claims_in_row(
         self, kv: RequestKV, num_pages: int, rows: Rows, reached: Lengths, reserve: int
     ) -> Iterator[tuple[str, int, int, int]]:
-        """The same for a request that goes on in a row, whose pages stay."""
+        """As `_claims`, for a request that goes on in a row, whose pages stay."""
         retention, num_running = self._retention, len(rows)
         have = -(-self._rows.num_allocated[rows] // self._size)
         row, own = np.array([kv.row]), np.array([-(-self._rows.allocated(kv) // self._size)])

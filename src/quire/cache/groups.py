@@ -303,7 +303,7 @@ def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tup
 
 
 def _distinct(pages: Ids) -> list[Ids]:
-    """The same pages without repetition, in parts: requests that share a page may pass it together."""
+    """These pages in parts without repetition: requests that share a page may pass it together."""
     parts: list[Ids] = []
     while len(pages):
         if len(set(pages.tolist())) == len(pages):

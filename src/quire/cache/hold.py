@@ -158,7 +158,7 @@ class Holds:
         self._free = free
         self._live: dict[Hold, None] = {}
         self._private: Counter[int] = Counter()  # holds of each private page
-        self._waiting: set[int] = set()  # of them, released pages
+        self._waiting: set[int] = set()  # held private pages that were released
 
     def add(
         self,

@@ -18,7 +18,7 @@ from quire.cache.request_kv import PrefixHit, RequestKV
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
-from quire.cache.states import GroupCache, Pieces, StateGroup
+from quire.cache.states import GroupCache, StateGroup, StatePieces
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames, usage_of
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import DeviceFrames, FrameGroup, PageFrames, SlotFrames
@@ -357,7 +357,7 @@ class KVCache:
             for retired in reversed(ready):
                 last_first.callback(self._release, retired)
 
-    def launch(self, group: int, kvs: Batch, ends: Lengths, draws: Lengths | None = None) -> Pieces | None:
+    def launch(self, group: int, kvs: Batch, ends: Lengths, draws: Lengths | None = None) -> StatePieces | None:
         """The states that a step reads and writes for its requests in a group, up to `ends[i]` tokens; None if the
         group has none. Call it once per step and group, after `open_fence`. The step draws `draws[i]` tokens, all but
         the first after drafts. `commit` gets the number of accepted drafts before the next launch of the request."""

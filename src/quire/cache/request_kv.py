@@ -20,9 +20,9 @@ class Choice:
 
     num_pages: int
     limited_by: str = ""  # a group that limits the reuse
-    loads: Sequence[int] = ()  # by group: frames to load from the host
+    loads: Sequence[int] = ()  # frames to load from the host, by group
     host_pages: int = 0  # pages whose reuse needs these loads
-    storage_pages: int = 0  # of them, pages fetched from storage and not used since
+    storage_pages: int = 0  # those of `host_pages` fetched from storage and not used since
     declined_pages: int = 0  # pages on the host that are computed again because that is faster
     weighed: tuple[int, int] | None = None  # tokens and bytes of that comparison
     stands: Callable[[], bool] = lambda: True  # whether the same choice would be made again
@@ -65,15 +65,15 @@ class RequestKV:
     namespace: Namespace
     lease: Lease
     num_cached: int  # tokens of the hit at its start
-    num_host: int  # of the cached, tokens from host memory
-    num_storage: int  # of the cached, tokens from storage
-    num_peer: int  # of the cached, tokens that another engine has computed for this request
+    num_host: int  # cached tokens from host memory
+    num_storage: int  # cached tokens from storage
+    num_peer: int  # cached tokens that another engine has computed for this request
     num_prompt: int  # tokens of the prompt; tokens committed after them are generated
     label: str  # its name in explanations
     explanation: Explanation | None  # why no more is cached, if the cache explains
     shares: bool  # whether its pages become reusable: not after a flush of its namespace
     loads: list[Transfer]  # loads to the device, of pages of its prefix
-    is_held: bool = False  # by a session, between two turns: no request runs in its row
+    is_held: bool = False  # a session holds it between two turns: no request runs in its row
     marks: dict[int, Rank] = field(default_factory=dict)  # where to store resume points, in pages, and their rank
 
     @property

@@ -33,7 +33,7 @@ from quire.spec.rank import Rank
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class StatePieces:
     """Work of one step in one group of states: consecutive runs of tokens, request by request, in order. Run i has
     `lengths[i]` tokens. It reads frame `sources[i]` (0: an empty state) and writes frame `targets[i]`."""
 
@@ -71,7 +71,9 @@ class StateGroup(GroupBase):
         self._previous_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
         self._previous_pages = np.zeros(max_requests, dtype=np.int64)
         self._previous_rank = np.zeros(max_requests, dtype=np.int8)
-        self._unsettled: list[list[Checkpoint]] = [[] for _ in range(max_requests)]  # by row, for pages not settled
+        self._unsettled: list[list[Checkpoint]] = [
+            [] for _ in range(max_requests)
+        ]  # checkpoints of each row, for pages not settled
         self._oldest = np.full(max_requests, sys.maxsize)  # pages of the first of them
         self._is_taking = False  # between `take` and `grow` or `untake`
 
@@ -147,7 +149,7 @@ class StateGroup(GroupBase):
 
     def launch(
         self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, stores: bool
-    ) -> tuple[Pieces, list[GroupRelease]]:
+    ) -> tuple[StatePieces, list[GroupRelease]]:
         """The work of a step, up to `ends[i]` tokens, and the frames that its requests release at the launch. The step
         draws `draws[i]` tokens, by default one at most. After drafts, all but the first are its last tokens. `table`
         holds all rows of pages. With `stores`, frames may be stored for other requests."""
@@ -177,7 +179,7 @@ class StateGroup(GroupBase):
             self._previous_rank[at_end] = Rank.USED
             plain[exchange] = True
         if np.count_nonzero(plain) == len(rows):
-            return Pieces((ends - starts).astype(np.int32), sources, targets), []
+            return StatePieces((ends - starts).astype(np.int32), sources, targets), []
         cut: list[tuple[int, int, int]] = []
         counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
         released: list[GroupRelease] = []
@@ -200,7 +202,7 @@ class StateGroup(GroupBase):
         found[:, uncut] = (ends - starts)[plain], sources[plain], targets[plain]
         if cut:
             found[:, ~uncut] = np.array(cut, dtype=np.int32).T
-        return Pieces(*found), released
+        return StatePieces(*found), released
 
     def settle(self, row: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens have settled; some of them may have been drafts."""
@@ -232,7 +234,7 @@ class StateGroup(GroupBase):
         return released
 
     def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
-        """Of the last two frames, the later one that ends at a settled page goes to that page; the other is free."""
+        """The later one of the last two frames that ends at a settled page goes to that page; the other is free."""
         settled, unused = self._pop_settled(row, protected), self._pop_settled(row, sys.maxsize)
         last: list[Checkpoint] = []
         if self._previous_frame[row]:

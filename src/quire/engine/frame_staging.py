@@ -23,7 +23,7 @@ from quire.kernels.moves import TORCH, Moves, Pieces
 from quire.memory.frame_copies import fields_of, runs_of
 from quire.memory.pinned import slice_rows
 from quire.memory.pool import Pool
-from quire.memory.record import Rows
+from quire.memory.record import Records
 from quire.spec.ids import Ids
 from quire.upload import to_device
 
@@ -78,7 +78,7 @@ class FrameStaging:
         self.compute = compute
         self._stream = torch.cuda.Stream(compute.device)  # type: ignore[no-untyped-call]
 
-    def frames(self, pool: Pool, rows: Rows) -> StagedFrames:
+    def frames(self, pool: Pool, rows: Records) -> StagedFrames:
         """Copies between `pool` and `rows`, which must be pinned."""
         return StagedFrames(pool, rows, self)
 
@@ -106,7 +106,7 @@ class StagedFrames:
     A load comes in parts, some layers each, if the bytes of a record's field in a part are worth a copy of their own.
     """
 
-    def __init__(self, pool: Pool, rows: Rows, staging: FrameStaging) -> None:
+    def __init__(self, pool: Pool, rows: Records, staging: FrameStaging) -> None:
         self._device = pool.device
         self._staging = staging
         self._moves = staging.compute.moves

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.memory.host_pool import HostPool
 from quire.memory.hosted_pool import HostedPool
 from quire.memory.pool import Pool
-from quire.memory.record import HEADER_BYTES, QueuedCopy, Rows
+from quire.memory.record import HEADER_BYTES, QueuedCopy, Records
 from quire.spec.ids import Ids
 
 Bytes = npt.NDArray[np.uint8]
@@ -34,7 +34,7 @@ class GroupCopies(Protocol):
     def to_device(self, device_frames: Ids, host_frames: Ids, layer: int | None) -> QueuedCopy | None: ...
 
 
-Frames = Callable[[Pool, Rows], GroupCopies]
+Frames = Callable[[Pool, Records], GroupCopies]
 
 
 class FrameCopies:
@@ -64,7 +64,7 @@ class FrameCopies:
     def bytes_of(self, group: int) -> int:
         return self._host.format(group).num_bytes
 
-    def rows(self, group: int) -> Rows:
+    def rows(self, group: int) -> Records:
         return self._host.rows(group)
 
     def to_host(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
@@ -103,7 +103,7 @@ class _Side(NamedTuple):
 class CpuFrames:
     """Copies of one group whose device is the CPU. Its methods are those of `FrameCopies`."""
 
-    def __init__(self, pool: Pool, rows: Rows) -> None:
+    def __init__(self, pool: Pool, rows: Records) -> None:
         self._all: list[tuple[_Side, _Side]] = []  # on the device and on the host
         self._of_layer: dict[int, list[tuple[_Side, _Side]]] = {}
         for layers, offset, pieces in fields_of(pool):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from quire.errors import HostMemoryError
 from quire.memory.pinned import PinnedSlices
-from quire.memory.record import RecordFormat, Rows
+from quire.memory.record import RecordFormat, Records
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
@@ -106,7 +106,7 @@ class HostPool:
         self._formats = [RecordFormat.of(part, group.layout) for part, group in enumerate(groups)]
         self._memory = reserve(self.num_bytes)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        self._rows: list[Rows] = []
+        self._rows: list[Records] = []
         start = 0
         for group, count in zip(groups, frames, strict=True):
             stride = record_stride(group.layout.bytes_per_frame)
@@ -126,7 +126,7 @@ class HostPool:
         """Whether the rows are registered with CUDA."""
         return self._pinned is not None
 
-    def rows(self, group: int) -> Rows:
+    def rows(self, group: int) -> Records:
         """The records of a group, uint8 `[frames + 1, stride]`, live, aligned to 4 KiB; row 0 is padding."""
         return self._rows[group]
 

@@ -32,7 +32,7 @@ from quire.spec.ids import Ids
 from quire.spec.layout import PageLayout
 from quire.spec.record_size import HEADER_BYTES as HEADER_BYTES
 
-Rows = npt.NDArray[np.uint8]
+Records = npt.NDArray[np.uint8]
 """Records in memory: uint8 `[num_frames + 1, stride]`, C-contiguous. Row i holds the record of frame i."""
 
 
@@ -78,7 +78,7 @@ class RecordFormat:
         """Bytes of a record: header and payload."""
         return HEADER_BYTES + self.payload_bytes
 
-    def seal(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> None:
+    def seal(self, rows: Records, frames: Ids, keys: Sequence[bytes]) -> None:
         """Write the headers of rows `frames` for their payloads, which it reads once; `keys[i]` has 32 bytes."""
         memory, starts = self._records(rows, frames)
         head, size = self._head, self.num_bytes
@@ -88,7 +88,7 @@ class RecordFormat:
             digest = xxh3_128_digest(payload, xxh3_64_intdigest(signed))
             memory[start : start + HEADER_BYTES] = signed + digest
 
-    def defects(self, rows: Rows, frames: Ids, keys: Sequence[bytes]) -> list[str]:
+    def defects(self, rows: Records, frames: Ids, keys: Sequence[bytes]) -> list[str]:
         """The first defect of each row as the record of its page: "magic" (also unknown flags), "group", "length",
         "layout", "key", "digest", or "" for none. Reads every payload once."""
         memory, starts = self._records(rows, frames)
@@ -104,7 +104,7 @@ class RecordFormat:
             found.append("" if memory[start + _SIGNED : start + HEADER_BYTES] == digest else "digest")
         return found
 
-    def _records(self, rows: Rows, frames: Ids) -> tuple[memoryview, Iterable[int]]:
+    def _records(self, rows: Records, frames: Ids) -> tuple[memoryview, Iterable[int]]:
         """The rows as one array of bytes, and the offsets of the records of `frames` in it."""
         num_rows, stride = rows.shape
         assert stride >= self.num_bytes, "rows too short for these records"

@@ -29,7 +29,7 @@ class State(IntFlag):
     """States of a page in one group and tier."""
 
     ABSENT = 0
-    RESIDENT = 1  # it has a frame, or a store has its bytes
+    RESIDENT = 1  # the page has a frame, or a store has its bytes
     ARRIVING = 2  # its bytes are being copied: readers wait
     DAMAGED = 4  # its bytes are wrong
     FETCHED = 8  # loaded from a store and not used by a request yet

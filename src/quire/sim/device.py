@@ -31,7 +31,7 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths
-from quire.cache.states import Pieces
+from quire.cache.states import StatePieces
 from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
@@ -54,7 +54,7 @@ class SimulatedStep:
     fence: int
     ends: Lengths
     drawn: Lengths
-    pieces: dict[int, Pieces]
+    pieces: dict[int, StatePieces]
     contents: Contents | None = None
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[Ids]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class SimulatedDevice:
         self._memory = [_GroupMemory(cache, at, each, self.scripts, overlap) for at, each in enumerate(frames or ())]
         self._launched = self._settled = 0
 
-    def launch(self, scheduled: Step, fence: int, pieces: dict[int, Pieces]) -> SimulatedStep:
+    def launch(self, scheduled: Step, fence: int, pieces: dict[int, StatePieces]) -> SimulatedStep:
         """Start a step. `fence` was opened for it, and `pieces` are the results of `KVCache.launch` for every group
         that has any. O(works) without checks."""
         self.scripts.enter(scheduled.batch)
@@ -238,7 +238,7 @@ class _GroupMemory:
             what = f"is in frame {frame}, which holds {right} of its {self._size} tokens"
         raise WrongContent(f"{where} {what}; {count} of the pages that its step reads are wrong.")
 
-    def _carry(self, pieces: Pieces, step: SimulatedStep, contents: Contents) -> None:
+    def _carry(self, pieces: StatePieces, step: SimulatedStep, contents: Contents) -> None:
         """Each piece reads the state of its request so far, if there is one, and writes the new one."""
         owners, flat_ends = _owners_of(pieces, step), np.cumsum(pieces.lengths)
         order = np.arange(len(owners)) - np.searchsorted(owners, owners)  # number of each piece within its request
@@ -258,7 +258,7 @@ class _GroupMemory:
             held[pieces.targets[now]] = contents.written[flat_ends[now] - 1]
 
 
-def _owners_of(pieces: Pieces, step: SimulatedStep) -> Lengths:
+def _owners_of(pieces: StatePieces, step: SimulatedStep) -> Lengths:
     """The work of each piece."""
     begins = np.cumsum(pieces.lengths) - pieces.lengths
     found: Lengths = np.searchsorted(step.step.offsets[1:], begins, side="right")

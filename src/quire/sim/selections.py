@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidInput
-from quire.sparse.hot_slots import HotSlots, SwapIn
+from quire.sparse.hot_slots import FoundSlots, HotSlots
 from quire.spec.ids import Bools, Ids
 
 _FORMAT = 1
@@ -90,7 +90,7 @@ class SelectionRecorder(HotSlots):
         self._begun, self._steps = 0, 0
         self._calls: list[Selections] = []
 
-    def swap_in(self, index: int, rows: Ids, positions: Ids, newest: npt.NDArray[np.int64]) -> SwapIn:
+    def swap_in(self, index: int, rows: Ids, positions: Ids, newest: npt.NDArray[np.int64]) -> FoundSlots:
         """As `HotSlots.swap_in`. The layers of a step come in order."""
         self._steps += index == 0
         step, of_index = (np.full(len(rows), value, dtype=np.int32) for value in (self._steps - 1, index))

@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from quire.cache import KVCache
-from quire.memory.record import RecordFormat, Rows
+from quire.memory.record import RecordFormat, Records
 from quire.offload import offload_of
 from quire.offload.tier_settings import TierSettings
 from quire.plan.budget import MemoryPlan
@@ -396,7 +396,9 @@ class SimulatedCopies(Copies):
         slots = [0] * len(host_frames) if frames is None else [each.hashes.shape[1] for each in frames]
         self._formats = [RecordFormat(group, _LAYOUT, 8 * count) for group, count in enumerate(slots)]
         sizes = [record.num_bytes for record in self._formats]
-        self._rows: list[Rows] = [np.zeros((n + 1, size), np.uint8) for n, size in zip(host_frames, sizes, strict=True)]
+        self._rows: list[Records] = [
+            np.zeros((n + 1, size), np.uint8) for n, size in zip(host_frames, sizes, strict=True)
+        ]
         self._hashes: list[Hashes] = [rows[:, HEADER_BYTES:].view(np.uint64) for rows in self._rows]
 
     def layers(self) -> tuple[int, ...]:
@@ -405,7 +407,7 @@ class SimulatedCopies(Copies):
     def bytes_of(self, group: int) -> int:
         return self._record_bytes[group]
 
-    def rows(self, group: int) -> Rows:
+    def rows(self, group: int) -> Records:
         """uint8 `[frames + 1, stride]`, where a stride is less than a record."""
         return self._rows[group]
 

@@ -154,7 +154,7 @@ class HiSparseCoordinator:
         self.moves.swap_in(entries, *swapped.sources, swapped.targets)
 
     def _entries_of(self, ordinal: int) -> HostEntries:
-        """Of a layer; after all loads of it, which may be arriving."""
+        """Entries of a layer on both sides, after all loads of it, which may be arriving."""
         names = [field.name for field in self.pool.layout.fields if self.pool.has(field.name, ordinal)]
         parts = [(self.hosted.layer(name, ordinal), self.pool.layer(name, ordinal)) for name in names]
         if ordinal not in self._entries:

@@ -33,7 +33,7 @@ _Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class SwapIn:
+class FoundSlots:
     """`slots` has the buffer slot of each selected position (`buffer_size`: the newest token; 0 where there is none),
     int32 `[n, k]`. The flat arrays are the tokens that the buffers lacked: the caller copies `position` of cache row
     `row` from host memory to `slot`."""
@@ -60,9 +60,11 @@ class HotSlots:
         self._newest, self._none = buffer_size + 1, buffer_size + 2
         self._ranks = np.arange(buffer_size, dtype=np.uint16)
         self.shape = shape = (num_indexes, num_rows)
-        self._slot_of = np.zeros((*shape, context + 1), dtype=np.int16)  # by position + 1
-        self._position = np.full((*shape, buffer_size + 3), -1, dtype=np.int32)  # by slot + 1; its ends have no meaning
-        self._stamp = np.full((*shape, buffer_size + 3), CLOCK_END, dtype=np.uint16)  # the same
+        self._slot_of = np.zeros((*shape, context + 1), dtype=np.int16)  # slots by position + 1
+        self._position = np.full(
+            (*shape, buffer_size + 3), -1, dtype=np.int32
+        )  # positions by slot + 1; the ends have no meaning
+        self._stamp = np.full((*shape, buffer_size + 3), CLOCK_END, dtype=np.uint16)  # last uses by slot + 1
         self._stamp[..., 1 : self._newest] = self._ranks
         self._order = np.full((*shape, 2 * buffer_size), self._newest, dtype=np.int16)  # ends with those never taken
         self._order[..., :buffer_size] = self._ranks + 1
@@ -70,7 +72,7 @@ class HotSlots:
         self._sorted_at = np.full(shape, buffer_size, dtype=np.uint16)
         self._clock = [buffer_size] * num_indexes
 
-    def swap_in(self, index: int, rows: Ids, positions: Ids, newest: npt.NDArray[np.int64]) -> SwapIn:
+    def swap_in(self, index: int, rows: Ids, positions: Ids, newest: npt.NDArray[np.int64]) -> FoundSlots:
         """Find the slots of the tokens that the last token of each row selects, and make room for those that lack.
 
         `positions` is `[n, k]`, -1 for none, k at most the buffer. Those of a row differ, and are at most `newest`, the
@@ -107,7 +109,7 @@ class HotSlots:
         slots = np.subtract(found, 1, dtype=np.int32)
         if most and positions.min(initial=0) < 0:
             slots[found == self._none] = 0
-        return SwapIn(slots, rows[which], loads, taken.astype(np.int32) - 1)
+        return FoundSlots(slots, rows[which], loads, taken.astype(np.int32) - 1)
 
     def forget(self, rows: Ids) -> None:
         """Empty all buffers of these rows: a request begins or has ended there."""

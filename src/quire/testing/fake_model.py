@@ -17,7 +17,7 @@ import numpy as np
 from quire.cache import KVCache
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths
-from quire.cache.states import Pieces
+from quire.cache.states import StatePieces
 from quire.scheduler.request import Request
 from quire.scheduler.step import Step
 from quire.spec.events import Namespace
@@ -44,7 +44,7 @@ class FakeStep:
     inputs: list[Ids]  # per work: the request's tokens up to its last one, some of them still to come
     writes: list[Ids]  # per group: slots of the works' tokens, packed
     reads: list[list[Ids]]  # per group, per work: slots of its context, from the first page it reads on
-    pieces: dict[int, Pieces]  # by group of which requests carry a frame
+    pieces: dict[int, StatePieces]  # by group of which requests carry a frame
     drawn: Lengths = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
@@ -103,7 +103,7 @@ class FakeModel:
         step.previous = None
         return step.drawn
 
-    def _carry(self, group: int, pieces: Pieces, step: FakeStep, inputs: list[np.ndarray]) -> None:
+    def _carry(self, group: int, pieces: StatePieces, step: FakeStep, inputs: list[np.ndarray]) -> None:
         """Each piece reads the state of its request, if there is one, and writes the next."""
         at = 0
         for position, end, contents in zip(step.step.starts.tolist(), step.step.ends.tolist(), inputs, strict=True):

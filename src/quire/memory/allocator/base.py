@@ -18,7 +18,7 @@ from quire.spec.ids import Ids
 
 IntArray = npt.ArrayLike
 Longs = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.intp]
+RowIds = npt.NDArray[np.intp]
 
 
 class TokenSlots(ABC):
@@ -55,7 +55,7 @@ class TokenSlots(ABC):
         pages = self.alloc_pages(int((-(-seq // size)).sum() - (-(-prefix // size)).sum()))
         return pages if size == 1 else _grown_slots(prefix, seq, last, pages, size)
 
-    def alloc_rows(self, table: Ids, rows: Rows, before: Longs, after: Longs) -> Ids:
+    def alloc_rows(self, table: Ids, rows: RowIds, before: Longs, after: Longs) -> Ids:
         """Allocate the new pages of rows that grow from `before[i]` to `after[i]` tokens, and return them row by row.
         `table` has the pages of each row, int32 `[all rows, width]`. Raises OutOfPages, changing nothing."""
         size = self.page_size

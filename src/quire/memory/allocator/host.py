@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, Longs, PagedTokenToKVPoolAllocator, Rows
+from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, Longs, PagedTokenToKVPoolAllocator, RowIds
 from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
@@ -87,7 +87,7 @@ class HostedPages(HostTokenToKVPoolAllocator):
         super().__init__(num_pages, 1, name="pages")
         self._page_tokens = page_tokens
 
-    def alloc_rows(self, table: Ids, rows: Rows, before: Longs, after: Longs) -> Ids:
+    def alloc_rows(self, table: Ids, rows: RowIds, before: Longs, after: Longs) -> Ids:
         have, end = -(-before // self._page_tokens), -(-after // self._page_tokens)
         lengths = np.zeros(len(table), dtype=np.int64)
         lengths[rows] = have

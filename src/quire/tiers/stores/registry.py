@@ -19,7 +19,7 @@ _BACKENDS: dict[str, str | Opener] = {
     "s3": "s3",
     "mooncake": "mooncake",
 }
-"""By scheme: the function that opens it, or the module with such an `open`, which the extra of that name enables."""
+"""The function that opens each scheme, or the module with such an `open`, which the extra of that name enables."""
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
