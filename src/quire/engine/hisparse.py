@@ -104,7 +104,7 @@ class HotBuffersPart(Part, ForwardPart):
 def hot_buffer_parts(engine: EngineCore) -> Iterator[Part]:
     """The part for latents in host memory; none where they are on the device."""
     if engine.latents is not None:
-        yield HotBuffersPart(engine.latents)
+        yield HotBuffersPart(engine.latents, engine.backend.moves)
 
 
 def warn_of_loss(plan: Plan, spec: ModelSpec) -> None:
