@@ -8,8 +8,7 @@ from torch import Tensor
 
 from quire.kernels.codec import decode, encode
 from quire.memory.host_pool import HostPool
-from quire.memory.hosted_pool import HostedPool
-from quire.memory.pool import Pool
+from quire.memory.pool import HostedPool, Pool
 from quire.models.forward import paged_field
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat

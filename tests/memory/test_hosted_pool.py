@@ -9,8 +9,7 @@ import torch
 from quire.errors import UnsupportedModel
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
-from quire.memory.hosted_pool import HostedPool
-from quire.memory.pool import Pool
+from quire.memory.pool import HostedPool, Pool
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout
 

@@ -22,7 +22,7 @@ WITH_TORCH = (
     "quire.upload",
     "quire.sparse.coordinator",
 )
-WITH_TORCH += ("quire.memory.pool", "quire.memory.hosted_pool", "quire.memory.frame_copies")
+WITH_TORCH += ("quire.memory.pool", "quire.memory.frame_copies")
 """Packages and modules that need torch. All others are imported where it is not installed, new ones too."""
 
 

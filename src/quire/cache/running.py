@@ -29,6 +29,8 @@ class RunningBatch:
     kvs: Sequence[RequestKV]
     rows: Rows
     serials: Lengths
+    seen: int = -1
+    """`RunningTables.num_turnovers` when all of them were found to run."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,6 +70,8 @@ class RunningTables:
         self.num_committed: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self.free = list(range(num_rows - 1, -1, -1))
+        self.num_turnovers = 0
+        """Grows when the serial number of a row changes."""
         self._following = following
         self._firsts = firsts
         self._last_serial = 0
@@ -181,6 +185,7 @@ class RunningTables:
     def enter(self, kv: RequestKV) -> None:
         """A request begins in `kv.row`, which is allocated."""
         self._last_serial += 1
+        self.num_turnovers += 1
         self.serials[kv.row] = self._last_serial
         self.live[kv.row] = kv
 
@@ -188,11 +193,13 @@ class RunningTables:
         """No step launched before reads or writes the row from now on. Returns its serial number, for `go_on`."""
         serial = int(self.serials[kv.row])
         self.serials[kv.row] = 0
+        self.num_turnovers += 1
         return serial
 
     def go_on(self, kv: RequestKV, serial: int, num_committed: int) -> None:
         """A row at rest is computed again, after `num_committed` settled tokens."""
         self.serials[kv.row] = serial
+        self.num_turnovers += 1
         self.num_committed[kv.row] = num_committed
 
     def shorten(self, row: int, num_tokens: int) -> None:
@@ -206,6 +213,7 @@ class RunningTables:
         row, kv.row = kv.row, -1
         self.pages[row, : pages_for(int(self.num_allocated[row]), self.page_size)] = 0
         self.num_allocated[row] = self.num_committed[row] = self.serials[row] = 0
+        self.num_turnovers += 1
         self.free.append(row)
         del self.live[row]
 
@@ -219,7 +227,8 @@ class RunningTables:
         """The rows of requests, in order. Raises LeaseError if one has ended."""
         if isinstance(kvs, RunningBatch):
             rows = kvs.rows
-            alive = not np.count_nonzero(self.serials[rows] != kvs.serials)
+            alive = kvs.seen == self.num_turnovers or not np.count_nonzero(self.serials[rows] != kvs.serials)
+            kvs.seen = self.num_turnovers if alive else -1
         else:
             rows = np.array([kv.row for kv in kvs], dtype=np.intp)
             alive = bool(np.minimum.reduce(rows, initial=0) >= 0)

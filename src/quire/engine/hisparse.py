@@ -16,7 +16,7 @@ from quire.errors import HostMemoryError
 from quire.kernels.moves import Moves
 from quire.loop import ForwardPart, Part
 from quire.memory.host_pool import HostPool, Progress
-from quire.memory.hosted_pool import HostedPool
+from quire.memory.pool import HostedPool
 from quire.models.check import check_forward
 from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan, format_bytes

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.memory.host_pool import HostPool
-from quire.memory.hosted_pool import HostedPool
-from quire.memory.pool import Pool
+from quire.memory.pool import HostedPool, Pool
 from quire.memory.record import HEADER_BYTES, QueuedCopy, Records
 from quire.spec.ids import Ids
 

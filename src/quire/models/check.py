@@ -20,8 +20,7 @@ from quire.errors import ModelCheckFailed
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.host_pool import HostPool
-from quire.memory.hosted_pool import HostedPool
-from quire.memory.pool import Pool
+from quire.memory.pool import HostedPool, Pool
 from quire.models.forward import RunningForward
 from quire.plan.budget import MemoryPlan
 from quire.sparse.coordinator import HiSparseCoordinator

@@ -22,8 +22,7 @@ from quire.kernels.fields import HostedField, LatentFields, PagedField, Writer
 from quire.kernels.moves import Pieces
 from quire.kernels.page_bounds import PageBounds
 from quire.kernels.state import StateBatch
-from quire.memory.hosted_pool import HostedPool
-from quire.memory.pool import Pool
+from quire.memory.pool import HostedPool, Pool
 from quire.sparse.coordinator import hot_buffers_of
 from quire.spec.layers import KEY_BOUNDS, Call
 from quire.spec.layout import scales_of

@@ -22,8 +22,7 @@ from torch import Tensor
 from quire.counters import counter, gauge
 from quire.kernels.batch import PagedBatch
 from quire.kernels.moves import TORCH, HostEntries, Moves
-from quire.memory.hosted_pool import HostedPool
-from quire.memory.pool import Pool
+from quire.memory.pool import HostedPool, Pool
 from quire.plan.budget import MemoryPlan
 from quire.sparse.hot_slots import HotSlots
 from quire.upload import to_device
