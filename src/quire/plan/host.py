@@ -25,11 +25,11 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
     padding row. One frame more of the largest group would not fit. Latents in host memory have a frame for each page of
     the plan, and for each frame of the largest other group. Raises PlanError with the smallest size that works.
     """
-    hosted = plan.hot.group if plan.hot is not None else None
+    on_host = plan.groups_on_host
 
     def frames(count: int) -> tuple[int, ...]:
         return tuple(
-            plan.num_pages + count if index == hosted else max(1, count * each // largest)
+            plan.num_pages + count if index in on_host else max(1, count * each // largest)
             for index, each in enumerate(on_device)
         )
 
@@ -37,8 +37,8 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
         return records_bytes(plan.groups, frames(count))
 
     on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
-    largest = max(each for index, each in enumerate(on_device) if index != hosted)
-    beside = "" if hosted is None else f" beside latents of {format_bytes(plan.host_bytes)}"
+    largest = max(each for index, each in enumerate(on_device) if index not in on_host)
+    beside = f" beside latents of {format_bytes(plan.host_bytes)}" if on_host else ""
     if size(1) > num_bytes:
         raise PlanError(
             f"{format_bytes(num_bytes)} of host memory hold no page{beside}: one frame of each group takes "
