@@ -333,7 +333,7 @@ def moves(options: Options) -> Found:
     from quire.kernels.backend import AttentionBackend
     from quire.kernels.moves import TORCH, HostEntries, Pieces
     from quire.memory.host_pool import HostPool
-        from quire.spec.group import GroupSpec
+    from quire.spec.group import GroupSpec
     from quire.spec.layout import DType, Field, PageLayout
 
     device = torch.device(options.device)
