@@ -230,7 +230,7 @@ def pool(options: Options) -> Found:
     import torch
 
     from quire.engine.page_tables import DevicePageTables
-    from quire.memory.pool import HostedPool, Pool
+    from quire.memory.pool import Pool
     from quire.memory.residency import PageTableChanges
     from quire.spec.layout import DType, Field, PageLayout
     from quire.upload import Upload, to_device
@@ -333,6 +333,7 @@ def moves(options: Options) -> Found:
     from quire.kernels.backend import AttentionBackend
     from quire.kernels.moves import TORCH, HostEntries, Pieces
     from quire.memory.host_pool import HostPool
+    from quire.memory.pool import HostedPool
     from quire.spec.group import GroupSpec
     from quire.spec.layout import DType, Field, PageLayout
 
