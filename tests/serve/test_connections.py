@@ -10,8 +10,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.errors import InvalidInput
 from quire.serve.config import ServerConfig
+from quire.serve.connections import Limits, check_uvicorn, limited_to
 from quire.serve.server import HttpServer, bind
 from tests import waits
 
@@ -97,3 +100,23 @@ def test_an_answer_that_is_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) 
         assert isinstance(found[0], OSError) or len(found[0]) < 50_000_000
 
     serve(talk)
+
+
+def test_a_uvicorn_without_what_connections_use_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a release renames what is overridden, nothing fails: disconnects go unseen."""
+    check_uvicorn()
+    with monkeypatch.context() as patch:
+        patch.delattr(HttpToolsProtocol, "_start_asgi_task")
+        with pytest.raises(InvalidInput, match="_start_asgi_task, which Quire needs"):
+            limited_to(Limits())
+    with monkeypatch.context() as patch:
+        patch.setattr(HttpToolsProtocol, "_start_asgi_task", lambda self, cycle: None)
+        with pytest.raises(InvalidInput, match="Quire needs to close"):
+            limited_to(Limits())
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestResponseCycle, "__init__", lambda self: None)
+        patch.setattr(RequestResponseCycle, "run_asgi", lambda self: None)
+        patch.setattr(RequestResponseCycle, "send", lambda self: None)
+        patch.setattr(RequestResponseCycle, "receive", lambda self: None)
+        with pytest.raises(InvalidInput, match=r"RequestResponseCycle\.disconnected"):
+            check_uvicorn()

@@ -12,6 +12,8 @@ import asyncio
 import json
 from dataclasses import dataclass
 from http import HTTPStatus
+from importlib.metadata import version
+from inspect import isfunction, signature
 from typing import Any
 
 from uvicorn._types import ASGI3Application
@@ -176,8 +178,38 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.close()
 
 
+_USED: dict[type, tuple[str, ...]] = {
+    HttpToolsProtocol: ("connections", "cycle", "headers", "loop", "pipeline", "transport", "url"),
+    RequestResponseCycle: ("disconnected", "message_event", "more_body", "response_complete", "response_started"),
+}
+"""Attributes of uvicorn's classes that its documents do not promise."""
+
+_OVERRIDDEN = {"_start_asgi_task": ["self", "cycle", "app"]}
+"""Methods with their parameters: where uvicorn calls none of that name, disconnects would go unseen."""
+
+
+def check_uvicorn() -> None:
+    """Raises InvalidInput if this release of uvicorn lacks what connections use of it."""
+    lacks = [name for name, found in _OVERRIDDEN.items() if _parameters(HttpToolsProtocol, name) != found]
+    for kind, names in _USED.items():
+        functions = [each for each in vars(kind).values() if isfunction(each)]
+        found = {name for function in functions for name in function.__code__.co_names}
+        lacks += [f"{kind.__name__}.{name}" for name in names if name not in found]
+    if lacks:
+        raise InvalidInput(
+            f"uvicorn {version('uvicorn')} has no {', '.join(lacks)}, which Quire needs to close slow connections.",
+            fix='install a tested one: pip install "uvicorn>=0.30,<0.55".',
+        )
+
+
+def _parameters(kind: type, method: str) -> list[str]:
+    found = getattr(kind, method, None)
+    return list(signature(found).parameters) if found is not None else []
+
+
 def limited_to(limits: Limits) -> type[HttpConnection]:
-    """The class of the connections of a server."""
+    """The class of the connections of a server. Raises InvalidInput as `check_uvicorn`."""
+    check_uvicorn()
     return type("LimitedConnection", (HttpConnection,), {"limits": limits})
 
 
