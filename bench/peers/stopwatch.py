@@ -92,7 +92,6 @@ class Stopwatch:
 @contextmanager
 def profiled(engine: Any) -> Iterator[Stopwatch]:
     """Time the parts of a started `engines.Quire` inside."""
-    from quire.kernels.batch import PagedBatch
     from quire.kernels.fields import KVFields
     from quire.models import attention
 
@@ -121,7 +120,6 @@ def profiled(engine: Any) -> Iterator[Stopwatch]:
         (core, "step", whole_step),
         (attention, "paged_attention", watch.timed("attention kernel", attention.paged_attention)),
         (KVFields, "write", watch.timed("key and value writes", KVFields.write)),
-        (PagedBatch, "plan", watch.timed("attention plan", PagedBatch.plan)),
     ]
     head = core.runner.model.module.lm_head._product
     for product in core.runner.model.packing.products:

@@ -30,7 +30,7 @@ from bench.harness import machine, new_parser, save
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.config import EngineConfig, engine_config
-from quire.engine.messages import EngineRequest, StepOutputs, TokenOutput
+from quire.engine.messages import EngineRequest, Ready, StepOutputs, TokenOutput
 from quire.engine.process import Progress
 from quire.serve.config import ServerConfig
 from quire.serve.server import Running, serve
@@ -78,9 +78,6 @@ def cases(*, toy: bool) -> Iterator[Case]:
 
 class Producer:
     """In place of the engine's core: repeats the prompts. The priority of a request says how many come with it."""
-
-    context_length = 4096
-    eos_token_ids: Sequence[int] = ()
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         self._requests: dict[str, list[int]] = {}
@@ -133,7 +130,10 @@ class Producer:
             self._requests = {}
         return outputs
 
-    def statistics(self) -> dict[str, Any]:
+    def ready(self) -> Ready:
+        return Ready(context_length=4096, eos_token_ids=[], counters=self.counters())
+
+    def counters(self) -> dict[str, Any]:
         return {"steps": 0, "running_requests": len(self._requests), "waiting_requests": 0, "found": self._found}
 
 
