@@ -239,7 +239,8 @@ class _Prompt:
 
     def rows(self, pool: Pool, field: Field, ordinal: int, dtype: torch.dtype) -> Tensor:
         """All rows of a field of a call, `[rows, *shape]` as attention reads them in `dtype`."""
-        return paged_field(pool, field.name, ordinal).read(*self._slots(field), dtype)
+        slots = torch.arange(*self._slots(field))
+        return paged_field(pool, field.name, ordinal).gather(slots, dtype, f"{field.name} of a call")
 
     def fill(self, pool: Pool, field: Field, ordinal: int, rows: Tensor) -> None:
         """Store `rows` as all those of a field of a call."""

@@ -156,4 +156,4 @@ def test_bad_input(script: Run, tiny_model: Path, tmp_path: Path, options: tuple
 def test_a_user_is_told_where_the_script_is(run: Run) -> None:
     for typed in (("kv-error", "--model", "x"), ("kv-error",), ("doctor", "--kv-dtype", "fp8")):
         shown = run(*typed)
-        assert (shown.exit_code, "bench/engine/kv_error.py" in shown.stderr) == (2, True)
+        assert (shown.exit_code, "bench.engine.kv_error" in shown.stderr) == (2, True)

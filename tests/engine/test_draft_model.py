@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,8 +208,8 @@ class Sometimes:
 
     def measured(self, *_: Any) -> None: ...
 
-    def statistics(self) -> dict[str, float]:
-        return {}
+    def counters(self) -> SimpleNamespace:
+        return SimpleNamespace()
 
 
 class Mistaken:

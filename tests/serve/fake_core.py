@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.session import SessionList
+from quire.counters import Metric
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, Ready, StepOutputs, TokenOutput
 from quire.engine.process import Progress
@@ -18,6 +19,9 @@ from quire.spec.ids import Ids
 
 CONTEXT = 256
 STEP_S = 0.002
+
+
+METRICS = [Metric("steps", "counter", "Steps that were launched.", ("steps",))]
 
 
 class EchoCore:
@@ -91,7 +95,7 @@ class EchoCore:
         )
 
     def ready(self) -> Ready:
-        return Ready(context_length=CONTEXT, eos_token_ids=[0], counters=self.counters())
+        return Ready(context_length=CONTEXT, eos_token_ids=[0], counters=self.counters(), metrics=METRICS)
 
     def counters(self) -> dict[str, Any]:
         return {

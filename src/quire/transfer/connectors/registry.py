@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from quire.errors import ConnectorError, InvalidInput
 from quire.transfer.address import is_loopback
-from quire.transfer.connector import Connector
-from quire.transfer.spans import Memory
+
+if TYPE_CHECKING:
+    from quire.transfer.connector import Connector
+    from quire.transfer.spans import Memory
 
 _CONNECTORS: Final[dict[str, tuple[str, str]]] = {
     "nixl": ("NixlConnector", "pip install --no-deps nixl-cu12==1.5.1"),
