@@ -57,8 +57,8 @@ class Histogram:
 
 class Metric(msgspec.Struct, frozen=True):
     """One metric and where its values are in the statistics. `*` in `path` takes each key of an object or list as the
-    value of the next of `labels`, and `*:*` as the values of the next two. `constant` labels have one value; labels in
-    `known` are 0 where the statistics do not have them."""
+    value of the next of `labels`, and `*:*` as the values of the next two, of which only the first may have a ":".
+    `constant` labels have one value; labels in `known` are 0 where the statistics do not have them."""
 
     name: str
     kind: Kind
@@ -75,7 +75,7 @@ class Metric(msgspec.Struct, frozen=True):
             if "*" in step:
                 known = dict.fromkeys(self.known, 0) if step == self.path[-1] else {}
                 found = {
-                    (*keys, *(key.split(":") if ":" in step else (key,))): value
+                    (*keys, *key.rsplit(":", step.count(":"))): value
                     for keys, each in found.items()
                     for key, value in (known | dict(_items(each))).items()
                 }
