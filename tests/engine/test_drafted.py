@@ -72,15 +72,15 @@ def test_a_flush_deletes_the_history() -> None:
 @covering(page_size=[1, 4, 16, 64], speculation=[TREE, CHAIN])
 def test_follow_up_turns_hit_as_much(page_size: int, speculation: dict[str, object]) -> None:
     """Pages that end with an accepted draft are cached as others are, and no page is kept back or held for drafts."""
-    plain = core_for(llama(), page_size=page_size, max_model_len=256, max_running_requests=8)
-    expected = hit_tokens_of_follow_ups(plain)
+    undrafted = core_for(llama(), page_size=page_size, max_model_len=256, max_running_requests=8)
+    expected = hit_tokens_of_follow_ups(undrafted)
     core = core_with(llama(), speculation, page_size)
     speculator = drafts_freely(core)
     assert hit_tokens_of_follow_ups(core) == expected
     assert expected > 0 or page_size == 64
     found = plain(speculator.counters())
     assert found["draft_tokens"] > found["accepted_tokens"] > 0
-    assert core.statistics()["cached_pages"] == plain.statistics()["cached_pages"]
+    assert core.statistics()["cached_pages"] == undrafted.statistics()["cached_pages"]
     check_at_rest(core)
 
 
@@ -118,11 +118,11 @@ ASKED = {
 
 def test_texts_are_the_same() -> None:
     """Of the bundled model: stop strings inside a draft, several sequences of a prompt, seeds, penalties."""
-    plain = LLM(dtype="float32", kv_memory="8MiB", max_model_len=512)
+    undrafted = LLM(dtype="float32", kv_memory="8MiB", max_model_len=512)
     llm = LLM(dtype="float32", kv_memory="8MiB", max_model_len=512, speculative_config=CHAIN)
     speculator = drafts_freely(llm.engine)
     for name, params in ASKED.items():
-        wanted = [o for each in plain.generate(TEXTS, params) for o in each.outputs]
+        wanted = [o for each in undrafted.generate(TEXTS, params) for o in each.outputs]
         found = [o for each in llm.generate(TEXTS, params) for o in each.outputs]
         for one, other in zip(wanted, found, strict=True):
             assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason), (

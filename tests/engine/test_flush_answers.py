@@ -37,7 +37,7 @@ class Core:
     def is_due(self) -> bool:
         return False
 
-    def statistics(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ def test_a_flush_does_not_wait_for_another() -> None:
         Core(says),
         asks(1, process.Core.flush, ALICE),
         asks(2, process.Core.flush, None),
-        asks(3, process.Core.statistics),
-        asks(4, process.Core.statistics),
-        asks(5, process.Core.statistics),
+        asks(3, process.Core.counters),
+        asks(4, process.Core.counters),
+        asks(5, process.Core.counters),
     )
     assert reports == [
         answers(2, GONE),
@@ -105,7 +105,7 @@ def test_a_flush_does_not_wait_for_another() -> None:
 
 def test_an_answer_that_cannot_be_encoded_ends_only_itself() -> None:
     core = Core(lambda namespace, waits: object())  # type: ignore[arg-type, return-value]
-    first, second = run(core, asks(1, process.Core.flush, None), asks(2, process.Core.statistics))
+    first, second = run(core, asks(1, process.Core.flush, None), asks(2, process.Core.counters))
     assert first.error is not None and "object" in first.error.message
     assert second == answers(2, {})
 
@@ -134,7 +134,7 @@ def test_what_the_store_took_no_note_of_is_no_answer(seconds: float) -> None:
             return None
         raise StoreError("it does not answer.")
 
-    reports = run(Core(says, seconds), asks(1, process.Core.flush, ALICE), asks(2, process.Core.statistics))
+    reports = run(Core(says, seconds), asks(1, process.Core.flush, ALICE), asks(2, process.Core.counters))
     first, second = reports if seconds == 0 else reversed(reports)
     assert first.number == 1 and first.error is not None and "does not answer" in first.error.message
     assert second == answers(2, {})
