@@ -156,16 +156,16 @@ def test_tokens_that_differ_in_bfloat16() -> None:
         return list(found.values())
 
     for dtype in ("bfloat16", "float32"):
-        plain = EngineCore(engine_config(dtype=dtype, kv_memory=2**24))
+        undrafted = EngineCore(engine_config(dtype=dtype, kv_memory=2**24))
         core = EngineCore(engine_config(dtype=dtype, kv_memory=2**24, speculative_config=CHAIN))
         speculator = drafts_freely(core)
         told = []
-        for at, (one, other) in enumerate(zip(outputs(plain), outputs(core), strict=True)):
+        for at, (one, other) in enumerate(zip(outputs(undrafted), outputs(core), strict=True)):
             if one[0] != other[0]:
                 place = next(i for i, (a, b) in enumerate(zip(one[0], other[0], strict=True)) if a != b)
                 told.append((at, place, round(one[1][place], 4)))
         counts = plain(speculator.counters())
-        median = float(np.median([margin for _, margins in outputs(plain) for margin in margins]))
+        median = float(np.median([margin for _, margins in outputs(undrafted) for margin in margins]))
         print(
             f"{dtype}: {len(told)} of {len(prompts)} requests differ; median margin {median:.3f}; (request, token, "
             f"top-2 margin): {told}; accepted {counts['accepted_tokens']} of {counts['draft_tokens']}"
