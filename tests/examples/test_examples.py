@@ -79,6 +79,7 @@ def test_examples_are_short_listed_in_order_and_use_public_names() -> None:
 
 def test_the_readme_is_a_first_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 350
     assert len(text.splitlines()) <= 200 and len(text.encode()) <= 12_000
 
 
