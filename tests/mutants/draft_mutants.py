@@ -100,7 +100,7 @@ def drafts_do_not_follow_each_other(patch: Patch) -> None:
 
 @mutant("draft trees", "after a right branch the head reads what it kept of a wrong one")
 def what_a_head_keeps_is_not_moved(patch: Patch) -> None:
-    patch.setattr(HeadDrafter, "moved", lambda drafter, step, sources, targets: None)
+    patch.setattr(HeadDrafter, "moved", lambda drafter, step, batches, sources, targets: None)
 
 
 @mutant("draft trees", "pages that a right branch fills have what the draft computes after all branches before it")

@@ -14,7 +14,7 @@ from quire.cache.states import StateGroup
 from quire.engine import sampler
 from quire.engine.runner import LaunchedForward, ModelRunner
 from quire.engine.sampler import _Draws
-from quire.plan import budget, configurator, reserve
+from quire.plan import budget, reserve, settings
 from quire.plan.configurator import RecurrentPoolConfigurator
 from quire.scheduler.request import Request
 from quire.scheduler.rows import RunningRows
@@ -39,7 +39,7 @@ def a_step_lacks_a_token(patch: Patch) -> None:
 @mutant("reserves", "a request is admitted that fits until its last steps compute drafts")
 def the_reserve_is_of_one_step(patch: Patch) -> None:
     real = reserve.get_alloc_reserve_per_decode
-    for module in (budget, configurator):
+    for module in (budget, settings):
         patch.setattr(module, "get_alloc_reserve_per_decode", lambda *given: real(*given) // 2)
 
 
