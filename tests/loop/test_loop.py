@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from quire.counters import Section, statistics_of
 from quire.errors import EngineDead, InvalidInput, RequestTooLarge
 from quire.loop import End, Launched, Loop, Part, StepResult
 from quire.scheduler.request import Request
@@ -55,8 +57,8 @@ class Noting(Part):
     def after_step(self, *, idle: bool) -> None:
         self.note("idle turn" if idle else "turn")
 
-    def counters(self) -> dict[str, Any]:
-        return {self.name: len(self.notes)}
+    def counters(self) -> Sequence[Section]:
+        return [("notes", {self.name: len(self.notes)})]
 
 
 def replay_with(*parts: Part, num_pages: int = 64, **settings: Any) -> Replay:
@@ -79,7 +81,7 @@ def test_hooks_come_in_the_order_of_a_turn_and_of_the_parts() -> None:
     assert found.count("launched") == found.count("settled") == replay.loop.num_steps > 3
     assert [hook for hook in found if hook.startswith("r")] == ["r0 finished", "r1 finished"]
     assert notes[::2] == [("a", hook) for _, hook in notes[1::2]], "each hook of the first part comes first"
-    assert replay.loop.counters()["a"] == len(notes)
+    assert statistics_of(replay.loop.counters())["notes"] == {"a": len(notes), "b": len(notes)}
 
 
 def test_with_overlap_a_step_is_launched_before_the_one_before_it_settles() -> None:
