@@ -153,7 +153,7 @@ def test_states_are_never_encoded() -> None:
 
 def test_the_order_of_steps_is_no_part_of_the_answer(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     [whole] = measured(model, "mxfp8")
-    monkeypatch.setattr("bench.kv_error._CHUNK", 37)
+    monkeypatch.setattr("bench.engine.kv_error._CHUNK", 37)
     steps: list[tuple[int, int]] = []
     [parts] = measured(model, "mxfp8", on_progress=lambda done, total: steps.append((done, total)))
     assert parts.logits == pytest.approx(whole.logits, rel=1e-2)
