@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.counters import plain
 from quire.transfer.counts import KEEP_S, ByPeer, ReceivedCounts
 
 
@@ -20,7 +21,7 @@ def test_a_restarted_peer_goes_on_under_its_label() -> None:
         counts.of(peer).asks += 1
         assert counts.lost(peer) and not counts.lost(peer)
         counts.of(peer).bytes += 5  # what ends after the loss
-    assert {label: each["asks"] for label, each in counts.to_dict().items()} == {"prefill-0": 1000}
+    assert {label: each.asks for label, each in counts.by_label().items()} == {"prefill-0": 1000}
     assert counts.totals() == {"asks": 1000, "received_tokens": 0, "received_bytes": 5000, "fallbacks": 0}
     assert counts.label("host.1@0") == "" and counts.label("host.1@999") == "prefill-0"
 
@@ -34,15 +35,15 @@ def test_a_label_without_a_peer_is_dropped_after_an_hour_and_stays_in_the_sums()
     counts.lost("a")
     counts.lost("c")
     clock.now = KEEP_S + 1
-    assert list(counts.to_dict()) == ["prefill-0"], "b is still there"
+    assert list(counts.by_label()) == ["prefill-0"], "b is still there"
     assert counts.totals()["received_tokens"] == 48
     counts.connected("d", "prefill-1")
     counts.of("d").tokens += 16
-    assert counts.to_dict()["prefill-1"]["tokens"] == 16
+    assert counts.by_label()["prefill-1"].tokens == 16
     assert counts.totals()["received_tokens"] == 64
 
 
 def test_prompts_without_a_peer_are_counted_under_no_label() -> None:
     counts = ByPeer(ReceivedCounts)
     counts.of("").fallbacks["unconnected"] += 2
-    assert counts.to_dict()[""]["fallbacks"] == {"unconnected": 2} and counts.totals()["fallbacks"] == 2
+    assert plain(counts.by_label()[""].fallbacks) == {"unconnected": 2} and counts.totals()["fallbacks"] == 2
