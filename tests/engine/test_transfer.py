@@ -87,12 +87,12 @@ def test_a_role_changes_while_engines_run() -> None:
 def test_engines_that_derive_other_keys_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("gemma3_text")
     prefill = prefill_engine(case.model, num_tokens=LONGEST)
-    ours = prefill._shared(0)
+    ours = prefill.identity(0)
     with monkeypatch.context() as patch:
         plan = replace(prefill.plan, groups=prefill.plan.groups[::-1])
         patch.setattr(prefill, "plan", plan)
         with pytest.raises(PeerRefused) as refused:
-            ours.compare(prefill._shared(0))
+            ours.compare(prefill.identity(0))
         assert refused.value.field == "namespaces"
     monkeypatch.setattr("quire.engine.transfer.namespace_seed", lambda namespace, identity: bytes(32))
     settings = {**COMMON, "role": "decode", "prefill_peers": address_of(prefill)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.serve.live_server import LiveServer
 
@@ -32,10 +33,10 @@ def start(model: Path, role: str, port: int, connector: str, *options: str) -> L
     """A prefill engine that listens on this port for others, or a decode engine that asks the one there."""
     where = ("--transfer-listen" if role == "prefill" else "--prefill-peers", f"127.0.0.1:{port}")
     waits = ("--transfer-seconds", str(SECONDS), "--transfer-min-tokens", "16")
-    os.environ["QUIRE_TRANSFER_SECRET"] = "a secret of these tests"
-    return LiveServer.quire(
-        *("--model", str(model), *_COMMON, "--role", role, "--transfer-connector", connector, *where, *waits, *options)
-    )
+    chosen = ("--model", str(model), *_COMMON, "--role", role, "--transfer-connector", connector)
+    with pytest.MonkeyPatch.context() as environment:  # a cluster that starts later makes its own
+        environment.setenv("QUIRE_TRANSFER_SECRET", "a secret of these tests")
+        return LiveServer.quire(*chosen, *where, *waits, *options)
 
 
 @contextmanager
