@@ -22,6 +22,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.mover import ThreadMover
 from quire.transfer import control, node
 from quire.transfer.connector import Connector, Write
+from quire.transfer.connectors import registry
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.node import TransferNode
@@ -105,6 +106,7 @@ def faulty(faults: Faults) -> Iterator[None]:
         return open_connector(kind, memory, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._CONNECTORS, "memory", ("MemoryConnector", ""))
         patch.setattr(node, "open_connector", opened)
         patch.setattr(control, "SILENT_S", 1.0)
         patch.setattr(control, "_LEAST_BACKOFF_S", 0.01)
