@@ -26,8 +26,11 @@ class TenantHits(Part):
             self.prompt_tokens[request.namespace.salt] += request.num_prompt_tokens
             self.cached_tokens[request.namespace.salt] += request.num_cached
 
-    def counters(self) -> dict[str, Any]:
-        return {"tenant_hit_rate": {name: self.cached_tokens[name] / n for name, n in self.prompt_tokens.items()}}
+    def rates(self) -> dict[str, float]:
+        return {name: self.cached_tokens[name] / n for name, n in self.prompt_tokens.items()}
+
+    def counters(self) -> list[tuple[str, Any]]:
+        return [("tenant_hit_rate", self.rates())]  # a section of the statistics
 
 
 hits = TenantHits()
@@ -45,4 +48,4 @@ for n, tenant in enumerate(("anna", "ben", "anna", "ben", "anna")):
 hits, cost = TenantHits(), CostModel.from_flags(prefill_rate=20_000, decode_ms=5)
 replay = Replay(llm.engine.plan, cost, ReplaySettings(check="all"), parts=[hits])
 replay.run(trace)
-print("simulator:", {name: f"{rate:.0%}" for name, rate in hits.counters()["tenant_hit_rate"].items()})
+print("simulator:", {name: f"{rate:.0%}" for name, rate in hits.rates().items()})

@@ -310,7 +310,7 @@ def test_pages_are_held_until_they_have_landed_and_no_longer() -> None:
         assert side.sender.is_open(peer, 1)
         assert not tiers.hosts[0]._reads, "what has landed can be evicted"
         side.lost(peer)
-        tiers.hosts[0].untake(frames)
+        tiers.hosts[0].free_frames(frames)
         prefill.audit()
 
 

@@ -22,7 +22,7 @@ NAMES = {
     "Models and groups": "ModelSpec read_model_config GroupSpec ReachSpec PageLayout Field DType",
     "Plans": "make_plan PlanSettings Plan MemoryPlan options_to_fit find_device Parallelism parse_bytes format_bytes",
     "Events and explanations": "EventLog PagesStored PagesRemoved AllCleared Explanation Reason Cause",
-    "Policies and stores of your own": "EvictionPolicy Node register_eviction "
+    "Policies and stores of your own": "Part EvictionPolicy Node register_eviction "
     "Store StoreKey Answer Entry register_store",
     "Errors": "QuireError InvalidInput ContextTooLong RequestTooLarge PlanError OutOfPages InvalidFree MissingFrame "
     "LeaseError UnsupportedModel ModelLoadError StepFailed EngineDead AuditFailure StoreError HostMemoryError",
