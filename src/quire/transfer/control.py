@@ -201,7 +201,13 @@ class Control:
             if link is None:
                 return False
             link.outbox += encoded
-        return self._loop.call(partial(self._loop.resume, link))
+            is_full = len(link.outbox) > MOST_QUEUED_BYTES
+        return self._loop.call(partial(self._take_off if is_full else self._loop.resume, link))
+
+    def _take_off(self, link: _PeerConnection) -> None:
+        """End a connection whose peer takes too few bytes, once."""
+        if link in self._loop.connections:
+            self._loop.drop(link, OSError("it takes no messages"))
 
     def drained(self, peer: str) -> None:
         """No write to this lost peer is in flight any more: it may connect again."""
