@@ -236,11 +236,11 @@ def check_turns(core: EngineCore, case: Case) -> dict[str, Any]:
     return found
 
 
-def check_tiers(name: str = "llama_gqa") -> None:
+def check_tiers(name: str = "llama_gqa", **settings: Any) -> None:
     """Prompts that push each other off the device and come back, on a stream that is not the default one."""
     case, cuda = case_of(name), FakeCuda()
     with cuda.installed(), handing_on(cuda), seals(cuda), torch.cuda.stream(FakeStream()), watched(cuda), by_layer():
-        core = tiered_on(on_device(name), cuda)
+        core = tiered_on(on_device(name), cuda, **settings)
         found = check_turns(core, case)
     assert found["tiers"]["loaded_bytes"] > 0 and found["tiers"]["saved_bytes"] > 0
     assert cuda.races.accesses > 1000
@@ -248,8 +248,10 @@ def check_tiers(name: str = "llama_gqa") -> None:
     assert ours(cuda) == []
 
 
-def test_engines_over_tiers_have_no_race() -> None:
-    check_tiers()
+@pytest.mark.parametrize("canary", ["off", "all"])
+def test_engines_over_tiers_have_no_race(canary: str) -> None:
+    """With a canary that reads each cached frame after each step, too."""
+    check_tiers(canary=canary)
 
 
 @contextmanager

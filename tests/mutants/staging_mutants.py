@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from quire.canary.canary import Canary
 from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy, StagedFrames
 from quire.engine.runner import ModelRunner
 from quire.memory import pinned
@@ -126,3 +128,13 @@ def steps_begin_before_loads_are_queued(patch: Patch) -> None:
         yield from real(self, transfer, ends, is_good)  # type: ignore[arg-type]
 
     patch.setattr(TransferExecutor, "_queue", queue)
+
+
+@mutant("staging", "a load overwrites cached frames while the canary reads them")
+def loads_do_not_follow_the_canary(patch: Patch) -> None:
+    real = Canary.__init__
+
+    def init(self: Canary, *args: Any, follow: Callable[[], None], **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+
+    patch.setattr(Canary, "__init__", init)

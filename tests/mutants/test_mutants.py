@@ -329,6 +329,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_frame_staging.check_queueing,
         test_frame_staging.check_moves,
         test_frame_staging.check_tiers,
+        lambda: test_frame_staging.check_tiers(canary="all"),
     ],
     "pinned": [test_pinned.check_slices, test_pinned.check_copies],
     "graphs": [test_graphs.check_small, test_graphs.check_copies],

@@ -85,7 +85,8 @@ class CanaryCounters:
 class Canary:
     """The canary of one cache on `pools`, one for each group. Layers in `except_for` are those of drafts: wrong bytes
     there cost a draft, never a token. `share` is that of the time, math.inf for everything at once: then each call of
-    `look` looks at the whole cache."""
+    `look` looks at the whole cache. `follow` is called after frames are read on a device's stream: from then on, copies
+    that overwrite them have to follow what is on that stream."""
 
     def __init__(
         self,
@@ -94,9 +95,11 @@ class Canary:
         *,
         share: float,
         except_for: Sequence[int] = (),
+        follow: Callable[[], None] = lambda: None,
         seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._parts = parts
+        self._follow = follow
         self._tree, self._size = parts.tree, parts.plan.page_size
         self._anchor = parts.frames.anchor(Tier.DEVICE)
         num_pages = self._anchor.num_pages
@@ -193,6 +196,7 @@ class Canary:
             self._compare()
         if self.budget.earn(began) and len(self._in_flight) < _MOST_IN_FLIGHT:
             num_items = self._read(self.budget.items())
+            self._follow()
             self._compare()
             self.budget.spend(self._seconds() - began, num_items)
         else:

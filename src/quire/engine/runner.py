@@ -135,7 +135,7 @@ class ModelRunner:
         """Start a step. `previous` is the step in flight, whose tokens this one may continue."""
         began = time.perf_counter()
         fence = self._cache.open_fence()
-        self._mark()
+        self.mark()
         try:
             loads = self._loads(step)
             waits = not all(load.done for load in loads)
@@ -201,9 +201,9 @@ class ModelRunner:
             self.backend.moves.move(self._slots[group], *places)
         for part in self.parts:
             part.moved(launched.step, launched.batches, sources, targets)
-        self._mark()
+        self.mark()
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
         """Copies between tiers follow what was launched until now, but for steps in flight."""
         if self._compute is not None:
             self._compute.mark()

@@ -28,7 +28,7 @@ def _canaries(engine: EngineCore) -> Iterator[CanaryPart]:
     if share:
         layers = {layer for pool in engine.pools for field in pool.layout.fields for layer in field.layers}
         drafts = [layer for layer in layers if layer >= len(engine.model.spec.calls)]
-        canary = Canary(cache.parts, engine.pools, share=share, except_for=drafts)
+        canary = Canary(cache.parts, engine.pools, share=share, except_for=drafts, follow=engine.runner.mark)
         yield CanaryPart(canary, cache, engine.scheduler, engine.reports)
 
 
