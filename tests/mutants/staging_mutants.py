@@ -75,7 +75,7 @@ def moved_drafts_are_not_marked(patch: Patch) -> None:
 
     def move(self: ModelRunner, *given: object) -> None:
         with Patch.context() as inside:
-            inside.setattr(ModelRunner, "_mark", lambda self: None)
+            inside.setattr(ModelRunner, "mark", lambda self: None)
             real(self, *given)  # type: ignore[arg-type]
 
     patch.setattr(ModelRunner, "move", move)
