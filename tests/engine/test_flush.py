@@ -189,4 +189,4 @@ def test_an_idle_engine_tries_again_to_have_the_store_forget(llms: Any, monkeypa
     tiers.deletion._due_at = 0.0
     assert llm.engine.has_moves()
     assert records(llm) == 0 and tiers.deletion.scopes == {}
-    assert llm.statistics()["tiers"]["forget_failures"] == 1
+    assert llm.statistics()["tiers"]["failed_deletions"] == 1

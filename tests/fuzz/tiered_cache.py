@@ -317,9 +317,9 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
         self._check("settle moves")
         return found
 
-    def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, for_peer: bool = False) -> Prefetch | None:
+    def prefetch(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, may_ask: bool = True) -> Prefetch | None:
         """As the cache's."""
-        found = self.ahead.prefetch(tokens, namespace, for_peer=for_peer)
+        found = self.ahead.prefetch(tokens, namespace, may_ask=may_ask)
         self.happened["prefetch"] += found is not None
         self._check("")
         return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from quire.sim.tiers import VirtualMover
 from quire.tiers.store import Store
 from quire.tiers.transfer import GOOD, LANES, MISSING, REFUSED, Lane, Transfer
+from quire.tiers.virtual_mover import VirtualMover
 from tests.fuzz.host_records import HostRecords
 
 

@@ -33,7 +33,6 @@ from quire.offload.offloading import Tiered
 from quire.plan import configurator
 from quire.plan.configurator import HybridSWAPoolConfigurator, MemoryPoolConfigurator, PoolRule
 from quire.prefix.radix_cache import RadixCache
-from quire.sim.tiers import VirtualMover
 from quire.spec import layers
 from quire.spec.kv_format import KVFormat
 from quire.spec.layers import AttentionCall, LatentCall, StateCall
@@ -41,6 +40,7 @@ from quire.spec.model import ModelSpec
 from quire.tiers.break_even import BreakEven, _Trial
 from quire.tiers.mover import Mover, ThreadMover
 from quire.tiers.transfer import Endpoint, Lane, Transfer
+from quire.tiers.virtual_mover import VirtualMover
 
 Patch = pytest.MonkeyPatch
 

@@ -143,7 +143,7 @@ def places_are_not_checked(patch: Patch) -> None:
 def a_prompt_for_a_peer_is_asked_for_again(patch: Patch) -> None:
     real = Prefetcher.prefetch
     patch.setattr(
-        Prefetcher, "prefetch", lambda self, tokens, namespace, *, for_peer=False: real(self, tokens, namespace)
+        Prefetcher, "prefetch", lambda self, tokens, namespace, *, may_ask=True: real(self, tokens, namespace)
     )
 
 

@@ -53,7 +53,7 @@ def sections(store: StoreCounters = STORE, lost: tuple[str, ...] = ("read",), **
     return [
         ("", CacheStatistics(hit_tokens=200, frames={"full": FRAMES})),
         ("tiers", tiers),
-        ("tiers", TierGauges(host=host, owed_paths=2, store_lost=list(lost), store_refused=refused)),
+        ("tiers", TierGauges(host=host, pending_paths=2, store_lost=list(lost), store_refused=refused)),
         ("tiers", LinkStates(store=store, **states)),
     ]
 
@@ -94,7 +94,7 @@ def test_what_a_store_has_counted_is_there() -> None:
     assert records == {"hits": 9, "evicted": 6, "lost": 1, "overtaken": 2}
     assert shown["quire_tier_unanswered_records_total", "look"] == 5
     assert (shown["quire_store_lost", "read"], shown["quire_store_lost", "write"]) == (1, 0)
-    assert shown["quire_tier_owed_paths",] == 2
+    assert shown["quire_tier_pending_paths",] == 2
     bare = samples(sections(store=StoreCounters(), lost=()))
     assert not [name for name in bare if name[0] in ("quire_store_failures_total", "quire_store_records_total")]
 

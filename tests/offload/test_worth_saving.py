@@ -8,9 +8,9 @@ import numpy as np
 
 from quire.offload.tier_settings import TierSettings
 from quire.offload.tiering import TRIAL_BYTES, worth_saving
-from quire.sim.tiers import VirtualMover
 from quire.tiers.break_even import BreakEven
 from quire.tiers.transfer import Lane, Transfer
+from quire.tiers.virtual_mover import VirtualMover
 from tests.tiers.array_copies import ArrayCopies
 from tests.tiers.scripted_store import ScriptedStore
 

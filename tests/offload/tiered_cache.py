@@ -11,7 +11,6 @@ from quire.offload import Offloads, offload_of
 from quire.offload.deletion import Flushed
 from quire.offload.tier_settings import TierSettings
 from quire.settings.fields import PrefetchPolicy, WritePolicy
-from quire.sim.tiers import VirtualMover
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
@@ -20,6 +19,7 @@ from quire.testing.plans import small_plan
 from quire.tiers.break_even import BreakEven
 from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import LANES, Lane
+from quire.tiers.virtual_mover import VirtualMover
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, CachedBytes, Marks
 from tests.tiers.array_copies import ArrayCopies
 from tests.tiers.scripted_store import ScriptedStore

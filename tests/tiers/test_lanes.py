@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidInput, MoveFailed
-from quire.sim.tiers import VirtualMover
 from quire.tiers.executor import TransferExecutor
 from quire.tiers.mover import LEFT, ThreadMover
 from quire.tiers.store import StoreKey
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
+from quire.tiers.virtual_mover import VirtualMover
 from tests import waits
 from tests.tiers.array_copies import ArrayCopies, ids, page_key, units
 from tests.tiers.scripted_store import ScriptedStore
@@ -97,7 +97,7 @@ def test_the_endpoints_say_whose_threads_which_side_and_which_order(
 
 
 def test_names_that_users_see() -> None:
-    assert [str(lane) for lane in LANES] == ["save", "load", "archive", "fetch", "look", "forget", "receive"]
+    assert [str(lane) for lane in LANES] == ["save", "load", "archive", "fetch", "look", "delete", "receive"]
 
 
 # -- a peer

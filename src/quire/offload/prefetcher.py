@@ -27,7 +27,7 @@ from quire.scheduler.prefetching import ReadAhead
 from quire.settings.fields import PrefetchPolicy
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.tiers.prefill import PrefillPeers
+from quire.tiers.prefill import NoPeers, PrefillPeers
 from quire.tiers.store import Answer
 from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
@@ -48,8 +48,10 @@ class Prefetcher(ReadAhead[Prefetch]):
     def __init__(self, tiers: Tiering, parts: CacheParts) -> None:
         self._tiers = tiers
         self._parts = parts
-        self.peers = tiers.settings.peers
-        self.prefetches = tiers.settings.stores or (self.peers is not None and self.peers.asks)
+        peers = tiers.settings.peers
+        self.peers: PrefillPeers = peers or NoPeers()
+        self.prefetches = tiers.settings.stores or self.peers.asks
+        self._has_peers = peers is not None
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
         self._partial = tuple(group for group in parts.groups if not group.reach.whole)
@@ -67,7 +69,7 @@ class Prefetcher(ReadAhead[Prefetch]):
     # -- transfers of all lanes
 
     def settle_moves(self) -> bool:
-        num_received = self._receive(self.peers) if self.peers is not None else 0
+        num_received = self._receive()
         if not self._tiers.settle(self._ended) and not num_received:
             return False
         self._parts.damaged.release_holds()
@@ -90,7 +92,7 @@ class Prefetcher(ReadAhead[Prefetch]):
         has_room = sum(prefetch.num_bytes for prefetch in taken) <= self._host_bytes * _MOST_OF_HOST
         return self.prefetches and len(taken) < _MOST_AT_ONCE and has_room
 
-    def prefetch(self, tokens: Ids, namespace: Namespace, *, for_peer: bool = False) -> Prefetch | None:
+    def prefetch(self, tokens: Ids, namespace: Namespace, *, may_ask: bool = True) -> Prefetch | None:
         """A prompt that continues with the same page as another one shares its prefetch."""
         tiers, parts = self._tiers, self._parts
         scope = tiers.names.scope(namespace)
@@ -107,11 +109,12 @@ class Prefetcher(ReadAhead[Prefetch]):
         keys, name = ahead.digests, ahead.digests[0] if ahead.digests else ahead.parent
         other = self._named.get(name)
         asks = other is not None and (other.may_ask or other.ask is not None)
-        if other is not None and not other.stopped and not (for_peer and asks):
+        if other is not None and not other.stopped and (may_ask or not asks):
             other.num_waiting += 1
             other.shared = True
             return other
-        num_missing, may_ask = (limit - start) * self._size, self.peers is not None and not for_peer
+        num_missing = (limit - start) * self._size
+        may_ask &= self._has_peers
         looks = tiers.settings.stores
         if is_trial := looks and self._is_off:  # a request tries the lane as if all missing pages were stored
             counts = [limit - max(start, group.reach.needed(limit).start) for group in parts.groups]
@@ -238,13 +241,13 @@ class Prefetcher(ReadAhead[Prefetch]):
             return
         if far > near and self._pays(prefetch, near, far):
             near = prefetch.stored = prefetch.wanted = far
-        if self.peers is not None and prefetch.may_ask and not prefetch.stopped:
+        if prefetch.may_ask and not prefetch.stopped:
             tokens, prefetch.may_ask = prefetch.tokens[: prefix.limit * self._size], False
             prefetch.ask = self.peers.ask(tokens, prefetch.namespace, (prefix.limit - near) * self._size)
             if prefetch.ask is not None:
                 prefetch.stop_at = self._parts.seconds() + prefetch.ask.seconds
-        has_peer = prefetch.ask is not None and not prefetch.ask.why
-        if has_peer and not tiers.is_too_much(map(len, prefix.lacking(prefix.limit, ()))):
+        is_asked = prefetch.ask is not None and not prefetch.ask.why
+        if is_asked and not tiers.is_too_much(map(len, prefix.lacking(prefix.limit, ()))):
             prefetch.wanted = prefix.limit
         if prefetch.wanted > prefetch.limit:
             num_bytes = tiers.settings.num_bytes(map(len, prefix.lacking(prefetch.wanted)))
@@ -268,10 +271,10 @@ class Prefetcher(ReadAhead[Prefetch]):
 
     # -- what has ended
 
-    def _receive(self, peers: PrefillPeers) -> int:
+    def _receive(self) -> int:
         """Check what peers have written, and process parts that they have not; returns the number of these."""
         num_failed = 0
-        for move, why in peers.settle():
+        for move, why in self.peers.settle():
             if why:
                 num_failed += 1
                 move.end(why)

@@ -41,17 +41,17 @@ class StoreHealth:
         """The kinds of transfers that the store does not answer now."""
         return tuple(kind for kind, count in self._failures.items() if count >= _FAILURES)
 
-    def ended(self, transfer: Transfer) -> None:
+    def ended(self, move: Transfer) -> None:
         """Count a transfer that has ended."""
-        kind = _KINDS.get(transfer.lane)
+        kind = _KINDS.get(move.lane)
         if kind is None:
             return
-        results = transfer.answers if transfer.lane is Lane.LOOK and not transfer.error else transfer.defects
+        results = move.answers if move.lane is Lane.LOOK and not move.error else move.defects
         found = Counter(chain.from_iterable(results))
         refused = sum(found[result] for result in _NO_ANSWER)
-        self.refused[transfer.lane] += refused
-        if found or transfer.error:
-            failed = bool(transfer.error) or (refused > 0 and not any(found[result] for result in _ANSWERS))
+        self.refused[move.lane] += refused
+        if found or move.error:
+            failed = bool(move.error) or (refused > 0 and not any(found[result] for result in _ANSWERS))
             before = kind in self.lost
             self._failures[kind] = min(self._failures[kind] + 1, _FAILURES) if failed else 0
             if (kind in self.lost) is not before and self._on_change is not None:

@@ -55,11 +55,11 @@ class TierGauges:
 
     host: dict[str, HostFrameCounts] = labelled("group", HostFrameCounts)
     host_pages: int = 0
-    forgetting: int = 0
-    owed_paths: int = gauge(
-        "Cached prefixes of which something is on its way to storage or has to wait.", name="tier_owed_paths"
+    scopes_to_delete: int = 0
+    pending_paths: int = gauge(
+        "Cached prefixes of which something is on its way to storage or has to wait.", name="tier_pending_paths"
     )
-    forget_failures: int = 0
+    failed_deletions: int = 0
     store_lost: list[str] = gauge(
         "1 while the store has answered nothing for some moves in a row.",
         "kind",
@@ -141,9 +141,9 @@ class Tiering:
         gauges = TierGauges(
             host={host.name: host.counters() for host in self.hosts},
             host_pages=self._tree.num_below,
-            forgetting=len(self.deletion.scopes),
-            owed_paths=len(self.archiver.pending),
-            forget_failures=self.deletion.num_failed,
+            scopes_to_delete=len(self.deletion.scopes),
+            pending_paths=len(self.archiver.pending),
+            failed_deletions=self.deletion.num_failed,
             store_lost=list(health.lost),
             store_refused={lane.name: count for lane, count in health.refused.items()},
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from quire.observe.explain import FromPeer
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.tiers.prefill import PrefillAsk, PrefillPeers
+from quire.tiers.prefill import NoPeers, PrefillAsk, PrefillPeers
 
 if TYPE_CHECKING:
     from quire.scheduler.request import Request
@@ -47,7 +47,7 @@ class ReadAhead(Generic[F]):
     """Whether requests can be loaded from a lower tier."""
     prefetches: bool = False
     """Whether there is a store, or a peer that computes prompts."""
-    peers: PrefillPeers | None = None
+    peers: PrefillPeers = NoPeers()
 
     @property
     def can_prefetch(self) -> bool:
@@ -65,9 +65,9 @@ class ReadAhead(Generic[F]):
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Record that a step with prompts computed so many tokens in this time, without waiting for bytes."""
 
-    def prefetch(self, tokens: Ids, namespace: Namespace, *, for_peer: bool = False) -> F | None:
+    def prefetch(self, tokens: Ids, namespace: Namespace, *, may_ask: bool = True) -> F | None:
         """Start to fetch the pages of a prompt that are not cached. Returns None if there is nothing to wait
-        for. Call `stop_prefetch` when the request begins or ends. One `for_peer` asks no peer."""
+        for. Call `stop_prefetch` when the request begins or ends. It asks a peer if it `may_ask`."""
         return None
 
     def is_awaited(self, prefetch: F) -> bool:
@@ -104,7 +104,7 @@ class Prefetching:
                 last.read_ahead = False
         if self._ahead.can_prefetch:
             request.read_ahead = True
-            request.prefetch = self._ahead.prefetch(request.tokens, request.namespace, for_peer=request.is_for_peer)
+            request.prefetch = self._ahead.prefetch(request.tokens, request.namespace, may_ask=not request.is_for_peer)
 
     def start_next(self, waiting: Sequence[Request]) -> None:
         """Start prefetches for the first requests, as far as there is room."""
@@ -136,7 +136,7 @@ class Prefetching:
 
     def asked(self, request: Request, num_cached: int) -> list[FromPeer]:
         """What peers were asked for, of a prompt that begins on `num_cached` cached tokens."""
-        if self._ahead.peers is None or request.is_for_peer:
+        if request.is_for_peer:
             return []
         size, found = self._page_size, []
         for each in request.prefetched:

@@ -53,3 +53,18 @@ class PrefillPeers(Protocol):
 
     def settle(self) -> list[tuple[Transfer, str]]:
         """Transfers whose frames no peer writes to any more: "" if all bytes have landed, or why they have not."""
+
+
+class NoPeers:
+    """The port where no engine computes prompts for this one."""
+
+    asks = False
+
+    def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> None:
+        return None
+
+    def why_local(self, num_missing: int) -> str:
+        return ""
+
+    def settle(self) -> list[tuple[Transfer, str]]:
+        return []

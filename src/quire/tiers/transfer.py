@@ -90,7 +90,7 @@ Lane.LOAD = Lane("load", Endpoint.HOST, Endpoint.DEVICE, most_bytes=1 << 30)
 Lane.ARCHIVE = Lane("archive", Endpoint.HOST, Endpoint.STORE, most_bytes=256 << 20, deadline_s=_STORE_DEADLINE_S)
 Lane.FETCH = Lane("fetch", Endpoint.STORE, Endpoint.HOST, most_bytes=1 << 30, deadline_s=_STORE_DEADLINE_S)
 Lane.LOOK = Lane("look", Endpoint.STORE, Endpoint.HOST, carries=False, deadline_s=_STORE_DEADLINE_S)
-Lane.DELETE = Lane("forget", Endpoint.HOST, Endpoint.STORE, carries=False)
+Lane.DELETE = Lane("delete", Endpoint.HOST, Endpoint.STORE, carries=False)
 Lane.RECEIVE = Lane("receive", Endpoint.PEER, Endpoint.HOST)
 LANES: Final = (Lane.SAVE, Lane.LOAD, Lane.ARCHIVE, Lane.FETCH, Lane.LOOK, Lane.DELETE, Lane.RECEIVE)
 """LOOK asks which records exist. DELETE deletes records, or without units all of scopes with this prefix. RECEIVE

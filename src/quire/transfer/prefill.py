@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,14 +26,27 @@ Begins = Callable[[str, Ids, Namespace], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Prompt:
-    """An ask whose pages are held. `reads` are host frames that writes read, by part and group."""
+class ServedPrompt:
+    """A prompt that this engine computes for another, whose pages are read on the host. `reads` are host frames that
+    writes read, by part and group."""
 
-    tokens: Ids
+    pages: Tiering
     namespace: Namespace
+    tokens: Ids
     is_done: bool = False  # its request has ended
-    is_saved: bool = False  # it was saved once more after that
     reads: dict[int, list[Ids]] = field(default_factory=dict)
+    _is_saved: bool = False  # once more after that
+
+    def read(self, places: Sequence[Ids]) -> list[Ids] | None:
+        """See `Tiering.read`."""
+        return self.pages.read(self.namespace, self.tokens, places)
+
+    def may_arrive(self, places: Sequence[Ids]) -> bool:
+        """Whether pages that `read` does not find will be on the host: they are computed or saved, or saved again."""
+        if not self.is_done or self.pages.is_saving(self.namespace, self.tokens, places):
+            return True
+        was_saved, self._is_saved = self._is_saved, True
+        return not was_saved and self.pages.save_prompt(self.namespace, self.tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,14 +83,14 @@ class PrefillSide:
         """Requests of this engine, by id: for which ask."""
         self._connector = connector
         self._host = host
-        self._tiers = tiers
+        self._tiers, self._scope, self._num_groups = tiers, tiers.names.scope, len(tiers.hosts)
         self._send = send
         self._tell_drained = drained
         self._page_size = page_size
         self._begin = begin
         self._abort = abort
         self._addresses: dict[str, bytes] = {}
-        self._prompts: dict[tuple[str, int], _Prompt] = {}
+        self._prompts: dict[tuple[str, int], ServedPrompt] = {}
         self._writes: list[_Writing] = []
         self._seen = -1
 
@@ -178,22 +191,16 @@ class PrefillSide:
         prompt, places = self._prompts[peer, want.ask], want.by_group()
         last = len(prompt.tokens) // self._page_size
         is_ascending = all((np.diff(at, prepend=-1, append=last) > 0).all() for at in places)
-        if len(places) != len(self._tiers.hosts) or not is_ascending:
+        if len(places) != self._num_groups or not is_ascending:
             self._do(self.sender.unavailable(peer, want, "it names pages that the prompt does not have, or one twice"))
             return False
-        frames = self._tiers.read(prompt.namespace, prompt.tokens, places)
+        frames = prompt.read(places)
         if frames is not None:
             prompt.reads[want.part] = frames
             self._do(self.sender.ready(peer, want))
             return False
-        if not prompt.is_done:
-            return True
-        if self._tiers.is_saving(prompt.namespace, prompt.tokens, places):
-            return False
-        if not prompt.is_saved:
-            prompt.is_saved = True
-            if self._tiers.save_prompt(prompt.namespace, prompt.tokens):
-                return False
+        if prompt.may_arrive(places):
+            return not prompt.is_done
         self.counts.of(peer).failures["no room"] += 1
         self._do(self.sender.unavailable(peer, want, "the pages are not in host memory, which is full"))
         return False
@@ -228,13 +235,13 @@ class PrefillSide:
     def _start(self, peer: str, ask: Ask) -> None:
         namespace, tokens, name = Namespace(ask.adapter, ask.salt), ask.tokens(), _id(peer, ask.ask)
         self.counts.of(peer).asks += 1
-        self._prompts[peer, ask.ask] = _Prompt(tokens, namespace)
+        self._prompts[peer, ask.ask] = ServedPrompt(self._tiers, namespace, tokens)
         now = time.monotonic()
         if not self.is_on:
             reason = "this engine computes no prompts for others now"
             self._do(self.sender.refuse(peer, ask.ask, now, "role", reason))
             return
-        if self._tiers.names.scope(namespace) != ask.scope:
+        if self._scope(namespace) != ask.scope:
             reason = "this engine has other weights, or another namespace of that name"
             self._do(self.sender.refuse(peer, ask.ask, now, "scope", reason))
             return

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.errors import MoveFailed
-from quire.sim.tiers import VirtualMover
 from quire.tiers.mover import CLOSED
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
+from quire.tiers.virtual_mover import VirtualMover
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, units
 from tests.tiers.scripted_store import WatchedStore
 
