@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.forked import workers_cpu_s
+from tests.serve.forked import forked_cpu_s
 
 ROOT = Path(__file__).parents[1]
 RECORDED, KEPT = ROOT / "build" / "durations.json", ROOT / "tests" / "durations.json"
@@ -40,8 +41,8 @@ def kept() -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """Seconds of CPU of this process, of those that it waited for, and of workers that were forked for it."""
-    return sum(os.times()[:4]) + workers_cpu_s()
+    """Seconds of CPU of this process, of those that it waited for, and of those that were forked for it."""
+    return sum(os.times()[:4]) + workers_cpu_s() + forked_cpu_s()
 
 
 class Durations:

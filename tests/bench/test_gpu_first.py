@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import waits
 from tests.emulated_attention import emulated_kernels
 from tests.engine.test_frame_staging import handing_on
 from tests.fake_cuda import FakeCuda
@@ -138,7 +139,8 @@ def test_a_stage_that_fails_ends_alone(
     from bench import gpu_first
 
     monkeypatch.setitem(gpu_first.ALL, "pool", (stage, 1.0))
-    line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), 2.0)
+    limit_s = 2.0 if stage is _hangs else waits.SOON_S
+    line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), limit_s)
     assert not line["ok"] and says in line["error"]
     assert stage is not _crashes or "before the crash" in line["log"]
     assert stage is not _hangs or "in _hangs" in line["log"], "where it hangs"
@@ -151,7 +153,8 @@ def test_what_a_stage_has_found_is_told_though_it_fails(
     from bench import gpu_first
 
     monkeypatch.setitem(gpu_first.ALL, "pool", (stage, 1.0))
-    line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), 2.0)
+    limit_s = 5.0 if stage is _finds_and_hangs else waits.SOON_S
+    line = gpu_first.run_stage("pool", gpu_first.Options("cpu", gpu_first.TOY, gpu_first.TOY, "float32"), limit_s)
     assert not line["ok"] and line["found"] == {"first": 1}
     assert stage is _finds_and_hangs or "keys must be" in line["error"]
 

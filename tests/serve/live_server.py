@@ -15,38 +15,48 @@ from typing import Any
 import psutil
 from openai import OpenAI
 
+from tests.serve.forked import ForkedProgram
+
 START_S = 120.0
 
 
 class LiveServer:
     """Started on a free port; ready when constructed."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str, forks: bool = False) -> None:
+        """Run a module with its arguments, in a process of its own or in one that is forked."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log()
-        self.summary: dict[str, Any] = json.loads(line)
-        self.port = int(self.summary["url"].rpartition(":")[2])
-        self._children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process: subprocess.Popen[str] | ForkedProgram
+        with tempfile.TemporaryFile("w+") as engines:
+            if forks:
+                self.process = ForkedProgram(*command, errors=self._log, children=engines)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=self._log, text=True
+                )
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+            assert line, self.log()
+            self.summary: dict[str, Any] = json.loads(line)
+            self.port = int(self.summary["url"].rpartition(":")[2])
+            engines.seek(0)
+            self._children = [psutil.Process(int(pid)) for pid in engines]
+        self._children += psutil.Process(self.process.pid).children(recursive=True)
 
     @classmethod
     def quire(cls, *options: str) -> LiveServer:
         """The real one."""
-        return cls("quire", "serve", "--port", "0", "--json", *options)
+        return cls("quire", "serve", "--port", "0", "--json", *options, forks=True)
 
     @classmethod
     def drafting(cls, *options: str) -> LiveServer:
         """The real one, which drafts in every step: the times of steps choose nothing."""
-        return cls("tests.serve.drafting_server", "serve", "--port", "0", "--json", *options)
+        return cls("tests.serve.drafting_server", "serve", "--port", "0", "--json", *options, forks=True)
 
     @classmethod
     def echo(cls, **settings: object) -> LiveServer:
         """The real server and engine process around `EchoCore`, which starts much faster than a model."""
-        return cls("tests.serve.echo_server", *(f"{name}={value}" for name, value in settings.items()))
+        return cls("tests.serve.echo_server", *(f"{name}={value}" for name, value in settings.items()), forks=True)
 
     def __enter__(self) -> LiveServer:
         return self

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.serve.apart import (
@@ -29,7 +31,13 @@ CONNECTORS = [
     "tcp",
     pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")),
 ]
-RECOVERS_S = 1.0  # a request's own time on a busy machine comes on top
+FOR_EVER = ("--transfer-seconds", "3600")
+"""A request that waited for a killed engine would not be answered before its client gives up."""
+
+
+def causes(server: LiveServer) -> Counter[str]:
+    """Prompts of a decode engine that it computed itself, by cause."""
+    return sum((Counter(each["fallbacks"]) for each in transfer(server)["received"].values()), Counter[str]())
 
 
 def in_background(server: LiveServer, *numbers: int) -> list[threading.Thread]:
@@ -46,16 +54,13 @@ def in_background(server: LiveServer, *numbers: int) -> list[threading.Thread]:
 
 
 def test_a_prompt_arrives_and_the_next_one_does_not_need_the_peer(tiny_model: Path) -> None:
-    with apart(tiny_model, "tcp") as (prefill, (decode,), _):
-        began = time.monotonic()
+    with apart(tiny_model, "tcp", *FOR_EVER) as (prefill, (decode,), _):
         expected = [ask(prefill, prompt(number)) for number in (1, 2)]
-        own = time.monotonic() - began
         assert ask(decode, prompt(1)) == expected[0]
         assert transfer(decode)["received_bytes"] == transfer(prefill)["sent_bytes"] > 0
         kill(prefill)
-        began = time.monotonic()
         assert ask(decode, prompt(2)) == expected[1]
-        assert time.monotonic() - began < 3 * RECOVERS_S + 3 * own
+        assert causes(decode).total() == 1 and not causes(decode)["deadline"]
         at_rest(decode)
 
 
@@ -63,19 +68,16 @@ def test_a_prompt_arrives_and_the_next_one_does_not_need_the_peer(tiny_model: Pa
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_a_killed_and_a_stopped_prefill_engine(tiny_model: Path, connector: str) -> None:
     with apart(tiny_model, connector) as (prefill, (decode,), port):
-        expected = {number: ask(prefill, prompt(number)) for number in range(40, 46)}
+        expected = {number: ask(prefill, prompt(number)) for number in (*range(40, 46), 48)}
         assert ask(decode, prompt(40)) == expected[40]
         before = transfer(decode)
         assert before["received_bytes"] > 0 and before["fallbacks"] == 0
         assert transfer(prefill)["sent_bytes"] == before["received_bytes"]
-        began = time.monotonic()
         ask(decode, prompt(1))
-        own = time.monotonic() - began
 
         stop(prefill)
-        began = time.monotonic()
         assert ask(decode, prompt(41)) == expected[41], "it is computed here when the peer is silent"
-        assert time.monotonic() - began < SECONDS + own + RECOVERS_S
+        assert causes(decode)["deadline"] + causes(decode)["silent"] == 1, f"after {SECONDS} s"
         connected(decode, is_so=False)
         held = transfer(decode)["held_bytes"]
         assert held == 0 or connector != "tcp", "nothing lands under a tag that tcp has shut"
@@ -90,9 +92,9 @@ def test_a_killed_and_a_stopped_prefill_engine(tiny_model: Path, connector: str)
             running = in_background(decode, *range(50 + 8 * turn, 54 + 8 * turn))
             time.sleep(0.03 * turn)
             kill(prefill)
-            began = time.monotonic()
-            assert ask(decode, prompt(44)) == expected[44]
-            assert time.monotonic() - began < RECOVERS_S + 6 * own
+            seen = causes(decode)
+            assert ask(decode, prompt(44 + 4 * turn)) == expected[44 + 4 * turn]
+            assert causes(decode) - seen - Counter(deadline=1000), "it is told that its peer has ended"
             for thread in running:
                 thread.join(SECONDS + 10)
                 assert not thread.is_alive()
@@ -122,9 +124,8 @@ def test_a_killed_and_a_stopped_decode_engine(tiny_model: Path, connector: str) 
         running = in_background(decode, *range(2, 6))
         time.sleep(0.05)
         stop(decode)
-        began = time.monotonic()
         assert ask(prefill, prompt(1)) == expected
-        assert time.monotonic() - began < 5
+        assert decode.engine().status() == psutil.STATUS_STOPPED, "the prefill engine does not wait for it"
         go_on(decode)
         for thread in running:
             thread.join(30)

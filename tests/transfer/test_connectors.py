@@ -86,7 +86,6 @@ class TestNixl(ConnectorContract):
 class TestMooncake(ConnectorContract):
     checks_tags = False
     leaves_nothing = False  # threads of the library stay
-    death_s = 6.0  # it tries again to connect
 
     @staticmethod
     def make(memory: Memory, name: str) -> Connector:

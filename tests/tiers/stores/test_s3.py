@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,6 +13,7 @@ from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
+from tests import waits
 from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
 from tests.tiers.stores.servers import Server, free_port, s3, started
 
@@ -154,6 +154,7 @@ class Trouble(BaseHTTPRequestHandler):
 
     mood = "busy"
     asked = 0
+    answers = threading.Event()  # a slow one waits for it
 
     def do_GET(self) -> None:
         if "list-type" in self.path:
@@ -165,7 +166,7 @@ class Trouble(BaseHTTPRequestHandler):
     def trouble(self) -> None:
         type(self).asked += 1
         if self.mood == "slow":
-            time.sleep(1.0)
+            self.answers.wait(waits.SOON_S)
             self.close_connection = True
         elif self.mood == "short":
             self.send_response(200)
@@ -197,6 +198,7 @@ def trouble() -> Iterator[ThreadingHTTPServer]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
+    Trouble.answers.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -206,7 +208,8 @@ def trouble() -> Iterator[ThreadingHTTPServer]:
 def test_trouble_is_an_answer(trouble: ThreadingHTTPServer, mood: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trouble, "mood", mood)
     monkeypatch.setattr(Trouble, "asked", 0)
-    store = open_store(trouble.server_address[1], "any", timeout=0.3)
+    monkeypatch.setattr(Trouble, "answers", threading.Event())
+    store = open_store(trouble.server_address[1], "any", timeout=1.0 if mood == "slow" else waits.SOON_S)
     keys = make_keys(2)
     assert store.get(keys, [bytearray(5000), bytearray(5000)]) == [RETRY, RETRY]
     if mood != "short":
