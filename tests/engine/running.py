@@ -17,9 +17,9 @@ from quire.engine.messages import EngineRequest
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan
-from quire.plan.draft import with_draft_model
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
+from quire.plan.speculation import with_draft_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.record_size import records_bytes
 from tests.engine.expected import expected_tokens

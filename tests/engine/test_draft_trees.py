@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from quire.counters import plain
 from quire.errors import UnsupportedModel
 from quire.models.hf import LoadedModel
-from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.spec.pages import pages_for
-from quire.spec.speculation import SpeculativeConfig
+from quire.spec.speculation import SpeculativeConfig, get_alloc_reserve_per_decode
 from tests.covering import covering, few
 from tests.engine import test_draft_head, test_draft_model
 from tests.engine.running import core_for, run, tight_core

@@ -10,12 +10,11 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.plan.budget import MemoryPlan
-from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.prefix.reach import reach_of
 from quire.spec.group import ReachSpec
 from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids
-from quire.spec.speculation import SpeculativeConfig
+from quire.spec.speculation import SpeculativeConfig, get_alloc_reserve_per_decode
 from quire.testing.choices import Choices
 from quire.testing.plans import small_plan
 

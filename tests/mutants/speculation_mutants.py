@@ -14,12 +14,13 @@ from quire.cache.states import StateGroup
 from quire.engine import sampler
 from quire.engine.runner import LaunchedForward, ModelRunner
 from quire.engine.sampler import _Draws
-from quire.plan import budget, reserve, settings
+from quire.plan import budget, settings
 from quire.plan.configurator import RecurrentPoolConfigurator
 from quire.scheduler.request import Request
 from quire.scheduler.rows import RunningRows
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import Step, StepRows
+from quire.spec import speculation
 from quire.spec.ids import Bools
 from quire.speculative import ngram, speculator, verify
 from quire.speculative.governor import Governor
@@ -32,14 +33,14 @@ from tests.mutants.mutants import Patch, mutant
 
 @mutant("reserves", "a step verifies one token less than was asked for")
 def a_step_lacks_a_token(patch: Patch) -> None:
-    real = reserve.get_alloc_len_per_decode
+    real = speculation.get_alloc_len_per_decode
     patch.setattr(budget, "get_alloc_len_per_decode", lambda *given: max(1, real(*given) - 1))
 
 
 @mutant("reserves", "a request is admitted that fits until its last steps compute drafts")
 def the_reserve_is_of_one_step(patch: Patch) -> None:
-    real = reserve.get_alloc_reserve_per_decode
-    for module in (budget, settings):
+    real = speculation.get_alloc_reserve_per_decode
+    for module in (speculation, settings):
         patch.setattr(module, "get_alloc_reserve_per_decode", lambda *given: real(*given) // 2)
 
 

@@ -12,10 +12,9 @@ from fractions import Fraction
 from typing import Any
 
 from quire.errors import PlanError
-from quire.plan.configurator import create_memory_pool_configurator
 from quire.plan.mix import uniform
 from quire.plan.parallel import Parallelism
-from quire.plan.planner import make_plan
+from quire.plan.planner import create_memory_pool_configurator, make_plan
 from quire.plan.settings import PlanSettings
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.kv_format import KV_FORMATS

@@ -15,14 +15,14 @@ from quire.errors import InvalidInput, PlanError
 from quire.plan.configurator import (
     CompressedPoolConfigurator,
     DefaultPoolConfigurator,
-    HiSparsePoolConfigurator,
     HybridSWAPoolConfigurator,
     MemoryPoolConfig,
     MemoryPoolConfigurator,
     RecurrentPoolConfigurator,
-    create_memory_pool_configurator,
 )
+from quire.plan.hisparse_pools import HiSparsePoolConfigurator
 from quire.plan.mix import Mix, mix_of, uniform
+from quire.plan.planner import create_memory_pool_configurator
 from quire.plan.settings import ragged
 from quire.prefix.reach import reach_of
 from quire.settings.setting import parse_bytes
@@ -251,7 +251,7 @@ def test_a_ratio_couples_tokens_in_host_memory_and_on_the_device() -> None:
 def test_without_a_ratio_buffers_are_for_the_expected_requests() -> None:
     def held(**options: Any) -> tuple[int, int]:
         config = configurator(LATENT, hot=HOT, mix=uniform(65_536, "long"), **options).calculate_pool_sizes(GIB, 16)
-        return config.hot_frames // 257, config.max_total_num_tokens
+        return config.pools[-1].frames // 257, config.max_total_num_tokens
 
     requests, tokens = held()
     assert requests == tokens // 65_536 == GIB // (65_536 * INDEX + 257 * 16 * ROW)

@@ -24,8 +24,9 @@ from typing import Any
 import pytest
 
 from quire.errors import PlanError
-from quire.plan.configurator import MemoryPoolConfig, MemoryPoolConfigurator, create_memory_pool_configurator
+from quire.plan.configurator import MemoryPoolConfig, MemoryPoolConfigurator
 from quire.plan.mix import uniform
+from quire.plan.planner import create_memory_pool_configurator
 from quire.plan.settings import PlanSettings
 from quire.spec.families import draft_like
 from quire.spec.group import GroupSpec

@@ -456,7 +456,7 @@ def test_the_reserve_is_computed_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     assert admits_two_of_40()
     sources = Path(planner.__file__).parents[1].rglob("*.py")
     spelled = [str(path.name) for path in sources if "speculation.topk" in path.read_text()]
-    assert spelled == ["reserve.py"]
+    assert spelled == ["speculation.py"]
 
 
 # -- limits

@@ -21,20 +21,20 @@ from hypothesis import strategies as st
 
 from quire.cache import KVCache
 from quire.errors import InvalidInput
-from quire.plan.configurator import create_memory_pool_configurator
 from quire.plan.mix import uniform
-from quire.plan.reserve import (
-    get_alloc_len_per_decode,
-    get_alloc_reserve_per_decode,
-    get_req_to_token_extra_context_len,
-)
+from quire.plan.planner import create_memory_pool_configurator
 from quire.plan.settings import PlanSettings
 from quire.spec.group import ReachSpec
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
-from quire.spec.speculation import SpeculativeConfig
+from quire.spec.speculation import (
+    SpeculativeConfig,
+    get_alloc_len_per_decode,
+    get_alloc_reserve_per_decode,
+    get_req_to_token_extra_context_len,
+)
 from quire.testing import small_plan
 from tests.plan.check import pool_settings
 

@@ -11,12 +11,12 @@ from quire.errors import InvalidInput, UnsupportedModel
 from quire.models.registry import REFUSED
 from quire.plan.advice import least_memory
 from quire.plan.budget import format_bytes
-from quire.plan.draft import head_spec, refuse_mtp, with_draft_model
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.plan.source import read_model_config
+from quire.plan.speculation import head_spec, refuse_mtp, with_draft_model
 from quire.spec.config_reader import ConfigReader
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec

@@ -21,11 +21,11 @@ from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, St
 from quire.memory.record import HEADER_BYTES
 from quire.models.registry import refuse_unsupported
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
-from quire.plan.draft import captured_layers, check_head, prediction_tensors, refuse_mtp, with_draft_model
 from quire.plan.hisparse import refuse_hisparse
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.source import check_tokenizer, model_folder, read_model_config
+from quire.plan.speculation import captured_layers, check_head, prediction_tensors, refuse_mtp, with_draft_model
 from quire.spec.catalogue import catalogue_model
 from quire.spec.config_reader import NUM_LAYERS, ConfigReader
 from quire.spec.group import GroupSpec

@@ -8,12 +8,12 @@ from typing import Any
 
 from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
-from quire.plan.draft import head_spec, with_draft_model
 from quire.plan.host import host_budget
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.plan.source import read_model_config
+from quire.plan.speculation import head_spec, with_draft_model
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
 

@@ -25,7 +25,7 @@ from quire.models.hidden import DraftHead
 from quire.models.linear import Packing, linear_inputs, prepare_linears, weight_bytes
 from quire.models.rotary import fix_rotary
 from quire.models.source import ModelSource, quiet, reading
-from quire.plan.draft import LAYER_IDS, captured_layers, check_head
+from quire.plan.speculation import LAYER_IDS, captured_layers, check_head
 from quire.spec.families import Layer
 from quire.spec.layers import AttentionCall
 

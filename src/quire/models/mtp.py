@@ -24,7 +24,7 @@ from quire.models.hf import LoadedModel
 from quire.models.hidden import DraftHead
 from quire.models.latent import install_latents
 from quire.models.source import ModelSource, quiet, reading
-from quire.plan.draft import prediction_tensors, refuse_mtp
+from quire.plan.speculation import prediction_tensors, refuse_mtp
 
 
 class MtpHead(DraftHead):

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
-from quire.plan.reserve import (
-    get_alloc_len_per_decode,
-    get_alloc_reserve_per_decode,
-    get_kept_features,
-    get_req_to_token_extra_context_len,
-)
 from quire.spec.group import GroupSpec
-from quire.spec.hisparse import HotBuffers
+from quire.spec.hisparse import RESIDENT, HotBuffers, Resident
 from quire.spec.layers import INDEX_KEYS, KEY_BOUNDS
 from quire.spec.pages import pages_for
 from quire.spec.record_size import region_bytes
-from quire.spec.speculation import SpeculativeConfig
+from quire.spec.speculation import (
+    SpeculativeConfig,
+    get_alloc_len_per_decode,
+    get_drafts_beyond_end,
+    get_kept_features,
+    get_req_to_token_extra_context_len,
+)
 
 
 def format_bytes(size: int) -> str:
@@ -77,14 +77,18 @@ class MemoryPlan:
         return self.frames[group] if self.frames else self.num_pages
 
     @property
+    def _latents(self) -> Resident:
+        return self.hot or RESIDENT
+
+    @property
     def groups_on_host(self) -> tuple[int, ...]:
         """Groups whose frames are in host memory, beside hot buffers on the device."""
-        return () if self.hot is None else (self.hot.group,)
+        return self._latents.groups
 
     @property
     def hot_frames_per_row(self) -> int:
         """Device frames of one request's hot buffer; 0 without hot buffers."""
-        return self.hot.frames_per_row(self.page_size) if self.hot is not None else 0
+        return self._latents.frames_per_row(self.page_size)
 
     def device_frames_of(self, group: int) -> int:
         """Frames of the group's pool on the device, without the padding frame.
@@ -145,14 +149,12 @@ class MemoryPlan:
     @property
     def slot_table_bytes(self) -> int:
         """Bytes of the host tables of all hot buffers' slots; 0 without hot buffers."""
-        each = self.hot.slot_table_bytes(self.context) if self.hot is not None else 0
-        return self.max_requests * len(self.index_owners) * each
+        return self.max_requests * len(self.index_owners) * self._latents.slot_table_bytes(self.context)
 
     @property
     def kept_features(self) -> int:
         """Positions of each request whose features, and outputs, a draft head keeps between steps; 0 without a head."""
-        keeps = self.speculation is not None and self.speculation.keeps_features
-        return get_kept_features(self.speculation, self.tokens_per_page) if self.speculation and keeps else 0
+        return get_kept_features(self.speculation, self.tokens_per_page)
 
     @property
     def feature_bytes(self) -> int:
@@ -166,21 +168,18 @@ class MemoryPlan:
         The last output token is drawn but never written, so one more than fits; with speculation, the tokens that a
         step may write and reject must fit too.
         """
-        return max(0, min(self.context, self.num_tokens + 1 - self._beyond))
-
-    @property
-    def _beyond(self) -> int:
-        """Tokens that a request at its end holds beyond its own: none without speculation, which writes no draft."""
-        return get_alloc_reserve_per_decode(self.speculation, self.tokens_per_page) if self.speculation else 0
+        beyond = get_drafts_beyond_end(self.speculation, self.tokens_per_page)
+        return max(0, min(self.context, self.num_tokens + 1 - beyond))
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages that a request of `num_tokens` tokens, prompt and output together, holds at its end."""
-        return pages_for(num_tokens - 1 + self._beyond, self.tokens_per_page) if num_tokens > 1 else 0
+        beyond = get_drafts_beyond_end(self.speculation, self.tokens_per_page)
+        return pages_for(num_tokens - 1 + beyond, self.tokens_per_page) if num_tokens > 1 else 0
 
     @property
     def attention_identity(self) -> tuple[bytes, ...]:
         """What keys of pages have beside the model: with lossy attention, what decoding rows compute depends on it."""
-        return (str(self.hot.top_k).encode(),) if self.hot is not None and self.hot.lossy else ()
+        return self._latents.identity
 
     def check_request(self, prompt: int, max_tokens: int) -> None:
         """Refuse a request that can never run here, with the numbers.
@@ -201,9 +200,10 @@ class MemoryPlan:
         if self.pages_of(total) > self.num_pages:
             need = self.pool_bytes + (self.pages_of(total) - self.num_pages) * self.bytes_per_page
             beside, more = "", ""
-            if self.hot is not None:
-                latents = self.groups[self.hot.group].layout.bytes_per_frame
-                held = 2 * region_bytes(latents, self.pages_of(total))  # tiers take the other half
+            for at in self.groups_on_host:
+                held = 2 * region_bytes(
+                    self.groups[at].layout.bytes_per_frame, self.pages_of(total)
+                )  # half is of tiers
                 beside = f" and {format_bytes(self.host_bytes)} of latents in host memory"
                 more = f" and --host-memory {-(-held // 2**20)}MiB"
             raise RequestTooLarge(

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from quire.errors import PlanError
 from quire.plan.budget import format_bytes, round_up_bytes
 from quire.plan.settings import PlanSettings, ragged
 from quire.spec.group import GroupSpec
-from quire.spec.layers import FULL_GROUP
 from quire.spec.layout import PER_PAGE
 from quire.spec.pages import floor_to_page, pages_for
-from quire.spec.record_size import most_records, region_bytes
+from quire.spec.record_size import region_bytes
+from quire.spec.speculation import get_verified_tokens
 
 GroupsAt = Callable[[int], tuple[GroupSpec, ...]]
 """A function from a page size to the groups of one rank."""
 
 OF_DRAFTS = "-draft"  # after the name of a group: the pool of its states after drafted tokens
-OF_BUFFERS = "-hot"  # after the name of a group: the pool of its hot buffers, if its frames are in host memory
 PADDING = 1  # frame 0 of every pool, to which padded tokens write
 
 
@@ -43,18 +42,26 @@ class NoRoom(PlanError):
 class PoolSize:
     """One pool of one rank. `frames` excludes the padding frame, which `bytes` includes. `why` explains the number.
 
-    The frames of a pool in host memory are records.
+    The frames of a pool in host memory are records. A second pool of a group has a `part` after the group's name. A
+    pool of buffers of running requests has frames for each, `per_request`, which are no frames of the group.
     """
 
     group: GroupSpec
     frames: int
     why: str
+    part: str = ""
+    per_request: int = 0
     on_host: bool = False
 
     @property
     def name(self) -> str:
-        """The group's name."""
-        return self.group.name
+        """The group's name, and the part."""
+        return self.group.name + self.part
+
+    @property
+    def requests(self) -> int:
+        """Running requests that have a buffer here, in a pool of buffers."""
+        return self.frames // self.per_request
 
     @property
     def bytes_per_frame(self) -> int:
@@ -88,11 +95,6 @@ class MemoryPoolConfig:
         return sum(pool.bytes for pool in self.pools if not pool.on_host)
 
     @property
-    def hot_frames(self) -> int:
-        """Frames of all hot buffers; 0 if latents are on the device."""
-        return sum(pool.frames for pool in self.pools if pool.name.endswith(OF_BUFFERS))
-
-    @property
     def full_max_total_num_tokens(self) -> int | None:
         """Tokens of the full pools; None without any."""
         return self.max_total_num_tokens if any(pool.group.reach.kind == "full" for pool in self.pools) else None
@@ -118,8 +120,9 @@ class MemoryPoolConfig:
 class PoolRule:
     """How a pool follows the tokens.
 
-    It has `floor(tokens * per_token)` frames, from `minimum` to `maximum`, `fixed` more, and one for padding. Frames
-    come `each` at once, which divides minimum and maximum. A pool in host memory takes no bytes of the device.
+    It has `floor(tokens * per_token)` frames, from `minimum` to `maximum`, `fixed` more, and one for padding. Frames of
+    buffers come `per_request` at once, which divides minimum and maximum. A pool in host memory takes no bytes of the
+    device. `part` as in `PoolSize`.
     """
 
     group: GroupSpec
@@ -127,14 +130,15 @@ class PoolRule:
     fixed: int = 0
     minimum: int = 0
     maximum: int | None = None
-    each: int = 1
+    part: str = ""
+    per_request: int = 0
     on_host: bool = False
     why: str
 
     def frames(self, tokens: int) -> int:
         """Frames, without the padding frame, at `tokens` of `max_total_num_tokens`."""
         share = tokens * self.per_token.numerator // self.per_token.denominator
-        return int(self._within(share - share % self.each)) + self.fixed
+        return int(self._within(share - share % max(1, self.per_request))) + self.fixed
 
     @property
     def bytes_per_frame(self) -> int:
@@ -178,6 +182,11 @@ class MemoryPoolConfigurator:
     """
 
     _SMALLER = "lower the page size"
+
+    @staticmethod
+    def suits(groups: Sequence[GroupSpec], options: PlanSettings) -> bool:
+        """Whether it is for these groups, if none of the configurators before it is."""
+        return True
 
     def __init__(self, groups_at: GroupsAt, options: PlanSettings) -> None:
         self._groups_at = groups_at
@@ -239,7 +248,14 @@ class MemoryPoolConfigurator:
             max_total_num_tokens=tokens,
             tokens_per_page=page_size * self.options.token_ranks,
             pools=tuple(
-                PoolSize(group=rule.group, frames=rule.frames(tokens), why=rule.why, on_host=rule.on_host)
+                PoolSize(
+                    group=rule.group,
+                    frames=rule.frames(tokens),
+                    why=rule.why,
+                    part=rule.part,
+                    per_request=rule.per_request,
+                    on_host=rule.on_host,
+                )
                 for rule in rules
             ),
             coeff=coeff,
@@ -253,7 +269,9 @@ class MemoryPoolConfigurator:
 
     def _too_small(self, rules: Sequence[PoolRule], step: int, have: int) -> NoRoom:
         need = sum(rule.most_bytes(step) for rule in rules)
-        pools = ", ".join(f"{rule.group.name} {format_bytes(rule.bytes(step))}" for rule in rules if not rule.on_host)
+        pools = ", ".join(
+            f"{rule.group.name + rule.part} {format_bytes(rule.bytes(step))}" for rule in rules if not rule.on_host
+        )
         chunked = any(_slides(rule.group) and rule.fixed for rule in rules)
         smaller = "allow fewer prompt tokens per step (--max-num-batched-tokens)" if chunked else self._SMALLER
         return NoRoom(
@@ -275,6 +293,10 @@ class HybridSWAPoolConfigurator(MemoryPoolConfigurator):
     of the request if that is less; plus the prompt tokens of one step, which are written before the window passes.
     Without prefix caching, no pool is larger than `concurrency` can fill.
     """
+
+    @staticmethod
+    def suits(groups: Sequence[GroupSpec], options: PlanSettings) -> bool:
+        return any(map(_slides, groups))
 
     def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
         groups = self._groups_at(page_size)
@@ -330,6 +352,10 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     are solved for together.
     """
 
+    @staticmethod
+    def suits(groups: Sequence[GroupSpec], options: PlanSettings) -> bool:
+        return any(group.reach.kind == "state" for group in groups)
+
     def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
         others = super()._rules(page_size, budget, tokens)
         state = next(group for group in self._groups_at(page_size) if group.reach.kind == "state")
@@ -348,7 +374,7 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
     @property
     def _drafted(self) -> int:
         """States that a step of one request adds: one after each token that it verifies."""
-        return self.options.speculative_config.num_draft_tokens if self.options.speculative_config is not None else 0
+        return get_verified_tokens(self.options.speculative_config)
 
     def _slots_in(self, state_bytes: int, size: int) -> int:
         """Slots K of `(K + 1) + (K / s + 1) * D` states in `state_bytes`: s states per request, D drafted tokens."""
@@ -375,7 +401,8 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
         """The pool of states after each drafted token: D for every running request and for the padding row."""
         drafted = self._drafted
         rule = PoolRule(
-            group=replace(state, name=state.name + OF_DRAFTS),
+            group=state,
+            part=OF_DRAFTS,
             per_token=per_token * drafted,
             fixed=drafted - PADDING,
             minimum=requests * drafted,
@@ -400,84 +427,9 @@ class CompressedPoolConfigurator(HybridSWAPoolConfigurator):
     Layouts price them.
     """
 
-
-class HiSparsePoolConfigurator(HybridSWAPoolConfigurator):
-    """Index keys or bounds of pages, hot buffers and windows on the device, latents or keys and values in host memory.
-
-    With `host_to_device_ratio` r, host memory has r tokens for each token of a hot buffer, so
-
-        tokens = bytes / (bytes of a token's index keys + bytes of its latents / r)
-
-    and the hot buffers bound the running requests. Otherwise there are buffers for `concurrency`, if given, or for as
-    many requests of the mix as the tokens are, at least one and at most `max_running_requests`. Tokens are not more
-    than host memory has room for.
-    """
-
-    _SMALLER = "lower the device_buffer_size"
-
-    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        """As for all pools; with fewer tokens if host memory has no room. Raises PlanError if a ratio asks for more."""
-        config = super().calculate_pool_sizes(available_bytes, page_size)
-        options = self.options
-        assert options.hot is not None
-        if options.latent_bytes is None:
-            return config
-        latents = next(pool for pool in config.pools if pool.on_host)
-        frames = most_records(latents.bytes_per_frame, options.latent_bytes)
-        if frames >= latents.frames:
-            return config
-        if options.host_to_device_ratio is not None or frames < 1:
-            raise PlanError(
-                f"{options.hot.contents} of {latents.frames * page_size:,} tokens take {format_bytes(latents.bytes)} "
-                f"of host memory, and {format_bytes(options.latent_bytes)} may be used.",
-                fix=f"use --host-memory {round_up_bytes(2 * latents.bytes).replace(' ', '')} or more (an engine gives "
-                f"{options.hot.contents} half of it), a lower host_to_device_ratio, or less KV memory.",
-            )
-        return self.calculate_pool_sizes_from_max_tokens(frames * page_size, page_size, available_bytes=available_bytes)
-
-    def _rules(self, page_size: int, budget: int | None, tokens: int | None) -> list[PoolRule]:
-        rules = super()._rules(page_size, budget, tokens)
-        latents = next(rule for rule in rules if rule.group.name == FULL_GROUP)
-        hosted = replace(latents, on_host=True, why=f"{latents.why}, in host memory")
-        return [hosted, *(rule for rule in rules if rule is not latents), self._buffer_rule(latents.group, page_size)]
-
-    def _buffer_rule(self, latents: GroupSpec, page_size: int) -> PoolRule:
-        options, hot = self.options, self.options.hot
-        assert hot is not None
-        ratio, asked, each = options.host_to_device_ratio, options.group_requests, hot.frames_per_row(page_size)
-        per_token, least, most = Fraction(0), asked or 1, asked or options.group_rows
-        if ratio is not None:
-            per_token, least, why = 1 / (ratio * page_size), 1, f"1 / {float(ratio):g} of the tokens in host memory"
-        elif asked is not None:
-            why = f"for {asked:,} requests, as asked for"
-        else:
-            per_token = each * options.expected.requests_per_token(page_size)
-            why = f"for {options.expected.source} in host memory, at most {most:,}"
-        return PoolRule(
-            group=replace(latents, name=latents.name + OF_BUFFERS),
-            per_token=per_token,
-            minimum=least * each,
-            maximum=most * each,
-            each=each,
-            why=f"buffers of {hot.buffer_size:,} tokens and the newest one, {why}",
-        )
-
-
-def create_memory_pool_configurator(
-    groups_at: GroupsAt, options: PlanSettings, *, page_size: int
-) -> MemoryPoolConfigurator:
-    """The configurator that the groups need. Raises what `groups_at` raises for the page size."""
-    groups = groups_at(page_size)
-    kinds = {group.reach.kind for group in groups}
-    if options.hot is not None:
-        return HiSparsePoolConfigurator(groups_at, options)
-    if "state" in kinds:
-        return RecurrentPoolConfigurator(groups_at, options)
-    if any(field.per > 1 for group in groups for field in group.layout.fields):
-        return CompressedPoolConfigurator(groups_at, options)
-    if kinds & {"window", "chunk"}:
-        return HybridSWAPoolConfigurator(groups_at, options)
-    return DefaultPoolConfigurator(groups_at, options)
+    @staticmethod
+    def suits(groups: Sequence[GroupSpec], options: PlanSettings) -> bool:
+        return any(field.per > 1 for group in groups for field in group.layout.fields)
 
 
 def _line(

@@ -5,12 +5,12 @@ The plan that is printed, the pools that are built and the requests that are adm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from quire.plan.budget import MemoryPlan
-from quire.plan.configurator import OF_BUFFERS, OF_DRAFTS, PADDING, MemoryPoolConfig, MemoryPoolConfigurator, PoolSize
+from quire.plan.configurator import PADDING, MemoryPoolConfig, MemoryPoolConfigurator
 from quire.plan.devices import Line
 from quire.plan.mix import Mix
 from quire.plan.settings import PlanSettings
@@ -47,11 +47,15 @@ class Plan:
     def memory(self) -> MemoryPlan:
         """The plan from which the cache and the pools of this rank are built."""
         max_requests = max(1, self.max_running_requests // self.settings.parallel.dp)
-        pools = _with_draft_frames([pool for pool in self.config.pools if not pool.name.endswith(OF_BUFFERS)])
+        groups, frames = {}, Counter[str]()
+        for pool in self.config.pools:
+            if not pool.per_request:  # states after drafts are frames of the group whose states they may become
+                groups[pool.group.name] = pool.group
+                frames[pool.group.name] += pool.frames + PADDING
         return MemoryPlan(
             page_size=self.page_size,
-            groups=tuple(pool.group for pool, _ in pools),
-            frames=tuple(frames for _, frames in pools),
+            groups=tuple(groups.values()),
+            frames=tuple(frames[name] - PADDING for name in groups),
             num_pages=self.config.max_total_num_tokens // self.tokens_per_page + self._passed_pages(max_requests),
             token_ranks=self.settings.parallel.dcp,
             context=self.context,
@@ -89,8 +93,7 @@ class Plan:
     @property
     def hot_rows(self) -> int | None:
         """Requests for which an attention group has hot buffers; None if latents are on the device."""
-        hot = self.configurator.options.hot
-        return None if hot is None else self.config.hot_frames // hot.frames_per_row(self.page_size)
+        return next((pool.requests for pool in self.config.pools if pool.per_request), None)
 
     @property
     def window_tokens(self) -> int | None:
@@ -111,9 +114,7 @@ class Plan:
         found, dp = [self.settings.concurrency or self.settings.max_running_requests], self.settings.parallel.dp
         if self.state_slots is not None:
             found.append(self.configurator.options.requests_in(self.state_slots) * dp)
-        if self.hot_rows is not None:
-            found.append(self.hot_rows * dp)
-        return min(found)
+        return min(found + [pool.requests * dp for pool in self.config.pools if pool.per_request])
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -145,8 +146,8 @@ class Plan:
         pages = max(1, memory.pages_of(length))
         found = []
         for pool in (pool for one in self.stages for pool in one.pools):
-            if pool.name.endswith(OF_BUFFERS):
-                found.append(self.hot_rows or 0)
+            if pool.per_request:
+                found.append(pool.requests)
             elif pool.group.reach.kind == "full":
                 found.append(pool.frames // pages)
             elif pool.group.reach.kind in ("window", "chunk"):
@@ -170,9 +171,3 @@ class Plan:
         """The KV memory of this rank from which a plan holds that many tokens."""
         pages = pages_for(tokens, self.tokens_per_page)
         return self.configurator.bytes_for(pages * self.tokens_per_page, self.page_size)
-
-
-def _with_draft_frames(pools: Sequence[PoolSize]) -> list[tuple[PoolSize, int]]:
-    """Pools and their frames. States after drafts are frames of the group whose states they may become."""
-    drafts = {pool.name: pool.frames + PADDING for pool in pools if pool.name.endswith(OF_DRAFTS)}
-    return [(pool, pool.frames + drafts.get(pool.name + OF_DRAFTS, 0)) for pool in pools if pool.name not in drafts]

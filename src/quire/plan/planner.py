@@ -11,24 +11,27 @@ from quire.errors import InvalidInput, PlanError
 from quire.plan.advice import more_room
 from quire.plan.budget import counted, format_bytes
 from quire.plan.configurator import (
+    CompressedPoolConfigurator,
+    DefaultPoolConfigurator,
+    GroupsAt,
+    HybridSWAPoolConfigurator,
     MemoryPoolConfig,
     MemoryPoolConfigurator,
     NoRoom,
-    create_memory_pool_configurator,
+    RecurrentPoolConfigurator,
 )
 from quire.plan.devices import Line, working_memory
 from quire.plan.hisparse import hot_buffers, selecting
+from quire.plan.hisparse_pools import HiSparsePoolConfigurator
 from quire.plan.mix import Mix, uniform
 from quire.plan.plan import Plan
 from quire.plan.report import ledger_of, notes_of
-from quire.plan.reserve import get_kept_features
 from quire.plan.settings import PlanSettings
-from quire.spec.families import draft_like
+from quire.plan.speculation import draft_weight_lines, feature_lines, with_draft_layers
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HotBuffers
 from quire.spec.kv_format import KVFormat, kv_format
 from quire.spec.model import ModelSpec
-from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import WeightEstimate
 
 _DEFAULT_PAGE = 16
@@ -85,7 +88,7 @@ def _with_graphs_for_those_that_fit(spec: ModelSpec, settings: PlanSettings, wei
 def _plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate | None, concurrency: int | None) -> Plan:
     settings.parallel.check(spec)
     context = _context(spec, settings)
-    spec, num_drafts = _with_drafts(selecting(spec, settings), settings.speculative_config)
+    spec, num_drafts = with_draft_layers(selecting(spec, settings), settings.speculative_config)
     mix = (settings.mix or _default_mix(settings, context)).clipped(context)
     page_size = settings.page_size or spec.page_size(_DEFAULT_PAGE)
     hot = hot_buffers(spec, settings, page_size=page_size, context=context)
@@ -161,12 +164,13 @@ class _Server:
         found: list[_Solved] = []
         stages = self.settings.parallel.stages(len(self.spec.layers))
         for index, stage in enumerate(stages):
-            drafts = self.num_drafts if index == len(stages) - 1 else 0
+            is_last = index == len(stages) - 1
+            drafts = self.num_drafts * is_last
             stage_groups = partial(self.groups_at, stage, drafts)
             if not stage_groups(self.page_size):
                 continue
             lines = _device_lines(self.settings, stage, self.weights, drafts > 0, self.spec.hidden_size)
-            lines += self._feature_lines() if drafts else ()
+            lines += feature_lines(self.settings, self.spec, self.page_size) if is_last else ()
             kv_bytes = _kv_bytes(self.settings, lines)
             configurator = create_memory_pool_configurator(stage_groups, options, page_size=self.page_size)
             config = configurator.calculate_pool_sizes(kv_bytes, self.page_size)
@@ -175,17 +179,22 @@ class _Server:
             found.append(_Solved(stage=index, config=config, configurator=configurator, kv_bytes=kv_bytes, lines=lines))
         return found
 
-    def _feature_lines(self) -> tuple[Line, ...]:
-        """The ledger's line of what a draft head keeps; empty without a head or a device."""
-        settings, speculation = self.settings, self.settings.speculative_config
-        within_rest = settings.mem_fraction_static is not None and settings.measured is None
-        if settings.rank_device is None or speculation is None or not speculation.keeps_features or within_rest:
-            return ()
-        requests = max(1, (settings.concurrency or settings.max_running_requests) // settings.parallel.dp)
-        count = get_kept_features(speculation, self.page_size * settings.parallel.dcp)
-        size = self.spec.hidden_size * self.spec.dtype.itemsize
-        why = f"2 times {count:,} vectors of {size:,} bytes for each of {counted(requests, 'request')}"
-        return (Line(name="draft features", bytes=2 * requests * count * size, why=why),)
+
+_CONFIGURATORS: tuple[type[MemoryPoolConfigurator], ...] = (
+    HiSparsePoolConfigurator,
+    RecurrentPoolConfigurator,
+    CompressedPoolConfigurator,
+    HybridSWAPoolConfigurator,
+    DefaultPoolConfigurator,
+)
+
+
+def create_memory_pool_configurator(
+    groups_at: GroupsAt, options: PlanSettings, *, page_size: int
+) -> MemoryPoolConfigurator:
+    """The first configurator that suits the groups. Raises what `groups_at` raises for the page size."""
+    groups = groups_at(page_size)
+    return next(kind for kind in _CONFIGURATORS if kind.suits(groups, options))(groups_at, options)
 
 
 @lru_cache(maxsize=512)
@@ -205,15 +214,6 @@ def _context(spec: ModelSpec, settings: PlanSettings) -> int:
     if settings.max_model_len is None and settings.mix is not None:
         return min(spec.context_length, settings.mix.counts[-1][0])
     return settings.max_model_len or spec.context_length
-
-
-def _with_drafts(spec: ModelSpec, speculation: SpeculativeConfig | None) -> tuple[ModelSpec, int]:
-    """The spec with draft layers if speculation has any: the model's own, else some like its attention."""
-    if speculation is None:
-        return spec, 0
-    if speculation.num_layers and not spec.drafts:
-        spec = replace(spec, drafts=(draft_like(spec.layers),))
-    return spec.with_rollback(), speculation.num_layers
 
 
 def _default_mix(settings: PlanSettings, context: int) -> Mix:
@@ -241,10 +241,7 @@ def _device_lines(
         line = Line(name="weights", bytes=size, why=why, estimated=True)
     else:
         raise PlanError("the weights cannot be estimated.", fix="give their bytes on one rank with --weights 38GiB.")
-    weights_of_both: tuple[Line, ...] = (line,)
-    if settings.draft_weight_bytes is not None:
-        why = "the draft model's, from its configuration"
-        weights_of_both += (Line(name="draft weights", bytes=settings.draft_weight_bytes, why=why, estimated=True),)
+    weights_of_both = (line, *draft_weight_lines(settings))
     if settings.mem_fraction_static is not None:
         rest = device.memory - int(device.memory * settings.mem_fraction_static)
         why = f"what --mem-fraction-static {settings.mem_fraction_static:g} leaves of {format_bytes(device.memory)}"

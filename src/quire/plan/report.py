@@ -13,8 +13,8 @@ from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
 from quire.plan.hisparse import hisparse_as_dict, host_lines, latents_told, lossy_notes, unused_by
 from quire.plan.plan import Plan
-from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.plan.settings import PlanSettings
+from quire.plan.speculation import draft_weight_notes, reserve_told, speculation_as_dict
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
@@ -104,21 +104,6 @@ def _without_effect(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
         yield "--mamba-full-memory-ratio has no effect: there are no pools beside the states."
 
 
-def _draft_weights(plan: Plan, weights: WeightEstimate | None) -> Iterator[str]:
-    settings, drafts = plan.settings, plan.settings.speculative_config
-    if (
-        drafts is None
-        or not drafts.num_layers
-        or settings.rank_device is None
-        or settings.draft_weight_bytes is not None
-    ):
-        return
-    if drafts.method != "mtp":
-        yield "the ledger leaves out the weights of the draft: they are not estimated."
-    elif weights is not None and not weights.draft_layers and settings.weight_bytes is None:
-        yield "the ledger leaves out the weights of the prediction layer, which the configuration does not describe."
-
-
 def _uneven_heads(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
     """Heads that do not divide over the ranks."""
     parallel, heads, calls = plan.settings.parallel, plan.spec.query_heads, plan.spec.calls
@@ -138,7 +123,7 @@ def _cap(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
 def _requests(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
     asked, options = plan.settings.concurrency, plan.configurator.options
     if asked is not None and plan.max_running_requests < asked:
-        limit = "states" if plan.hot_rows is None else "hot buffers"
+        limit = "hot buffers" if plan.state_slots is None else "states"
         yield f"{plan.max_running_requests:,} requests may run at once: there are {limit} for no more."
     if plan.state_slots is not None and plan.state_slots < options.states_per_request:
         yield (
@@ -162,7 +147,7 @@ def _long_pages(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
 
 
 _RULES: tuple[_Rule, ...] = (
-    _split, _share_of_device, _ranks, _without_effect, _draft_weights, _uneven_heads, _cap, _requests, _short_steps,
+    _split, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap, _requests, _short_steps,
     lossy_notes, _long_pages,
 )  # fmt: skip
 """Each yields the notes of one subject, in this order."""
@@ -209,34 +194,12 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         },
         "parallel": {name: getattr(settings.parallel, name) for name in ("tp", "pp", "dp", "dcp")},
         "deciding_stage": plan.stage,
-        "speculation": _speculation(plan),
+        "speculation": speculation_as_dict(plan),
         "hisparse": hisparse_as_dict(plan),
         "device": None if settings.rank_device is None else settings.rank_device.name,
         "device_bytes": None if settings.rank_device is None else settings.rank_device.memory,
         "to_fit": [str(option) for option in to_fit],
         "notes": list(plan.notes),
-    }
-
-
-def _speculation(plan: Plan) -> dict[str, Any] | None:
-    """What drafts take: tokens of a request in a step, tokens that each request reserves, bytes of a token in draft
-    layers of full groups, and bytes of features that a head keeps beside the pools."""
-    config, size = plan.settings.speculative_config, plan.page_size
-    if config is None:
-        return None
-    own = len(plan.spec.calls)
-    fields = [
-        field for pool in plan.config.pools if pool.group.reach.kind == "full" for field in pool.group.layout.fields
-    ]
-    shares = [sum(layer >= own for layer in field.layers) / len(field.layers) for field in fields]
-    return {
-        "method": config.method,
-        "draft_tokens": config.num_draft_tokens - 1,
-        "reserved_tokens": get_alloc_reserve_per_decode(config, plan.tokens_per_page),
-        "draft_bytes_per_token": sum(
-            field.bytes_per_frame(size) / size * share for field, share in zip(fields, shares, strict=True)
-        ),
-        "draft_feature_bytes": plan.memory.feature_bytes,
     }
 
 
@@ -308,10 +271,7 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         found += [(f"{pool.name}.{field.name}", _field_formula(field, plan.page_size)) for field in fields]
     bound = f"<= {plan.kv_bytes:,}" + (f", and at most {cap:,} tokens" if cap is not None else "")
     price = f"tokens * {_bytes_per_token(plan):,} + {config.bias:,} {bound}"
-    drafts = _speculation(plan)
-    written = "the last token is drawn, never written"
-    if drafts is not None:
-        written += f"; less {drafts['reserved_tokens']:,} reserved for drafts"
+    written = f"the last token is drawn, never written{reserve_told(plan)}"
     prefix = "nothing is reused: prefix caching is off"
     if plan.minimum_reusable_prefix is not None:
         prefix = f"one page: {plan.minimum_reusable_prefix:,} tokens"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from pydantic import InstanceOf, field_validator
 
 from quire.errors import InvalidInput
 from quire.plan.devices import Device, Line
 from quire.plan.mix import Mix
 from quire.plan.parallel import Parallelism
-from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.settings.fields import MEMORY, PoolFields
 from quire.settings.setting import Bytes, Tokens, setting
 from quire.spec.group import ReachSpec
 from quire.spec.hisparse import HotBuffers
+from quire.spec.speculation import get_alloc_reserve_per_decode
 
 _LARGEST_GRAPH = 256  # requests
 _LOAD = "Load"
@@ -90,12 +88,6 @@ class PlanSettings(LoadFields):
     def group_rows(self) -> int:
         """The most requests that run at once in one attention group."""
         return max(1, self.max_running_requests // self.parallel.dp)
-
-    @property
-    def host_to_device_ratio(self) -> Fraction | None:
-        """Tokens in host memory per token of a hot buffer, if given."""
-        ratio = self.hisparse.host_to_device_ratio if self.hisparse is not None else None
-        return None if ratio is None else Fraction(str(ratio))
 
     @property
     def expected(self) -> Mix:

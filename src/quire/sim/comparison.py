@@ -10,7 +10,6 @@ from functools import partial
 
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
-from quire.plan.reserve import get_alloc_reserve_per_decode
 from quire.plan.step_cost import CostModel
 from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.hit_bounds import HitBounds
@@ -22,7 +21,7 @@ from quire.sim.roles import Roles, RolesResult
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.trace_request import Trace
 from quire.spec.model import ModelSpec
-from quire.spec.speculation import SpeculativeConfig
+from quire.spec.speculation import SpeculativeConfig, get_drafts_beyond_end
 
 _BASELINE = "lru"
 
@@ -142,7 +141,7 @@ def _pool_tokens(
     """A pool in tokens: whole pages, at least one. Also why it is larger than requested, if it is."""
     tokens = int(working_set_tokens * pool) if isinstance(pool, Fraction) else pool
     tokens = max(page_size, tokens - tokens % page_size)
-    reserved = get_alloc_reserve_per_decode(grid.speculation, page_size) if grid.speculation is not None else 0
+    reserved = get_drafts_beyond_end(grid.speculation, page_size)
     written = [prompt + max(1, output) - 1 + reserved for prompt, output in trace.lengths]  # all but the last token
     if not grid.grows or not isinstance(pool, Fraction) or min(written) <= tokens:
         return tokens, ""

@@ -95,8 +95,36 @@ class HiSparseConfig:
         return cls(**found)
 
 
+class Resident:
+    """A plan without hot buffers: all frames are on the device."""
+
+    __slots__ = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Groups whose frames are in host memory."""
+        return ()
+
+    @property
+    def identity(self) -> tuple[bytes, ...]:
+        """What keys of pages have beside the model: with lossy attention, what decoding rows compute depends on it."""
+        return ()
+
+    def frames_per_row(self, page_size: int) -> int:
+        """Device frames of one request's buffer."""
+        return 0
+
+    def slot_table_bytes(self, context: int) -> int:
+        """Bytes on the host of the tables that say which slot of one request and index has which of `context`
+        tokens."""
+        return 0
+
+
+RESIDENT = Resident()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HotBuffers:
+class HotBuffers(Resident):
     """The hot buffers that a plan has decided on.
 
     `group` is the index of the group of latents, whose frames are in host memory. Each running request has a buffer of
@@ -114,11 +142,17 @@ class HotBuffers:
         """What is in host memory, in messages."""
         return "keys and values" if self.lossy else "latents"
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return (self.group,)
+
+    @property
+    def identity(self) -> tuple[bytes, ...]:
+        return (str(self.top_k).encode(),) if self.lossy else ()
+
     def frames_per_row(self, page_size: int) -> int:
-        """Device frames of one request's buffer."""
         return pages_for(self.buffer_size + 1, page_size)
 
     def slot_table_bytes(self, context: int) -> int:
-        """Bytes on the host of the tables that say which slot of one request and index has which of `context` tokens:
-        a position, a stamp and two places in the order for each slot, and a slot for each token."""
+        # A position, a stamp and two places in the order for each slot, and a slot for each token.
         return (4 + 2) * (self.buffer_size + 3) + 2 * 2 * self.buffer_size + 8 + 2 + 2 * (context + 1)

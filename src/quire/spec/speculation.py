@@ -1,4 +1,8 @@
-"""SpeculativeConfig: how tokens are drafted and verified. It reads the names of vLLM and SGLang, and loads no model."""
+"""SpeculativeConfig: how tokens are drafted and verified, and how far a step may run ahead.
+
+It reads the names of vLLM and SGLang, and loads no model. The functions at the end are the only place that says which
+tokens decoding needs beyond the existing ones.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 from quire.errors import InvalidInput
 from quire.spec.json_object import json_object
+from quire.spec.pages import pages_for
 
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Drafts from the request's own tokens, from a smaller model, from an EAGLE head, and from the model's own layers."""
@@ -40,6 +45,7 @@ _FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {
 _MOST = {"num_steps": 256, "num_draft_tokens": 1024, "topk": 64, "prompt_lookup_max": 64}
 _EXAMPLE = 'write it as {"method": "ngram", "num_speculative_tokens": 4}.'
 _MOST_DRAFT_LAYERS = 1_000
+_ROW_MARGIN = 4  # tokens of a row that any step may write beyond the context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +203,60 @@ def _named(given: str | Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
         found[field] = value
     return found
+
+
+# -- what a step reserves
+
+
+def get_alloc_len_per_decode(speculation: SpeculativeConfig | None, page_size: int) -> int:
+    """Tokens that one decode step of one request may write, at worst.
+
+    Without speculation 1. Draft layers that follow a tree (`topk` above 1) on pages may start each branch in the middle
+    of a page, so a branch has whole pages: `ceil((page_size - 1 + num_steps) / page_size)` of them. Drafts that write
+    nothing, for example from n-grams, do not. Source: the report on the reserve of a decode step. `page_size` is the
+    allocator's, times the ranks that share a page in decode-context parallelism.
+    """
+    if speculation is None:
+        return 1
+    steps, topk = speculation.num_steps, speculation.topk
+    if page_size == 1 or topk == 1 or not speculation.num_layers:
+        return max(steps * topk, speculation.num_draft_tokens)
+    branch = pages_for(page_size - 1 + steps, page_size) * page_size
+    return max(branch * topk, speculation.num_draft_tokens)
+
+
+def get_alloc_reserve_per_decode(speculation: SpeculativeConfig | None, page_size: int) -> int:
+    """Tokens that a decoding request holds beyond its settled ones: those of two steps.
+
+    The next step is launched before the last one's verification is known, so both must have room.
+    """
+    return 2 * get_alloc_len_per_decode(speculation, page_size)
+
+
+def get_drafts_beyond_end(speculation: SpeculativeConfig | None, page_size: int) -> int:
+    """Tokens that a request at its end holds beyond its own: none without speculation, which writes no draft."""
+    return get_alloc_reserve_per_decode(speculation, page_size) if speculation is not None else 0
+
+
+def get_verified_tokens(speculation: SpeculativeConfig | None) -> int:
+    """Tokens of a request that a step verifies, after each of which it stores a state; 0 without speculation."""
+    return speculation.num_draft_tokens if speculation is not None else 0
+
+
+def get_kept_features(speculation: SpeculativeConfig | None, page_size: int) -> int:
+    """Last positions of a running request whose features, and outputs, a draft head keeps: a page that is not full, and
+    the tokens that a step verifies. 0 without a head."""
+    keeps = speculation is not None and speculation.keeps_features
+    return page_size + get_verified_tokens(speculation) + 1 if keeps else 0
+
+
+def get_req_to_token_extra_context_len(speculation: SpeculativeConfig | None, page_size: int) -> int:
+    """Tokens by which a request's row of pages is longer than the context.
+
+    With speculation on pages the reserve is rounded up to a whole page, and the row has room for all of it. On pages of
+    one token it has room for the verified tokens; a reserve beyond that is cut at the end of the row.
+    """
+    extra = _ROW_MARGIN + get_verified_tokens(speculation)
+    if speculation is not None and page_size > 1:
+        extra = max(extra, get_alloc_reserve_per_decode(speculation, page_size) + page_size - 1)
+    return extra

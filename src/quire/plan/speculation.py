@@ -1,4 +1,4 @@
-"""The plan of an engine whose draft stores its keys and values in the pages of the target.
+"""Speculation in a plan: draft layers in the pages of the target, what they take, and what a plan says of it.
 
 What a draft model or head says of itself in its configuration is checked here, before any weights are read.
 """
@@ -6,17 +6,27 @@ What a draft model or head says of itself in its configuration is checked here, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModel
+from quire.plan.budget import counted
+from quire.plan.devices import Line
+from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
 from quire.spec.config_reader import ConfigReader
-from quire.spec.families import Layer
+from quire.spec.families import Layer, draft_like
 from quire.spec.kv_format import plain_format
 from quire.spec.layers import FULL_GROUP, AttentionCall, LatentCall
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import (
+    SpeculativeConfig,
+    get_alloc_reserve_per_decode,
+    get_drafts_beyond_end,
+    get_kept_features,
+)
+from quire.spec.weights import WeightEstimate
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -156,3 +166,77 @@ def _is_full_attention(layer: Layer) -> bool:
 
 def _refusal(draft: ModelSpec, why: str, fix: str) -> UnsupportedModel:
     return UnsupportedModel(f"the draft ({draft.architecture}) {why}.", fix=fix)
+
+
+def with_draft_layers(spec: ModelSpec, speculation: SpeculativeConfig | None) -> tuple[ModelSpec, int]:
+    """The spec with draft layers if speculation has any, and how many: the model's own, else some like its
+    attention."""
+    if speculation is None:
+        return spec, 0
+    if speculation.num_layers and not spec.drafts:
+        spec = replace(spec, drafts=(draft_like(spec.layers),))
+    return spec.with_rollback(), speculation.num_layers
+
+
+# -- what a plan says of it: nothing without speculation
+
+
+def draft_weight_lines(settings: PlanSettings) -> Iterator[Line]:
+    """The ledger's line of the weights of a draft model."""
+    if settings.draft_weight_bytes is not None:
+        why = "the draft model's, from its configuration"
+        yield Line(name="draft weights", bytes=settings.draft_weight_bytes, why=why, estimated=True)
+
+
+def feature_lines(settings: PlanSettings, spec: ModelSpec, page_size: int) -> tuple[Line, ...]:
+    """The ledger's line of what a draft head keeps; empty without a head or a device."""
+    speculation, step = settings.speculative_config, page_size * settings.parallel.dcp
+    count = get_kept_features(speculation, step) if speculation is not None and speculation.num_layers else 0
+    within_rest = settings.mem_fraction_static is not None and settings.measured is None
+    if settings.rank_device is None or not count or within_rest:
+        return ()
+    requests = max(1, (settings.concurrency or settings.max_running_requests) // settings.parallel.dp)
+    size = spec.hidden_size * spec.dtype.itemsize
+    why = f"2 times {count:,} vectors of {size:,} bytes for each of {counted(requests, 'request')}"
+    return (Line(name="draft features", bytes=2 * requests * count * size, why=why),)
+
+
+def draft_weight_notes(plan: Plan, weights: WeightEstimate | None) -> Iterator[str]:
+    """Notes on weights that the ledger leaves out."""
+    settings, drafts = plan.settings, plan.settings.speculative_config
+    if drafts is None or not drafts.num_layers:
+        return
+    if settings.rank_device is None or settings.draft_weight_bytes is not None:
+        return
+    if drafts.method != "mtp":
+        yield "the ledger leaves out the weights of the draft: they are not estimated."
+    elif weights is not None and not weights.draft_layers and settings.weight_bytes is None:
+        yield "the ledger leaves out the weights of the prediction layer, which the configuration does not describe."
+
+
+def speculation_as_dict(plan: Plan) -> dict[str, Any] | None:
+    """What drafts take: tokens of a request in a step, tokens that each request reserves, bytes of a token in draft
+    layers of full groups, and bytes of features that a head keeps beside the pools."""
+    config, size = plan.settings.speculative_config, plan.page_size
+    if config is None:
+        return None
+    own = len(plan.spec.calls)
+    fields = [
+        field for pool in plan.config.pools if pool.group.reach.kind == "full" for field in pool.group.layout.fields
+    ]
+    shares = [sum(layer >= own for layer in field.layers) / len(field.layers) for field in fields]
+    return {
+        "method": config.method,
+        "draft_tokens": config.num_draft_tokens - 1,
+        "reserved_tokens": get_alloc_reserve_per_decode(config, plan.tokens_per_page),
+        "draft_bytes_per_token": sum(
+            field.bytes_per_frame(size) / size * share for field, share in zip(fields, shares, strict=True)
+        ),
+        "draft_feature_bytes": plan.memory.feature_bytes,
+    }
+
+
+def reserve_told(plan: Plan) -> str:
+    """The end of a remark on the longest request."""
+    reserved = get_drafts_beyond_end(plan.settings.speculative_config, plan.tokens_per_page)
+    return f"; less {reserved:,} reserved for drafts" if reserved else ""
