@@ -35,7 +35,7 @@ def turn(core: EngineCore, prompt: list[int], name: str) -> tuple[list[int], Ses
     while core.has_work():
         for output in core.step():
             tokens += output.token_ids
-            grant, cached = output.session or grant, output.num_cached_tokens or cached
+            grant, cached = output.session or grant, output.use.num_cached_tokens if output.use else cached
     core.audit()
     assert grant is not None
     return tokens, grant, len(prompt) - cached

@@ -77,7 +77,7 @@ def test_the_rest_of_a_stored_prompt_comes_from_a_peer(name: str, store: Scripte
         tokens, last = answered(decode, prefill)
         assert tokens == case.expected[1]
         assert sources(decode) == [(STORED, "from storage"), (WHOLE - STORED, "from prefill-0")]
-        assert (last.num_storage_tokens, last.num_peer_tokens) == (STORED, WHOLE - STORED)
+        assert last.use is not None and last.use[2:] == (STORED, WHOLE - STORED)
         found = transfer_of(decode)
         assert (found["asks"], found["fallbacks"], found["received_tokens"]) == (1, 0, WHOLE - STORED)
         assert at_rest(decode)["fetched_frames"] > 0

@@ -84,7 +84,7 @@ def test_what_was_fetched_is_there_when_its_turn_comes() -> None:
         queue.add(f"before {number}", prompt(number, 10))
     request = queue.add("a", prompt(1))
     queue.run()
-    assert queue.begun[-1] == "a" and request.num_storage == 3 * PAGE
+    assert queue.begun[-1] == "a" and request.use.num_storage_tokens == 3 * PAGE
 
 
 def test_those_that_are_next_read_ahead_and_others_when_they_come_near(two: None) -> None:
@@ -96,7 +96,7 @@ def test_those_that_are_next_read_ahead_and_others_when_they_come_near(two: None
         assert queue.num_held() <= 2
     assert [bool(request.prefetch or request.prefetched) for request in requests] == [True, True] + [False] * 4
     queue.run()
-    assert [request.num_storage for request in requests] == [3 * PAGE] * 6
+    assert [request.use.num_storage_tokens for request in requests] == [3 * PAGE] * 6
     queue.world.close()
 
 
@@ -109,7 +109,7 @@ def test_who_comes_first_reads_ahead_before_who_came_before(two: None) -> None:
     assert early[0].prefetch is not None and early[1].prefetch is None, "the last gives way"
     queue.run()
     assert queue.begun[0] == "3"
-    assert [request.num_storage for request in (urgent, *early)] == [3 * PAGE] * 3
+    assert [request.use.num_storage_tokens for request in (urgent, *early)] == [3 * PAGE] * 3
 
 
 def test_who_goes_away_holds_nothing() -> None:
@@ -149,7 +149,7 @@ def test_requests_that_begin_alike_hold_until_each_has_begun() -> None:
     queue.add("first", prompt(30, 8), max_tokens=20)
     requests = [queue.add(str(n), asking(np.concatenate((tokens_of((1, 2)), tokens_of((n,)))))) for n in (5, 6)]
     queue.run()
-    assert sum(request.num_storage for request in requests) >= 3 * PAGE
+    assert sum(request.use.num_storage_tokens for request in requests) >= 3 * PAGE
     assert [request.num_cached for request in requests] == [3 * PAGE] * 2
 
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from quire.cache.request_kv import CacheUse
 from quire.engine.messages import TokenLogprobs, TokenOutput
 from quire.engine.output import RequestAssembler, SequenceAssembler, SequenceDelta, TextStream
 from quire.engine.stop_strings import StopAutomaton, StopStrings
@@ -370,7 +371,7 @@ def test_a_request_collects_its_sequences() -> None:
         ("r-1-0", 0, "s", [3, 4]),
         ("r-1-1", 1, "s", [3, 4]),
     ]
-    request.push(TokenOutput(request_id="r-1-1", token_ids=[1], num_cached_tokens=16, finish_reason="stop"))
+    request.push(TokenOutput(request_id="r-1-1", token_ids=[1], use=CacheUse(16), finish_reason="stop"))
     assert request.unfinished_ids() == ["r-1-0"]
     request.push(TokenOutput(request_id="r-1-0", token_ids=[0], finish_reason="length"))
     output = request.output()

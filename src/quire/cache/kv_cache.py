@@ -14,7 +14,7 @@ from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, P
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
-from quire.cache.request_kv import PrefixHit, RequestKV
+from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
@@ -179,16 +179,13 @@ class KVCache:
             self.tree.release(lease)
             raise
         row = self.rows.free.pop()
-        num_storage, num_host = hit.choice.storage_pages * self.page_size, hit.choice.host_pages * self.page_size
-        num_peer = sum(arrived_tokens(asked, hit.num_tokens - num_host, hit.num_tokens).values())
+        storage, host = hit.choice.storage_pages * self.page_size, hit.choice.host_pages * self.page_size
+        peer = sum(arrived_tokens(asked, hit.num_tokens - host, hit.num_tokens).values())
         kv = RequestKV(
             row=row,
             namespace=namespace,
             lease=lease,
-            num_cached=hit.num_tokens,
-            num_host=num_host - num_storage - num_peer,
-            num_storage=num_storage,
-            num_peer=num_peer,
+            use=CacheUse(hit.num_tokens, host - storage - peer, storage, peer),
             num_prompt=len(tokens),
             label=label,
             explanation=explanation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.observe.explain import Explanation
 from quire.prefix.match import Match
@@ -12,6 +13,16 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.rank import Rank
 from quire.tiers.transfer import Transfer
+
+
+class CacheUse(NamedTuple):
+    """The cached tokens of a prompt. Of these, parts came from host memory, from storage and from another engine, which
+    computed them for this request; the others were on the device."""
+
+    num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    num_storage_tokens: int = 0
+    num_peer_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -64,10 +75,7 @@ class RequestKV:
     row: int
     namespace: Namespace
     lease: Lease
-    num_cached: int  # tokens of the hit at its start
-    num_host: int  # cached tokens from host memory
-    num_storage: int  # cached tokens from storage
-    num_peer: int  # cached tokens that another engine has computed for this request
+    use: CacheUse  # the hit at its start
     num_prompt: int  # tokens of the prompt; tokens committed after them are generated
     label: str  # its name in explanations
     explanation: Explanation | None  # why no more is cached, if the cache explains
@@ -75,6 +83,11 @@ class RequestKV:
     loads: list[Transfer]  # loads to the device, of pages of its prefix
     is_held: bool = False  # a session holds it between two turns: no request runs in its row
     marks: dict[int, Rank] = field(default_factory=dict)  # where to store resume points, in pages, and their rank
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the hit at its start."""
+        return self.use.num_cached_tokens
 
     @property
     def alive(self) -> bool:

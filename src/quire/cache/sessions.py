@@ -22,7 +22,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from quire.cache.offload import CacheParts, Offload
-from quire.cache.request_kv import RequestKV
+from quire.cache.request_kv import CacheUse, RequestKV
 from quire.cache.session import (
     HeldRow,
     Session,
@@ -146,8 +146,7 @@ class Sessions:
         if num_tokens < held:
             self._shorten(kv, num_tokens)
         self._parts.tree.use(kv.lease, priority)
-        kv.num_cached, kv.num_prompt, kv.label = num_tokens, len(tokens), label
-        kv.num_host = kv.num_storage = kv.num_peer = 0
+        kv.use, kv.num_prompt, kv.label = CacheUse(num_tokens), len(tokens), label
         kv.loads, kv.marks, kv.explanation = [], {}, None
         if self._cache.explains and not again:
             hit = Reason(Cause.HIT, 0, num_tokens, "held by its session")

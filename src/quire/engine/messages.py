@@ -8,12 +8,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from quire import errors
+from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
 from quire.counters import Metric
 from quire.errors import InvalidInput, QuireError
@@ -77,10 +78,15 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
+class Drafts(NamedTuple):
+    """Drafts that steps of a sequence computed, and those of them that are among its tokens."""
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New tokens of one sequence after one step. Of its cached prompt tokens, `num_host_tokens` came from host memory,
-    `num_storage_tokens` from storage and `num_peer_tokens` from another engine; the others were on the device. So far,
-    its steps computed `num_draft_tokens` drafts, of which `num_accepted_tokens` are among its tokens.
+    """New tokens of one sequence after one step, the cached tokens of its prompt, and the drafts of its steps so far.
 
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
     "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
@@ -90,12 +96,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    num_cached_tokens: int = 0
-    num_host_tokens: int = 0
-    num_storage_tokens: int = 0
-    num_peer_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    use: CacheUse | None = None
+    drafts: Drafts | None = None
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str = ""
@@ -108,12 +110,8 @@ def output_of(request: Request, **more: Any) -> TokenOutput:
     """An output of a request with its counts of cached and drafted tokens, and `more` fields."""
     return TokenOutput(
         request_id=request.request_id,
-        num_cached_tokens=request.num_cached,
-        num_host_tokens=request.num_host,
-        num_storage_tokens=request.num_storage,
-        num_peer_tokens=request.num_peer,
-        num_draft_tokens=request.num_drafted,
-        num_accepted_tokens=request.num_accepted,
+        use=request.use if request.num_cached else None,
+        drafts=Drafts(request.num_drafted, request.num_accepted) if request.num_drafted else None,
         session=request.grant,
         **more,
     )

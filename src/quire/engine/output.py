@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
-from quire.engine.messages import EngineRequest, TokenLogprobs, TokenOutput
+from quire.engine.messages import Drafts, EngineRequest, TokenLogprobs, TokenOutput
 from quire.engine.stop_strings import StopAutomaton, StopStrings
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
@@ -198,8 +199,8 @@ class SequenceAssembler:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.cached = (0, 0, 0, 0)  # prompt tokens from the cache; of these, from host memory, storage and a peer
-        self.drafts = (0, 0)  # that its steps computed; of these, accepted ones
+        self.use = CacheUse()
+        self.drafts = Drafts()
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error = ""  # why, if `finish_reason` is "error"
@@ -227,11 +228,7 @@ class SequenceAssembler:
         first_token, first_piece, ended = len(self.token_ids), len(self._pieces), self.finished
         self.session = output.session or self.session
         if not ended:
-            if output.num_cached_tokens:
-                below = (output.num_host_tokens, output.num_storage_tokens, output.num_peer_tokens)
-                self.cached = (output.num_cached_tokens, *below)
-            if output.num_draft_tokens:
-                self.drafts = (output.num_draft_tokens, output.num_accepted_tokens)
+            self.use, self.drafts = output.use or self.use, output.drafts or self.drafts
             self.explanation = output.explanation or self.explanation
             for i, token_id in enumerate(output.token_ids):
                 if self.logprobs is not None and output.logprobs is not None:
@@ -241,7 +238,7 @@ class SequenceAssembler:
                 ended = self.push_token(token_id, shown=not is_stop or self._params.include_stop_str_in_output)
                 if ended:
                     drafted, accepted = self.drafts
-                    self.drafts = (drafted, max(0, accepted - (len(output.token_ids) - i - 1)))
+                    self.drafts = Drafts(drafted, max(0, accepted - (len(output.token_ids) - i - 1)))
                     break
             if output.finish_reason is not None and not ended:
                 self._finish(output)
@@ -284,9 +281,8 @@ class SequenceAssembler:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             explanation=self.explanation,
-            num_draft_tokens=self.drafts[0],
-            num_accepted_tokens=self.drafts[1],
             session=self.session,
+            **self.drafts._asdict(),
         )
 
     def _show(self, text: str) -> None:
@@ -334,10 +330,9 @@ class RequestAssembler:
         self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
 
     @property
-    def cached(self) -> tuple[int, int, int, int]:
-        """Prompt tokens from the cache, of these from host memory and from storage: those of the sequence with the
-        fewest, because the others reuse what it computes."""
-        return min((each.cached for each in self.sequences.values()), key=lambda cached: cached[0])
+    def use(self) -> CacheUse:
+        """The cached tokens of the sequence with the fewest, because the others reuse what it computes."""
+        return min((each.use for each in self.sequences.values()), key=lambda use: use.num_cached_tokens)
 
     def engine_requests(self, **options: Any) -> list[EngineRequest]:
         """The requests to give to the engine, one for each sequence. `options` are further fields of them."""
@@ -359,15 +354,11 @@ class RequestAssembler:
 
     def output(self) -> RequestOutput:
         """The request as it is now."""
-        cached, host, storage, peer = self.cached
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids.tolist(),
             outputs=[each.completion() for each in self.sequences.values()],
-            num_cached_tokens=cached,
-            num_host_tokens=host,
-            num_storage_tokens=storage,
-            num_peer_tokens=peer,
             finished=not self.unfinished_ids(),
+            **self.use._asdict(),
         )

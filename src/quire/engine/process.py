@@ -78,20 +78,10 @@ _REST_OF_COMMAND_MS = 5
 _LINGER_S = 2.0
 
 
-class Core(Protocol):
-    """The interface of what the process runs: `EngineCore`, or a stand-in of a test. Any thread may call `wake`, which
-    the process sets, when `is_due` may have become true."""
+class Verbs(Protocol):
+    """The methods of a core that the parent may call. Those with an `owner` answer for what is that one's; None: for
+    all."""
 
-    wake: Callable[[], None]
-
-    def ready(self) -> Ready: ...
-    def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
-    def step(self) -> StepOutputs: ...
-    def has_work(self) -> bool: ...
-    def is_due(self) -> bool: ...
-    def close(self) -> None: ...
-
-    # Methods that the parent may call. Those with an `owner` answer for what is that one's; None: for all.
     def add(self, request: EngineRequest) -> None: ...
     def counters(self) -> dict[str, Any]: ...
     def explain(self, request_id: str, owner: str | None) -> dict[str, Explanation]: ...
@@ -107,6 +97,20 @@ class Core(Protocol):
     def history(self) -> dict[str, Any]: ...
 
 
+class Core(Verbs, Protocol):
+    """The interface of what the process runs: `EngineCore`, or a stand-in of a test. Any thread may call `wake`, which
+    the process sets, when `is_due` may have become true."""
+
+    wake: Callable[[], None]
+
+    def ready(self) -> Ready: ...
+    def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
+    def step(self) -> StepOutputs: ...
+    def has_work(self) -> bool: ...
+    def is_due(self) -> bool: ...
+    def close(self) -> None: ...
+
+
 class Verb(NamedTuple):
     """How the arguments of a method are decoded in the engine's process, and its answer in the owner's."""
 
@@ -115,7 +119,7 @@ class Verb(NamedTuple):
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> Verb:
-        """By the types of a method of `Core`."""
+        """From the types of a method of `Verbs`."""
         hints = get_type_hints(method)
         answer = hints.pop("return")
         if get_origin(answer) is Later:
@@ -123,13 +127,7 @@ class Verb(NamedTuple):
         return cls(msgspec.msgpack.Decoder(GenericAlias(tuple, tuple(hints.values()))), msgspec.msgpack.Decoder(answer))
 
 
-VERBS = {
-    name: Verb.of(getattr(Core, name))
-    for name in (
-        *("add", "counters", "explain", "retain", "release", "retained", "flush", "set_weights_epoch", "set_role"),
-        *("audit_cache", "history", "sessions", "close_session"),
-    )
-}
+VERBS = {name: Verb.of(method) for name, method in vars(Verbs).items() if name[0] != "_"}
 
 Progress = Callable[[int, int], None]
 """Touched bytes of host memory, and the total."""

@@ -171,9 +171,9 @@ class Tiered(Offloading):
         if choice.weighed is not None and even.decide(Lane.LOAD, *choice.weighed) and not choice.host_pages:
             even.untried(Lane.LOAD)
         if not resumed:
-            tiers.counters.host_hit_tokens += kv.num_host
-            tiers.counters.storage_hit_tokens += kv.num_storage
-            tiers.counters.peer_hit_tokens += kv.num_peer
+            tiers.counters.host_hit_tokens += kv.use.num_host_tokens
+            tiers.counters.storage_hit_tokens += kv.use.num_storage_tokens
+            tiers.counters.peer_hit_tokens += kv.use.num_peer_tokens
             tiers.counters.declined_tokens += choice.declined_pages * self._page_size
         tiers.on_host.unmark(pages, State.FETCHED)
         if self._write is WritePolicy.SELECTIVE:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from quire.cache.request_kv import RequestKV
+from quire.cache.request_kv import CacheUse, RequestKV
 from quire.cache.running import Lengths
 from quire.cache.session import SessionGrant, Turn
 from quire.observe.explain import Explanation
@@ -88,10 +88,7 @@ class Request:
         self.follows: Following | None = None  # the leader it waits for, when it was last considered
         self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`
-        self.num_cached = -1  # tokens cached at its first admission; -1 before
-        self.num_host = self.num_storage = self.num_peer = (
-            0  # parts of these from host memory, storage and another engine
-        )
+        self.use: CacheUse | None = None  # the tokens cached at its first admission; None before
         self.explanation: Explanation | None = (
             None  # why tokens of its first admission were not cached, if the cache explains
         )
@@ -160,6 +157,11 @@ class Request:
     def num_accepted(self) -> int:
         """Drafts that are among its outputs."""
         return int(self._lengths[ACCEPTED])
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens cached at its first admission; 0 before."""
+        return self.use.num_cached_tokens if self.use is not None else 0
 
     @property
     def num_outputs(self) -> int:

@@ -469,7 +469,7 @@ class Scheduler:
 
     def _begin(self, next_step: NextStep, request: Request, hit: PrefixHit, limit: int, num_held: int) -> None:
         """A request begins on a hit, or after the `num_held` tokens that its session holds."""
-        again = request.num_cached >= 0
+        again = request.use is not None
         if num_held and request.turn is not None:
             kv = request.kv = self._cache.sessions.resume(
                 request.turn,
@@ -497,11 +497,9 @@ class Scheduler:
         request.start_at(kv.num_cached)
         self._rows.bind(request)
         self._rows.committed[kv.row] = self._cache.rows.committed(kv) // self._cache.page_size
-        if request.num_cached < 0:
-            request.num_cached = kv.num_cached
+        if request.use is None:
+            request.use, request.explanation = kv.use, kv.explanation
             self.chunks.admitted(request.num_tokens, kv.num_cached)
-            request.num_host, request.num_storage, request.num_peer = kv.num_host, kv.num_storage, kv.num_peer
-            request.explanation = kv.explanation
         next_step.begun.append(request)
         self._prefetching.stop(request)
         request.state, request.follows = RequestState.RUNNING, None

@@ -320,7 +320,7 @@ class Generation:
         speculation also drafts. Rejected drafts are not among the completion tokens."""
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self._requests)
         num_output_tokens = sum(len(each.token_ids) for each in self._sequences())
-        cached, host, storage, peer = map(sum, zip(*(request.cached for request in self._requests), strict=True))
+        cached, host, storage, peer = map(sum, zip(*(request.use for request in self._requests), strict=True))
         details: dict[str, Any] = {"cached_tokens": cached}
         if self._service.engine.last_statistics.get("tiers"):
             tiers = {"device": cached - host - storage - peer, "host": host, "storage": storage}

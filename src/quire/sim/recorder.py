@@ -116,7 +116,7 @@ class Recorder(Part):
             request_id=request.request_id,
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_outputs,
-            hit_tokens=max(0, request.num_cached),
+            hit_tokens=request.num_cached,
             preemptions=request.num_preemptions,
             evicted_pages=self._cache.statistics().evicted_pages,
             end=end,
