@@ -14,7 +14,7 @@ import typer.main
 
 import quire
 from quire.cli.app import app
-from quire.serve import openapi
+from quire.serve import answers
 
 NAMES = {
     "An engine": "LLM SamplingParams RequestOutput CompletionOutput AsyncEngine EngineConfig engine_config",
@@ -113,7 +113,7 @@ def bodies() -> str:
     return "\n".join(lines).rstrip()
 
 
-ANSWERS = {name for name, found in vars(openapi).items() if isinstance(found, type)}
+ANSWERS = {name for name, found in vars(answers).items() if isinstance(found, type)}
 """Schemas of what is sent, not of bodies that are read."""
 
 

@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.process import EngineProcess
 from quire.engine.watchdog import LaneWatch, Watchdog
-from quire.serve.shares import Shares, Turn
+from quire.serve.shares import OpenSequences, Shares
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -29,7 +29,7 @@ def the_longest_queue_goes_first(patch: Patch) -> None:
 def the_first_has_it_all(patch: Patch) -> None:
     real = Shares.enter
 
-    async def enter(shares: Shares, client: str, count: int) -> Turn:
+    async def enter(shares: Shares, client: str, count: int) -> OpenSequences:
         shares._came_at.clear()
         return await real(shares, client, count)
 
@@ -45,7 +45,7 @@ def the_rate_is_not_measured(patch: Patch) -> None:
 def refusals_are_forgotten(patch: Patch) -> None:
     real = Shares.enter
 
-    async def enter(shares: Shares, client: str, count: int) -> Turn:
+    async def enter(shares: Shares, client: str, count: int) -> OpenSequences:
         shares._refused.clear()
         return await real(shares, client, count)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import TypeAdapter
 
 from quire import __version__
-from quire.serve.openapi import ChatAnswer, CompletionAnswer, ErrorAnswer
+from quire.serve.answers import ChatAnswer, CompletionAnswer, ErrorAnswer
 from tests.serve.live_server import LiveServer
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference/metrics.md"
@@ -87,6 +88,10 @@ def test_a_request_id_comes_back(server: LiveServer) -> None:
         assert re.fullmatch(r"[0-9a-f]{32}", request_id(server, bad))
 
 
+def check(kind: type, answer: object) -> None:
+    TypeAdapter(kind).validate_python(answer, extra="forbid")
+
+
 def test_the_openapi_document_says_what_is_sent(server: LiveServer) -> None:
     document = server.request("/openapi.json")[1]
     assert document["info"]["version"] == __version__
@@ -95,10 +100,10 @@ def test_the_openapi_document_says_what_is_sent(server: LiveServer) -> None:
             assert {"400", "401", "404", "413", "503"} <= set(route["responses"]) and "422" not in route["responses"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
     body = {"max_tokens": 2, "logprobs": 1, "return_token_ids": True, "explain": True, "prompt": "a", "n": 2}
-    CompletionAnswer.model_validate(server.request("/v1/completions", body)[1], extra="forbid")
+    check(CompletionAnswer, server.request("/v1/completions", body)[1])
     body = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
-    ChatAnswer.model_validate(server.request("/v1/chat/completions", body)[1], extra="forbid")
-    ErrorAnswer.model_validate(server.request("/v1/completions", {})[1], extra="forbid")
+    check(ChatAnswer, server.request("/v1/chat/completions", body)[1])
+    check(ErrorAnswer, server.request("/v1/completions", {})[1])
 
 
 def test_pages_of_named_origins_may_call() -> None:
@@ -147,7 +152,7 @@ def test_drafts_are_counted_by_request_and_in_all(drafting: LiveServer) -> None:
         body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, **more_fields}
         status, answer = drafting.request("/v1/completions", body)
         assert status == 200, answer
-        CompletionAnswer.model_validate(answer, extra="forbid")
+        check(CompletionAnswer, answer)
         assert answer["usage"]["completion_tokens"] == 200
         details = answer["usage"]["completion_tokens_details"]
         right, wrong = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.errors import Overloaded
-from quire.serve.shares import Shares, Turn
+from quire.serve.shares import OpenSequences, Shares
 
 
 class Clock:
@@ -114,7 +114,7 @@ def check_a_long_queue_delays_its_own_client() -> None:
     async def body() -> None:
         shares = Shares(most_open=100, most_begun=4, have_names=True)
         order: list[str] = []
-        begun: list[Turn] = []
+        begun: list[OpenSequences] = []
 
         async def one(client: str) -> None:
             turn = await shares.enter(client, 1)
@@ -212,8 +212,8 @@ def test_random_lives_keep_the_limits(seed: int) -> None:
 
     async def body() -> None:
         shares = Shares(most_open=most_open, most_begun=most_begun, have_names=True, clock=Clock())
-        tasks: list[asyncio.Task[Turn]] = []
-        open_turns: list[Turn] = []
+        tasks: list[asyncio.Task[OpenSequences]] = []
+        open_turns: list[OpenSequences] = []
         for _ in range(300):
             match draw.randrange(4):
                 case 0 | 1:

@@ -186,7 +186,7 @@ def _format_seconds(seconds: float | None) -> str:
 
 
 @dataclass(slots=True)
-class Verdict:
+class CheckedRecords:
     """What was found. `gone`: listed, and evicted before it was read. `unread`: the store could not say."""
 
     records: int = 0
@@ -239,11 +239,13 @@ def verify(url: StoreUrl, settings: VerifySettings) -> Report:
     return Report(data, lambda: _shown_verdict(data), exit_code)
 
 
-def check(store: Store, entries: Iterable[Entry], progress: Callable[[int], None] = lambda num_bytes: None) -> Verdict:
+def check(
+    store: Store, entries: Iterable[Entry], progress: Callable[[int], None] = lambda num_bytes: None
+) -> CheckedRecords:
     """Read and check these records. `progress` is called with the bytes of each batch."""
     from quire.tiers.store import Answer
 
-    verdict = Verdict()
+    verdict = CheckedRecords()
     for batch in _batches(entries):
         buffers = [bytearray(entry.num_bytes) for entry in batch]
         answers = store.get([entry.key for entry in batch], buffers)

@@ -55,20 +55,20 @@ class Upstream:
         } | why
 
 
-class _Message(msgspec.Struct):
+class _MessageStart(msgspec.Struct):
     role: msgspec.Raw = msgspec.Raw()
     content: msgspec.Raw = msgspec.Raw()
 
 
-class _Body(msgspec.Struct):
+class _BodyStart(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw()
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    messages: list[_Message] = []
+    messages: list[_MessageStart] = []
     cache_salt: msgspec.Raw = msgspec.Raw()
     session_id: msgspec.Raw = msgspec.Raw()
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = msgspec.json.Decoder(_BodyStart)
 
 
 def beginning(body: bytes) -> bytes:

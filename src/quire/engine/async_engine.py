@@ -22,7 +22,7 @@ import numpy as np
 
 from quire.counters import Metric
 from quire.engine.config import EngineConfig
-from quire.engine.health import Health, stuck
+from quire.engine.health import EngineHealth, stuck
 from quire.engine.messages import (
     ENCODER,
     REPORT_DECODER,
@@ -44,7 +44,7 @@ from quire.engine.messages import (
 from quire.engine.output import RequestAssembler, SequenceDelta
 from quire.engine.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
 from quire.engine.request_stream import RequestStream
-from quire.engine.tokenising import Tokenising, Tokenizer
+from quire.engine.tokenising import ServingTokenizer, Tokenising
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.offload.retention import Granted
 from quire.scheduler.sampling_params import SamplingParams
@@ -137,7 +137,7 @@ class AsyncEngine:
     def __init__(
         self,
         process: EngineProcess,
-        tokenizer: Tokenizer | None,
+        tokenizer: ServingTokenizer | None,
         *,
         start_again: Callable[[], EngineProcess],
         max_restarts: int,
@@ -190,7 +190,7 @@ class AsyncEngine:
         cls,
         config: EngineConfig,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: ServingTokenizer | None = None,
         build: BuildCore = build_engine_core,
         stall_after_s: float = STALL_AFTER_S,
         on_progress: Progress | None = None,
@@ -350,29 +350,33 @@ class AsyncEngine:
         )
         return await self.ask(Core.retain, request)
 
-    def health(self) -> Health:
+    def health(self) -> EngineHealth:
         """Whether a request made now could be answered."""
         if self._death is not None:
-            return Health(healthy=False, reason=str(self._death), detail=getattr(self._death, "detail", ""))
+            return EngineHealth(healthy=False, reason=str(self._death), detail=getattr(self._death, "detail", ""))
         if self._draining:
-            return Health(healthy=False, reason="the server is shutting down.")
+            return EngineHealth(healthy=False, reason="the server is shutting down.")
         if not self._process.process.is_alive():  # its last reports are read before its requests end
             death = self._process.death()
             restarts = self._may_restart()
-            return Health(healthy=False, reason=f"{death.message} It is started again." if restarts else str(death))
+            return EngineHealth(
+                healthy=False, reason=f"{death.message} It is started again." if restarts else str(death)
+            )
         if violation := self.last_statistics.get("violation"):
             reason = "an invariant of the cache is broken; requests that run end, and no other is admitted."
-            return Health(healthy=False, reason=reason, detail=violation)
+            return EngineHealth(healthy=False, reason=reason, detail=violation)
         silent_s = time.monotonic() - self._heard_s
         if not self._streams and not self._has_work and silent_s > min(SILENT_AFTER_S, self._stall_after_s):
-            return Health(healthy=False, reason=f"the engine has no work, and was not heard of for {silent_s:.0f} s.")
+            return EngineHealth(
+                healthy=False, reason=f"the engine has no work, and was not heard of for {silent_s:.0f} s."
+            )
         waited_s = time.monotonic() - self._progress_s
         if self._streams and waited_s > self._stall_after_s:
             work = "has work but makes no progress" if self._has_work else "does not answer"
             limit = f"{len(self._streams)} sequences are open; the limit is {self._stall_after_s:g} s"
             reason = f"the engine {work} for {waited_s:.0f} s ({limit})."
-            return Health(healthy=False, reason=reason, detail=self.last_statistics.get("waiting_reason", ""))
-        return Health(healthy=True, stuck=tuple(stuck(self.last_statistics)))
+            return EngineHealth(healthy=False, reason=reason, detail=self.last_statistics.get("waiting_reason", ""))
+        return EngineHealth(healthy=True, stuck=tuple(stuck(self.last_statistics)))
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, let the open ones finish for at most `drain_s`, abort the rest, end the process."""

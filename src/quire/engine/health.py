@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class EngineHealth:
     """Whether requests can progress; if not, why not. `stuck` is what does not work meanwhile: lanes between tiers, the
     store, peers. Requests are answered without them. The `detail` is the operator's: it may name requests."""
 

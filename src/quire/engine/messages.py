@@ -78,7 +78,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class Drafts(NamedTuple):
+class DraftUse(NamedTuple):
     """Drafts that steps of a sequence computed, and those of them that are among its tokens."""
 
     num_draft_tokens: int = 0
@@ -97,7 +97,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     use: CacheUse | None = None
-    drafts: Drafts | None = None
+    drafts: DraftUse | None = None
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str = ""
@@ -111,7 +111,7 @@ def output_of(request: Request, **more: Any) -> TokenOutput:
     return TokenOutput(
         request_id=request.request_id,
         use=request.use if request.num_cached else None,
-        drafts=Drafts(request.num_drafted, request.num_accepted) if request.num_drafted else None,
+        drafts=DraftUse(request.num_drafted, request.num_accepted),
         session=request.grant,
         **more,
     )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
-from quire.engine.messages import Drafts, EngineRequest, TokenLogprobs, TokenOutput
+from quire.engine.messages import DraftUse, EngineRequest, TokenLogprobs, TokenOutput
 from quire.engine.stop_strings import StopAutomaton, StopStrings
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
@@ -200,7 +200,7 @@ class SequenceAssembler:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.use = CacheUse()
-        self.drafts = Drafts()
+        self.drafts = DraftUse()
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error = ""  # why, if `finish_reason` is "error"
@@ -238,7 +238,7 @@ class SequenceAssembler:
                 ended = self.push_token(token_id, shown=not is_stop or self._params.include_stop_str_in_output)
                 if ended:
                     drafted, accepted = self.drafts
-                    self.drafts = Drafts(drafted, max(0, accepted - (len(output.token_ids) - i - 1)))
+                    self.drafts = DraftUse(drafted, max(0, accepted - (len(output.token_ids) - i - 1)))
                     break
             if output.finish_reason is not None and not ended:
                 self._finish(output)

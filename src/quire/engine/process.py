@@ -209,7 +209,7 @@ def run_engine(config: EngineConfig, end: socket.socket, build: BuildCore, log_l
     """Main function of the child, which logs as its parent does."""
     logging.basicConfig(level=log_level, format=LOG_FORMAT)
     _live_and_die_with_parent()
-    link = _Link(Channel(end))
+    link = _ChildEnd(Channel(end))
     exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
@@ -240,7 +240,7 @@ def _live_and_die_with_parent() -> None:
         threading.Thread(target=watch, name="quire-parent-watch", daemon=True).start()
 
 
-class _Link:
+class _ChildEnd:
     """The child's end."""
 
     def __init__(self, channel: Channel) -> None:
@@ -291,7 +291,7 @@ class StepLoop:
     """Commands, one step, reports; then again. `link` needs `commands(timeout_ms)` and `report(report)`. Each time it
     begins with a `tick`."""
 
-    def __init__(self, core: Core, link: _Link, *, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, core: Core, link: _ChildEnd, *, tick: Callable[[], None] = lambda: None) -> None:
         self._tick = tick
         self._core = core
         self._link = link

@@ -39,7 +39,7 @@ MOST_WAITING = 256
 _MOST_IN_ONE_PROCESS = 1 << 20  # characters; a process that had more ends, so that its memory is returned
 
 
-class Tokenizer(Decoder, Protocol):
+class ServingTokenizer(Decoder, Protocol):
     """The methods of a tokenizer that the engine and the server use. `longest_token` is the most characters of a text
     that one token can stand for. `portable` is the JSON of the tokenizers library that gives the same token ids, or
     None where nothing but this object does."""
@@ -54,7 +54,7 @@ class Tokenizer(Decoder, Protocol):
 class Tokenising:
     """A tokenizer with its threads and processes, for one event loop. `close` ends them."""
 
-    def __init__(self, tokenizer: Tokenizer, *, most_tokens: int) -> None:
+    def __init__(self, tokenizer: ServingTokenizer, *, most_tokens: int) -> None:
         """A prompt has at most `most_tokens`."""
         self.most_characters = most_tokens * tokenizer.longest_token
         self._tokenizer = tokenizer

@@ -12,20 +12,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quire import __version__
 from quire.engine.async_engine import AsyncEngine
-from quire.engine.process import Core
 from quire.errors import EngineDead, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
-from quire.serve.chat import chat_router
+from quire.serve.answers import ERRORS, Health, ModelCard, ModelList, Version, describe
+from quire.serve.cache_routes import cache_router, insight_router
 from quire.serve.completions import completions_router
 from quire.serve.config import ServerConfig
 from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.keys import Keys
-from quire.serve.openapi import ERRORS, Health, ModelCard, ModelList, Version, describe
-from quire.serve.proof import proof_router
-from quire.serve.retention import retention_router
-from quire.serve.sessions import sessions_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
 
@@ -66,11 +62,9 @@ def create_app(
     errors.install(app)
     app.add_exception_handler(ClientGone, _client_gone)
     app.include_router(completions_router(service))
-    app.include_router(chat_router(service))
     app.include_router(_router(service))
-    app.include_router(retention_router(service))
-    app.include_router(sessions_router(service))
-    app.include_router(proof_router(service))
+    app.include_router(cache_router(service))
+    app.include_router(insight_router(service))
     add_gate(
         app,
         metrics.counters.responses,
@@ -88,7 +82,7 @@ async def _client_gone(_request: Any, _error: Exception) -> Response:
 def _router(service: Service) -> APIRouter:
     """The model that is served, and the server's state."""
     router = APIRouter()
-    model = {
+    model: ModelCard = {
         "id": service.model_name,
         "object": "model",
         "created": service.started_at,
@@ -96,12 +90,12 @@ def _router(service: Service) -> APIRouter:
         "max_model_len": service.engine.context_length,
     }
 
-    @router.get("/v1/models", responses={200: {"model": ModelList}})
-    async def models() -> dict[str, Any]:
+    @router.get("/v1/models")
+    async def models() -> ModelList:
         return {"object": "list", "data": [model]}
 
-    @router.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}})
-    async def one_model(name: str) -> dict[str, Any]:
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> ModelCard:
         if name != service.model_name:
             raise UnknownModel(f"the model '{name[:60]}' does not exist here.", fix=f"use '{service.model_name}'.")
         return model
@@ -113,8 +107,8 @@ def _router(service: Service) -> APIRouter:
         body = state.to_dict(for_operator=request.state.client.is_admin)
         return JSONResponse(body, status_code=200 if state.healthy else 503)
 
-    @router.get("/version", responses={200: {"model": Version}})
-    async def version() -> dict[str, str]:
+    @router.get("/version")
+    async def version() -> Version:
         """The version of Quire."""
         return {"version": __version__}
 
@@ -124,22 +118,5 @@ def _router(service: Service) -> APIRouter:
         with contextlib.suppress(EngineDead):
             await service.engine.statistics(timeout_s=1.0)
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/v1/cache/statistics")
-    async def statistics() -> dict[str, Any]:
-        """The engine's counters as they are now."""
-        return await service.engine.statistics()
-
-    @router.get("/v1/cache/explain/{request_id}")
-    async def explain(request_id: str, request: Request) -> dict[str, Any]:
-        """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
-        that is not known any more, or another key's. To operators it also tells what other namespaces have cached."""
-        found = await service.engine.ask(Core.explain, request_id, request.state.client.sees)
-        if not request.state.client.is_admin:
-            found = {key: explanation.for_client() for key, explanation in found.items()}
-        return {
-            "request_id": request_id,
-            "explanations": [{"sequence": key, **explanation.to_dict()} for key, explanation in found.items()],
-        }
 
     return router

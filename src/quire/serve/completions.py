@@ -1,20 +1,34 @@
-"""`POST /v1/completions`."""
+"""`POST /v1/completions` and `/v1/chat/completions`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.engine.output import CompletionOutput, Logprob
-from quire.serve.generation import Service, answer
-from quire.serve.openapi import CompletionAnswer, generated
-from quire.serve.protocol import CompletionBody
+from quire.engine.tokenising import Tokenising
+from quire.errors import InvalidInput
+from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
+from quire.serve.errors import BadField
+from quire.serve.generation import Service, answer, by
+from quire.serve.protocol import ChatBody, CompletionBody, Message
+from quire.serve.sse import while_connected
+from quire.spec.ids import Ids
+
+TEMPLATE_ARGUMENTS = frozenset((
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+))  # fmt: skip
+"""Names that the tokenizer itself interprets, not the model's template: a client's own template would be a program that
+runs here."""
 
 
 def completions_router(service: Service) -> APIRouter:
-    """The route, for `service`."""
+    """The routes, for `service`. Without a tokenizer that of chats refuses every request and says so."""
     router = APIRouter()
 
     @router.post("/v1/completions", response_model=None, responses=generated(CompletionAnswer))
@@ -24,7 +38,34 @@ def completions_router(service: Service) -> APIRouter:
         choices, deadline = TextChoices(body.logprobs), service.deadline(body)
         return await answer(service, request, body, body.params(), body.prompts(), choices, deadline=deadline)
 
+    @router.post("/v1/chat/completions", response_model=None, responses=generated(ChatAnswer))
+    async def chat(body: ChatBody, request: Request) -> Response:
+        service.check_model(body.model)
+        body.check()
+        params = body.params()
+        work = chat_prompt(service.engine.tokenising, body.messages, body.chat_template_kwargs or {})
+        deadline = service.deadline(body)
+        async with by(deadline):
+            prompt = await while_connected(request.receive, work)
+        choices = MessageChoices(body.top_logprobs or 0)
+        return await answer(service, request, body, params, [prompt], choices, deadline=deadline)
+
     return router
+
+
+async def chat_prompt(tokenising: Tokenising | None, messages: Sequence[Message], variables: Mapping[str, Any]) -> Ids:
+    """The tokens of a conversation, through the model's template with these variables of its own. Raises InvalidInput
+    where there is no tokenizer, and BadField for variables that mean something to the tokenizer itself."""
+    if tokenising is None:
+        raise InvalidInput("this server has no tokenizer, so it cannot chat.", fix="send token ids to /v1/completions.")
+    for name in variables:
+        if name in TEMPLATE_ARGUMENTS:
+            raise BadField(
+                f"chat_template_kwargs cannot set {name}; it is for variables of the model's own template.",
+                param="chat_template_kwargs",
+                fix=f"leave {name} out.",
+            )
+    return await tokenising.chat([message.plain() for message in messages], variables)
 
 
 class TextChoices:
@@ -78,4 +119,41 @@ def _by_text(position: dict[int, Logprob], drawn: int, num_top: int) -> dict[str
     return {
         lp.decoded_token if owners[lp.decoded_token] == token_id else f"token_id:{token_id}": lp.logprob
         for token_id, lp in top
+    }
+
+
+class MessageChoices:
+    """Choices with a message, in chunks a delta, and OpenAI's newer shape of logprobs: an object for each token."""
+
+    kind = "chatcmpl"
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    opening: dict[str, Any] | None = {"role": "assistant", "content": ""}  # noqa: RUF012 - nothing changes it
+
+    def __init__(self, num_top: int) -> None:
+        self._num_top = num_top
+
+    def content(self, part: CompletionOutput, *, whole: bool) -> dict[str, Any]:
+        """The message of a choice, or the new part of it."""
+        if whole:
+            return {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+        return {"delta": {"content": part.text} if part.text else {}}
+
+    def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
+        """One object for each token."""
+        if not part.logprobs:
+            return None
+        content = [
+            _token(position[token_id])
+            | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, self._num_top)]}
+            for position, token_id in zip(part.logprobs, part.token_ids, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _token(logprob: Logprob) -> dict[str, Any]:
+    return {
+        "token": logprob.decoded_token,
+        "logprob": logprob.logprob,
+        "bytes": list(logprob.decoded_token.encode()),
     }

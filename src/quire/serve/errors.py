@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from quire.errors import InvalidInput, QuireError
+from quire.serve.answers import ErrorAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) 
     )
 
 
-def error_body(error: QuireError, *, param: str | None = None) -> dict[str, Any]:
+def error_body(error: QuireError, *, param: str | None = None) -> ErrorAnswer:
     """The JSON body that tells a client about `error`."""
     message = error.message + (f" Fix: {error.fix}" if error.fix else "")
     return {

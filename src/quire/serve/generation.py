@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -21,10 +21,11 @@ from quire.engine.request_stream import RequestStream
 from quire.errors import QuireError, TooSlow, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.answers import ChoiceFields, PromptDetails, Usage
 from quire.serve.errors import BadField, error_body
 from quire.serve.keys import Client, not_allowed
 from quire.serve.protocol import MAX_CHOICES, GenerationBody
-from quire.serve.shares import Shares, Turn
+from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, EventTemplate, event, while_connected
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def _too_slow() -> TooSlow:
     )
 
 
-class Choices(Protocol):
+class ChoiceForm(Protocol):
     """The differences of the two generation routes: names, and the form of a choice."""
 
     kind: str
@@ -80,7 +81,7 @@ class Choices(Protocol):
     chunk_object: str
     opening: dict[str, Any] | None
 
-    def content(self, part: CompletionOutput, *, whole: bool) -> dict[str, Any]: ...
+    def content(self, part: CompletionOutput, *, whole: bool) -> Mapping[str, object]: ...
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None: ...
 
 
@@ -90,7 +91,7 @@ async def answer(
     body: GenerationBody,
     params: SamplingParams,
     prompts: Sequence[Prompt],
-    choices: Choices,
+    choices: ChoiceForm,
     *,
     deadline: float | None,
 ) -> Response:
@@ -121,7 +122,7 @@ async def answer(
 
 
 async def _events(
-    service: Service, body: GenerationBody, generation: Generation, choices: Choices
+    service: Service, body: GenerationBody, generation: Generation, choices: ChoiceForm
 ) -> AsyncGenerator[bytes, None]:
     head = _head(service, generation, choices.chunk_object)
     if body.include_usage:
@@ -149,7 +150,7 @@ class _Chunks:
     """
 
     def __init__(
-        self, head: dict[str, Any], body: GenerationBody, choices: Choices, *, usage: Callable[[], object] | None
+        self, head: dict[str, Any], body: GenerationBody, choices: ChoiceForm, *, usage: Callable[[], Usage] | None
     ) -> None:
         self._head = head
         self._body = body
@@ -181,18 +182,21 @@ def _head(service: Service, generation: Generation, kind: str) -> dict[str, Any]
 
 
 def _choice(
-    body: GenerationBody, choices: Choices, index: int, part: CompletionOutput, *, whole: bool
+    body: GenerationBody, choices: ChoiceForm, index: int, part: CompletionOutput, *, whole: bool
 ) -> dict[str, Any]:
-    choice = {
+    choice: ChoiceFields = {
         "index": index,
-        **choices.content(part, whole=whole),
         "logprobs": choices.logprobs(index, part),
         "finish_reason": part.finish_reason,
         "stop_reason": part.stop_reason,
-        **body.explanation(part),
-        **body.session(part),
     }
-    return choice | {"token_ids": part.token_ids} if body.return_token_ids else choice
+    if part.finish_reason is not None and body.explain and part.explanation is not None:
+        choice["explanation"] = part.explanation.for_client().to_dict()
+    if part.finish_reason is not None and part.session is not None:
+        choice["session"] = asdict(part.session)
+    if body.return_token_ids:
+        choice["token_ids"] = part.token_ids
+    return {"index": index, **choices.content(part, whole=whole), **choice}
 
 
 class Generation:
@@ -209,7 +213,7 @@ class Generation:
         *,
         client_id: str,
         started_s: float,
-        turn: Turn,
+        turn: OpenSequences,
         deadline: float | None,
     ) -> None:
         self._turn = turn
@@ -270,7 +274,7 @@ class Generation:
                 owner=client.owner,
             )
 
-        turn: Turn | None = None
+        turn: OpenSequences | None = None
         try:
             async with by(deadline):
                 turn = await service.shares.enter(client.name, len(prompts) * params.n)
@@ -315,19 +319,19 @@ class Generation:
             pass
         return [output for request in self._requests for output in request.output().outputs]
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens read, generated, and served from the cache, so far; with tiers also from which of them, with
-        speculation also drafts. Rejected drafts are not among the completion tokens."""
+    def usage(self) -> Usage:
+        """Tokens read, generated, and served from the cache, so far. Rejected drafts are not among the completion
+        tokens."""
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self._requests)
         num_output_tokens = sum(len(each.token_ids) for each in self._sequences())
         cached, host, storage, peer = map(sum, zip(*(request.use for request in self._requests), strict=True))
-        details: dict[str, Any] = {"cached_tokens": cached}
+        details: PromptDetails = {"cached_tokens": cached}
         if self._service.engine.last_statistics.get("tiers"):
             tiers = {"device": cached - host - storage - peer, "host": host, "storage": storage}
             if self._service.engine.last_statistics.get("transfer"):
                 tiers["peer"] = peer
             details["cached_tokens_by_tier"] = tiers
-        found = {
+        found: Usage = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
@@ -392,7 +396,7 @@ class Generation:
         return choice, delta
 
 
-def _said_of_drafts(usage: Mapping[str, Any]) -> str:
+def _said_of_drafts(usage: Usage) -> str:
     """For the log; nothing without speculation."""
     found = usage.get("completion_tokens_details")
     if found is None:

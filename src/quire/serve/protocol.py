@@ -7,8 +7,7 @@ An unknown field is refused with the nearest known name: it may be a typing erro
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,9 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from quire.cache.session import LONGEST_SESSION_ID, SessionGrant
+from quire.cache.session import LONGEST_SESSION_ID
 from quire.errors import InvalidInput
-from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
 
@@ -176,17 +174,6 @@ class StreamOptions(ClosedObject):
     continuous_usage_stats: bool | None = field("With it, every chunk has the `usage` so far.")
 
 
-class WithExplanation(Protocol):
-    """A completion, or the delta of one, of which an explanation may be known."""
-
-    @property
-    def finish_reason(self) -> str | None: ...
-    @property
-    def explanation(self) -> Explanation | None: ...
-    @property
-    def session(self) -> SessionGrant | None: ...
-
-
 class GenerationBody(BaseModel):
     """What both endpoints share. None stands for the field's default.
 
@@ -242,18 +229,6 @@ class GenerationBody(BaseModel):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream carries the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    def explanation(self, part: WithExplanation) -> dict[str, Any]:
-        """The field of a choice that ends with `part`, if it was asked for."""
-        if not self.explain or part.finish_reason is None or part.explanation is None:
-            return {}
-        return {"explanation": part.explanation.for_client().to_dict()}
-
-    def session(self, part: WithExplanation) -> dict[str, Any]:
-        """The field of a choice that ends with `part`, if it is a turn of a session."""
-        if part.finish_reason is None or part.session is None:
-            return {}
-        return {"session": asdict(part.session)}
 
     def check(self) -> None:
         """Refuse fields that would change the answer if they were ignored."""

@@ -25,7 +25,7 @@ _UNMEASURED_S = 5.0
 _LONGEST_S = 120.0
 
 
-class Turn:
+class OpenSequences:
     """Sequences of one request, until `close`."""
 
     def __init__(self, shares: Shares, client: str, count: int) -> None:
@@ -56,12 +56,12 @@ class Shares:
         self._clock = clock
         self._open = Counter[str]()
         self._begun = Counter[str]()
-        self._waiting: dict[str, deque[Turn]] = {}
+        self._waiting: dict[str, deque[OpenSequences]] = {}
         self._came_at: dict[str, float] = {}  # by client, not those that were quiet for long
         self._ends: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
         self._refused = Counter[str]()  # sequences by client that come again, less those that have ended since
 
-    async def enter(self, client: str, count: int) -> Turn:
+    async def enter(self, client: str, count: int) -> OpenSequences:
         """A turn of `count` sequences, when it has come. Raises Overloaded."""
         now = self._clock()
         self._came_at[client] = now
@@ -76,7 +76,7 @@ class Shares:
             wait_s = self.wait_s(over + self._refused[client])
             self._refused[client] = min(self._refused[client] + count, self._most_open)
             raise Overloaded(f"{what}{more}.", retry_after_s=wait_s)
-        turn = Turn(self, client, count)
+        turn = OpenSequences(self, client, count)
         self._open[client] += count
         if not self._have_names or self._has_room(turn):
             self._begun[client] += count
@@ -97,11 +97,11 @@ class Shares:
         ended, since_s = sum(number for _, number in self._ends), self._clock() - self._ends[0][0]
         return min(max(1.0, count * since_s / ended), _LONGEST_S)
 
-    def _has_room(self, turn: Turn) -> bool:
+    def _has_room(self, turn: OpenSequences) -> bool:
         num_begun = self._begun.total()
         return num_begun == 0 or num_begun + turn.count <= self._most_begun
 
-    def _leave(self, turn: Turn) -> None:
+    def _leave(self, turn: OpenSequences) -> None:
         self._open[turn.client] -= turn.count
         waiting = self._waiting.get(turn.client, ())
         if turn in waiting:

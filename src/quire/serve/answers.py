@@ -1,14 +1,14 @@
-"""The answers in the OpenAPI document: their fields, and the errors of every route."""
+"""The answers: their fields, as they are sent and as the OpenAPI document has them, and the errors of every route."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NotRequired
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(TypedDict):
     """What failed, and how to mend it."""
 
     message: str
@@ -17,55 +17,55 @@ class ErrorDetail(BaseModel):
     code: str
 
 
-class ErrorAnswer(BaseModel):
+class ErrorAnswer(TypedDict):
     """Every failure."""
 
     error: ErrorDetail
 
 
-class PromptDetails(BaseModel):
+class PromptDetails(TypedDict):
     """Prompt tokens that came from the cache; with tiers also from which."""
 
     cached_tokens: int
-    cached_tokens_by_tier: dict[str, int] | None = None
+    cached_tokens_by_tier: NotRequired[dict[str, int] | None]
 
 
-class CompletionDetails(BaseModel):
+class CompletionDetails(TypedDict):
     """With speculation: drafts that are completion tokens, and those that are not."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(TypedDict):
     """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | None = None
+    completion_tokens_details: NotRequired[CompletionDetails | None]
 
 
-class Choice(BaseModel):
+class ChoiceFields(TypedDict):
     """The common fields of choices of both endpoints."""
 
     index: int
     finish_reason: str | None
     stop_reason: int | str | None
     logprobs: dict[str, Any] | None
-    token_ids: list[int] | None = None
-    explanation: dict[str, Any] | None = None
-    session: dict[str, Any] | None = None
+    token_ids: NotRequired[list[int] | None]
+    explanation: NotRequired[dict[str, Any] | None]
+    session: NotRequired[dict[str, Any] | None]
 
 
-class TextChoice(Choice):
+class TextChoice(ChoiceFields):
     """One continuation."""
 
     text: str
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(TypedDict):
     """One turn of the assistant."""
 
     role: str
@@ -73,13 +73,13 @@ class AnswerMessage(BaseModel):
     refusal: str | None
 
 
-class MessageChoice(Choice):
+class MessageChoice(ChoiceFields):
     """One answer."""
 
     message: AnswerMessage
 
 
-class Answer(BaseModel):
+class AnswerFields(TypedDict):
     """The common fields of answers of both endpoints."""
 
     id: str
@@ -89,28 +89,28 @@ class Answer(BaseModel):
     usage: Usage
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(AnswerFields):
     """The answer of `/v1/completions`; a stream has events with choices of this form."""
 
     choices: list[TextChoice]
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(AnswerFields):
     """The answer of `/v1/chat/completions`; in a stream `delta` stands for `message`."""
 
     choices: list[MessageChoice]
 
 
-class Health(BaseModel):
+class Health(TypedDict):
     """Whether a request could be answered; if not, why not. A server that answers and is `degraded` says what is
     `stuck`."""
 
     status: str
-    reason: str | None = None
-    stuck: list[str] | None = None
+    reason: NotRequired[str | None]
+    stuck: NotRequired[list[str] | None]
 
 
-class ModelCard(BaseModel):
+class ModelCard(TypedDict):
     """The model that is served."""
 
     id: str
@@ -120,20 +120,20 @@ class ModelCard(BaseModel):
     max_model_len: int
 
 
-class ModelList(BaseModel):
+class ModelList(TypedDict):
     """All models: one."""
 
     object: str
     data: list[ModelCard]
 
 
-class Version(BaseModel):
+class Version(TypedDict):
     """The version of Quire."""
 
     version: str
 
 
-def generated(answer: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def generated(answer: type) -> dict[int | str, dict[str, Any]]:
     """The answers of a route that generates: whole, or a stream of events."""
     events = {"schema": {"type": "string", "description": "Events, each with a part of such an answer."}}
     return {200: {"model": answer, "content": {"text/event-stream": events}}}

@@ -1,7 +1,9 @@
-"""`POST /v1/cache/retain`, `release`, `flush`, `epoch` and `role`, `GET /v1/cache/retained`: what an engine keeps.
+"""The routes of `/v1/cache` and `/v1/sessions`: what an engine keeps, says of it and checks.
 
 A client may use each namespace whose salt it knows. A retention is released by the key that made it, by an id that only
-the answer has; the list has neither ids nor tokens nor salts.
+the answer has; the list has neither ids nor tokens nor salts. A client sees and ends the sessions of its own key; the
+operator those of all. Audit and history are for operators: they tell of requests of all namespaces, without tokens or
+salts.
 """
 
 from __future__ import annotations
@@ -9,13 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import AliasChoices, Field
 
 from quire.engine.async_engine import Prompt
 from quire.engine.config import MOST_EPOCHS
 from quire.engine.process import Core
-from quire.serve.chat import chat_prompt
+from quire.serve.completions import chat_prompt
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
 from quire.serve.keys import Client, not_allowed
@@ -25,6 +27,8 @@ from quire.spec.events import Namespace
 
 Salt = Annotated[SaltText | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
 """`cache_salt`, as in a completion; `salt` is the same."""
+
+SessionSalt = Annotated[SaltText, Query(description="The salt of the requests of these sessions.")]
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
@@ -101,8 +105,8 @@ def _allowed_pin(body: RetainBody, request: Request) -> bool:
     return bool(body.pin)
 
 
-def retention_router(service: Service) -> APIRouter:
-    """The routes, for `service`."""
+def cache_router(service: Service) -> APIRouter:
+    """The routes of what is kept, for `service`."""
     router, engine = APIRouter(), service.engine
 
     @router.post("/v1/cache/retain")
@@ -155,5 +159,63 @@ def retention_router(service: Service) -> APIRouter:
     async def role(body: RoleBody) -> dict[str, Any]:
         """The engine's role among others changes. Running requests and transfers continue."""
         return {"role": await engine.ask(Core.set_role, body.role)}
+
+    @router.get("/v1/sessions")
+    async def sessions(request: Request, cache_salt: SessionSalt = "") -> dict[str, Any]:
+        """The sessions of a namespace, the one used last first: the tokens that each holds and has saved, and for how
+        long it is kept."""
+        client: Client = request.state.client
+        found = await engine.ask(Core.sessions, Namespace(salt=client.salt(cache_salt)), client.sees)
+        held = sum(each.held_tokens for each in found.sessions)
+        return {
+            "sessions": [asdict(each) for each in found.sessions],
+            "held_tokens": held,
+            "budget_tokens": found.budget_tokens,
+        }
+
+    @router.delete("/v1/sessions/{session_id:path}")
+    async def close(session_id: str, request: Request, cache_salt: SessionSalt = "") -> dict[str, Any]:
+        """End a session that no turn will follow, and free what it holds. Its turns that run go on. Cached pages that
+        no other request has used are evicted first. `closed` is false if there is none."""
+        client: Client = request.state.client
+        namespace = Namespace(salt=client.salt(cache_salt))
+        closed = await engine.ask(Core.close_session, namespace, session_id, client.sees)
+        return {"session_id": session_id, "closed": closed}
+
+    return router
+
+
+def insight_router(service: Service) -> APIRouter:
+    """The routes that say what the engine does, and change nothing, for `service`."""
+    router, engine = APIRouter(), service.engine
+
+    @router.get("/v1/cache/statistics")
+    async def statistics() -> dict[str, Any]:
+        """The engine's counters as they are now."""
+        return await engine.statistics()
+
+    @router.get("/v1/cache/explain/{request_id}")
+    async def explain(request_id: str, request: Request) -> dict[str, Any]:
+        """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
+        that is not known any more, or another key's. To operators it also tells what other namespaces have cached."""
+        found = await engine.ask(Core.explain, request_id, request.state.client.sees)
+        if not request.state.client.is_admin:
+            found = {key: explanation.for_client() for key, explanation in found.items()}
+        return {
+            "request_id": request_id,
+            "explanations": [{"sequence": key, **explanation.to_dict()} for key, explanation in found.items()],
+        }
+
+    @router.get("/v1/cache/audit")
+    async def audit() -> dict[str, Any]:
+        """Audit the whole cache beside the steps, and what the canary has found. With `ended` false the engine is so
+        busy that the audit goes on; `whole` says that nothing changed meanwhile, so that no page can be lost."""
+        return await engine.ask(Core.audit_cache)
+
+    @router.get("/v1/cache/history")
+    async def history() -> dict[str, Any]:
+        """Frames by tier, group and state: each second of ten minutes and each minute of a day, the highest marks, and
+        what held memory when it was short."""
+        return await engine.ask(Core.history)
 
     return router
