@@ -24,7 +24,6 @@ from quire.counters import Metric
 from quire.engine.config import EngineConfig
 from quire.engine.health import EngineHealth, stuck
 from quire.engine.messages import (
-    ENCODER,
     REPORT_DECODER,
     Abort,
     Ask,
@@ -39,6 +38,8 @@ from quire.engine.messages import (
     RetainRequest,
     TokenOutput,
     Touched,
+    encoded,
+    not_utf8,
     prompt_bytes,
 )
 from quire.engine.output import RequestAssembler, SequenceDelta
@@ -99,32 +100,6 @@ async def _made(start: Callable[[], EngineProcess]) -> EngineProcess:
         process = await making
         await asyncio.to_thread(process.stop, deadline_s=0)
         raise
-
-
-def _encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
-    """Raises InvalidInput for values that cannot be sent: integers beyond 64 bits, lone surrogates, other types."""
-    try:
-        return msgspec.Raw(ENCODER.encode(arguments))
-    except UnicodeEncodeError as error:
-        names = (_field_with(argument, error.object) for argument in arguments)
-        raise _not_utf8(next(filter(None, names), "text"), error) from None
-    except (ValueError, OverflowError, TypeError, RecursionError) as error:
-        raise InvalidInput(f"the request cannot be sent to the engine: {error}.", fix="check its fields.") from error
-
-
-def _field_with(value: object, text: str) -> str | None:
-    """The name of the field with this text, of a struct or of one in it."""
-    for name in getattr(value, "__struct_fields__", ()):
-        found = getattr(value, name)
-        if found == text or (isinstance(found, list) and text in found):
-            return str(name)
-        if inner := _field_with(found, text):
-            return inner
-    return None
-
-
-def _not_utf8(name: str, error: UnicodeEncodeError) -> InvalidInput:
-    return InvalidInput(f"{name} must be text without lone surrogates, got {error.object[:60]!r}.")
 
 
 class AsyncEngine:
@@ -273,14 +248,14 @@ class AsyncEngine:
         requests = assembler.engine_requests(**options, session_id=session_id)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
-        encoded = [_encoded((request,)) for request in requests]  # refused before it is registered
+        asked = [encoded((request,)) for request in requests]  # refused before it is registered
         stream = RequestStream(assembler, on_close=self._close)
         if not self._streams:
             self._progress_s = time.monotonic()
         self._idle.clear()
         self._streams |= dict.fromkeys((request.request_id for request in requests), stream)
         try:
-            await asyncio.gather(*[self._send(Core.add.__name__, arguments) for arguments in encoded])
+            await asyncio.gather(*[self._send(Core.add.__name__, arguments) for arguments in asked])
         except BaseException:
             stream.close()
             raise
@@ -297,7 +272,7 @@ class AsyncEngine:
         """Call a method of the engine's core, and return its result. Raises what that raises, and `EngineDead` if the
         engine has ended or does not answer in time."""
         try:
-            answer = await asyncio.wait_for(self._send(verb.__name__, _encoded(arguments)), timeout_s)
+            answer = await asyncio.wait_for(self._send(verb.__name__, encoded(arguments)), timeout_s)
         except TimeoutError:
             raise EngineDead(
                 f"the engine did not answer within {timeout_s:g} s.",
@@ -596,7 +571,7 @@ class AsyncEngine:
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise _not_utf8("prompt", error) from None
+                raise not_utf8("prompt", error) from None
             return await self.tokenising.encode(prompt)
         try:
             return np.asarray(prompt, dtype=np.int32)

@@ -266,3 +266,30 @@ Report = Ready | Touched | Outputs | Beat | Reply | Died
 ENCODER = msgspec.msgpack.Encoder()
 COMMAND_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 REPORT_DECODER: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
+    """Arguments of an `Ask`. Raises InvalidInput for values that cannot be sent: integers beyond 64 bits, lone surrogates, other types."""
+    try:
+        return msgspec.Raw(ENCODER.encode(arguments))
+    except UnicodeEncodeError as error:
+        names = (_field_with(argument, error.object) for argument in arguments)
+        raise not_utf8(next(filter(None, names), "text"), error) from None
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise InvalidInput(f"the request cannot be sent to the engine: {error}.", fix="check its fields.") from error
+
+
+def _field_with(value: object, text: str) -> str | None:
+    """The name of the field with this text, of a struct or of one in it."""
+    for name in getattr(value, "__struct_fields__", ()):
+        found = getattr(value, name)
+        if found == text or (isinstance(found, list) and text in found):
+            return str(name)
+        if inner := _field_with(found, text):
+            return inner
+    return None
+
+
+def not_utf8(name: str, error: UnicodeEncodeError) -> InvalidInput:
+    """The error for a text with lone surrogates."""
+    return InvalidInput(f"{name} must be text without lone surrogates, got {error.object[:60]!r}.")
