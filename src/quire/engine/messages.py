@@ -269,7 +269,8 @@ REPORT_DECODER: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report
 
 
 def encoded(arguments: tuple[object, ...]) -> msgspec.Raw:
-    """Arguments of an `Ask`. Raises InvalidInput for values that cannot be sent: integers beyond 64 bits, lone surrogates, other types."""
+    """Arguments of an `Ask`. Raises InvalidInput for values that cannot be sent: integers beyond 64 bits, lone
+    surrogates, other types."""
     try:
         return msgspec.Raw(ENCODER.encode(arguments))
     except UnicodeEncodeError as error:
