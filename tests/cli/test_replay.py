@@ -330,7 +330,7 @@ def test_roles_are_beside_as_many_engines_without(run: Run) -> None:
     assert apart["output_tokens"] == same["output_tokens"] and apart["requests"] == same["requests"] == 12
     assert [one["digest"] for one in runs(run, *arguments)] == [apart["digest"], same["digest"]]
     broken, _ = runs(run, *arguments, "--link-failures", 1)
-    assert broken["fallbacks"] == {"link": broken["asks"]} and broken["received_tokens"] == 0
+    assert broken["fallbacks"] == {"unsent": broken["asks"]} and broken["received_tokens"] == 0
     shown = run("replay", *arguments)
     assert "1 prefill, 2 decode" in shown.stdout and "3 engines" in shown.stdout
     assert "drafts accepted" not in shown.stdout

@@ -73,11 +73,11 @@ def test_engines_that_answer_draft(acceptance: float | None) -> None:
 @pytest.mark.parametrize("failures", [0.3, 1.0])
 def test_a_failed_write_costs_time_and_no_token(failures: float) -> None:
     whole, broken = run(1, 2), run(1, 2, failures=failures, seed=3)
-    assert broken.fallbacks["link"] > 0 and set(broken.fallbacks) == {"link"}
+    assert broken.fallbacks["unsent"] > 0 and set(broken.fallbacks) == {"unsent"}
     assert broken.output_tokens == whole.output_tokens and broken.requests == whole.requests
     assert broken.received_tokens < whole.received_tokens
     if failures == 1.0:
-        assert broken.received_tokens == broken.received_bytes == 0 and broken.fallbacks["link"] == broken.asks
+        assert broken.received_tokens == broken.received_bytes == 0 and broken.fallbacks["unsent"] == broken.asks
     other = run(1, 2, failures=failures, seed=4)
     assert (other.digest == broken.digest) == (failures == 1.0), "the seed decides which writes fail"
 

@@ -1,19 +1,23 @@
-"""Prefill engines of a replay as its decode engines see them, and the link between: pages arrive after the time that
-their bytes take. A write that fails twice, or does not arrive in time, leaves the rest of the prompt to the decode
-engine."""
+"""Engines of a replay that compute prompts for others: the two sides of `quire.transfer`, over a virtual link.
+
+Messages take the latency of the link, and bytes the time that its bandwidth gives them. An engine reads its messages
+between its steps, as a real one does.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from quire.errors import InvalidInput
 from quire.offload import offload_of
-from quire.offload.tiering import Tiering
+from quire.sim.clock import VirtualClock
 from quire.sim.replay import Replay
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.tiers import SimulatedCopies, VirtualTiers
@@ -21,18 +25,22 @@ from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
-from quire.transfer.decode import choose_peer
+from quire.transfer.connector import Connector, Write
+from quire.transfer.decode import Asking, DecodeSide
+from quire.transfer.messages import Request, Send
+from quire.transfer.prefill import PrefillSide
+from quire.transfer.spans import Spans
 
 _ONE_TOKEN: Ids = np.zeros(1, dtype=np.int32)
-_NO_PLACES: Ids = np.empty(0, dtype=np.int32)
-_TRIES = 2  # a write that fails is repeated once, as `PrefillSide` does
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLink:
     """How pages and messages travel: bytes per second out of each prefill engine and into each decode engine, seconds
-    before the first byte or for a message, and the chance of a write to fail, drawn from `seed`. A request waits at
-    most `seconds`. Prompts that lack fewer than `least_tokens` are computed by the decode engine."""
+    that a message takes, and the chance of a write to fail, drawn from `seed`. A request waits at most `seconds`.
+    Prompts that lack fewer than `least_tokens` are computed by the decode engine."""
 
     bandwidth: float = 10e9
     latency: float = 2e-4
@@ -48,12 +56,13 @@ class SimulatedLink:
             raise InvalidInput(f"{self.failures:g} of all writes fail.", fix="give a probability: 0 to 1.")
 
 
-class Inbox:
-    """Requests on their way to one engine (`quire.sim.replay.Requests`). `ended` is told of every end."""
+class Inbox(Generic[T]):
+    """What is on its way to one engine: messages, or requests (`quire.sim.arrivals.Requests`), whose ends `ended` is
+    told of."""
 
     def __init__(self, ended: Callable[[str, float], None] = lambda request_id, now: None) -> None:
         self.ended = ended
-        self._due: list[tuple[float, int, ScriptedRequest]] = []
+        self._due: list[tuple[float, int, T]] = []
         self._order = 0
 
     def __len__(self) -> int:
@@ -64,232 +73,227 @@ class Inbox:
         """When the next one arrives."""
         return self._due[0][0] if self._due else None
 
-    def push(self, request: ScriptedRequest) -> None:
-        """A request that will arrive at its time."""
-        heapq.heappush(self._due, (request.arrived, self._order, request))
+    def push(self, time: float, item: T) -> None:
+        """An item that will arrive at its time."""
+        heapq.heappush(self._due, (time, self._order, item))
         self._order += 1
 
-    def until(self, now: float) -> Iterator[ScriptedRequest]:
-        """Requests that have arrived by `now`, in order."""
+    def until(self, now: float) -> Iterator[T]:
+        """What has arrived by `now`, in order."""
         while self._due and self._due[0][0] <= now:
             yield heapq.heappop(self._due)[2]
 
 
-@dataclass(slots=True, eq=False)
-class _Part:
-    """Pages of an ask. `lands` is when its bytes have arrived, or the word that they will not."""
+class Wires:
+    """The link, and the engines at its ends by name: where their messages arrive, and their connectors."""
 
-    transfer: Transfer
-    places: list[Ids]  # by group
-    frames: list[Ids] | None = None  # on the host of the prefill engine, read until it lands
-    lands: float | None = None
-    error: str = ""
+    def __init__(self, link: SimulatedLink) -> None:
+        self.link = link
+        self.inboxes: dict[str, Inbox[Send]] = {}
+        self.connectors: dict[str, VirtualConnector] = {}
 
+    def sender(self, name: str, clock: VirtualClock) -> Callable[[Send], None]:
+        """Sends messages of one engine, which arrive with its name as their peer."""
 
-@dataclass(slots=True, eq=False)
-class SimulatedAsk:
-    """A prompt that a prefill engine computes (`quire.tiers.prefill.PrefillAsk`)."""
+        def send(effect: Send) -> None:
+            self.inboxes[effect.peer].push(clock.now + self.link.latency, Send(name, effect.message))
 
-    peers: SimulatedPeers
-    server: PrefillServer
-    label: str
-    request_id: str
-    tokens: Ids
-    namespace: Namespace
-    num_tokens: int
-    ends_at: float
-    seconds: float
-    why: str = ""
-    is_over: bool = False
-    is_done: bool = False  # its request has ended
-    is_saved: bool = False  # it was saved once more after that
-    parts: list[_Part] = field(default_factory=list)
-
-    def want(self, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
-        """See `PrefillAsk.want`."""
-        by_group = [_NO_PLACES] * len(self.server.tiers.hosts)
-        for units, at in zip(transfer.units, places, strict=True):
-            by_group[units.group] = at.astype(np.int32)
-        self.parts.append(_Part(transfer, by_group))
-        self.server.try_writes(self)
-
-    def stop(self, cause: str = "") -> None:
-        """See `PrefillAsk.stop`."""
-        if cause:
-            self.falls_back(cause)
-        self.is_over = True
-
-    def release(self, num_tokens: int) -> None:
-        """See `PrefillAsk.release`."""
-        if num_tokens < self.num_tokens and not self.is_over:
-            self.falls_back("room")
-        self.peers.received_tokens += num_tokens
-        self.peers.asks_open.remove(self)
-        self.peers.open_tokens[self.label] -= self.num_tokens
-        self.server.drop(self)
-
-    def falls_back(self, cause: str) -> None:
-        """The rest of the prompt is computed by the decode engine. The first cause counts."""
-        if not self.why:
-            self.why = cause
-            self.peers.fallbacks[cause] += 1
+        return send
 
 
-class PrefillServer:
-    """A prefill engine: what decode engines have asked it for. `serve` is called after each of its turns."""
+class VirtualConnector(Connector):
+    """The connector of one engine of a replay. Writes from it, and to it, take their bandwidth one after the other. A
+    span is a record: its place among the records of all groups, and the bytes that it has on a real device."""
 
-    def __init__(self, name: str, inbox: Inbox, link: SimulatedLink) -> None:
-        self.name = name
-        self._inbox = inbox
-        self._link = link
-        self._asks: dict[str, SimulatedAsk] = {}
-        self._free_at = 0.0  # of its side of the link
-        self._chances = np.random.default_rng([link.seed, len(name), *name.encode()])
-        self._seen = (-1, -1)
+    kind: ClassVar[str] = "virtual"
 
-    def attach(self, replay: Replay) -> None:
-        """The engine behind it."""
-        tiers = offload_of(replay.cache).tiers
-        assert tiers is not None and isinstance(replay.tiers, VirtualTiers)
-        self._replay = replay
-        self.tiers: Tiering = tiers
-        self.copies: SimulatedCopies = replay.tiers.copies
-
-    def ask(self, ask: SimulatedAsk, now: float) -> None:
-        """Queue a request that computes a prompt."""
-        self._asks[ask.request_id] = ask
-        request = TraceRequest(ask.request_id, ask.tokens, _ONE_TOKEN, namespace=ask.namespace)
-        self._inbox.push(ScriptedRequest(request, now + self._link.latency, is_for_peer=True))
-
-    def served(self, request: ScriptedRequest) -> None:
-        """Its request has ended."""
-        ask = self._asks.get(request.request_id)
-        if ask is None:
-            return
-        ask.is_done = True
-        if request.finish_reason == "refused":
-            ask.falls_back("refused")
-            ask.is_over = True
-
-    def drop(self, ask: SimulatedAsk) -> None:
-        """The ask has ended: nothing is computed for it any more."""
-        del self._asks[ask.request_id]
-        if not ask.is_done:
-            self._replay.abort(ask.request_id)
-
-    def serve(self) -> None:
-        """Begin the writes whose pages are on the host."""
-        seen = self.tiers.counters.saved_frames, len(self.tiers.moving)
-        if seen != self._seen or any(ask.is_done for ask in self._asks.values()):
-            self._seen = seen
-            for ask in self._asks.values():
-                self.try_writes(ask)
-
-    def try_writes(self, ask: SimulatedAsk) -> None:
-        """Begin the writes of an ask whose pages are on the host."""
-        for part in ask.parts:
-            if part.lands is None and not ask.is_over:
-                self._try(ask, part)
-
-    def _try(self, ask: SimulatedAsk, part: _Part) -> None:
-        now = max(self._replay.clock.now, ask.peers.now + self._link.latency)
-        part.frames = self.tiers.read(ask.namespace, ask.tokens, part.places)
-        if part.frames is not None:
-            ends = max(now, self._free_at, ask.peers.free_at)
-            for _ in range(_TRIES):
-                ends += part.transfer.num_bytes / self._link.bandwidth
-                part.error = "link" if self._chances.random() < self._link.failures else ""
-                if not part.error:
-                    break
-            self._free_at = ask.peers.free_at = ends
-            part.lands = ends + self._link.latency
-        elif ask.is_done and not self.tiers.is_saving(ask.namespace, ask.tokens, part.places):
-            if not ask.is_saved:
-                ask.is_saved = True
-                if self.tiers.save_prompt(ask.namespace, ask.tokens):
-                    return
-            part.lands, part.error = now + self._link.latency, "unsent"
-
-
-class SimulatedPeers:
-    """The prefill engines as one decode engine sees them (`quire.tiers.prefill.PrefillPeers`)."""
-
-    asks = True
-
-    def __init__(self, name: str, servers: Sequence[PrefillServer], link: SimulatedLink, page_size: int) -> None:
-        self.name = name
-        self.asks_open: list[SimulatedAsk] = []
-        self.open_tokens = {server.name: 0 for server in servers}
-        self.free_at = 0.0  # of its side of the link
-        self.num_asks = 0
-        self.received_tokens = self.received_bytes = 0
-        self.fallbacks: Counter[str] = Counter()
-        self._servers = {server.name: server for server in servers}
-        self._link = link
-        self._page_size = page_size
-
-    def attach(self, replay: Replay) -> None:
-        """The engine that asks."""
-        assert isinstance(replay.tiers, VirtualTiers)
-        self._clock = replay.clock
-        self._copies = replay.tiers.copies
-
-    @property
-    def now(self) -> float:
-        """The time of the engine that asks."""
-        return self._clock.now
+    def __init__(self, name: str, wires: Wires, copies: SimulatedCopies, clock: VirtualClock) -> None:
+        self._wires, self._copies, self._clock = wires, copies, clock
+        self._first = np.cumsum([0] + [len(copies.rows(group)) for group in range(copies.num_groups)])
+        self._open: dict[int, Spans] = {}  # by tag
+        self._free_at = 0.0
+        self._writes: list[tuple[float, Write, str, Callable[[], str]]] = []  # when it ends, its peer, what it does
+        self._chances = np.random.default_rng([wires.link.seed, len(name), *name.encode()])
+        wires.connectors[name] = self
 
     @property
     def next_time(self) -> float | None:
-        """When the next known bytes arrive."""
-        lands = [part.lands for ask in self.asks_open for part in ask.parts if part.lands is not None]
-        return min(lands, default=None)
+        """When the next write ends."""
+        return min((write[0] for write in self._writes), default=None)
 
-    def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> SimulatedAsk | None:
-        """See `PrefillPeers.ask`."""
-        if num_missing < self._link.least_tokens:
-            return None
-        server = self._servers[choose_peer(self.open_tokens, tokens[: self._page_size])]
-        self.num_asks += 1
-        name, now, seconds = f"{self.name}-{self.num_asks}", self.now, self._link.seconds
-        ask = SimulatedAsk(
-            self, server, server.name, name, tokens.copy(), namespace, num_missing, now + seconds, seconds
+    def spans(self, group: int, frames: Ids) -> Spans:
+        """See `quire.transfer.connector.Records`."""
+        sizes = np.full(len(frames), self._copies.bytes_of(group), dtype=np.int64)
+        return np.stack((self._first[group] + frames, sizes), axis=1)
+
+    def address(self) -> bytes:
+        return b""
+
+    def connect(self, peer: str, address: bytes) -> None:
+        """Every engine knows every other."""
+
+    def open(self, tag: int, spans: Spans) -> bytes:
+        self._open[tag] = spans
+        return b""
+
+    def write(self, peer: str, tag: int, spans: Spans, target: bytes) -> Write:
+        """Begin a write, which ends when `settle` is called at its time or later."""
+        link, there = self._wires.link, self._wires.connectors[peer]
+        begins = max(self._clock.now, self._free_at, there._free_at)
+        self._free_at = there._free_at = begins + int(spans[:, 1].sum()) / link.bandwidth
+        fails = self._chances.random() < link.failures
+        write = Write()
+        self._writes.append((self._free_at, write, peer, lambda: "link" if fails else there._land(tag, spans, self)))
+        return write
+
+    def settle(self) -> None:
+        """End the writes whose time has come."""
+        over = [each for each in self._writes if each[0] <= self._clock.now]
+        self._writes = [each for each in self._writes if each not in over]
+        for _, write, _, act in over:
+            write.end(act())
+
+    def shut(self, tag: int) -> bool:
+        self._open.pop(tag, None)
+        return True
+
+    def disconnect(self, peer: str) -> None:
+        for _, write, _, _ in [each for each in self._writes if each[2] == peer]:
+            write.end("disconnected")
+        self._writes = [each for each in self._writes if each[2] != peer]
+
+    def close(self) -> None:
+        for peer in self._wires.connectors:
+            self.disconnect(peer)
+
+    def _land(self, tag: int, spans: Spans, source: VirtualConnector) -> str:
+        """Copy the records of a write; returns why not."""
+        if tag not in self._open:
+            return "the tag is shut"
+        here, there = self._open[tag][:, 0], spans[:, 0]
+        groups = np.searchsorted(self._first, here, side="right") - 1
+        for group in np.unique(groups).tolist():
+            ours, theirs = here[groups == group], there[groups == group]
+            rows = source._copies.rows(group)[theirs - source._first[group]]
+            self._copies.rows(group)[ours - self._first[group]] = rows
+        return ""
+
+
+class PrefillEngine:
+    """An engine that computes prompts for others: what they send takes the place of its requests
+    (`quire.sim.arrivals.Requests`)."""
+
+    def __init__(self, name: str, wires: Wires) -> None:
+        self.name = name
+        self._wires = wires
+        self._messages = wires.inboxes[name] = Inbox[Send]()
+
+    def start(self, replay: Replay) -> None:
+        """The engine behind it, whose requests come from here."""
+        tiers, clock = offload_of(replay.cache).tiers, replay.clock
+        assert tiers is not None and isinstance(replay.tiers, VirtualTiers)
+        self._clock = clock
+        self._connector = VirtualConnector(self.name, self._wires, replay.tiers.copies, clock)
+
+        def begin(request_id: str, tokens: Ids, namespace: Namespace) -> None:
+            request = TraceRequest(request_id, tokens, _ONE_TOKEN, namespace=namespace)
+            replay.add(ScriptedRequest(request, clock.now, is_for_peer=True))
+
+        self.side = PrefillSide(
+            self._connector,
+            self._connector,
+            tiers,
+            self._wires.sender(self.name, clock),
+            lambda peer: None,
+            page_size=replay.cache.page_size,
+            begin=begin,
+            abort=replay.abort,
+            clock=lambda: clock.now,
         )
-        self.open_tokens[server.name] += num_missing
-        self.asks_open.append(ask)
-        server.ask(ask, now)
-        return ask
+
+    @property
+    def next_time(self) -> float | None:
+        """When the next message arrives, or the next write ends."""
+        times = [each for each in (self._messages.next_time, self._connector.next_time) if each is not None]
+        return min(times, default=None)
+
+    def until(self, now: float) -> Iterator[ScriptedRequest]:
+        """Do what peers have asked for by `now`. The requests that this begins are queued already."""
+        for sent in self._messages.until(now):
+            assert isinstance(sent.message, Request)
+            self.side.asked(sent.peer, sent.message)
+        self.serve()
+        return iter(())
+
+    def serve(self) -> None:
+        """Go on with writes."""
+        self._connector.settle()
+        self.side.settle()
+
+    def ended(self, request_id: str, now: float) -> None:
+        """A request has ended."""
+        self.side.ended(request_id)
+
+
+class DecodePeers:
+    """The prefill engines as one decode engine sees them (`quire.sim.replay.EnginePeers`)."""
+
+    asks = True
+
+    def __init__(self, name: str, wires: Wires, engines: Sequence[PrefillEngine]) -> None:
+        self.name = name
+        self._wires, self._engines = wires, engines
+        self._messages = wires.inboxes[name] = Inbox[Send]()
+
+    def start(self, replay: Replay) -> None:
+        """The engine that asks. The prefill engines have started."""
+        tiers, clock, link = offload_of(replay.cache).tiers, replay.clock, self._wires.link
+        assert tiers is not None and isinstance(replay.tiers, VirtualTiers)
+        self._clock = clock
+        connector = VirtualConnector(self.name, self._wires, replay.tiers.copies, clock)
+        self.side = DecodeSide(
+            connector,
+            connector,
+            tiers.names.scope,
+            self._wires.sender(self.name, clock),
+            num_groups=len(tiers.hosts),
+            page_size=replay.cache.page_size,
+            seconds=link.seconds,
+            least_tokens=link.least_tokens,
+            clock=lambda: clock.now,
+            warn=lambda text: None,
+        )
+        for engine in self._engines:
+            self.side.counts.connected(engine.name, engine.name)
+            self.side.ready(engine.name, is_ready=True)
+            engine.side.connected(self.name, connector.address(), self.name)
+
+    @property
+    def next_time(self) -> float | None:
+        """When the next message arrives; infinity if that is not known, None if nothing is asked."""
+        if not self.side.is_busy:
+            return None
+        found = self._messages.next_time
+        return math.inf if found is None else found
+
+    def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
+        """See `PrefillPeers.ask`."""
+        return self.side.ask(tokens, namespace, num_missing)
 
     def why_local(self, num_missing: int) -> str:
         """See `PrefillPeers.why_local`."""
-        return ""
+        return self.side.why_local(num_missing)
 
     def settle(self) -> list[tuple[Transfer, str]]:
         """See `PrefillPeers.settle`."""
-        ended = []
-        for ask in self.asks_open:
-            if self.now >= ask.ends_at and not ask.is_over:
-                ask.stop("deadline")
-            over = [part for part in ask.parts if self._is_over(ask, part)]
-            if over:
-                ask.parts = [part for part in ask.parts if part not in over]
-            for part in over:
-                why = part.error or ("cancelled" if part.lands is None else "")
-                if part.error and not ask.is_over:
-                    ask.falls_back(part.error)
-                if part.frames is not None:
-                    self._land(ask.server, part)
-                ended.append((part.transfer, why))
-        return ended
+        for sent in self._messages.until(self._clock.now):
+            self.side.do(self.side.receiver.receive(sent.peer, sent.message))  # type: ignore[arg-type]
+        return self.side.settle()
 
-    def _is_over(self, ask: SimulatedAsk, part: _Part) -> bool:
-        return ask.is_over if part.lands is None else part.lands <= self.now
-
-    def _land(self, server: PrefillServer, part: _Part) -> None:
-        assert part.frames is not None
-        if not part.error:
-            self.received_bytes += part.transfer.num_bytes
-            for units in part.transfer.units:
-                frames = part.frames[units.group]
-                self._copies.rows(units.group)[units.host] = server.copies.rows(units.group)[frames]
-        server.tiers.end_reading(part.frames)
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """Prompts that were computed by the decode engine after all, by cause."""
+        found: Counter[str] = Counter()
+        for counts in self.side.counts.by_label().values():
+            found.update(counts.fallbacks)
+        return found

@@ -24,9 +24,9 @@ _AUDIT_EVERY = 512  # steps
 
 
 class Recorder(Part):
-    """Records of one replay. `ended` is called with the name of each request that has ended, and the time; `served`
-    with requests that were computed for another engine, which have no records. With `audits` it checks the invariants
-    of the cache from time to time."""
+    """Records of one replay. `ended` is called with the name of each request that has ended, and the time; those that
+    were computed for another engine have no records. With `audits` it checks the invariants of the cache from time to
+    time."""
 
     def __init__(
         self,
@@ -35,7 +35,6 @@ class Recorder(Part):
         clock: VirtualClock,
         *,
         ended: Callable[[str, float], None],
-        served: Callable[[ScriptedRequest], None],
         audits: bool,
     ) -> None:
         self.gaps = TokenGaps(cache.plan.max_requests)
@@ -45,7 +44,7 @@ class Recorder(Part):
         self.most_running = self.all_running = 0
         self.refused_tokens = 0
         self._cache, self._scheduler, self._clock = cache, scheduler, clock
-        self._is_over, self._served, self._audits = ended, served, audits
+        self._is_over, self._audits = ended, audits
         self._leaving: dict[str, ScriptedRequest] = {}  # running and waiting ones whose client will leave
         self._num_before = 0  # records before this step
         self._loop: Loop | None = None
@@ -89,13 +88,14 @@ class Recorder(Part):
 
     def ended(self, request: Request, end: End, error: Exception | None) -> None:
         (ended,) = scripted([request])
-        if ended.is_for_peer and end is End.ABORTED:
-            return
         if not np.array_equal(ended.tokens, ended.script[: ended.num_tokens]):
             raise WrongContent(f"request '{ended.request_id}' got tokens that were drawn for another.")
         ended.finished = self._clock.now
         self._leaving.pop(ended.request_id, None)
-        self._record(ended, ended.finish_reason or "")
+        if ended.is_for_peer:
+            self._is_over(ended.request_id, self._clock.now)
+        else:
+            self._record(ended, ended.finish_reason or "")
 
     def after_step(self, *, idle: bool) -> None:
         assert self._loop is not None
@@ -108,10 +108,6 @@ class Recorder(Part):
             self._cache.audit()
 
     def _record(self, request: ScriptedRequest, end: str, refused: str = "") -> None:
-        if request.is_for_peer:
-            request.finish_reason = end
-            self._served(request)
-            return
         record = RequestRecord(
             request_id=request.request_id,
             prompt_tokens=request.num_prompt_tokens,

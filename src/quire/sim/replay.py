@@ -6,7 +6,6 @@ preemptions, and its CPU time.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,12 +98,9 @@ class EnginePeers(PrefillPeers, Protocol):
     """Prefill engines of a replay."""
 
     @property
-    def asks_open(self) -> Sequence[object]:
-        """Prompts that they compute."""
-
-    @property
     def next_time(self) -> float | None:
-        """When the next known bytes arrive."""
+        """When one is known to say something next; None if nothing is asked of them, infinity if the time is not
+        known."""
 
 
 class Waits(Part):
@@ -129,8 +125,8 @@ class Replay:
     """One run: a cache of this plan, empty at first. Used once.
 
     `progress` is called with the number of requests that have ended, whenever one has. One of several engines
-    (`quire.sim.roles`) has `peers` that compute its prompts, or calls `served` when it has computed one for another.
-    `parts` are features of the caller's own (`quire.loop.Part`).
+    (`quire.sim.roles`) has `peers` that compute its prompts. `parts` are features of the caller's own
+    (`quire.loop.Part`).
     """
 
     def __init__(
@@ -141,7 +137,6 @@ class Replay:
         *,
         progress: Callable[[int], None] = lambda ended: None,
         peers: EnginePeers | None = None,
-        served: Callable[[ScriptedRequest], None] = lambda request: None,
         parts: Sequence[Part] = (),
     ) -> None:
         self.clock = VirtualClock(cost)
@@ -164,18 +159,21 @@ class Replay:
             ahead=self.ahead,
             chunks=chunk_budget(settings.target_itl_ms),
         )
-        self._settings, self._progress, self._peers = settings, progress, peers
+        self._settings, self._progress = settings, progress
         self._arrivals: Requests = Arrivals(())
         self._manager = _CpuTime()
         self.recorder = Recorder(
-            self.cache, self.scheduler, self.clock, ended=self._ended, served=served, audits=settings.check == "all"
+            self.cache, self.scheduler, self.clock, ended=self._ended, audits=settings.check == "all"
         )
         self._buffers = virtual_buffers(settings.hisparse, plan, cost)
         device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
         delays = [buffers.seconds for buffers in self._buffers]
         timed = TimedDevice(self.cache, device, self.clock, self.tiers.end_of, delays, self._manager.apart)
         self.drafts = simulated_drafts(plan, settings, device.scripts, self.scheduler, timed.move)
-        self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, self._peer_event])
+        moves: list[Callable[[], float | None]] = [lambda: self.tiers.next_end]
+        if peers is not None:
+            moves.append(lambda: peers.next_time)
+        self._waits = Waits(self.clock, self.scheduler, moves)
         self._waits.arrives = lambda: self._arrivals.next_time
         own = [*self.drafts, self._waits, *parts, self.recorder]
         self.loop = Loop(
@@ -233,6 +231,12 @@ class Replay:
         else:
             self.ahead.settle_moves()
 
+    def add(self, request: ScriptedRequest) -> None:
+        """Queue a request. Raises QuireError if it can never run."""
+        with self._manager:
+            self.loop.add(request)
+        self.recorder.added(request)
+
     def abort(self, request_id: str) -> None:
         """Abort a request, if it has not ended."""
         with self._manager:
@@ -251,20 +255,11 @@ class Replay:
             self.ahead.settle_moves()
         self.clock.move_to(until)
 
-    def _peer_event(self) -> float | None:
-        if self._peers is None or not self._peers.asks_open:
-            return None
-        lands = self._peers.next_time
-        return lands if lands is not None else math.inf
-
     def _add(self, request: ScriptedRequest) -> None:
         try:
-            with self._manager:
-                self.loop.add(request)
+            self.add(request)
         except QuireError as error:
             self.recorder.refused(request, error)
-            return
-        self.recorder.added(request)
 
     def _ended(self, request_id: str, now: float) -> None:
         self._arrivals.ended(request_id, now)

@@ -20,7 +20,7 @@ from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.arrivals import Arrivals
-from quire.sim.peers import Inbox, PrefillServer, SimulatedLink, SimulatedPeers
+from quire.sim.peers import DecodePeers, Inbox, PrefillEngine, SimulatedLink, Wires
 from quire.sim.recorder import TokenGaps
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult, RequestRecord, percentiles
@@ -96,24 +96,24 @@ class Roles:
         self._sessions: dict[str, int] = {}
         if num_prefill:  # engines with a role save and load always
             settings = replace(settings, tiers=settings.tiers.changed(load="always"))
-        inboxes = [Inbox() for _ in range(num_prefill)]
-        self._servers = [PrefillServer(f"prefill-{at}", inbox, link) for at, inbox in enumerate(inboxes)]
-        self._prefill = [Replay(plan, cost, settings, served=server.served) for server in self._servers]
-        for replay, server, inbox in zip(self._prefill, self._servers, inboxes, strict=True):
-            replay.begin(inbox)
-            server.attach(replay)
-        self._inboxes = [Inbox(self._ended) for _ in range(num_decode)]
-        self._peers: list[SimulatedPeers] = []
+        wires = Wires(link)
+        self._servers = [PrefillEngine(f"prefill-{at}", wires) for at in range(num_prefill)]
+        self._prefill = [Replay(plan, cost, settings) for _ in self._servers]
+        for replay, server in zip(self._prefill, self._servers, strict=True):
+            replay.begin(server)
+            server.start(replay)
+        self._inboxes = [Inbox[ScriptedRequest](self._ended) for _ in range(num_decode)]
+        self._peers: list[DecodePeers] = []
         self._decode: list[Replay] = []
         self._gaps = [TokenGaps(plan.max_requests) for _ in range(num_decode)]
         for at, (inbox, gaps) in enumerate(zip(self._inboxes, self._gaps, strict=True)):
-            peers = SimulatedPeers(f"decode-{at}", self._servers, link, plan.page_size) if num_prefill else None
+            peers = DecodePeers(f"decode-{at}", wires, self._servers) if num_prefill else None
             replay = Replay(plan, cost, settings, peers=peers)
             replay.recorder.gaps = gaps
             replay.begin(inbox)
             self._decode.append(replay)
             if peers is not None:
-                peers.attach(replay)
+                peers.start(replay)
                 self._peers.append(peers)
 
     def run(self, trace: Iterable[TraceRequest]) -> RolesResult:
@@ -132,8 +132,8 @@ class Roles:
                 break
             at = times.index(least)
             engines[at].turn()
-            if at < len(self._servers):
-                self._servers[at].serve()
+            if at < len(self._servers) and not engines[at].loop.is_busy:
+                self._servers[at].serve()  # pages that were saved in an idle turn; other turns begin with it
         return self._result()
 
     def _route(self, request: ScriptedRequest) -> None:
@@ -143,7 +143,7 @@ class Roles:
             at = counts.index(min(counts))
         if request.session:
             self._sessions[request.session] = at
-        self._inboxes[at].push(request)
+        self._inboxes[at].push(request.arrived, request)
 
     def _num_requests(self, at: int) -> int:
         """Requests of a decode engine that wait, run or are on their way."""
@@ -165,6 +165,7 @@ class Roles:
         fallbacks: Counter[str] = Counter()
         for peers in self._peers:
             fallbacks.update(peers.fallbacks)
+        received = [peers.side.counts.totals() for peers in self._peers]
         seconds = max((record.finished or 0.0 for record in records), default=0.0)
         output_tokens = sum(record.output_tokens for record in records)
         digest = hashlib.sha256("".join(result.digest for result in (*results, *behind)).encode())
@@ -181,9 +182,9 @@ class Roles:
             output_tokens=output_tokens,
             hit_tokens=hits - peer_hits,
             computed_tokens=computed,
-            received_tokens=sum(peers.received_tokens for peers in self._peers),
-            received_bytes=sum(peers.received_bytes for peers in self._peers),
-            asks=sum(peers.num_asks for peers in self._peers),
+            received_tokens=sum(counts["received_tokens"] for counts in received),
+            received_bytes=sum(counts["received_bytes"] for counts in received),
+            asks=sum(counts["asks"] for counts in received),
             fallbacks=dict(fallbacks),
             ttft_s=ttft,
             itl_s=itl,

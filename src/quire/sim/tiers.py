@@ -213,6 +213,11 @@ class SimulatedCopies(Copies):
         ]
         self._hashes: list[Hashes] = [rows[:, HEADER_BYTES:].view(np.uint64) for rows in self._rows]
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of frames."""
+        return len(self._rows)
+
     def layers(self) -> tuple[int, ...]:
         return (LAYER,)
 

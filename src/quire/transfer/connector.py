@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar, Protocol
 
+from quire.spec.ids import Ids
 from quire.transfer.spans import Spans
 
 
@@ -44,6 +45,13 @@ class Write:
         if self._progress is Progress.PENDING:
             self.error = error
             self._progress = Progress.FAILED if error else Progress.LANDED
+
+
+class Records(Protocol):
+    """Records of host frames in the registered memory, as those of a `HostPool`."""
+
+    def spans(self, group: int, frames: Ids) -> Spans:
+        """Where the records of these frames lie."""
 
 
 class Connector(Protocol):

@@ -11,11 +11,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from quire.errors import QuireError
-from quire.memory.host_pool import HostPool
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
-from quire.transfer.connector import Connector
+from quire.transfer.connector import Connector, Records
 from quire.transfer.counts import ByPeer, ReceivedCounts
 from quire.transfer.messages import MOST_NAME, Send
 from quire.transfer.receiving import Effects, Part, PartState, Receiver, Shut
@@ -59,12 +58,13 @@ def choose_peer(open_tokens: Mapping[str, int], first_page: Ids) -> str:
 
 class DecodeSide:
     """All asks of one engine. `scope` gives the scope of a namespace (`quire.prefix.hashing.scope_of`). A request waits
-    `seconds` for a peer. Prompts that lack less than `least_tokens` are not worth an ask."""
+    `seconds` for a peer. Prompts that lack less than `least_tokens` are not worth an ask. `clock` gives seconds, and
+    `warn` reports prompts that are computed here after all."""
 
     def __init__(
         self,
         connector: Connector,
-        host: HostPool,
+        host: Records,
         scope: Callable[[Namespace], bytes],
         send: Callable[[Send], object],
         *,
@@ -72,9 +72,11 @@ class DecodeSide:
         page_size: int,
         seconds: float,
         least_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self.receiver = Receiver()
-        self.counts = ByPeer(ReceivedCounts)
+        self.counts = ByPeer(ReceivedCounts, clock)
         self.seconds = seconds
         self.asks: dict[int, Asking] = {}
         self._connector = connector
@@ -84,6 +86,7 @@ class DecodeSide:
         self._num_groups = num_groups
         self._page_size = page_size
         self._least_tokens = least_tokens
+        self._clock, self._warn = clock, warn
         self.is_on = True
         """Whether peers are asked."""
         self._parts: list[tuple[Part, Transfer, float]] = []  # whose frames a peer may write, and since when
@@ -129,7 +132,7 @@ class DecodeSide:
             self.fall_back("", *(("role", _OFF) if self.open_tokens else ("unconnected", _UNCONNECTED)))
             return None
         peer = choose_peer(can_ask, tokens[: self._page_size])
-        now = time.monotonic()
+        now = self._clock()
         ask, effects = self.receiver.ask(
             peer,
             seconds=self.seconds,
@@ -147,11 +150,11 @@ class DecodeSide:
 
     def settle(self) -> list[tuple[Transfer, str]]:
         """See `PrefillPeers.settle`."""
-        self.do(self.receiver.tick(time.monotonic()))
+        self.do(self.receiver.tick(self._clock()))
         over = [each for each in self._parts if each[0].may_reuse]
         if over:
             self._parts = [each for each in self._parts if not each[0].may_reuse]
-        now = time.monotonic()
+        now = self._clock()
         for part, transfer, since in over:
             self._connector.shut(part.tag)
             asking = self.asks.get(part.ask)
@@ -196,14 +199,14 @@ class DecodeSide:
             self.do(self.receiver.cancel(part, str(error)))
             self._refused.append((transfer, str(error)))
         else:
-            self._parts.append((part, transfer, time.monotonic()))
+            self._parts.append((part, transfer, self._clock()))
             self.do(self.receiver.want(part, by_group, target))
 
     def release(self, asking: Asking, num_tokens: int) -> None:
         """The request needs no more of the ask; so many tokens have arrived whole."""
         counts = self.counts.of(asking.peer)
         counts.tokens += num_tokens
-        counts.ask_seconds.observe(time.monotonic() - asking.since)
+        counts.ask_seconds.observe(self._clock() - asking.since)
         if asking.peer in self.open_tokens:
             self.open_tokens[asking.peer] -= asking.num_tokens
         self.do(self.receiver.release(asking.ask))
@@ -218,7 +221,7 @@ class DecodeSide:
     def fall_back(self, peer: str, cause: str, reason: str) -> None:
         """Count a prompt that is computed here, and warn of it now and then."""
         self.counts.of(peer).fallbacks[cause] += 1
-        now = time.monotonic()
+        now = self._clock()
         since, count = self._warned.get(cause, (-_WARN_S, 0))
         if now - since < _WARN_S:
             self._warned[cause] = since, count + 1
@@ -227,7 +230,7 @@ class DecodeSide:
         more = f" (and {count} more like it)" if count else ""
         whose = f" that {label} was to compute" if (label := self.counts.label(peer)) else ""
         fix = _FIXES.get(cause, "the prefill engine refused it")
-        logger.warning("A prompt%s is computed here: %s%s. What helps: %s.", whose, reason, more, fix)
+        self._warn(f"A prompt{whose} is computed here: {reason}{more}. What helps: {fix}.")
 
     def do(self, effects: Effects) -> None:
         """Carry out what the receiver says."""

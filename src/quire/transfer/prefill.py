@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.errors import QuireError
-from quire.memory.host_pool import HostPool
 from quire.offload.tiering import Tiering
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.transfer.connector import Connector, Progress, Write
+from quire.transfer.connector import Connector, Progress, Records, Write
 from quire.transfer.counts import ByPeer, SentCounts
 from quire.transfer.messages import Ask, Request, Send, Serves, Want, tag_of
 from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Effects, Sender, Start, Stop
@@ -61,12 +60,13 @@ class _Writing:
 
 
 class PrefillSide:
-    """All asks of other engines. `begin` and `abort` are the engine's; ids of its requests for others are in `ids`."""
+    """All asks of other engines. `begin` and `abort` are the engine's; ids of its requests for others are in `ids`.
+    `clock` gives seconds."""
 
     def __init__(
         self,
         connector: Connector,
-        host: HostPool,
+        host: Records,
         tiers: Tiering,
         send: Callable[[Send], object],
         drained: Callable[[str], None],
@@ -74,11 +74,12 @@ class PrefillSide:
         page_size: int,
         begin: Begins,
         abort: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sender = Sender()
         self.is_on = True
         """Whether asks are accepted; see `serve`."""
-        self.counts = ByPeer(SentCounts)
+        self.counts = ByPeer(SentCounts, clock)
         self.ids: dict[str, tuple[str, int]] = {}
         """Requests of this engine, by id: for which ask."""
         self._connector = connector
@@ -89,6 +90,7 @@ class PrefillSide:
         self._page_size = page_size
         self._begin = begin
         self._abort = abort
+        self._clock = clock
         self._addresses: dict[str, bytes] = {}
         self._prompts: dict[tuple[str, int], ServedPrompt] = {}
         self._writes: list[_Writing] = []
@@ -132,11 +134,12 @@ class PrefillSide:
         """The connection to a decode engine is lost."""
         self._addresses.pop(peer, None)
         self.counts.lost(peer)
-        self._do(self.sender.lost(peer, time.monotonic()))
+        self._do(self.sender.lost(peer, self._clock()))
 
     def asked(self, peer: str, message: Request) -> None:
         """A message of a decode engine."""
-        self._do(self.sender.receive(peer, message, time.monotonic()))
+        self._seen = -1  # pages that it wants may be on the host already
+        self._do(self.sender.receive(peer, message, self._clock()))
 
     def ended(self, request_id: str, error: str = "") -> None:
         """A request of `ids` has ended."""
@@ -145,19 +148,19 @@ class PrefillSide:
         if prompt is not None:
             prompt.is_done = True
         if error:
-            self._do(self.sender.refuse(peer, ask, time.monotonic(), "failed", error))
+            self._do(self.sender.refuse(peer, ask, self._clock(), "failed", error))
         else:
             self._do(self.sender.computed(peer, ask))
 
     def end_all(self, code: str, reason: str) -> None:
         """No ask is of use any more."""
-        self._do(self.sender.end_all(time.monotonic(), code, reason))
+        self._do(self.sender.end_all(self._clock(), code, reason))
 
     def settle(self) -> None:
         """Begin writes whose pages are on the host, and process those that have ended."""
         if not self.sender.clients:
             return
-        now = time.monotonic()
+        now = self._clock()
         self._do(self.sender.tick(now))
         ended = [each for each in self._writes if each.write.poll() is not Progress.PENDING]
         if ended:
@@ -236,7 +239,7 @@ class PrefillSide:
         namespace, tokens, name = Namespace(ask.adapter, ask.salt), ask.tokens(), _id(peer, ask.ask)
         self.counts.of(peer).asks += 1
         self._prompts[peer, ask.ask] = ServedPrompt(self._tiers, namespace, tokens)
-        now = time.monotonic()
+        now = self._clock()
         if not self.is_on:
             reason = "this engine computes no prompts for others now"
             self._do(self.sender.refuse(peer, ask.ask, now, "role", reason))
@@ -263,7 +266,7 @@ class PrefillSide:
             write = Write.failed(str(error))
         num_tokens = max(map(len, frames)) * self._page_size
         num_bytes = int(spans[:, 1].sum())
-        self._writes.append(_Writing(peer, want, write, num_tokens, num_bytes, time.monotonic(), is_again))
+        self._writes.append(_Writing(peer, want, write, num_tokens, num_bytes, self._clock(), is_again))
 
 
 def _id(peer: str, ask: int) -> str:
