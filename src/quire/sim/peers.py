@@ -27,7 +27,7 @@ from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
 from quire.transfer.connector import Connector, Write
 from quire.transfer.decode import Asking, DecodeSide
-from quire.transfer.messages import Request, Send
+from quire.transfer.messages import Answer, Request, Send
 from quire.transfer.prefill import PrefillSide
 from quire.transfer.spans import Spans
 
@@ -287,7 +287,8 @@ class DecodePeers:
     def settle(self) -> list[tuple[Transfer, str]]:
         """See `PrefillPeers.settle`."""
         for sent in self._messages.until(self._clock.now):
-            self.side.do(self.side.receiver.receive(sent.peer, sent.message))  # type: ignore[arg-type]
+            assert isinstance(sent.message, Answer)
+            self.side.do(self.side.receiver.receive(sent.peer, sent.message))
         return self.side.settle()
 
     @property
