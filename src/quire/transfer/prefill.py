@@ -25,7 +25,7 @@ Begins = Callable[[str, Ids, Namespace], None]
 
 
 @dataclass(slots=True, eq=False)
-class ServedPrompt:
+class _Prompt:
     """A prompt that this engine computes for another, whose pages are read on the host. `reads` are host frames that
     writes read, by part and group."""
 
@@ -92,7 +92,7 @@ class PrefillSide:
         self._abort = abort
         self._clock = clock
         self._addresses: dict[str, bytes] = {}
-        self._prompts: dict[tuple[str, int], ServedPrompt] = {}
+        self._prompts: dict[tuple[str, int], _Prompt] = {}
         self._writes: list[_Writing] = []
         self._seen = -1
 
@@ -238,7 +238,7 @@ class PrefillSide:
     def _start(self, peer: str, ask: Ask) -> None:
         namespace, tokens, name = Namespace(ask.adapter, ask.salt), ask.tokens(), _id(peer, ask.ask)
         self.counts.of(peer).asks += 1
-        self._prompts[peer, ask.ask] = ServedPrompt(self._tiers, namespace, tokens)
+        self._prompts[peer, ask.ask] = _Prompt(self._tiers, namespace, tokens)
         now = self._clock()
         if not self.is_on:
             reason = "this engine computes no prompts for others now"
