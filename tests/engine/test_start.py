@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -13,6 +19,7 @@ from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
+from tests.cluster.live_router import wait_until
 
 PROMPT = list(range(40, 90))
 
@@ -57,6 +64,64 @@ print(torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2)).tolist())
     llm = LLM(kv_memory="4MiB", show_plan=False)
     [output] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8))
     assert printed(script).splitlines() == [str(output.outputs[0].token_ids), "[]", "[1.0, 1.0]"]
+
+
+_SITE = """
+import os, signal, sys
+def dump(*_):
+    with open(f"{os.environ['FOUND']}/{os.getpid()}", "w") as file:
+        file.write(" ".join(name for name, module in sys.modules.items() if module is not None))
+signal.signal(signal.SIGUSR1, dump)
+"""
+
+
+def _loaded_when_ready(folder: Path) -> tuple[set[str], set[str]]:
+    """The modules that the server's and the engine's process of `quire serve` have when /health answers."""
+    (folder / "sitecustomize.py").write_text(_SITE)
+    path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--kv-memory", "4MiB", "--json"]
+    environment = os.environ | {"PYTHONPATH": path, "FOUND": str(folder)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and json.loads(server.stdout.readline())["url"]
+            children = psutil.Process(server.pid).children(recursive=True)
+            [engine] = [child.pid for child in children if "--multiprocessing-fork" in child.cmdline()]
+            found = []
+            for pid in (server.pid, engine):
+                os.kill(pid, signal.SIGUSR1)
+                file = folder / str(pid)
+                wait_until(partial(_has_text, file))
+                found.append(set(file.read_text().split()))
+        finally:
+            server.terminate()
+    return found[0], found[1]
+
+
+def _has_text(file: Path) -> bool:
+    return file.exists() and bool(file.read_text())
+
+
+def test_processes_of_a_server_have_what_they_use(tmp_path: Path) -> None:
+    server, engine = _loaded_when_ready(tmp_path)
+    assert {"fastapi", "tokenizers", "transformers"} <= server and {"torch", "transformers"} <= engine
+    assert not {name for name in server if name.split(".")[0] in ("torch", "sympy")}
+    assert not engine & {"sympy", "torch.distributed.tensor", "fastapi", "typer", "quire.cli.app", "quire.serve.app"}
+    for modules in (server, engine):
+        assert not {name for name in modules if name.startswith("transformers.models.bert")}
+
+
+def test_names_of_models_are_found_when_they_are_used() -> None:
+    script = """
+from quire.engine.lean_imports import without_torch
+with without_torch():
+    from quire.models.tokenizer import load_tokenizer
+    import transformers, transformers.models
+    before = [len(module.__all__) for module in (transformers, transformers.models)]
+    print(transformers.BertConfig().model_type, transformers.models.GPT2Config().model_type)
+    print([len(module.__all__) > count for module, count in zip((transformers, transformers.models), before)])
+    print(hasattr(transformers, "NoSuchModel"), hasattr(transformers, "AutoTokenizer"))
+"""
+    assert printed(script).splitlines() == ["bert gpt2", "[True, True]", "False True"]
 
 
 def test_an_engine_on_a_loaded_model_computes_with_as_many_threads_as_asked_for() -> None:

@@ -74,8 +74,3 @@ def root(
     [bold]quire serve[/bold] serves the model that comes with Quire. Exit codes: 0 done, 1 a defect, 2 bad input
     or does not fit, 3 a combination that is refused, 4 something was found to be wrong.
     """
-
-
-def main() -> None:
-    """Entry point of the `quire` script."""
-    app()

@@ -1,7 +1,8 @@
-"""Imports transformers without torch's compiler, which takes most of the time of the import. Decision 035 says why.
+"""Imports transformers without what takes most of the time of the import. Decisions 035 and 068 say why.
 
 An engine on the CPU compiles nothing. Its process omits the compiler's decorators, and loads the compiler when
-something else of it is used. The server's process only tokenises: it has no torch at all.
+something else of it is used. The server's process only tokenises: it has no torch at all. Neither reads the source of
+all models, in which transformers looks for the names that they define, before it is asked for such a name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
@@ -35,6 +37,7 @@ def without_compiler(device: str) -> None:
     module.__class__ = _Unloaded
     import_module(_NEEDED)
     del module.__path__
+    _import_unscanned()
 
 
 class _Unloaded(ModuleType):
@@ -66,6 +69,50 @@ def without_torch() -> Iterator[None]:
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that it found none
     try:
+        _import_unscanned()
         yield
     finally:
         del sys.modules["torch"]
+
+
+def _import_unscanned() -> None:
+    """Import transformers and its package of models with the names that they list themselves. Those that only the
+    source of models has are found at the first use of one: then it is read."""
+    if "transformers" in sys.modules or (spec := find_spec("transformers")) is None:
+        return
+    assert spec.loader is not None and spec.submodule_search_locations is not None
+    package = sys.modules["transformers"] = module_from_spec(spec)
+    package.__version__ = version("transformers")  # type: ignore[attr-defined]
+    imports: Any = import_module("transformers.utils.import_utils")
+    scan, models = imports.define_import_structure, os.path.join(spec.submodule_search_locations[0], "models")
+
+    def listed(path: str, prefix: str | None = None) -> Any:
+        is_all = str(path) in (models, os.path.join(models, "__init__.py"))
+        return {frozenset(): {}} if is_all else scan(path, prefix)
+
+    class Unscanned(imports._LazyModule):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name.startswith("__"):
+                    raise
+            if find_spec(f"{self._name}.{name}") is not None:
+                return import_module(f"{self._name}.{name}")
+            self.__class__ = imports._LazyModule
+            own, found = self._import_structure, dict(scan(models, "models" if self._name == "transformers" else None))
+            found[frozenset()] = {**found.get(frozenset(), {}), **own}
+            self.__init__(self._name, self.__file__, found, self.__spec__, self._objects)  # type: ignore[misc]
+            return getattr(self, name)
+
+    imports.define_import_structure = listed
+    try:
+        spec.loader.exec_module(package)
+        import_module("transformers.models")
+    finally:
+        imports.define_import_structure = scan
+    for name in ("transformers", "transformers.models"):
+        sys.modules[name].__class__ = Unscanned
+    # A part of transformers imports the package once more by itself, which would read all source again.
+    again: Any = sys.modules["transformers.utils"]
+    again.direct_transformers_import = lambda *_: sys.modules["transformers"]

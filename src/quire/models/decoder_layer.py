@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from quire.kernels.hidden_states import row_functions
 from quire.models.attention import OWN_ATTENTION, CallOptions, attend

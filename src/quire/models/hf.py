@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, QuireError, UnsupportedModel
 from quire.kernels.batch import PagedBatch
@@ -59,6 +60,13 @@ INSTALLS = (
     install_block_indexers,
 )
 """The functions that let modules with attention or recurrence of their own store their data in the pools."""
+
+_FEW_PARAMETERS = 1 << 26
+"""Below so many, one thread checks a model as fast as several do, and they wait for work all the while."""
+
+_ELEMENTWISE = {
+    getattr(Tensor, name) for name in ("__truediv__", "__rtruediv__", "div", "reciprocal", "__rpow__", "pow")
+}
 
 
 class LoadedModel:
@@ -361,7 +369,8 @@ def load_model(
                 fix="use device 'cpu', free the device's memory, or use a smaller model.",
             ) from error
         try:
-            return LoadedModel(model, name=path_or_id, max_length=max_length, check=check, pack=pack)
+            with _threads_that_pay(model):
+                return LoadedModel(model, name=path_or_id, max_length=max_length, check=check, pack=pack)
         except (QuireError, AssertionError):
             raise
         except Exception as error:
@@ -401,7 +410,7 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     with reading(source, "the configuration"):
         config = _transformers_config(source)
     try:
-        with reading(source, "the weights"):
+        with reading(source, "the weights"), _Unfilled():
             model, report = AutoModelForCausalLM.from_pretrained(
                 source.name,
                 config=config,
@@ -426,6 +435,40 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
             fix="copy all *.safetensors files, and check that config.json belongs to them.",
         )
     return model
+
+
+class _Unfilled(TorchFunctionMode):
+    """For models that are built on the meta device, whose tensors have no memory. They are not filled, and what torch
+    can only compute of them with sympy is computed on the CPU: its import takes longer than to read a small model."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        filled = kwargs.get("tensor")
+        if getattr(func, "__module__", "") == nn.init.__name__ and isinstance(filled, Tensor) and filled.is_meta:
+            return filled
+        if func is torch.arange and kwargs.get("device") == torch.device("meta"):
+            return func(*args, **kwargs | {"device": "cpu"}).to("meta")
+        if func in _ELEMENTWISE and any(isinstance(value, Tensor) and value.is_meta for value in args):
+            own = (torch.ones(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for v in args)
+            return func(*own, **kwargs).to("meta")
+        if func is torch.empty_like and args[0].is_meta and kwargs.keys() <= {"device", "dtype"}:
+            return torch.empty(args[0].shape, **{"dtype": args[0].dtype, "device": "meta"} | kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _threads_that_pay(model: nn.Module) -> Iterator[None]:
+    """Inside the block a small model computes on one thread: others would wait for each other longer than they
+    compute."""
+    before = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in model.parameters()) < _FEW_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _says_everything(call: Call) -> bool:

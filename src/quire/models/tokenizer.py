@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.source import ModelSource, quiet, reading
