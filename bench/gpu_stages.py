@@ -229,7 +229,7 @@ def pool(options: Options) -> Found:
     import numpy as np
     import torch
 
-    from quire.engine.page_tables import DevicePageTables
+    from quire.engine.device.page_tables import DevicePageTables
     from quire.memory.pool import Pool
     from quire.memory.residency import PageTableChanges
     from quire.spec.layout import DType, Field, PageLayout
@@ -599,7 +599,7 @@ def sampler(options: Options) -> Found:
     import numpy as np
     import torch
 
-    from quire.engine.sampler import Sampler
+    from quire.engine.device.sampler import Sampler
     from quire.scheduler.request import Request
     from quire.scheduler.sampling_params import SamplingParams
     from quire.scheduler.step import TERMS, Places, terms_of
@@ -733,7 +733,7 @@ def tiers(options: Options) -> Found:
     import numpy as np
     import torch
 
-    from quire.engine.frame_staging import ComputeStream, FrameStaging
+    from quire.engine.device.frame_staging import ComputeStream, FrameStaging
     from quire.memory.frame_copies import FrameCopies
     from quire.memory.host_pool import HostPool
     from quire.memory.pool import Pool

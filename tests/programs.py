@@ -80,7 +80,5 @@ if __name__ == "__main__":
     from quire.engine.lean_imports import without_compiler
 
     without_compiler("auto")
-    import quire.engine.core
-    import quire.engine.llm  # noqa: F401
 
     serve(_work)

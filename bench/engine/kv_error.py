@@ -31,7 +31,7 @@ from torch import Tensor
 
 from quire.cli.command import command
 from quire.engine.config import EngineConfig
-from quire.engine.device import resolve_device
+from quire.engine.device.device import resolve_device
 from quire.errors import InvalidInput, ModelLoadError
 from quire.kernels.batch import PagedBatch
 from quire.kernels.codec import largest_of

@@ -30,7 +30,7 @@ class Engine(Protocol):
 class Quire:
     """Quire, in this process."""
 
-    package = "quire.engine.llm"
+    package = "quire.client.llm"
 
     def start(
         self,

@@ -19,11 +19,11 @@ from quire.cache import KVCache, RequestKV
 from quire.cache.running import Lengths
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.core import EngineCore
+from quire.engine.device.page_tables import DevicePageTables
+from quire.engine.device.runner import ModelRunner
+from quire.engine.device.sampler import Drawn
 from quire.engine.messages import EngineRequest
-from quire.engine.page_tables import DevicePageTables
 from quire.engine.planning import plan_settings
-from quire.engine.runner import ModelRunner
-from quire.engine.sampler import Drawn
 from quire.kernels.batch import PagedBatch
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel

@@ -28,10 +28,10 @@ from typing import Any
 
 from bench.harness import machine, new_parser, save
 
-from quire.engine.async_engine import AsyncEngine
+from quire.client.async_engine import AsyncEngine
+from quire.client.process import Progress
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.messages import EngineRequest, Ready, StepOutputs, TokenOutput
-from quire.engine.process import Progress
 from quire.serve.config import ServerConfig
 from quire.serve.server import Running, serve
 

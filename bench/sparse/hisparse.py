@@ -35,8 +35,8 @@ from bench.harness import new_parser, save
 from bench.sparse.dsa_model import build
 
 from quire.cli.planned_model import planned_model
+from quire.client.llm import LLM
 from quire.counters import plain
-from quire.engine.llm import LLM
 from quire.plan.hisparse import HiSparseCosts, hisparse_costs, hisparse_gain
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan

@@ -40,7 +40,7 @@ def record_selections(recording: Recording, engine: EngineConfig) -> Report:
     [dim]Example:[/dim] python -m bench.sparse.record_selections README.md --model FOLDER --out selections.npz
     """
     with Console(stderr=True).status(f"Loading {engine.model_name} ..."):
-        from quire.engine.llm import LLM
+        from quire.client.llm import LLM
         from quire.scheduler.sampling_params import SamplingParams
         from quire.sim.selections import SelectionRecorder, lru_hits, optimal_hits
 

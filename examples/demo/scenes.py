@@ -23,8 +23,8 @@ from quire.plan.budget import counted
 from quire.settings.setting import Settings, setting
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
-    from quire.engine.output import RequestOutput
+    from quire.client.llm import LLM
+    from quire.client.output import RequestOutput
 
 SUBJECTS = ("Emma", "Mr. Darcy", "the ball", "Elizabeth", "the letter", "Captain Wentworth", "the house", "Mrs. Bennet")
 ANSWER_TOKENS = 32
@@ -56,7 +56,7 @@ class Scene(NamedTuple):
 
     def engine(self, **changes: Any) -> LLM:
         """An engine on the CPU, with other settings than the scene's where `changes` says so."""
-        from quire.engine.llm import LLM
+        from quire.client.llm import LLM
 
         return LLM(self.model, device="cpu", dtype="float32", show_plan=False, **{**self.settings, **changes})
 

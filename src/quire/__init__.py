@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from quire.cache.request_kv import PrefixHit, RequestKV
     from quire.cache.running import RunningBatch
     from quire.cache.statistics import CacheStatistics, FrameCounts
-    from quire.engine.async_engine import AsyncEngine
+    from quire.client.async_engine import AsyncEngine
+    from quire.client.llm import LLM
+    from quire.client.output import CompletionOutput, RequestOutput
     from quire.engine.config import EngineConfig, engine_config
-    from quire.engine.llm import LLM
-    from quire.engine.output import CompletionOutput, RequestOutput
     from quire.errors import (
         AuditFailure,
         ContextTooLong,
@@ -136,10 +136,10 @@ _NAMES = {
     "cache.request_kv": ("PrefixHit", "RequestKV"),
     "cache.running": ("RunningBatch",),
     "cache.statistics": ("CacheStatistics", "FrameCounts"),
-    "engine.async_engine": ("AsyncEngine",),
+    "client.async_engine": ("AsyncEngine",),
     "engine.config": ("EngineConfig", "engine_config"),
-    "engine.llm": ("LLM",),
-    "engine.output": ("CompletionOutput", "RequestOutput"),
+    "client.llm": ("LLM",),
+    "client.output": ("CompletionOutput", "RequestOutput"),
     "errors": (
         "AuditFailure",
         "ContextTooLong",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.core import EngineCore
-from quire.engine.sampler import Drawn, Prepared, Proposal, Sampler
+from quire.engine.device.sampler import Drawn, Prepared, Proposal, Sampler
 from quire.models.hf import LoadedModel
 from quire.scheduler.step import Places
 from quire.spec.group import GroupSpec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.llm import LLM
+from quire.client.llm import LLM
 from quire.kernels.native.library import native, use_native
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams

@@ -37,7 +37,7 @@ from tests.serve.tiny_model import make_tiny_model
 REFUSED = """
 import sys
 from quire.engine.config import engine_config
-from quire.engine.process import build_engine_core
+from quire.client.process import build_engine_core
 from quire.errors import StoreError
 try:
     build_engine_core(engine_config(storage=sys.argv[1]), lambda done, total: None)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.channel import Channel
+from quire.client.channel import Channel
 from tests import waits
 
 

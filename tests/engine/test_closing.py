@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine.llm import LLM
+from quire.client.llm import LLM
 from quire.errors import EngineDead, HostMemoryError
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.stores.directory import DirectoryStore
@@ -25,7 +25,7 @@ SCRIPT = """
 import sys
 from quire.engine.lean_imports import without_compiler
 without_compiler("cpu")
-from quire.engine.llm import LLM
+from quire.client.llm import LLM
 from quire.scheduler.sampling_params import SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, kv_memory="1MiB", dtype="float32", show_plan=False,
           storage=sys.argv[2], storage_size="8MiB", load="always", prefetch="wait_complete")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.engine.core import EngineCore
-from quire.engine.device import plan_for
+from quire.engine.device.device import plan_for
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel
 from quire.spec.events import Namespace
@@ -233,6 +233,6 @@ def test_its_features_are_planned(target: LoadedModel, head: LoadedHead, kind: s
     assert core.plan.feature_bytes == expected == core.capacity.memory.feature_bytes
     config = core.config.model_copy(update={"kv_memory": None, "max_running_requests": 4096})
     assert core.draft is not None
-    with patch("quire.engine.device.free_bytes", return_value=2**28):
+    with patch("quire.engine.device.device.free_bytes", return_value=2**28):
         plan = plan_for(config, core.model.spec, core.draft.spec, core.device)
     assert plan.kv_bytes + plan.memory.feature_bytes == 2**28

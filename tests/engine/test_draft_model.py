@@ -15,8 +15,8 @@ import torch
 from quire.cache.running import Lengths, Rows
 from quire.counters import plain
 from quire.engine.core import EngineCore
+from quire.engine.device.sampler import Drawn, Sampler
 from quire.engine.messages import EngineRequest, prompt_bytes
-from quire.engine.sampler import Drawn, Sampler
 from quire.errors import UnsupportedModel
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.core import EngineCore
+from quire.engine.device.runner import LaunchedForward, ModelRunner
+from quire.engine.device.sampler import Sampler
 from quire.engine.messages import EngineRequest, TokenLogprobs
-from quire.engine.runner import LaunchedForward, ModelRunner
-from quire.engine.sampler import Sampler
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import Step

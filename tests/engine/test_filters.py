@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from quire.engine import filters
-from quire.engine.sampler import Sampler
+from quire.engine.device import filters
+from quire.engine.device.sampler import Sampler
 from quire.plan import devices
 from quire.plan.devices import sampling_bytes
 from quire.scheduler.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.llm import LLM
+from quire.client.llm import LLM
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine import process
+from quire.client import process
+from quire.client.process import StepLoop
 from quire.engine.messages import Ask, Later, Reply, Shutdown
-from quire.engine.process import StepLoop
 from quire.errors import StoreError
 from quire.offload.deletion import Flushed, Stored
 from quire.spec.events import Namespace

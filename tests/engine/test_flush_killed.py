@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from quire.client.llm import LLM
 from quire.engine import tiers as engine_tiers
-from quire.engine.llm import LLM
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers import tombstones
 from quire.tiers.stores.directory import DirectoryStore

@@ -14,10 +14,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from quire.cache.request_kv import RequestKV
-from quire.engine import frame_staging
 from quire.engine.core import EngineCore
-from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy
-from quire.engine.runner import LaunchedForward
+from quire.engine.device import frame_staging
+from quire.engine.device.frame_staging import ComputeStream, FrameStaging, StagedCopy
+from quire.engine.device.runner import LaunchedForward
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.moves import TORCH, Moves, Pieces, TorchMoves

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine import device as engine_device
-from quire.engine import graphs
 from quire.engine.core import EngineCore
-from quire.engine.graphs import graph_sizes
+from quire.engine.device import device as engine_device
+from quire.engine.device import graphs
+from quire.engine.device.graphs import graph_sizes
 from quire.engine.messages import EngineRequest
 from quire.models.forward import RunningForward
 from quire.plan.devices import GRAPH_BYTES, LEAST_GRAPHS, graph_bytes, sampling_bytes

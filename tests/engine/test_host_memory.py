@@ -245,7 +245,7 @@ def test_pools_of_a_cpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pools_that_the_machine_has_no_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system would grant them, and kill the process while it touches them."""
     memory = HostMemory(total=64 * GIB, available=GIB // 8, limit=GIB)
-    monkeypatch.setattr("quire.engine.runner.host_memory", lambda: memory)
+    monkeypatch.setattr("quire.engine.device.runner.host_memory", lambda: memory)
     with pytest.raises(HostMemoryError, match=r"of KV memory were asked for; 128.* limit is 1.00 GiB") as refused:
         EngineCore(engine_config(kv_memory="256MiB"))
     (named,) = re.findall(r"use --kv-memory (\w+)", refused.value.fix)

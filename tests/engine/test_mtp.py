@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from quire.client.llm import LLM
 from quire.engine.core import EngineCore
-from quire.engine.llm import LLM
 from quire.errors import UnsupportedModel
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model

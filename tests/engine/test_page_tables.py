@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.cache import KVCache
-from quire.engine.page_tables import DevicePageTables
+from quire.engine.device.page_tables import DevicePageTables
 from quire.kernels import page_arrays
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.moves import TORCH, Moves

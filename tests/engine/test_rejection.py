@@ -16,7 +16,7 @@ import torch
 
 from quire.counters import plain
 from quire.engine.core import EngineCore
-from quire.engine.sampler import Proposal, Sampler
+from quire.engine.device.sampler import Proposal, Sampler
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel
 from quire.scheduler.request import Request

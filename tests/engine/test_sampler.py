@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.sampler import Sampler, _hash, _spread
+from quire.engine.device.sampler import Sampler, _hash, _spread
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import TERMS, Places, terms_of

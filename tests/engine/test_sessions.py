@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from quire.cache.session import SessionGrant, Start
+from quire.client.llm import LLM
 from quire.engine.core import EngineCore
-from quire.engine.llm import LLM
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
 from quire.models.hf import LoadedModel

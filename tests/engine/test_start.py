@@ -14,9 +14,9 @@ import psutil
 import pytest
 import torch
 
+from quire.client.llm import LLM
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
-from quire.engine.llm import LLM
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
 from tests.cluster.live_router import wait_until

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from quire.cache.hold import Hold, Reason
+from quire.client.health import stuck
 from quire.engine.core import EngineCore
-from quire.engine.health import stuck
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
 from quire.offload.tiering import Moving

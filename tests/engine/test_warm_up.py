@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire.engine.core import EngineCore
+from quire.engine.device.warm_up import warm_ups
 from quire.engine.messages import EngineRequest
-from quire.engine.warm_up import warm_ups
 from quire.scheduler.sampling_params import SamplingParams
 from tests.emulated_attention import emulated_kernels
 from tests.engine.running import core_for
@@ -75,7 +75,7 @@ def test_serving_compiles_nothing_after_the_start(name: str) -> None:
 
 def test_a_start_without_warm_up_leaves_it_to_the_first_prompts(caplog: pytest.LogCaptureFixture) -> None:
     cuda, given = FakeCuda(), {**GIVEN, "disable_cuda_graph": True}
-    caplog.set_level(logging.INFO, "quire.engine.warm_up")
+    caplog.set_level(logging.INFO, "quire.engine.device.warm_up")
     with cuda.installed(), emulated_kernels() as compiled:
         core = core_for(on_device("llama_gqa"), device="cuda", skip_warmup=True, **given)
         assert compiled == [] and caplog.messages == []

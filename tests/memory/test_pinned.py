@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.frame_staging import ComputeStream, FrameStaging
+from quire.engine.device.frame_staging import ComputeStream, FrameStaging
 from quire.errors import HostMemoryError
 from quire.memory import pinned
 from quire.memory.frame_copies import FrameCopies

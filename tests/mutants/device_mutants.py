@@ -9,11 +9,11 @@ from torch import Tensor
 
 from quire import upload
 from quire.cache.running import Lengths
-from quire.engine import filters, readback
-from quire.engine.filters import Filters
-from quire.engine.readback import Readback
-from quire.engine.runner import ModelRunner
-from quire.engine.sampler import _Draws
+from quire.engine.device import filters, readback
+from quire.engine.device.filters import Filters
+from quire.engine.device.readback import Readback
+from quire.engine.device.runner import ModelRunner
+from quire.engine.device.sampler import _Draws
 from quire.upload import Upload
 from tests.mutants.mutants import Patch, mutant
 

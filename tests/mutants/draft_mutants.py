@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine import draft_head, draft_model
-from quire.engine.draft_head import HeadDrafter
-from quire.engine.draft_model import ModelDrafter
+from quire.engine.device import draft_head, draft_model
+from quire.engine.device.draft_head import HeadDrafter
+from quire.engine.device.draft_model import ModelDrafter
 from quire.models.draft_head import LoadedHead
 from quire.models.mtp import MtpHead
 from quire.speculative.drafter import BestFirst

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire import upload
-from quire.engine import graphs
-from quire.engine.graphs import DecodeGraphs, PlacedStep
+from quire.engine.device import graphs
+from quire.engine.device.graphs import DecodeGraphs, PlacedStep
 from quire.kernels.batch import PagedBatch
 from quire.kernels.triton import tasks
 from quire.upload import FixedUpload

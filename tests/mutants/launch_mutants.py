@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine import device
-from quire.engine.warm_up import Pads, warm_ups
+from quire.engine.device import device
+from quire.engine.device.warm_up import Pads, warm_ups
 from tests.mutants.mutants import Patch, mutant
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from multiprocessing.process import BaseProcess
 
-from quire.engine.async_engine import AsyncEngine
-from quire.engine.process import EngineProcess
+from quire.client.async_engine import AsyncEngine
+from quire.client.process import EngineProcess
 from quire.engine.watchdog import LaneWatch, Watchdog
 from quire.serve.shares import OpenSequences, Shares
 from tests.mutants.mutants import Patch, mutant
@@ -79,7 +79,7 @@ def the_dead_are_buried_twice(patch: Patch) -> None:
 
 @mutant("silent engines", "an engine that stopped while it had no work looks well until a request is lost")
 def silence_is_health(patch: Patch) -> None:
-    from quire.engine import async_engine
+    from quire.client import async_engine
 
     patch.setattr(async_engine, "min", lambda *_: float("inf"), raising=False)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine import output
-from quire.engine.channel import Channel
-from quire.engine.output import TextStream
-from quire.engine.request_stream import RequestStream
+from quire.client import output
+from quire.client.channel import Channel
+from quire.client.output import TextStream
+from quire.client.request_stream import RequestStream
 from quire.models.tokenizer import TokenTexts
 from tests.mutants.mutants import Patch, mutant
 

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from quire import owned_files
-from quire.engine.stop_strings import StopAutomaton
-from quire.engine.tokenising import Tokenising
+from quire.client.stop_strings import StopAutomaton
+from quire.client.tokenising import Tokenising
 from quire.serve.connections import HttpConnection
 from quire.serve.keys import Client, Keys
 from quire.spec.ids import Ids

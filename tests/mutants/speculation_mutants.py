@@ -11,9 +11,9 @@ from quire.cache import KVCache
 from quire.cache.growth import Growth
 from quire.cache.running import Lengths, Rows
 from quire.cache.states import StateGroup
-from quire.engine import sampler
-from quire.engine.runner import LaunchedForward, ModelRunner
-from quire.engine.sampler import _Draws
+from quire.engine.device import sampler
+from quire.engine.device.runner import LaunchedForward, ModelRunner
+from quire.engine.device.sampler import _Draws
 from quire.plan import budget, settings
 from quire.plan.configurator import RecurrentPoolConfigurator
 from quire.scheduler.request import Request

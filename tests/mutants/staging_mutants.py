@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from quire.canary.canary import Canary
-from quire.engine.frame_staging import ComputeStream, FrameStaging, StagedCopy, StagedFrames
-from quire.engine.runner import ModelRunner
+from quire.engine.device.frame_staging import ComputeStream, FrameStaging, StagedCopy, StagedFrames
+from quire.engine.device.runner import ModelRunner
 from quire.memory import pinned
 from quire.memory.pinned import PinnedSlices
 from quire.tiers.executor import TransferExecutor

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from quire.engine.page_tables import DevicePageTables
+from quire.engine.device.page_tables import DevicePageTables
 from quire.kernels.page_arrays import StepTable, _Kept
 from quire.memory.residency import PageTableChanges
 from tests.mutants.mutants import Patch, mutant

@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from quire.cli import main
-from quire.engine.async_engine import AsyncEngine
+from quire.client.async_engine import AsyncEngine
+from quire.client.process import Core, Progress, build_engine_core
 from quire.engine.config import EngineConfig
-from quire.engine.process import Core, Progress, build_engine_core
 from quire.serve import server
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 from functools import partial
 
-from quire.engine.async_engine import AsyncEngine
+from quire.client.async_engine import AsyncEngine
 from quire.engine.config import engine_config
 from quire.serve.config import ServerConfig
 from quire.serve.server import Running, serve

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from quire.cache.session import SessionList
+from quire.client.process import Progress
 from quire.counters import Metric
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, Ready, StepOutputs, TokenOutput
-from quire.engine.process import Progress
 from quire.errors import ContextTooLong, InvalidFree, PlanError
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids

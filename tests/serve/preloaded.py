@@ -10,7 +10,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a look for GPUs leaves no C
 without_compiler("auto")
 for name in (
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
-    *("quire.cli.app", "quire.engine.core", "quire.engine.llm", "quire.serve.app", "quire.serve.server"),
+    *("quire.cli.app", "quire.engine.core", "quire.client.llm", "quire.serve.app", "quire.serve.server"),
     *("quire.speculative.part", "quire.transfer.part", "tests.serve.fake_core"),
 ):
     import_module(name)

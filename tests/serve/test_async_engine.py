@@ -15,12 +15,12 @@ import numpy as np
 import psutil
 import pytest
 
-from quire.engine.async_engine import AsyncEngine
+from quire.client.async_engine import AsyncEngine
+from quire.client.output import RequestAssembler
+from quire.client.process import Core
+from quire.client.request_stream import MOST_AT_ONCE, RequestStream
 from quire.engine.config import engine_config
 from quire.engine.messages import ENCODER, EXIT_DEFECT, TokenOutput, WireError
-from quire.engine.output import RequestAssembler
-from quire.engine.process import Core
-from quire.engine.request_stream import MOST_AT_ONCE, RequestStream
 from quire.errors import ContextTooLong, EngineDead, InvalidInput, ModelLoadError, PlanError, QuireError
 from quire.scheduler.sampling_params import SamplingParams
 from tests import waits

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.llm import LLM
+from quire.client.llm import LLM
 from quire.errors import UnknownRequest
 from quire.observe.explain import Cause, Explanation, Explanations
 from quire.scheduler.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message
 from transformers import PreTrainedTokenizerBase
 
-from quire.engine.output import CompletionOutput, Logprob
+from quire.client.output import CompletionOutput, Logprob
 from quire.serve.completions import TEMPLATE_ARGUMENTS, TextChoices
 from quire.serve.config import LEAST_BODY_BYTES
 from quire.serve.sse import EventStream

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from quire.engine import async_engine
-from quire.engine.async_engine import AsyncEngine
+from quire.client import async_engine
+from quire.client.async_engine import AsyncEngine
+from quire.client.process import Core, EngineProcess, Progress
 from quire.engine.config import EngineConfig, engine_config
-from quire.engine.process import Core, EngineProcess, Progress
 from quire.errors import EngineDead, InvalidInput, PlanError
 from quire.scheduler.sampling_params import SamplingParams
 from tests import waits

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from quire.cache.request_kv import CacheUse
+from quire.client.output import RequestAssembler, SequenceAssembler, SequenceDelta, TextStream
+from quire.client.stop_strings import StopAutomaton, StopStrings
 from quire.engine.messages import TokenLogprobs, TokenOutput
-from quire.engine.output import RequestAssembler, SequenceAssembler, SequenceDelta, TextStream
-from quire.engine.stop_strings import StopAutomaton, StopStrings
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from quire.client.llm import LLM
 from quire.cluster.router import _FOR_ONE, Router
-from quire.engine.llm import LLM
 from quire.errors import UnknownRequest
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.config import ServerConfig

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from quire.engine.async_engine import STALL_AFTER_S, AsyncEngine
+from quire.client.async_engine import STALL_AFTER_S, AsyncEngine
 from tests.serve.live_server import LiveServer
 
 

@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from quire.engine import async_engine
-from quire.engine.async_engine import AsyncEngine
+from quire.client import async_engine
+from quire.client.async_engine import AsyncEngine
+from quire.client.process import EngineProcess
 from quire.engine.config import engine_config
-from quire.engine.process import EngineProcess
 from quire.errors import EngineDead
 from quire.scheduler.sampling_params import SamplingParams
 from tests import waits

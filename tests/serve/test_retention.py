@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.llm import LLM
+from quire.client.llm import LLM
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.fake_core import ByteTokenizer

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 
-from quire.engine import tokenising
-from quire.engine.tokenising import LONG_CHARACTERS, SHORT_CHARACTERS, Tokenising
+from quire.client import tokenising
+from quire.client.tokenising import LONG_CHARACTERS, SHORT_CHARACTERS, Tokenising
 from quire.errors import ContextTooLong, Overloaded
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL

@@ -130,7 +130,7 @@ def _assumptions(found: Mapping[str, Any]) -> dict[str, str]:
     import torch
 
     from quire.engine.config import EngineConfig, engine_config
-    from quire.engine.device import default_kv_bytes
+    from quire.engine.device.device import default_kv_bytes
     from quire.kernels.backend import AttentionBackend
 
     has_gpu = bool(found["cuda_devices"])

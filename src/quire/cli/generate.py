@@ -41,7 +41,7 @@ def generate(question: Question, engine: EngineConfig, *, as_json: bool) -> None
         from quire.engine.before_load import check_model
 
         check_model(engine)  # before the imports that take seconds
-        from quire.engine.llm import LLM
+        from quire.client.llm import LLM
 
         llm = LLM(show_plan=False, **engine.model_dump())
     with llm:

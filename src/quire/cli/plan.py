@@ -239,7 +239,7 @@ def _comparison(two: tuple[str, str], request: PlanRequest) -> Report:
 
 def _measured(model: str, settings: PlanSettings) -> PlanSettings:
     """The settings with a ledger from this machine. Raises QuireError if the model cannot be loaded here."""
-    from quire.engine.measure import measure_device
+    from quire.engine.device.measure import measure_device
     from quire.spec.catalogue import catalogue_model
 
     if settings.parallel.tp * settings.parallel.pp > 1:

@@ -30,8 +30,8 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
     from quire.engine.before_load import check_model
 
     check_model(engine)  # before the imports that take seconds
+    from quire.client.process import LOG_FORMAT
     from quire.engine.lean_imports import without_torch
-    from quire.engine.process import LOG_FORMAT
     from quire.plan.budget import format_bytes
     from quire.serve.server import serve as run
 

@@ -28,8 +28,8 @@ def up(cluster: ClusterConfig, server: ServerConfig, *, as_json: bool) -> None:
     from quire.engine.before_load import check_model
 
     check_model(cluster)  # before the processes, each of which would refuse it
+    from quire.client.process import LOG_FORMAT
     from quire.cluster.cluster import run_cluster
-    from quire.engine.process import LOG_FORMAT
 
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, with health checks

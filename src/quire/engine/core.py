@@ -22,14 +22,14 @@ from quire.counters import Section, declared_in, statistics_of
 from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
 from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
-from quire.engine.device import largest_graph, may_overlap, open_device, plan_for, warm_ups_of
-from quire.engine.draft_model import load_draft
-from quire.engine.frame_staging import ComputeStream
+from quire.engine.device.device import largest_graph, may_overlap, open_device, plan_for, warm_ups_of
+from quire.engine.device.draft_model import load_draft
+from quire.engine.device.frame_staging import ComputeStream
+from quire.engine.device.runner import ModelRunner
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
-from quire.engine.runner import ModelRunner
 from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, sampler_of, speculation_parts
 from quire.engine.tiers import EngineTiers, build_memory, lower_frames, offloads_of, open_tiers_of, tier_parts

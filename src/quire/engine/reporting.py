@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.engine.device.runner import LaunchedForward
 from quire.engine.messages import StepOutputs, TokenOutput, output_of
-from quire.engine.runner import LaunchedForward
 from quire.errors import QuireError, StepFailed
 from quire.loop import End, Part, StepResult
 from quire.loop.sessions import SessionsPart

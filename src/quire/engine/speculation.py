@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from quire.engine.config import EngineConfig
-from quire.engine.draft_head import HeadDrafter
-from quire.engine.draft_model import DraftLayers, ModelDrafter
-from quire.engine.sampler import Sampler
+from quire.engine.device.draft_head import HeadDrafter
+from quire.engine.device.draft_model import DraftLayers, ModelDrafter
+from quire.engine.device.sampler import Sampler
 from quire.loop import Part
 from quire.models.draft_head import LoadedHead
 from quire.spec.speculation import STANDARD

@@ -16,10 +16,10 @@ from quire.cache.statistics import CacheCounters
 from quire.counters import counter, gauge, labelled, plain
 from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
-from quire.engine.frame_staging import ComputeStream, FrameStaging
+from quire.engine.device.frame_staging import ComputeStream, FrameStaging
+from quire.engine.device.runner import build_pools
 from quire.engine.hisparse import HostedLatents, warn_of_loss
 from quire.engine.host_memory import alone_on_this_host, host_memory
-from quire.engine.runner import build_pools
 from quire.engine.tier_report import StoreCounters, store_counters, tiers_as_dict
 from quire.engine.watchdog import LaneWatch
 from quire.loop import Part

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quire import __version__
-from quire.engine.async_engine import AsyncEngine
+from quire.client.async_engine import AsyncEngine
 from quire.errors import EngineDead, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import AliasChoices, Field
 
-from quire.engine.async_engine import Prompt
+from quire.client.async_engine import Prompt
+from quire.client.process import Core
 from quire.engine.config import MOST_EPOCHS
-from quire.engine.process import Core
 from quire.serve.completions import chat_prompt
 from quire.serve.errors import BadField
 from quire.serve.generation import Service

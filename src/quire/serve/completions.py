@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.engine.output import CompletionOutput, Logprob
-from quire.engine.tokenising import Tokenising
+from quire.client.output import CompletionOutput, Logprob
+from quire.client.tokenising import Tokenising
 from quire.errors import InvalidInput
 from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
 from quire.serve.errors import BadField

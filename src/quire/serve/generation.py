@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from quire.engine.async_engine import AsyncEngine, Prompt
-from quire.engine.output import CompletionOutput, SequenceAssembler, SequenceDelta
-from quire.engine.request_stream import RequestStream
+from quire.client.async_engine import AsyncEngine, Prompt
+from quire.client.output import CompletionOutput, SequenceAssembler, SequenceDelta
+from quire.client.request_stream import RequestStream
 from quire.errors import QuireError, TooSlow, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams

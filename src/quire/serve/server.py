@@ -24,9 +24,9 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from quire.engine.async_engine import AsyncEngine
+from quire.client.async_engine import AsyncEngine
+from quire.client.process import Progress
 from quire.engine.config import EngineConfig
-from quire.engine.process import Progress
 from quire.engine.watchdog import Watchdog
 from quire.errors import AddressInUse, InvalidInput
 from quire.serve.app import create_app

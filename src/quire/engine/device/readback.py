@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.engine.sampler import Drawn
+from quire.engine.device.sampler import Drawn
 
 
 class Readback:

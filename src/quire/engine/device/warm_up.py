@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.engine.page_tables import DevicePageTables
+from quire.engine.device.page_tables import DevicePageTables
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch

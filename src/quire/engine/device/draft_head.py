@@ -23,8 +23,8 @@ from torch import Tensor
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
-from quire.engine.draft_model import Ahead, DraftLayers, PageDrafter, parents_of
-from quire.engine.sampler import Drawn, Sampler
+from quire.engine.device.draft_model import Ahead, DraftLayers, PageDrafter, parents_of
+from quire.engine.device.sampler import Drawn, Sampler
 from quire.kernels.slots import flatten_ranges
 from quire.memory.pool import torch_dtype
 from quire.models.draft_head import LoadedHead

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from quire.client.output import RequestAssembler, RequestOutput, SequenceDelta
 from quire.engine.messages import TokenOutput
-from quire.engine.output import RequestAssembler, RequestOutput, SequenceDelta
 from quire.errors import QuireError
 
 MOST_AT_ONCE = 64

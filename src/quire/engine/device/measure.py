@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import torch
 
-from quire.engine.device import resolve_device
+from quire.engine.device.device import resolve_device
 from quire.engine.host_memory import host_memory
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch

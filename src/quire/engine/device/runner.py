@@ -12,14 +12,14 @@ from torch import Tensor
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
-from quire.engine.frame_staging import ComputeStream
-from quire.engine.graphs import DecodeGraphs
+from quire.engine.device.frame_staging import ComputeStream
+from quire.engine.device.graphs import DecodeGraphs
+from quire.engine.device.page_tables import DevicePageTables
+from quire.engine.device.readback import Readback
+from quire.engine.device.sampler import Drawn, Sampler
+from quire.engine.device.warm_up import Pads, warm_up
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
-from quire.engine.page_tables import DevicePageTables
-from quire.engine.readback import Readback
-from quire.engine.sampler import Drawn, Sampler
-from quire.engine.warm_up import Pads, warm_up
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.moves import Pieces

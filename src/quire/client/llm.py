@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from quire.cache.session import SessionList
+from quire.client.output import RequestAssembler, RequestOutput
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.messages import RetainRequest, prompt_bytes
-from quire.engine.output import RequestAssembler, RequestOutput
 from quire.engine.tier_report import tiers_line
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.memory.host_pool import Progress as OnProgress

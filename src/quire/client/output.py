@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
+from quire.client.stop_strings import StopAutomaton, StopStrings
 from quire.engine.messages import DraftUse, EngineRequest, TokenLogprobs, TokenOutput
-from quire.engine.stop_strings import StopAutomaton, StopStrings
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids

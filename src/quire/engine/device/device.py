@@ -8,9 +8,9 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.cores import available_cores
+from quire.engine.device.warm_up import Pads, warm_ups
 from quire.engine.host_memory import host_memory
 from quire.engine.planning import engine_plan
-from quire.engine.warm_up import Pads, warm_ups
 from quire.errors import InvalidInput
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.library import use_native

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from quire.cache.running import Lengths, Rows
-from quire.engine.filters import Filters
-from quire.engine.logit_changes import adjustments
+from quire.engine.device.filters import Filters
+from quire.engine.device.logit_changes import adjustments
 from quire.engine.messages import TokenLogprobs
 from quire.plan.devices import rows_at_once
 from quire.scheduler.step import Places

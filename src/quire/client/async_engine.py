@@ -20,9 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 import msgspec
 import numpy as np
 
+from quire.client.health import EngineHealth, stuck
+from quire.client.output import RequestAssembler, SequenceDelta
+from quire.client.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
+from quire.client.request_stream import RequestStream
+from quire.client.tokenising import ServingTokenizer, Tokenising
 from quire.counters import Metric
 from quire.engine.config import EngineConfig
-from quire.engine.health import EngineHealth, stuck
 from quire.engine.messages import (
     REPORT_DECODER,
     Abort,
@@ -42,10 +46,6 @@ from quire.engine.messages import (
     not_utf8,
     prompt_bytes,
 )
-from quire.engine.output import RequestAssembler, SequenceDelta
-from quire.engine.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
-from quire.engine.request_stream import RequestStream
-from quire.engine.tokenising import ServingTokenizer, Tokenising
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.offload.retention import Granted
 from quire.scheduler.sampling_params import SamplingParams

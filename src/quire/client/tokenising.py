@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from quire.engine import token_worker
-from quire.engine.output import Decoder
+from quire.client import token_worker
+from quire.client.output import Decoder
 from quire.errors import ContextTooLong, Overloaded, QuireError
 from quire.spec.ids import Ids
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows, RunningBatch
 from quire.engine.config import EngineConfig
-from quire.engine.sampler import Drawn, Proposal, Sampler
+from quire.engine.device.sampler import Drawn, Proposal, Sampler
 from quire.errors import OutOfPages
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch

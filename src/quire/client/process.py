@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, get_args, get_origin, get_type_hin
 import msgspec
 
 from quire.cache.session import SessionList
-from quire.engine.channel import Channel
+from quire.client.channel import Channel
 from quire.engine.config import EngineConfig
 from quire.engine.messages import (
     COMMAND_DECODER,
