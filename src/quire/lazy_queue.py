@@ -53,7 +53,7 @@ class LazyQueue(Generic[T]):
         self._first: Any = [] if by_key else deque()
         self._rest: deque[deque[Any]] = deque()  # empty by key, and if no pass is running
         self._sum = 0  # sizes of all entries
-        self._size_cleaned = 0  # the same, after the last pass
+        self._size_cleaned = 0  # its size after the last pass
 
     def __len__(self) -> int:
         """Sizes of all entries, valid or not: at most 90 more than three times the valid ones of the last pass."""
@@ -110,7 +110,7 @@ class LazyQueue(Generic[T]):
         return None
 
     def first_key(self, default: Any) -> Any:
-        """By key: the key of the first valid entry, which stays in the queue; `default` if there is none."""
+        """The key of the first valid entry, which stays in the queue; `default` if there is none."""
         while self._first:
             key, ticket, item = self._first[0]
             if self._live(ticket, item) is not None:

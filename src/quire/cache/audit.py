@@ -37,7 +37,7 @@ from quire.spec.ids import Bools, Ids, Tier
 
 _NODES = 64  # in a slice, with about _EDGE_PAGES pages at most
 _EDGE_PAGES = 2048
-_TABLE_PAGES = 1 << 15  # of a group's table in a slice
+_TABLE_PAGES = 1 << 15  # pages of a group's table in a slice
 MOST_FAULTS = 32
 _ALL = slice(None)
 

@@ -48,7 +48,7 @@ class Start(StrEnum):
     LOST = "lost"
     """On the cached prefix: the session held nothing any more."""
     NONE = "none"
-    """It ended before it began."""
+    """No turn has begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,9 @@ class HeldRow:
 
     kv: RequestKV
     tokens: Ids
-    serial: int  # of its row, for the next turn
+    serial: int  # its row's, for the next turn
     fence: int
-    arrival: int  # of its turn
+    arrival: int  # its turn's
 
 
 class SessionKey(NamedTuple):
@@ -142,7 +142,7 @@ class Session:
     lost: str = ""  # why it holds no row, if a turn has ended
     num_flushes: int = 0
     closed: bool = False
-    user: User = field(default_factory=User)  # of what its turns leave in the tree
+    user: User = field(default_factory=User)  # the user of what its turns leave in the tree
 
     def is_idle_of(self, owner: str) -> bool:
         """Whether it is this owner's, and no turn of it runs."""
@@ -157,5 +157,5 @@ class Turn:
     arrival: int
     start: Start = Start.NONE
     resumed_tokens: int = 0
-    num_flushes: int = 0  # of its namespace, when it began
+    num_flushes: int = 0  # flushes of its namespace when it began
     refusal: str = ""

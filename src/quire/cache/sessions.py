@@ -44,7 +44,7 @@ from quire.spec.ids import Ids
 from quire.spec.pages import pages_for
 
 MOST_SESSIONS = 4096
-"""Of more sessions, of the owner with most of them, the one that was not used for the longest time is closed."""
+"""Beyond this, the owner with most sessions loses the one that was not used for the longest time."""
 
 
 class TurnCache(Protocol):
@@ -84,11 +84,13 @@ class Sessions:
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._trims = not self._states and parts.plan.speculation is None and not parts.plan.groups_on_host
         self._by_key: dict[SessionKey, Session] = {}  # those used last come last
-        self._num_of = Counter[str]()  # by owner
-        self._users: WeakValueDictionary[SessionKey, User] = WeakValueDictionary()  # of these, and of expired ones
+        self._num_of = Counter[str]()  # sessions by owner
+        self._users: WeakValueDictionary[SessionKey, User] = (
+            WeakValueDictionary()
+        )  # users of these sessions, and of expired ones
         self._next_expiry = math.inf  # no session expires before
         self.num_held = 0
-        self.last_fence = 0  # of all rows
+        self.last_fence = 0  # the last one of any row
         self.totals = SessionCounters()
         parts.flushed.append(self._flushed)
         parts.audits.append(self._faults)
@@ -338,7 +340,7 @@ class Sessions:
         least = share(but) if but is not None and num_tokens is not None else 0.0
         held = (each for each in self._by_key.values() if each.row is not None and each is not but)
         resting = [each for each in held if each.row is not None and self._fences.has_passed(each.row.fence)]
-        first = max(resting, key=share, default=None)  # of equal ones the first: that used last comes last
+        first = max(resting, key=share, default=None)  # the first of equal ones: the one used last comes last
         if first is None or share(first) < least:
             return False
         self._end_row(first, f"its room was needed by {by}")

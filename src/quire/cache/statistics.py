@@ -32,7 +32,7 @@ class FrameCounts:
     free: int = in_state("free")
     private: int = in_state("private")
     cached: int = in_state("cached")
-    evictable: int = 0  # of the cached ones
+    evictable: int = 0  # part of `cached`
     moving: int = in_state("moving")  # released while a launched step could read them; free once it has settled
     quarantined: int = in_state("quarantined")
     dropped: int = counter("Frames of cached pages that were dropped while their pages stayed.")

@@ -11,7 +11,7 @@ LEAST_S = 0.002
 """Work begins when so much is saved up."""
 
 _MOST_BESIDE = 0.75
-"""Of the share, for what each step needs. The rest is for looking at pages, so that short steps never starve it."""
+"""Part of the share that pays for what each step needs. The rest is for looking at pages, also with short steps."""
 
 _NEWEST = 0.2
 
@@ -29,7 +29,7 @@ class Budget:
         self._at: float | None = None
 
     def earn(self, now: float) -> bool:
-        """It is `now`. Returns whether there is enough to begin."""
+        """Add what was earned until `now`. Returns whether there is enough to begin."""
         if self._at is not None and self.share < math.inf:
             earned = (now - self._at) * self.share
             taken = min(self._beside_s, earned * _MOST_BESIDE)

@@ -51,7 +51,7 @@ class _Watched:
     digests: FrameDigests
     stamps: Stamps
     writes: Writes | None  # None: its frames have no slots of tokens
-    owners: Longs  # of each watched page: serial number of the request that wrote it; 0: it came from a lower tier
+    owners: Longs  # index: page; serial number of the request that wrote it; 0: a lower tier had it
 
 
 class _Looking(NamedTuple):
@@ -120,7 +120,7 @@ class Canary:
         self._chains: Words = np.zeros(num_pages + 1, dtype=np.uint64)
         self._first: Longs = np.zeros(num_pages + 1, dtype=np.int64)  # position of each watched page
         self._seeds: OrderedDict[Namespace, int] = OrderedDict()
-        self._names: OrderedDict[int, str] = OrderedDict()  # of requests by serial number
+        self._names: OrderedDict[int, str] = OrderedDict()  # requests by serial number
         self._seconds = seconds
         self.budget = Budget(share)
         self.turn = 0  # steps launched
@@ -285,7 +285,7 @@ class Canary:
     def _find(self, kind: Kind, group: _Watched, page: int) -> None:
         frame = int(group.stamps.column.frame[page])
         step, serial = group.writes.last(frame) if group.writes is not None else (0, 0)
-        group.stamps.column.unmark(np.array([page], dtype=np.int32), State.STAMPED)  # it is found once
+        group.stamps.column.unmark(np.array([page], dtype=np.int32), State.STAMPED)  # so each damage is found once
         beside = {}
         for other in (frame - 1, frame + 1):
             if group.writes is not None and 1 <= other <= self._parts.groups[group.index].num_frames:

@@ -23,7 +23,7 @@ class Containment:
 
     def __init__(self, parts: CacheParts) -> None:
         self._parts = parts
-        self._damaged: dict[int, set[tuple[int, int]]] = {}  # by page: its damaged frames, as (group, frame)
+        self._damaged: dict[int, set[tuple[int, int]]] = {}  # damaged frames of each page, as (group, frame)
         self._holds: list[Hold] = []  # so that they stay in the tree until their frames can be quarantined
         self._tried = -1  # `num_releases` of the tree after the last attempt to delete them
         self.num_quarantined = 0
@@ -111,7 +111,7 @@ class Containment:
             return  # the page has lost it
         column.unbind(np.array([page], dtype=np.int32))
         if (column.frame == frame).any():
-            return  # it serves another page too, which goes on with it
+            return  # another page has the frame too, and keeps it
         self.num_quarantined += 1
         group.quarantined.append(frame)
         most = max(1, group.num_frames // QUARANTINE_SHARE)

@@ -53,7 +53,7 @@ class Reading:
 
 
 class FrameDigests:
-    """Of the frames of one pool, without the layers `except_for`. A pool in host memory has sealed records instead."""
+    """Digests of frames of one pool, without layers in `except_for`. A pool in host memory has sealed records instead."""
 
     def __init__(self, pool: Pool, except_for: Collection[int] = ()) -> None:
         self._device = pool.device
@@ -106,7 +106,7 @@ class FrameDigests:
         return Reading(host, events)
 
     def describe(self, frame: int) -> list[dict[str, int]]:
-        """Of each field of a frame, for a report: words that are zero or marked, and all. Waits for the device."""
+        """A report of each field of a frame: words that are zero or marked, and all. Waits for the device."""
         found = []
         for words, _ in self._words:
             own = words[:, frame]

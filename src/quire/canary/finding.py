@@ -39,12 +39,12 @@ class Finding:
     index: int
     page: int
     frame: int
-    position: int  # of its first token in its prefix
+    position: int  # place of its first token in its prefix
     step: int
     good_step: int  # the last one after which it was known to be good
     wrote_step: int
     wrote_request: str
-    neighbours: dict[str, list[Any]] = field(default_factory=dict)  # of the frames beside: last step and request
+    neighbours: dict[str, list[Any]] = field(default_factory=dict)  # frames beside it: last step and request
     fields: list[dict[str, int]] = field(default_factory=list)
     readers: list[str] = field(default_factory=list)  # requests that are computed again
     at_unix_s: float = 0.0

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MOST_TRIES = 3
 """Times that a request is computed again before it fails: damage that comes back is no accident."""
 
-_PIECE_S = 0.001  # of an audit beside steps
+_PIECE_S = 0.001  # a slice of an audit beside steps
 _IDLE_PIECE_S = 0.005
 _IDLE_AFTER_S = 1.0
 _MOST_HOLDERS = 16

@@ -31,7 +31,7 @@ class Asked(NamedTuple):
 
 
 class Stamps:
-    """Of the pages of one `column`, whose frames are 1 to `num_frames`."""
+    """Stamps of the pages of one `column`, whose frames are 1 to `num_frames`."""
 
     def __init__(self, column: Column, num_frames: int) -> None:
         size = column.num_pages + 1

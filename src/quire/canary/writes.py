@@ -17,8 +17,8 @@ _MOST_NOTED = 32  # steps
 
 
 class Writes:
-    """Of the slots of one group: `num_frames` frames of `page_size` tokens, and the padding frame 0. Requests are
-    known by serial numbers from 1 on, which grow."""
+    """Writes to the slots of one group: `num_frames` frames of `page_size` tokens, and the padding frame 0. Requests
+    have serial numbers from 1 on, which grow."""
 
     def __init__(self, num_frames: int, page_size: int) -> None:
         self._page_size = page_size

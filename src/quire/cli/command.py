@@ -221,7 +221,7 @@ def _command_class(models: Sequence[type[Settings]]) -> type[TyperCommand]:
             try:
                 return super().parse_args(ctx, args)
             except Exception as error:
-                name = getattr(error, "option_name", None)  # of click's NoSuchOption, wherever typer has it from
+                name = getattr(error, "option_name", None)  # click's NoSuchOption, wherever typer has it from
                 with reported(as_json="--json" in given):
                     refuse_foreign(models, str(name).removeprefix("--").replace("-", "_"))
                 raise

@@ -31,7 +31,7 @@ _STORES = {
     "s3": ((), "obstore", None),
     "mooncake": (("mooncake_master",), "mooncake", 50051),
 }
-"""By store: programs that serve it, the package of its client, and its usual port."""
+"""Programs that serve each store, the package of its client, and its usual port."""
 
 
 class DoctorSettings(Settings):

@@ -31,7 +31,7 @@ _MEANINGS = {
     "refused": "of requests that this pool can never hold",
 }
 _MOST_EVICTIONS = 8  # rows of a table
-_MOST_NAMES = 2  # of requests in one of them
+_MOST_NAMES = 2  # requests named in one of them
 _STYLES = {"hit": "green", "evicted": "red", "group": "yellow", "peer": "yellow", "namespace": "yellow"}
 
 

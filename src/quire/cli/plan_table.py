@@ -81,7 +81,7 @@ def _hisparse(found: Mapping[str, Any], context: int) -> Iterator[tuple[str, str
         f"{found['top_k']:,}; {found['contents']} take {format_bytes(found['host_bytes'])} of host memory",
     )
     gain = found.get("gain")
-    if gain is None:  # of an engine, which logs whether it pays
+    if gain is None:  # an engine logs whether it pays
         return
     costs, swap = gain["costs"], format_bytes(gain["swapped_bytes"])
     yield (

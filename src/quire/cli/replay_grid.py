@@ -28,7 +28,7 @@ from quire.spec.record_size import HEADER_BYTES
 from quire.spec.speculation import SpeculativeConfig
 
 DEFAULT_POOL = "1/8"
-"""Of the working set."""
+"""Share of the working set."""
 
 _COMPARED = "lru,density"
 _GPU = "h100-80gb"
@@ -149,7 +149,7 @@ def _model(name: str, engine: ReplayedEngine) -> SimulatedModel:
 
 
 def _plain_record_bytes(plan: MemoryPlan) -> tuple[int, ...]:
-    """Of the model whose steps the plain one costs."""
+    """Records of the model whose steps the plain one costs."""
     spec = planned_model(_COSTS_LIKE).spec
     return tuple(group.layout.bytes_per_frame + HEADER_BYTES for group in spec.groups(plan.page_size))
 

@@ -32,7 +32,7 @@ def up(cluster: ClusterConfig, server: ServerConfig, *, as_json: bool) -> None:
     from quire.cluster.cluster import run_cluster
 
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, with health checks
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request, with health checks
     console = Console(stderr=True)
     count = cluster.prefill + cluster.decode
     starting = console.status(f"Starting {count} engine{'s' if count > 1 else ''} of {cluster.model_name} ...")

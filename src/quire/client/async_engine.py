@@ -120,7 +120,7 @@ class AsyncEngine:
         on_progress: Progress | None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.tokenising: Tokenising | None = None  # of that tokenizer, once the engine is ready
+        self.tokenising: Tokenising | None = None  # that tokenizer's, once the engine is ready
         self.context_length, self.eos_token_ids = 0, list[int]()
         self.facts, self.metrics = dict[str, Any](), list[Metric]()
         self.last_statistics: dict[str, Any] = {}
@@ -136,12 +136,12 @@ class AsyncEngine:
         self._heard_s = self._began_s  # when the engine last reported anything
         self._stall_after_s = stall_after_s
         self._on_progress = on_progress
-        self._streams: dict[str, RequestStream] = {}  # by the engine id of each sequence
+        self._streams: dict[str, RequestStream] = {}  # key: engine id of a sequence
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._counter = itertools.count(1)
         self._progress_s = time.monotonic()  # when the engine last got anywhere
         self._progress = -1  # its mark of that
-        self._has_work = False  # by its last heartbeat
+        self._has_work = False  # says its last heartbeat
         self._death: QuireError | None = None
         self._draining = False
         self._has_ended = False
@@ -420,7 +420,7 @@ class AsyncEngine:
                 self.last_statistics = self.facts | report.counters
                 self._progress_s = time.monotonic()
                 self._start_s = self._progress_s - self._began_s
-                if not self._ready.done():  # it is cancelled if the start is
+                if not self._ready.done():  # cancelled if the start is
                     self._ready.set_result(None)
             case Died(error) if not self._ready.done():
                 logger.debug("engine start-up failed:\n%s", error.details)

@@ -159,7 +159,7 @@ class LLM:
         later = self.engine.flush(None if salt is None else Namespace(salt=salt))
         while (found := later.poll(time.monotonic() < later.until_s)) is None:
             if not self.engine.offload.ahead.wait_moves(_MOVES_S):
-                time.sleep(_MOVES_S)  # it is tried again later
+                time.sleep(_MOVES_S)  # tried again later
             self.engine.offload.ahead.settle_moves()
         return found
 

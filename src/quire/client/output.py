@@ -25,7 +25,7 @@ from quire.spec.ids import Ids
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER_TAIL = 3  # bytes of an unfinished UTF-8 character; some tokenizers return one mark for each of them
 _WINDOW_TOKENS = 16  # tokens decoded again with every new one, at most twice this
-_MOST_KEPT = 11  # of these when older ones are dropped
+_MOST_KEPT = 11  # tokens that stay when older ones are dropped
 
 
 class Decoder(Protocol):
@@ -119,7 +119,7 @@ class TextStream:
         self._is_final = False  # some text was returned, and none is held back
         self._since: deque[int] = deque(maxlen=_WINDOW_TOKENS)  # the last tokens after the window, whose text is final
         self._window: list[int] = []
-        self._shown = ""  # of the window's text, what was returned
+        self._shown = ""  # what was returned of the window's text
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that became final."""
@@ -206,7 +206,7 @@ class SequenceAssembler:
         self.error = ""  # why, if `finish_reason` is "error"
         self.explanation: Explanation | None = None
         self.session: SessionGrant | None = None
-        self.is_turn = False  # of a session: a text that ends on a stop string waits for the engine's last output
+        self.is_turn = False  # a session's text that ends on a stop string waits for the last output
         self._params = params
         self._decoder = decoder
         self._stream = decoder and TextStream(decoder, skip_special_tokens=params.skip_special_tokens)

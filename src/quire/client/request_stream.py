@@ -28,7 +28,7 @@ class RequestStream:
         self._on_close = on_close
         self._arrived: list[SequenceDelta] = []
         self._error: QuireError | None = None
-        self._has_news: asyncio.Future[None] | None = None  # of the reader, while it waits
+        self._has_news: asyncio.Future[None] | None = None  # the reader's, while it waits
         self._num_open = request.params.n
 
     async def take(self) -> list[SequenceDelta]:

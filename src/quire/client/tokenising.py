@@ -131,7 +131,7 @@ class Tokenising:
 
     async def _in_process(self, content: str, text: str, *, add_special_tokens: bool) -> Ids:
         while self._idle:
-            with contextlib.suppress(_HasEnded):  # it was killed while it had no work
+            with contextlib.suppress(_HasEnded):  # killed while it had no work
                 return await self._by(self._idle.pop(), text, add_special_tokens=add_special_tokens)
         return await self._by(_Worker(content), text, add_special_tokens=add_special_tokens)
 

@@ -30,11 +30,11 @@ class Upstream:
     num_failures: int = 0
 
     def works(self) -> None:
-        """It answers."""
+        """The engine answers."""
         self.failing_since_s, self.reason, self.is_broken = None, "", False
 
     def fails(self, reason: str, *, is_broken: bool = False) -> None:
-        """It gets no requests until it works again."""
+        """The engine gets no requests until it works again."""
         self.failing_since_s = self.failing_since_s or time.monotonic()
         self.reason, self.is_broken = reason, is_broken
 

@@ -156,7 +156,7 @@ def check_draft(config: EngineConfig) -> None:
         if speculation.method == "eagle3":
             captured_layers(name, given, len(target.layers))
     settings = plan_settings(config)
-    if "dynamic" in str(given.get("rope_parameters") or given.get("rope_scaling")):  # it grows with the length
+    if "dynamic" in str(given.get("rope_parameters") or given.get("rope_scaling")):  # this rope grows with the length
         draft = replace(draft, context_length=max(draft.context_length, settings.max_model_len or 0))
     with_draft_model(target, settings, draft)
 

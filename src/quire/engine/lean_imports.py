@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
-_NEEDED = "torch._dynamo._trace_wrapped_higher_order_op"  # by transformers, of the compiler
+_NEEDED = "torch._dynamo._trace_wrapped_higher_order_op"  # what transformers needs of the compiler
 _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 

@@ -29,7 +29,7 @@ _E5M2 = _Grid(largest=57344.0, reach=61440.0)
 _E2M1 = _Grid(largest=6.0, reach=7.0)
 
 _SMALLEST_E4M3 = 2.0**-9
-_SMALLEST_NORMAL = 2.0**-126  # of float32
+_SMALLEST_NORMAL = 2.0**-126  # float32's
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
 

@@ -45,7 +45,7 @@ class RowFunctions(Protocol):
 
 
 class TorchRows:
-    """By torch's operators, on any device."""
+    """Torch's operators, on any device."""
 
     backend = "torch"
 
@@ -79,7 +79,7 @@ class TorchRows:
 
 
 class NativeRows:
-    """By compiled functions, on the CPU, in float32 or bfloat16."""
+    """Compiled functions, on the CPU, in float32 or bfloat16."""
 
     backend = "native"
 

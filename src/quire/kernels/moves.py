@@ -79,7 +79,7 @@ class HostEntries:
 
     @cached_property
     def entry_bytes(self) -> tuple[int, ...]:
-        """By field."""
+        """Bytes of an entry, by field."""
         return tuple(target[0, 0].numel() * target.element_size() for _, target in self.parts)
 
     @cached_property

@@ -37,11 +37,11 @@ class StepTable:
     kept: dict[Hashable, Any]
 
     def part(self, sequences: Slots) -> StepTable:
-        """The same for some sequences of the batch."""
+        """The table of some sequences of the batch."""
         return replace(self, rows=self.rows[sequences])
 
     def padded(self, size: int) -> StepTable:
-        """The same for further sequences up to `size`, which have the last row."""
+        """The table with further sequences up to `size`, which have the last row."""
         pads = np.full(size - len(self.rows), len(self.device) - 1, dtype=np.int64)
         return replace(self, rows=np.concatenate((self.rows, pads)))
 

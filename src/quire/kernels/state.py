@@ -21,7 +21,7 @@ class StateRun:
     `sources` and `targets` are int64 `[count]` on the device, the frames of their states before and after.
     """
 
-    rows: slice | Tensor  # of the flat batch: consecutive ones, or int64 `[n]` on the device
+    rows: slice | Tensor  # rows of the flat batch: consecutive ones, or int64 `[n]` on the device
     count: int
     length: int
     sources: Tensor

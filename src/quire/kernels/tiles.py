@@ -71,7 +71,7 @@ class _Cutting:
         self._pairs = pairs
         self._entries = entries
         self._pasts, self._contexts = batch.spans()
-        self._positions = batch.positions()  # of the flat rows
+        self._positions = batch.positions()  # positions of the flat rows
 
     def _lows(self, sequences: Slots, firsts: Slots) -> Slots:
         """The first entries that rows from position `firsts[i]` on of each sequence read."""

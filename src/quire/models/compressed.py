@@ -214,7 +214,7 @@ class _Folder:
         """`blocks` `[blocks, span, 2 * width of an input]`, values and then scores."""
         values, scores = blocks.chunk(2, dim=-1)
         bias = self._module.position_bias
-        if self._call.overlap:  # of the block before, the first half of each input; of the block itself, the second
+        if self._call.overlap:  # the first half of each input of the block before, the second of the block itself
             ratio, width = self._call.ratio, self._width
             scores = scores + torch.cat((bias, bias))
             values = torch.cat((values[:, :ratio, :width], values[:, ratio:, width:]), dim=1)
@@ -241,7 +241,7 @@ class _Folding:
         firsts = batch.query_starts[:-1].astype(np.int64) - starts  # flat row of a position, less the position
         frames = batch.frames[owners[:, None], np.maximum(tokens, 0) // batch.page_size].astype(np.int64)
         kept = np.where(is_new | absent, 0, frames * ring + tokens % ring)
-        # Of the new inputs that share a row of a ring, the last one stays.
+        # The last of the new inputs that share a row of a ring stays.
         everyone = np.repeat(np.arange(len(starts)), stops - starts)
         positions = flatten_ranges(starts, stops)
         page_ends = (positions // batch.page_size + 1) * batch.page_size

@@ -30,7 +30,7 @@ _MODEL = {"model", "lm_head"}
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _POSITIONS = (0, 1, 2, 5, 11)
-"""Of the dry run, besides the last ones of the context."""
+"""Positions of the dry run, besides the last ones of the context."""
 _SMALL = 2.0**-6
 """Root mean square of small rows: what layers add to them is larger. Their squares are larger than usual epsilons."""
 

@@ -38,7 +38,7 @@ class HeadShape:
     num_features: int = 1
     draft_vocab: int = 0
     """Tokens that the head's own output layer knows. 0: it uses the target's."""
-    bias: bool = False  # of the fusion
+    bias: bool = False  # the fusion's
     norm_before_residual: bool = False
 
     @property

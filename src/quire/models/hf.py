@@ -202,7 +202,7 @@ class LoadedModel:
         return logits.float()
 
     def _own_logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """By transformers' code around the layers."""
+        """Logits by transformers' code around the layers."""
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
         logits: Tensor = self.module(
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep

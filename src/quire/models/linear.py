@@ -26,7 +26,7 @@ _ROWS = 64
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest accepted difference of a packed product, relative to the norm of the plain one. A wrong row costs more."""
 
-_MOST_PADDING = 0.01  # of the bytes of a product
+_MOST_PADDING = 0.01  # share of the bytes of a product
 
 
 class CpuLinear(nn.Linear):
@@ -77,7 +77,7 @@ class Product:
         self.packed: Tensor | None = None
         self._bias: Tensor | None = None
         self.keeps_plain = not tied.isdisjoint(id(layer.weight) for layer in layers)
-        self._input: Tensor | None = None  # of the product whose parts are not all fetched yet
+        self._input: Tensor | None = None  # the product's whose parts are not all fetched yet
         self._parts: list[Tensor | None] = []
         for at, layer in enumerate(layers):
             layer._product, layer._part = self, at

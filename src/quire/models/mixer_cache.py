@@ -30,7 +30,7 @@ class MixerStates:
 
     @property
     def layers(self) -> defaultdict[int, SimpleNamespace]:
-        """The same layer under every number; transformers up to 5.17 reads states there."""
+        """One layer under every number; transformers up to 5.17 reads states there."""
         layer = SimpleNamespace(conv_states=(self.conv,), recurrent_states=(self.ssm,), record_past=False)
         return defaultdict(lambda: layer)
 

@@ -85,7 +85,7 @@ def _build(target: LoadedModel) -> MtpModel:
             contexts.enter_context(context)
         mtp = MtpModel(target.module, 1)
     norms = type(mtp.layers[0].enorm), type(target.module.get_decoder().norm)
-    if norms[0] is not norms[1]:  # it is that of the model's last layer, which may be of another kind
+    if norms[0] is not norms[1]:  # the model's last layer may be of another kind
         raise UnsupportedModel(
             f"the prediction layer of '{target.name}' would have a {norms[0].__name__} where the model has a "
             f"{norms[1].__name__}: the model's last layer is no attention.",

@@ -40,7 +40,7 @@ def selective_mixer(layer: Any, rows: Tensor, states: MixerStates, positions: Te
 
 def headed_selective_mixer(layer: Any, rows: Tensor, states: MixerStates, positions: Tensor | None) -> Tensor:
     """Zamba: Mamba whose channels are split into heads, each scanned on its own."""
-    pairs: Tensor = layer.in_proj(rows)  # of an input and its gate, one pair per channel
+    pairs: Tensor = layer.in_proj(rows)  # an input and its gate, one pair per channel
     inputs, gate = pairs.view(*rows.shape[:2], layer.intermediate_size, 2).unbind(-1)
     heads = (layer.n_mamba_heads, layer.mamba_head_dim)
     inputs = _convolve(layer, inputs, states)

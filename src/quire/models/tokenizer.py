@@ -32,7 +32,7 @@ class Tokenizer:
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have holes
         self._tokenizer = tokenizer
         self._longest: int | None = None
-        self._token_texts: dict[bool, TokenTexts | None] = {}  # by whether special tokens are skipped
+        self._token_texts: dict[bool, TokenTexts | None] = {}  # key: whether special tokens are skipped
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class FromPeer:
 
 
 def arrived_tokens(asked: Iterable[FromPeer], start: int, stop: int) -> dict[str, int]:
-    """Of the tokens `start .. stop - 1` of a prompt, those that peers have computed, by peer."""
+    """Tokens `start .. stop - 1` of a prompt that peers have computed, by peer."""
     found: dict[str, int] = {}
     for part in asked:
         count = min(part.end, stop) - max(part.start, start)

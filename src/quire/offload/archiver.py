@@ -67,7 +67,7 @@ class PendingPaths:
             del self._ends[next(iter(self._ends))]
 
     def first(self, count: int) -> Iterator[tuple[Node, Node, tuple[int, ...]]]:
-        """Of the oldest paths: the key for `remove`, the node at which the path ends now, and its ends. The caller may
+        """The oldest paths: the key for `remove`, the node at which the path ends now, and its ends. The caller may
         add and remove paths meanwhile."""
         for node, ends in list(islice(self._ends.items(), count)):
             end = self.cached_end(node)
@@ -118,7 +118,7 @@ class _Batch:
     scope: bytes
     nodes: list[Node]
     parts: list[GroupPages]
-    touched: list[tuple[int, Ids]]  # by group
+    touched: list[tuple[int, Ids]]  # with their group
 
 
 class Archiver:
@@ -143,7 +143,7 @@ class Archiver:
         self._seconds = parts.seconds
         self._stored = [parts.frames.of(Tier.STORAGE, host.index) for host in hosts]
         self._pages = parts.frames.anchor(Tier.STORAGE)
-        self._gaps: dict[int, list[Node]] = {}  # by a page that is not on a lower tier: nodes after it
+        self._gaps: dict[int, list[Node]] = {}  # key: a page that is not on a lower tier; nodes after it
         self._period_ends = -math.inf
         self._num_since = 0  # frames archived in this period
         self._is_full = False  # the lane, until a transfer has ended
@@ -264,13 +264,13 @@ class Archiver:
             self.pending.add(node)
 
     def _untouched(self, node: Node) -> list[Ids]:
-        """By group, stored pages of a path that were not touched in this period."""
+        """Stored pages of a path that were not touched in this period, by group."""
         pages = pages_to(node)
         pages = pages[~self._pages.has(pages, State.TOUCHED)]
         return [pages[self._is_stored(host, pages)] for host in self._hosts]
 
     def _lacking(self, node: Node, most_bytes: int) -> tuple[list[Ids], bool]:
-        """By group, pages of a path to archive, up to about so many bytes, and whether there are more."""
+        """Pages of a path to archive, by group, up to about so many bytes, and whether there are more."""
         pages = pages_to(node)
         num_storable = self.storable(pages)
         gap = pages[num_storable:]

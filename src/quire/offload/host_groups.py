@@ -84,7 +84,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         return []
 
     def free_ids(self, pages: Ids) -> Ids:
-        """Of these freed pages, those whose ids can be allocated again now."""
+        """Those of the freed pages whose ids can be allocated again now."""
         return pages
 
     def only_copies(self, pages: Ids) -> Ids:

@@ -104,8 +104,8 @@ class RequestedPrefix:
         return self.known < self.limit and len(whole) < len(self._groups) and all(s[self.known] for s in whole)
 
     def lacking(self, wanted: int, hosts: Sequence[HostGroup] | None = None) -> list[Places]:
-        """By group, the places without a frame on the device or in `hosts` (default: all) that a request reads if it
-        begins after `wanted` pages."""
+        """The places of each group without a frame on the device or in `hosts` (default: all) that a request reads if
+        it begins after `wanted` pages."""
         path, found = self.path, []
         for group in self._groups:
             needed = group.reach.needed(wanted)
@@ -126,7 +126,7 @@ class Piece:
     move: Transfer | None = None
 
     def parts(self) -> Iterator[tuple[HostGroup, Places, Ids, Bools]]:
-        """By group, places, frames, and which frames are suspect."""
+        """Groups with their places, frames, and which frames are suspect."""
         suspect = self.move.suspect if self.move is not None else ()
         for at, (host, places, frames) in enumerate(self.fetching):
             yield host, places, frames, np.array([(at, row) in suspect for row in range(len(frames))], dtype=np.bool_)
@@ -168,7 +168,7 @@ class Prefetch:
     name: bytes  # the key of the first page that is not cached, or of the last page
     prefix: RequestedPrefix
     hold: Hold
-    is_trial: bool  # of a lane that is off
+    is_trial: bool  # a lane that is off is tried
     at_once: int  # the most bytes in flight
     since: float
     stop_at: float  # the time at which computing would have been faster
@@ -179,7 +179,7 @@ class Prefetch:
     wanted: int = field(init=False)
     stored: int = field(init=False)
     num_waiting: int = 1  # requests
-    shared: bool = False  # by several requests, now or earlier
+    shared: bool = False  # several requests wait for it, now or earlier
     done: bool = False
     stopped: bool = False
     cancelled: bool = False
@@ -188,11 +188,11 @@ class Prefetch:
     pieces: deque[Piece] = field(default_factory=deque)  # not bound yet, in the order of the prompt
     last: int = field(init=False)  # the page after these pieces
     lost: bool = False  # a page has not arrived: pieces after it are useless
-    num_bytes: int = 0  # of host frames for fetched pages
+    num_bytes: int = 0  # host frames for fetched pages
 
     fetching_since: float | None = None
     fetched_before: int = 0  # bytes, for any request
-    seconds: float = 0.0  # of work on its pieces
+    seconds: float = 0.0  # work on its pieces
     own_bytes: int = 0  # fetched in these seconds
     in_rounds: bool = False  # some pieces began only after others had arrived
     _num_retries: int = 0

@@ -33,7 +33,7 @@ from quire.spec.ids import Ids, Tier
 from quire.spec.pages import pages_for
 
 RETAIN_SHARE = 0.25  # the default budget, as a share of the plan's pages
-MOST_SECONDS = 86_400.0  # of one retention
+MOST_SECONDS = 86_400.0  # the longest retention
 MOST_RETENTIONS = 4096
 
 
@@ -279,7 +279,7 @@ class Retention(RetentionPort):
         return before - self._tree.num_protected
 
     def _give_up_frames(self, group: GroupCache, num_frames: int) -> None:
-        """The same for frames of a group that is read in part."""
+        """Give up frames of a group that is read in part."""
         if num_frames <= 0:
             return
         self.expire()

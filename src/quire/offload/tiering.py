@@ -110,7 +110,7 @@ class Tiering:
             self.deletion.flush(namespace)
 
     def missing(self, pages: Ids) -> list[Ids]:
-        """By group, pages that a request reads if it begins after this path, and that the device lacks."""
+        """Pages of each group that a request reads if it begins after this path, and that the device lacks."""
         needed = [group.needed_pages(pages) for group in self._groups]
         return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 

@@ -9,9 +9,9 @@ from quire.errors import InvalidInput
 
 _MIB = 2**20
 GRAPH_BYTES = 2 * _MIB
-"""Of the largest CUDA graph, for each of its requests: logits, activations and parts of attention."""
+"""Bytes of the largest CUDA graph, for each of its requests: logits, activations and parts of attention."""
 LEAST_GRAPHS = 64 * _MIB
-"""Of all CUDA graphs: torch reserves memory for them in segments of 2 and of 20 MiB."""
+"""Bytes of all CUDA graphs: torch reserves memory for them in segments of 2 and of 20 MiB."""
 _MOST_SAMPLED = 2**22
 _PER_LOGIT = 17  # bytes: logits, scores, logits before changes, their logarithms, and comparisons with these
 _PER_SAMPLED = 88  # bytes of what filters compute for a number at once
@@ -39,8 +39,8 @@ DEVICES: Mapping[str, tuple[int, float, float, float]] = {
     "v100-16gb": (16_384, 125, 900, 16),
     "v100-32gb": (32_768, 125, 900, 16),
 }
-"""By name: total memory in MiB, as `nvidia-smi` or `rocm-smi` prints it; and published peaks: TFLOP/s of dense 16-bit
-matrix products with 32-bit sums, GB/s of memory, and GB/s of the host's bus in one direction."""
+"""Devices by name: total memory in MiB, as `nvidia-smi` or `rocm-smi` prints it; and published peaks: TFLOP/s of
+dense 16-bit matrix products with 32-bit sums, GB/s of memory, and GB/s of the host's bus in one direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

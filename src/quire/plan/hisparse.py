@@ -18,9 +18,9 @@ from quire.spec.model import ModelSpec
 from quire.spec.pages import floor_to_page, pages_for
 
 _LEAVE_OUT = "leave hisparse out."
-# Of one request and indexer: 24 us measured, 16 requests that select 2,048 tokens (bench/results/hisparse-0.7.json).
+# One request and indexer: 24 us measured, 16 requests that select 2,048 tokens (bench/results/hisparse-0.7.json).
 _BOOKKEEPING_S = 25e-6
-_MEMORY_SHARE = 0.8  # of a published bandwidth, reached by streaming reads
+_MEMORY_SHARE = 0.8  # share of a published bandwidth, reached by streaming reads
 _LAUNCH_S = 0.0005  # host and launch time of a step
 # Buffers of two selections, in the same file: 0.82 to 0.89 in engines with random models, 0.89 of what a small trained
 # model selects. No large model is among them.

@@ -10,8 +10,8 @@ from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
 from quire.spec.record_size import records_bytes
 
 _AUTO_DEVICES = 2  # times the bytes of the device's pools, by default
-_AUTO_SHARE = 0.5  # of the available memory; other processes may start after this one
-_ROOM_SHARE = 1 / 16  # of the available memory, for the process itself
+_AUTO_SHARE = 0.5  # share of the available memory; other processes may start after this one
+_ROOM_SHARE = 1 / 16  # share of the available memory, for the process itself
 _LEAST_ROOM = 64 * 2**20
 _MOST_ROOM = 4 * 2**30
 _SLACK_SHARE = 1 / 64  # below the largest size, since the available memory varies a little between starts

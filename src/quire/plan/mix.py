@@ -66,7 +66,7 @@ class Mix:
         return Fraction(self.num_requests, tokens)
 
     def clipped(self, context: int) -> Mix:
-        """The same requests, none longer than `context` tokens."""
+        """These requests, none longer than `context` tokens."""
         if self.counts[-1][0] <= context:
             return self
         short = tuple(pair for pair in self.counts if pair[0] < context)

@@ -127,7 +127,7 @@ class _Solved:
     lines: tuple[Line, ...]
 
     def at(self, tokens: int, page_size: int) -> _Solved:
-        """The same stage with pools for that many tokens."""
+        """This stage with pools for that many tokens."""
         solve = self.configurator.calculate_pool_sizes_from_max_tokens
         return replace(self, config=solve(tokens, page_size, available_bytes=self.kv_bytes))
 

@@ -17,10 +17,10 @@ from quire.spec.model import ModelSpec
 
 Lengths = npt.NDArray[np.int64]
 
-_COMPUTE_SHARE = 0.5  # of the published peak, reached by large matrix products
-_MEMORY_SHARE = 0.8  # of the published bandwidth, reached by streaming reads
+_COMPUTE_SHARE = 0.5  # share of the published peak, reached by large matrix products
+_MEMORY_SHARE = 0.8  # share of the published bandwidth, reached by streaming reads
 _LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
-_NO_DIRECTION = 1e-7  # of the largest eigenvalue; along smaller ones the measured steps do not differ
+_NO_DIRECTION = 1e-7  # share of the largest eigenvalue; along smaller ones the measured steps do not differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,8 @@ class CostModel:
 
 
 def work_of(starts: Lengths, ends: Lengths, drafts: Lengths | None = None) -> tuple[int, int, Lengths]:
-    """Of a step as in `CostModel.seconds`: new tokens, (query, key) pairs of prompts and of drafts, and contexts of
-    single tokens."""
+    """The work of a step as in `CostModel.seconds`: new tokens, (query, key) pairs of prompts and of drafts, and
+    contexts of single tokens."""
     tokens = int((ends - starts).sum())
     if tokens == len(ends):
         return tokens, 0, ends
@@ -177,7 +177,7 @@ class CostFit:
             products, right = np.split(self._sums.sum(axis=0), [4], axis=1)
             scale = np.sqrt(np.diagonal(products))
             used, found = scale > 0, np.zeros(4)
-            used[0] &= used[3] or not used[2]  # of prompts alone: what they cost is that of their tokens
+            used[0] &= used[3] or not used[2]  # steps of prompts alone cost what their tokens do
             while used.any():
                 by, some = scale[used], np.ix_(used, used)
                 scaled = products[some] / np.outer(by, by)

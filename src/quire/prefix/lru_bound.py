@@ -90,7 +90,7 @@ class LRUBound:
         self.num_pages += num_pages
 
     def take(self, tick: int, num_pages: int) -> int:
-        """Of `num_pages` pages that were last used at `tick`, how many LRU would have. They are not counted again."""
+        """How many of `num_pages` pages that were last used at `tick` LRU would have. They are not counted again."""
         counted = self._pages.get(tick, 0)
         there = min(num_pages, counted)
         self.num_pages -= there

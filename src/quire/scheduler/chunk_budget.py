@@ -57,7 +57,7 @@ class ChunkCounters:
 
 
 class ChunkBudget:
-    """Of one scheduler. `target_s` are the seconds that a step with decodes may take; None: see the module."""
+    """The budget of one scheduler. A step with decodes may take `target_s` seconds; None: see the module."""
 
     def __init__(self, target_s: float | None = None, *, least: int = LEAST_TOKENS) -> None:
         self._target_s = target_s
@@ -79,7 +79,7 @@ class ChunkBudget:
             self._fit.add(step.starts, step.ends, seconds, drafts)
 
     def admitted(self, known: int, cached: int) -> None:
-        """Of a prompt of `known` tokens, so many were cached."""
+        """A prompt of `known` tokens begins, of which so many were cached."""
         self._known = self._known * _KEEPS_SHARE + known
         self._computed = self._computed * _KEEPS_SHARE + known - cached
 

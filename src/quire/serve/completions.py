@@ -77,14 +77,14 @@ class TextChoices:
 
     def __init__(self, num_top: int | None) -> None:
         self._num_top = num_top or 0
-        self._num_characters: dict[int, int] = {}  # of the tokens shown, by choice
+        self._num_characters: dict[int, int] = {}  # key: choice; characters of the tokens shown
 
     def content(self, part: CompletionOutput, *, whole: bool) -> dict[str, Any]:
         """The text of a choice, or the new part of it."""
         return {"text": part.text}
 
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
-        """Of the positions that follow those given before."""
+        """Log probabilities of the positions that follow those given before."""
         if not part.logprobs:
             return None
         drawn = [position[token_id] for position, token_id in zip(part.logprobs, part.token_ids, strict=True)]

@@ -127,7 +127,7 @@ class HttpConnection(HttpToolsProtocol):
             self._write_deadline = self.loop.call_later(self.limits.write_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """The client reads again."""
         super().resume_writing()
         if self._write_deadline is not None:
             self._write_deadline.cancel()

@@ -41,7 +41,7 @@ RETRY_AFTER_S = 5
 _SAME = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 """Names of other servers, with the names here."""
 
-_REPR = reprlib.Repr()  # of bodies of any size, in no time
+_REPR = reprlib.Repr()  # short texts of bodies of any size
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 80
 _REPR.maxlist = _REPR.maxdict = 20
 
@@ -73,7 +73,7 @@ def error_body(error: QuireError, *, param: str | None = None) -> ErrorAnswer:
     message = error.message + (f" Fix: {error.fix}" if error.fix else "")
     return {
         "error": {
-            "message": message.encode(errors="backslashreplace").decode(),  # it may quote text that has no UTF-8
+            "message": message.encode(errors="backslashreplace").decode(),  # may quote text that has no UTF-8
             "type": _TYPES.get(error.status, "server_error"),
             "param": param or getattr(error, "param", None),
             "code": error.code,

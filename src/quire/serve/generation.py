@@ -156,7 +156,7 @@ class _Chunks:
         self._body = body
         self._choices = choices
         self._usage = usage
-        self._templates: dict[int, EventTemplate] = {}  # by choice
+        self._templates: dict[int, EventTemplate] = {}  # key: choice
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The body of an event."""
@@ -225,9 +225,9 @@ class Generation:
         self._client_id = client_id
         self._streams = streams
         self._requests = [stream.request for stream in streams]
-        self._started_s = started_s  # by `time.perf_counter`
+        self._started_s = started_s  # a time of `time.perf_counter`
         self._first_token_s: float | None = None  # since the start, as the next ones
-        self._last_token_s: dict[int, float] = {}  # by choice
+        self._last_token_s: dict[int, float] = {}  # key: choice
         self._is_closed = False
 
     @classmethod

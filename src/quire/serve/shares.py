@@ -57,7 +57,7 @@ class Shares:
         self._open = Counter[str]()
         self._begun = Counter[str]()
         self._waiting: dict[str, deque[OpenSequences]] = {}
-        self._came_at: dict[str, float] = {}  # by client, not those that were quiet for long
+        self._came_at: dict[str, float] = {}  # key: client, not those that were quiet for long
         self._ends: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
         self._refused = Counter[str]()  # sequences by client that come again, less those that have ended since
 

@@ -37,8 +37,8 @@ class Arrivals:
         self._next = next(self._unread, None)
         self._due: list[tuple[float, int, TraceRequest]] = []  # heap: arrival, order of reading, request
         self._order = 0
-        self._following: dict[str, list[TraceRequest]] = {}  # by the turn before
-        self._ended: dict[str, float | None] = {}  # by request that was read; None while it is not over
+        self._following: dict[str, list[TraceRequest]] = {}  # key: the turn before
+        self._ended: dict[str, float | None] = {}  # key: request that was read; None while it is not over
 
     @property
     def next_time(self) -> float | None:

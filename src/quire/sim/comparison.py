@@ -155,7 +155,7 @@ def _pool_tokens(
 def _replays(
     trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, progress: ReportProgress
 ) -> Iterator[ReplayResult]:
-    """By policy, without tiers and with them, or with all latents on the device and then in host memory."""
+    """Results by policy, without tiers and with them, or with all latents on the device and then in host memory."""
     plan = _plan(trace, grid, model, page_size, tokens)
     hot = _plan(trace, grid, model, page_size, tokens, hot=True) if grid.hisparse is not None else None
     cost = model.cost(plan)

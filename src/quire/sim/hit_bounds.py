@@ -42,7 +42,7 @@ class PagedRequest(Generic[Keys]):
     arrival: float
     priority: int
     ending: int
-    """Of its output: 1 an answer, 2 a call of a tool, 0 unknown."""
+    """How its output ends: 1 an answer, 2 a call of a tool, 0 unknown."""
     pages: Keys
     prompt_tokens: int
     output_tokens: int

@@ -110,7 +110,7 @@ class VirtualConnector(Connector):
     def __init__(self, name: str, wires: Wires, copies: SimulatedCopies, clock: VirtualClock) -> None:
         self._wires, self._copies, self._clock = wires, copies, clock
         self._first = np.cumsum([0] + [len(copies.rows(group)) for group in range(copies.num_groups)])
-        self._open: dict[int, Spans] = {}  # by tag
+        self._open: dict[int, Spans] = {}  # key: tag
         self._free_at = 0.0
         self._writes: list[tuple[float, Write, str, Callable[[], str]]] = []  # when it ends, its peer, what it does
         self._chances = np.random.default_rng([wires.link.seed, len(name), *name.encode()])

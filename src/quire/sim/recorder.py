@@ -149,7 +149,7 @@ class TokenGaps:
         self._numbers: dict[str, int] = {}
         self._serials: Lengths = np.full(rows, -1, dtype=np.int64)
         self._of_row: Lengths = np.zeros(rows, dtype=np.int64)
-        self._last = np.full(1024, np.nan)  # by number of the request
+        self._last = np.full(1024, np.nan)  # index: number of the request
         self._found: list[npt.NDArray[np.float64]] = []
 
     def settled(self, step: Step, now: float) -> None:

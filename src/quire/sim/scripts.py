@@ -64,7 +64,7 @@ class Contents:
     written: Hashes
     """uint64 `[num_tokens]`. Where a draft is wrong, these are other numbers, there and behind it."""
     before: Hashes
-    """Of the token before each work, uint64 `[works]`; 0: there is none."""
+    """Hash of the token before each work, uint64 `[works]`; 0: there is none."""
     last: Hashes
     """The last page of each work, which is not full, uint64 `[works, slots]`; arbitrary behind its last token."""
     whole: list[tuple[Lengths, Hashes]]
@@ -73,8 +73,8 @@ class Contents:
 
 
 class Scripts:
-    """By row of the cache: `tokens`, int32 `[rows, positions]`, has the prompt and all output of each request that
-    `enter` was told of. With `checks` there are contents too."""
+    """Scripts by row of the cache: `tokens`, int32 `[rows, positions]`, has the prompt and all output of each request
+    that `enter` was told of. With `checks` there are contents too."""
 
     def __init__(self, plan: MemoryPlan, *, checks: bool) -> None:
         shape = plan.max_requests, plan.pages_per_row * plan.tokens_per_page
@@ -112,8 +112,8 @@ class Scripts:
         return self._hasher.hashes(request.namespace, request.script)
 
     def contents(self, step: Step, ends: Lengths) -> Contents:
-        """Of a step whose works end at `ends` without their drafts. Raises WrongContent if the tokens of a prompt are
-        not those of its script; single tokens are compared when their request ends."""
+        """Contents of a step whose works end at `ends` without their drafts. Raises WrongContent if the tokens of a
+        prompt are not those of its script; single tokens are compared when their request ends."""
         rows, starts = step.batch.rows, step.starts
         pages = np.minimum(ends // self.page_size, self._pages.shape[1] - 1)
         widths = -(-ends // self.page_size)

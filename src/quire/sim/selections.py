@@ -235,7 +235,7 @@ def optimal_hits(selections: Selections, buffer_size: int) -> HotHits:
 
 
 def _optimal_of_one(selections: Selections, buffer_size: int) -> HotHits:
-    """Of one request and index."""
+    """Hits of one request and index."""
     steps, width = len(selections.step), int(selections.newest.max(initial=-1)) + 1
     old = (selections.positions >= 0) & (selections.positions != selections.newest[:, None])
     wanted = [row[kept] for row, kept in zip(selections.positions, old, strict=True)]

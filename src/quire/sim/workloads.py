@@ -260,7 +260,7 @@ def abort_storm(
 def fillers(
     load: Workload, *, requests: int = 24, fillers: int = 2000, filler_tokens: int = 1, rate: float = 200.0
 ) -> None:
-    """The same `requests` twice, and between them `fillers` prompts of `filler_tokens` that answer with one token: the
+    """A set of `requests` twice, and between them `fillers` prompts of `filler_tokens` that answer with one token: the
     second time should hit as much as the first allows."""
     system = load.text(1024)
     asked = [(load.text(50, 400), load.text(16, 64)) for _ in range(requests)]
@@ -304,7 +304,7 @@ def rl_groups(
 
 
 def same_text_other_namespace(load: Workload, *, texts: int = 6, repeats: int = 2, rate: float = 4.0) -> None:
-    """The same prompts under the plain model, two adapters and two salts (two images behind the same placeholder, or
+    """Equal prompts under the plain model, two adapters and two salts (two images behind the same placeholder, or
     two tenants): each may only hit pages of its own namespace."""
     plain, one, other = Namespace(), Namespace(adapter="one"), Namespace(adapter="other")
     namespaces = (plain, one, other, Namespace(salt="one"), Namespace(adapter="one", salt="other"))

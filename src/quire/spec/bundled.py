@@ -14,7 +14,7 @@ BUNDLED_MODELS = {
 """Name to folder. These names have precedence over a folder or a hub id of the same name."""
 
 BUNDLED_HEADS = {"quire-bundled-eagle": _MODELS / "bundled_eagle"}
-"""The same of heads that draft for a bundled model; they are no models."""
+"""Folders of heads that draft for a bundled model; they are no models."""
 
 DEFAULT_MODEL = "quire-bundled"
 

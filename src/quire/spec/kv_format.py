@@ -66,7 +66,7 @@ KV_FORMATS: Mapping[str, KVFormat] = {
     "fp4_e2m1": KVFormat(name="fp4_e2m1", storage=DType.UINT8, bits=4, block=16, scale=DType.UINT8),
     "nvfp4": KVFormat(name="nvfp4", storage=DType.UINT8, bits=4, block=16, scale=DType.FLOAT8_E4M3),
 }
-"""By the name a user gives. `UINT8` scales are exponents of two (E8M0): the scale is `2 ** (byte - 127)`."""
+"""Formats by the name a user gives. `UINT8` scales are exponents of two (E8M0): the scale is `2 ** (byte - 127)`."""
 
 _OTHER_NAMES = {
     "fp32": "float32",

@@ -81,7 +81,7 @@ class ModelSpec:
             )
 
     def with_rollback(self) -> ModelSpec:
-        """The same model if drafted tokens may be rejected: compressors have longer rings."""
+        """This model if drafted tokens may be rejected: compressors have longer rings."""
 
         def longer(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
             return tuple(
@@ -92,7 +92,7 @@ class ModelSpec:
         return replace(self, layers=longer(self.layers), drafts=longer(self.drafts))
 
     def with_page_bounds(self) -> ModelSpec:
-        """The same model if attention to all tokens reads selected pages: bounds of their keys are stored too.
+        """This model if attention to all tokens reads selected pages: bounds of their keys are stored too.
 
         Raises InvalidInput, naming the reason, for a model with anything but plain attention and windows.
         """

@@ -157,7 +157,7 @@ class Governor:
         return True
 
     def settled(self, rows: Rows, serials: Lengths, drafts: Lengths, accepted: Lengths) -> None:
-        """Of these requests, so many drafts were computed and accepted."""
+        """Drafts of these requests were computed, and so many accepted."""
         self._rates(rows, serials)
         trials = np.minimum(accepted + 1, drafts)  # what is behind the first wrong one says nothing
         self._right[rows] = self._right[rows] * _MEMORY + accepted
@@ -201,7 +201,7 @@ class Governor:
         return (self._all_right + 1.0) / (self._all_trials + 2.0)
 
     def _rates(self, rows: Rows, serials: Lengths) -> npt.NDArray[np.float64]:
-        """The same of each request, above 0 and below 1."""
+        """The rate of each request, above 0 and below 1."""
         fresh = rows[self._serials[rows] != serials]
         self._right[fresh] = self._trials[fresh] = 0.0
         self._serials[rows] = serials

@@ -19,7 +19,7 @@ class Choices:
 
     @classmethod
     def seeded(cls, seed: int) -> Choices:
-        """The same numbers for the same seed, on every machine."""
+        """Numbers that follow from the seed, on every machine alike."""
         draw = random.Random(seed).random
         return cls(lambda n: int(draw() * n))
 

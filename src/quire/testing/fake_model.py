@@ -44,7 +44,7 @@ class FakeStep:
     inputs: list[Ids]  # per work: the request's tokens up to its last one, some of them still to come
     writes: list[Ids]  # per group: slots of the works' tokens, packed
     reads: list[list[Ids]]  # per group, per work: slots of its context, from the first page it reads on
-    pieces: dict[int, StatePieces]  # by group of which requests carry a frame
+    pieces: dict[int, StatePieces]  # key: group of which requests carry a frame
     drawn: Lengths = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 

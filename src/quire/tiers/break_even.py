@@ -26,7 +26,7 @@ class Rate:
     """A line through measured (amount, seconds): a fixed time, then a constant rate. None without a measurement."""
 
     def __init__(self) -> None:
-        # Of weights, amounts, seconds, squares of amounts, and amounts times seconds.
+        # Sums of weights, amounts, seconds, squares of amounts, and amounts times seconds.
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, amount: float, seconds: float) -> None:

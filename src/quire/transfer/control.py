@@ -156,7 +156,7 @@ class Control:
         self._wake = wake
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, bool], _PeerConnection] = {}  # by name and `dialed`, after the handshake
+        self._peers: dict[tuple[str, bool], _PeerConnection] = {}  # key: name and `dialed`, after the handshake
         self._lost: dict[str, _PeerConnection] = {}  # accepted ones, until `drained`
         self._targets = [_Target(address) for address in peers]
         self._next_beat = self._ticked = 0.0

@@ -82,7 +82,7 @@ class ByPeer(Generic[T]):
     def __init__(self, make: Callable[[], T], seconds: Callable[[], float] = time.monotonic) -> None:
         self._make = make
         self._seconds = seconds
-        self._labels: dict[str, str] = {}  # by peer, as long as the counts of the label are kept
+        self._labels: dict[str, str] = {}  # key: peer, as long as the counts of the label are kept
         self._connected: set[str] = set()
         self._counts: dict[str, T] = {}
         self._idle_since: dict[str, float] = {}  # labels without a connected peer

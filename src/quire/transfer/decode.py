@@ -93,7 +93,7 @@ class DecodeSide:
         self._refused: list[tuple[Transfer, str]] = []  # that no peer was told of, and why
         self.open_tokens: dict[str, int] = {}  # peers that answer, and tokens of their open asks
         self._off: set[str] = set()  # peers that compute no prompts now
-        self._warned: dict[str, tuple[float, int]] = {}  # by cause: when, and fallbacks since
+        self._warned: dict[str, tuple[float, int]] = {}  # key: cause; when, and fallbacks since
 
     @property
     def is_busy(self) -> bool:

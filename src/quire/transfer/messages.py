@@ -25,7 +25,7 @@ from quire.spec.ids import Ids
 MOST_PARTS: Final = 1 << 16
 MOST_SECONDS: Final = 3600.0
 MOST_FRAME_BYTES: Final = 64 << 20
-"""Of one encoded message. The longest are a `Want` of millions of pages."""
+"""Bytes of one encoded message. The longest are a `Want` of millions of pages."""
 
 _MOST_TOKEN_BYTES = 32 << 20
 _MOST_GROUPS = 256

@@ -106,7 +106,7 @@ class NetworkLoop(Generic[C]):
             if self._has_ended or self._is_closing:
                 return False
             self._calls.append(call)
-        with suppress(BlockingIOError, OSError):  # it was woken often enough, or has just ended
+        with suppress(BlockingIOError, OSError):  # the loop was woken often enough, or has just ended
             self._waker.send(b"\0")
         return True
 
@@ -192,7 +192,7 @@ class NetworkLoop(Generic[C]):
         try:
             made, _ = self._listener.accept()
         except BlockingIOError:
-            return  # it has gone already
+            return  # gone already
         except OSError:
             time.sleep(0.01)  # for lack of file descriptors: it stays readable
             return

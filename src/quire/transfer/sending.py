@@ -58,7 +58,7 @@ class Wanted:
 class Asked:
     """A prompt that is computed for a peer."""
 
-    ends_at: float  # of the ask; once that has ended, of its writes
+    ends_at: float  # deadline of the ask; once that has ended, of its writes
     state: AskState = AskState.QUEUED
     parts: dict[int, Wanted] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class Sender:
         asked = client.asks.get(message.ask)
         if isinstance(message, Ask):
             return self._asked(peer, client, message, now)
-        if asked is None:  # it has ended, or messages came out of order: then it ends before it begins
+        if asked is None:  # ended, or messages came out of order: then it ends before it begins
             self._remember(client, message.ask)
             return [] if isinstance(message, Release) else [Send(peer, Gone(message.ask, message.part, "ended"))]
         if isinstance(message, Release):

@@ -19,8 +19,8 @@ from quire.plan.devices import graph_bytes, sampling_bytes
 from quire.plan.plan import Plan
 from quire.spec.model import ModelSpec
 
-_AUTO_SHARE_CPU = 0.25  # of the device memory free after the weights are loaded
-_AUTO_SHARE_DEVICE = 0.80  # of the device memory free after the weights are loaded
+_AUTO_SHARE_CPU = 0.25  # share of the memory that is free after the weights are loaded
+_AUTO_SHARE_DEVICE = 0.80  # likewise, on a GPU
 _AUTO_MOST_CPU = 4 * 2**30
 
 

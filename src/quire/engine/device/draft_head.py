@@ -147,7 +147,7 @@ class HeadDrafter(PageDrafter):
         if len(at):
             self._fill(step, at, computed[at], features, drawn)
             computed[at] = ends[at]
-        places = flatten_ranges(starts, ends)  # of a tree, its rows and not their positions
+        places = flatten_ranges(starts, ends)  # rows of a tree, not their positions
         self._features.store(np.repeat(rows, step.counts), places, np.repeat(ends, step.counts), features)
         self._serials[rows], self._computed[rows] = step.batch.serials, computed
 

@@ -131,12 +131,10 @@ class PageDrafter(ForwardPart):
         self._tokens = tokens
         assert cache.plan.speculation is not None
         self._config = cache.plan.speculation
-        self._serials: Lengths = np.zeros(
-            len(tokens), dtype=np.int64
-        )  # of each row when a step of it was followed last
+        self._serials: Lengths = np.zeros(len(tokens), dtype=np.int64)  # when a step of each row was followed last
         self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading positions that the draft has computed
         self._drawing: list[tuple[Rows, int, Tensor]] = []  # rows, place and probabilities of the drafts being drawn
-        self._drawn = self._drawing  # of the last drafts, if all of them were drawn
+        self._drawn = self._drawing  # the last drafts', if all of them were drawn
 
     def preparing(self, step: Step) -> None:
         step.proposal = self.proposal(step)

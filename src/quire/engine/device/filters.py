@@ -17,7 +17,7 @@ from quire.upload import to_device
 
 _MOST_CANDIDATES = 1024  # a row whose filters may keep more of them is looked at as a whole
 _UNITS = 2**52
-"""Of a probability of 1: sums of a row are exact as float64 too."""
+"""Units of a probability of 1: sums of a row are exact as float64 too."""
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 """Lowest bit and number of bits of the digits of a key, the highest first."""
 

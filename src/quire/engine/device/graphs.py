@@ -116,7 +116,7 @@ class DecodeGraphs:
         # One for all: libraries keep memory for each stream that they have seen.
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._graphs: dict[int, DecodeGraph] = {}
-        self._logits: Tensor | None = None  # of the largest graph; others copy theirs there
+        self._logits: Tensor | None = None  # the largest graph's; others copy theirs there
         self._captured_from = -1
         self._num_bytes = self._replays = self._pads = self._captures = 0
         self._eager: Counter[str] = Counter()
@@ -176,7 +176,7 @@ class DecodeGraphs:
         for number, size in enumerate(reversed(self._sizes)):
             try:
                 made, more = self._capture(size, pool)
-            except (OtherShapes, RuntimeError) as error:  # it reads the device, say, or finds no memory
+            except (OtherShapes, RuntimeError) as error:  # the model reads the device, say, or finds no memory
                 self._refuse(size, f"{type(error).__name__}: {error}".splitlines()[0])
                 if isinstance(error, torch.OutOfMemoryError):
                     continue

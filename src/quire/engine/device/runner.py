@@ -118,7 +118,7 @@ class ModelRunner:
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._asked: list[Asked | None] = [None] * len(pools)  # what layers derived from the batches of the last step
-        self._slots: dict[int, Pieces] = {}  # by group, once drafts were moved
+        self._slots: dict[int, Pieces] = {}  # key: group, once drafts were moved
         self._upload_bytes = 1 << 16
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)

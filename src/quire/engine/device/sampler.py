@@ -116,7 +116,7 @@ class Sampler:
         self._seed = seed
         self._keeps = keeps_probabilities
         self._reports = reports_logprobs
-        self._draws: _Draws | None = None  # of the last step
+        self._draws: _Draws | None = None  # the last step's
 
     def prepare(self, places: Places, device: torch.device, proposal: Proposal | None = None) -> Prepared:
         """What the host computes of a draw, and sends to the device (`to_device`)."""
@@ -271,7 +271,7 @@ def _verified(target: Tensor, proposal: Proposal, drafts: Tensor, uniform: Tenso
 
 
 def _chance(target: Tensor, draft: Tensor) -> Tensor:
-    """Of a draft to be accepted, where it has these probabilities."""
+    """Chances of drafts to be accepted, from their probabilities."""
     return target.double() / draft
 
 

@@ -147,7 +147,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _compile(texts: Mapping[str, str], path: Path, openmp: Path) -> None:
     """Compile all sources side by side, and link them as `path` in one step."""
-    given = shlex.split(os.environ.get("CXX", ""))  # it may have arguments, such as `ccache g++`
+    given = shlex.split(os.environ.get("CXX", ""))  # may have arguments, such as `ccache g++`
     choices = [given] if given else [[name] for name in _COMPILERS]
     compiler = next((words for words in choices if shutil.which(words[0])), None)
     if compiler is None:

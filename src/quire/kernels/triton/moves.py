@@ -14,7 +14,7 @@ from quire.kernels.triton.numbers import device_of
 from quire.upload import to_device
 
 _ENTRIES = 256
-"""Of page tables that a program sets."""
+"""Entries of page tables that a program sets."""
 _WORDS = 1024
 """That a program copies."""
 _VECTOR = tl.constexpr(16)

@@ -257,7 +257,7 @@ class StoredField:
 
 
 def stored_field(field: PagedField) -> StoredField:
-    """The same for each call on a field."""
+    """What each call on a field has."""
     found: StoredField | None = field.kept.get(StoredField)
     if found is None:
         found = field.kept[StoredField] = StoredField(field)

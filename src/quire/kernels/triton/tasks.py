@@ -221,7 +221,7 @@ class _Tasks:
     sequences: Slots
     large: npt.NDArray[np.bool_]
     rows: Slots
-    entries: Slots  # of the rows before tasks were cut, that of each of `rows`
+    entries: Slots  # for each of `rows`, its row before tasks were cut
     pieces: Slots
     numbers: Slots
 

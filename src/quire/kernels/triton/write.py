@@ -27,7 +27,7 @@ from quire.kernels.triton.numbers import (
 )
 
 _NUMBERS = 4096
-"""Of rows that a program writes."""
+"""Numbers of rows that a program writes."""
 
 
 # fmt: off

@@ -95,7 +95,7 @@ class _RagPulseRow(msgspec.Struct):
 
 
 def _open_ragpulse(path: Path) -> ReadLine:
-    """Of the trace in a folder with files of lengths."""
+    """Lines of the trace in a folder with files of lengths."""
     lengths = {kind: _chunk_lengths(path.parent / name, field) for kind, (name, field) in _CHUNKS.items()}
     rows = msgspec.json.Decoder(_RagPulseRow, strict=False)  # its timestamps are in quotes
 

@@ -21,7 +21,7 @@ from quire.sim.trace_request import Draft, Planned, Tokenize, TraceRequest, buil
 Found = TypeVar("Found")
 
 MOST_TOKENS = 1 << 26
-"""Of one request. More is a mistake in the file, and would only fill the memory."""
+"""Tokens of one request. More is a mistake in the file, and would only fill the memory."""
 
 Length = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

@@ -162,7 +162,7 @@ def _sliding(reader: ConfigReader, count: int) -> list[str]:
     if reader.kind.startswith("qwen") or "use_sliding_window" in reader.text:
         if not reader.get("use_sliding_window", default=False):
             return [FULL] * count
-        if reader.kind == "qwen3_moe":  # it has no per-layer rule
+        if reader.kind == "qwen3_moe":  # the kind has no per-layer rule
             return [WINDOW] * count
         first = reader.get("max_window_layers")
         if not isinstance(first, int):

@@ -301,7 +301,7 @@ class StoreContract:
         assert read(store, key, 3000) == make_record(0, 3000)
 
     def test_a_key_twice_in_a_batch(self, store: Store) -> None:
-        """Of two announcements of one key, the first is the writer."""
+        """The first of two announcements of one key is the writer."""
         first, second = make_keys(2)
         assert store.prepare([first, second, first], [300, 300, 300]) == [MISS, MISS, PENDING]
         assert store.put([first, second], [make_record(0, 300), make_record(1, 300)]) == [HIT, HIT]
@@ -351,7 +351,7 @@ class StoreContract:
     # -- closing and opening again
 
     def test_close(self, store: Store) -> None:
-        """It may be closed twice, and answers after that, though nothing is there any more."""
+        """A store may be closed twice, and answers after that, though nothing is there any more."""
         keys = make_keys(2)
         assert write(store, keys[:1], [make_record(0, 500)]) == [HIT]
         store.close()
@@ -397,7 +397,7 @@ class StoreContract:
 
     @needs("shared")
     def test_two_writers(self, store: Store) -> None:
-        """Of two stores that write one key, one record stays, whole."""
+        """Two stores write one key: one record stays, whole."""
         other = self.again()
         key = make_key(0)
         assert store.prepare([key], [900]) == [MISS]

@@ -69,7 +69,7 @@ class DictStore(Store):
 
     @property
     def num_bytes(self) -> int:
-        """Of visible and of prepared records."""
+        """Bytes of visible and of prepared records."""
         return sum(map(len, self.visible.values())) + sum(self.prepared.values())
 
     def _use(self, keys: Sequence[StoreKey]) -> None:

@@ -21,7 +21,7 @@ _CONNECTORS: Final[dict[str, tuple[str, str]]] = {
         "pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1; apt-get install libibverbs1",
     ),
 }
-"""By name, which is that of a module: its class, and the command that installs its library."""
+"""Connectors by name, which is that of a module: its class, and the command that installs its library."""
 
 
 _UNAUTHENTICATED: Final = {"nixl": "", "mooncake": "every address"}
