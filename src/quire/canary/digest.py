@@ -53,7 +53,7 @@ class Reading:
 
 
 class FrameDigests:
-    """Digests of frames of one pool, without layers in `except_for`. A pool in host memory has sealed records instead."""
+    """Digests of a pool's frames, without layers in `except_for`. A pool in host memory has sealed records instead."""
 
     def __init__(self, pool: Pool, except_for: Collection[int] = ()) -> None:
         self._device = pool.device

@@ -385,7 +385,7 @@ class NextStep:
 
 
 class Leaders:
-    """The leaders of a scheduler. Call `renew` before waiting requests are considered, and `join` for each that begins."""
+    """Leaders of one scheduler. Call `renew` before waiting requests are considered, `join` for each that begins."""
 
     def __init__(self, cache: KVCache, rows: RunningRows) -> None:
         self._cache = cache
