@@ -56,7 +56,7 @@ class PrefillPeers(Protocol):
 
 
 class NoPeers:
-    """The port where no engine computes prompts for this one."""
+    """No engine computes prompts for this one. Its methods are those of `PrefillPeers`."""
 
     asks = False
 
