@@ -18,7 +18,7 @@ from quire.engine.core import EngineCore
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.tokenizer import load_tokenizer
 from quire.serve.config import ServerConfig
-from quire.settings.setting import option_names, shown_of
+from quire.settings.setting import group_of, option_names
 from tests.cli.conftest import Run
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}!{% endfor %}"
@@ -291,7 +291,7 @@ def test_every_setting_is_declared_in_full() -> None:
     for model in (EngineConfig, ServerConfig):
         for name, field in model.model_fields.items():
             assert field.description and field.description.endswith("."), name
-            assert shown_of(model, name)["group"]
+            assert group_of(model, name)
             assert all(option.startswith("-") for option in option_names(model, name))
 
 

@@ -24,6 +24,7 @@ from quire.settings.setting import (
     Settings,
     choices_of,
     default_of,
+    group_of,
     help_of,
     kind_of,
     metavar_of,
@@ -186,12 +187,12 @@ def _parameters(models: Sequence[type[Settings]], positional: str) -> Iterator[P
 
 
 def _option(model: type[Settings], field: str) -> Parameter:
-    info, shown = model.model_fields[field], shown_of(model, field)
+    info = model.model_fields[field]
     default = default_of(model, field)
     names = option_names(model, field)
     about = help_of(info) + (f" (default: {default})" if default else "")
     about += f" Also {', '.join(other.partition('/')[0] for other in names[1:])}." if names[1:] else ""
-    more: dict[str, Any] = {"help": about, "rich_help_panel": shown["group"], "show_default": False}
+    more: dict[str, Any] = {"help": about, "rich_help_panel": group_of(model, field), "show_default": False}
     kind = kind_of(info)
     if kind is bool:
         return _parameter(field, bool | None, typer.Option(*names, **more), None)

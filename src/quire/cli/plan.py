@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -42,34 +42,33 @@ _SWEEP_COLUMNS = ("tokens", "bytes per token", "requests at once", "each of", "l
 class PlanOutput(ListedOutput):
     """The output of a plan."""
 
+    GROUP: ClassVar[str] = _OUTPUT
+
     measure: bool = setting(
         False, "Load the model here and measure instead of estimating.", group="Budget", option="--measure"
     )
-    why: bool = setting(False, "Explain each line by its formula.", group=_OUTPUT, option="--why")
+    why: bool = setting(False, "Explain each line by its formula.", option="--why")
     sweep: Literal["context", "concurrency", "dtype", "page-size", "tp"] | None = setting(
-        None, "Vary one thing: {choices}.", group=_OUTPUT
+        None, "Vary one thing: {choices}."
     )
-    values: str | None = setting(None, "The values to sweep: 4k,8k,16k.", group=_OUTPUT)
+    values: str | None = setting(None, "The values to sweep: 4k,8k,16k.")
     compare: tuple[str, str] | None = setting(
-        None,
-        "Two models side by side; settings may follow a comma: llama-3.1-8b,kv-dtype=fp8.",
-        group=_OUTPUT,
+        None, "Two models side by side; settings may follow a comma: llama-3.1-8b,kv-dtype=fp8."
     )
 
 
 class PlanRoles(LinkFields):
     """Engines that compute prompts and others that answer, for a rate of requests."""
 
+    GROUP: ClassVar[str] = _ROLES
+
     requests_per_second: float | None = setting(
-        None,
-        "Plan engines of each role for so many requests of --input-tokens and --output-tokens.",
-        group=_ROLES,
-        gt=0,
+        None, "Plan engines of each role for so many requests of --input-tokens and --output-tokens.", gt=0
     )
     decode_rate: float | None = setting(
-        None, "Output tokens a second of an engine.", group=_ROLES, otherwise="estimated from the --gpu", gt=0
+        None, "Output tokens a second of an engine.", otherwise="estimated from the --gpu", gt=0
     )
-    cached: float = setting(0.0, "Share of a prompt that the engine that answers has cached.", group=_ROLES, ge=0, lt=1)
+    cached: float = setting(0.0, "Share of a prompt that the engine that answers has cached.", ge=0, lt=1)
 
 
 def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:

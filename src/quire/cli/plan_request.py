@@ -40,12 +40,7 @@ class PlanRequest(HostFields, BusFields, CostFields, RankFields, LoadFields):
     dp: int = setting(1, "Attention groups among the tp ranks.", group=_RANKS)
     dcp: int = setting(1, "Ranks that share a page's tokens.", group=_RANKS)
     hit_rate: float | None = setting(
-        None,
-        "Share of the selected tokens that a hot buffer has.",
-        group=MEMORY,
-        otherwise="0.85",
-        ge=0,
-        le=1,
+        None, "Share of the selected tokens that a hot buffer has.", group=MEMORY, otherwise="0.85", ge=0, le=1
     )
     speculative_num_steps: int | None = setting(None, "Depth of a draft.", group=SPECULATION)
     speculative_topk: int | None = setting(None, "Branches of a draft.", group=SPECULATION, otherwise="1")

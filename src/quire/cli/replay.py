@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -28,26 +28,23 @@ _HISPARSE = "Latents in host memory"
 class ReplayedCache(Settings):
     """The caches for the replay of a trace, and which part of it is replayed."""
 
+    GROUP: ClassVar[str] = _CACHE
+
     policies: str | None = setting(
         None,
         "Eviction policies to compare: lru,lfu.",
-        group=_CACHE,
         option="--policy",
         otherwise="lru,density; of engines with roles, and to explain, density",
     )
     pool_tokens: str | None = setting(
         None,
         "Pool sizes: tokens (64k), or parts of what the trace would fill (1/16,1/4).",
-        group=_CACHE,
         otherwise="1/8, or more where that holds no request",
     )
-    page_sizes: str = setting(
-        "16", "Page sizes, in tokens: 1,16,64.", group=_CACHE, option="--page-size", aliases=("--block-size",)
-    )
+    page_sizes: str = setting("16", "Page sizes, in tokens: 1,16,64.", option="--page-size", aliases=("--block-size",))
     models: list[str] = setting(
         [],
         "Plan the pools of this model: a name of the catalogue or a config.json; may be repeated.",
-        group=_CACHE,
         option="--model",
         aliases=("-m",),
     )
@@ -58,14 +55,15 @@ class ReplayedCache(Settings):
 class ReplayedEngine(CostFields, StepFields, RankFields):
     """The engine that replays, and what its steps cost."""
 
+    GROUP: ClassVar[str] = _ENGINE
+
     fit: bool = setting(False, "Measure the engine here with the bundled model.", group="Cost of steps", option="--fit")
     speculate: str | None = setting(
         None,
         "Drafts of a step, and the chance of each to be right: 4,0.7. Without a chance, that of the trace's requests.",
-        group=_ENGINE,
         metavar="N[,CHANCE]",
     )
-    order: str = setting("fcfs", "Which waiting request goes first: fcfs, or lpm.", group=_ENGINE)
+    order: str = setting("fcfs", "Which waiting request goes first: fcfs, or lpm.")
     check: str = setting(
         "off", "off; reads: every page that a step reads; all: and the invariants of the cache.", group="Output"
     )
@@ -74,13 +72,14 @@ class ReplayedEngine(CostFields, StepFields, RankFields):
 class ReplayedHiSparse(HiSparseFields):
     """Latents in host memory and hot buffers on the device, beside all latents on the device in the same bytes."""
 
+    GROUP: ClassVar[str] = _HISPARSE
+
     selections: Path | None = setting(
-        None, "What requests select: a file of `bench/sparse/record_selections.py`.", group=_HISPARSE, otherwise="drawn"
+        None, "What requests select: a file of `bench/sparse/record_selections.py`.", otherwise="drawn"
     )
     selection_drift: float | None = setting(
         None,
         "Correlation of two steps in drawn selections: at 1, a request selects the same tokens in all steps.",
-        group=_HISPARSE,
         otherwise="0.95",
         ge=0,
         le=1,
@@ -90,14 +89,14 @@ class ReplayedHiSparse(HiSparseFields):
 class ReplayedRoles(TransferFields, LinkFields):
     """Engines that compute prompts for others, beside as many engines that do everything."""
 
+    GROUP: ClassVar[str] = _ROLES
+
     num_prefill: int | None = setting(
-        None, "Engines that compute prompts for others.", group=_ROLES, option="--prefill", otherwise="0", ge=1
+        None, "Engines that compute prompts for others.", option="--prefill", otherwise="0", ge=1
     )
-    num_decode: int | None = setting(
-        None, "Engines that answer requests.", group=_ROLES, option="--decode", otherwise="1", ge=1
-    )
+    num_decode: int | None = setting(None, "Engines that answer requests.", option="--decode", otherwise="1", ge=1)
     link_failures: float = setting(
-        0.0, "The chance of a write, of 8 MiB at most, to fail; drawn from --seed.", group=_ROLES, ge=0, le=1
+        0.0, "The chance of a write, of 8 MiB at most, to fail; drawn from --seed.", ge=0, le=1
     )
 
 

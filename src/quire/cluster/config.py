@@ -20,8 +20,10 @@ MemberRole = Literal["prefill", "decode"] | None
 class ClusterConfig(EngineConfig):
     """Settings of engines that run beside each other. Their roles and addresses follow from the numbers."""
 
-    prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", group=_GROUP, ge=0, le=64)
-    decode: int = setting(1, "Engines that answer requests.", group=_GROUP, ge=1, le=64)
+    GROUP: ClassVar[str] = _GROUP
+
+    prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", ge=0, le=64)
+    decode: int = setting(1, "Engines that answer requests.", ge=1, le=64)
     CHOSEN: ClassVar[frozenset[str]] = frozenset({"role", "prefill_peers", "transfer_listen", "transfer_name"})
 
     @field_validator(*sorted(CHOSEN))

@@ -92,7 +92,113 @@ class ModelFields(Settings):
     )
 
 
-class EngineConfig(TransferFields, TierFields, StepFields, RankFields, PoolFields, ModelFields):
+class CacheFields(Settings):
+    """What an engine keeps in its pools, for whom, and how it is checked."""
+
+    GROUP: ClassVar[str] = MEMORY
+
+    checkpoint_interval: int = setting(
+        512, "Tokens between the states that a request leaves on its way, where frames are to spare.", ge=1
+    )
+    eviction: str = setting(
+        "density",
+        "Which cached pages go first: density, lru, lfu, slru, fifo, mru, filo, priority, gdsf, s3fifo, or "
+        "one of your own (`register_eviction`).",
+    )
+    explain: bool = setting(
+        True, "Keep why prompts of the last requests were not cached, and count prompt tokens by cause."
+    )
+    weights_epoch: int = setting(
+        0,
+        "How often weights were replaced under the same name; pages of another epoch are never found.",
+        ge=0,
+        lt=MOST_EPOCHS,
+    )
+    retain_share: float = setting(0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", ge=0, le=0.9)
+    session_share: float = setting(
+        0.25, "Share of the pool that sessions may hold between turns; 0 for nothing.", ge=0, le=0.9
+    )
+    session_ttl: float = setting(300.0, "Seconds for which a session is kept after its last turn.", gt=0, le=86_400)
+    canary: str = setting(
+        "1%",
+        "Share of the time in which cached pages on the device are looked at again: 1%, off, or all (each page at each "
+        "step).",
+        metavar="SHARE",
+        pattern=r"^(off|all|[0-4]?[0-9](\.[0-9]+)?%)$",
+    )
+    canary_reports: str | None = setting(
+        None, "Folder for a file about each damaged page.", metavar="DIR", otherwise="the log, and GET /v1/cache/audit"
+    )
+    enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
+
+
+class StorageFields(TierFields):
+    """Where pages outlive an engine."""
+
+    GROUP: ClassVar[str] = TIERS
+
+    storage: str | None = setting(
+        None,
+        "Where pages outlive the engine: a directory, or a URL (valkey://, redis://, s3://, mooncake://).",
+        metavar="DIR_OR_URL",
+    )
+    storage_size: Bytes | None = setting(
+        None,
+        "What may be kept there: 100GiB.",
+        needs="storage",
+        otherwise="as the store is; of a new directory half of the free disk, at most 32GiB",
+    )
+    prefetch_seconds: float = setting(2.0, "The seconds of --prefetch timeout.", needs="--prefetch timeout", ge=0)
+
+
+class RoleFields(TransferFields):
+    """What an engine does beside others of the same model."""
+
+    GROUP: ClassVar[str] = TRANSFER
+
+    role: RoleWord | None = setting(
+        None,
+        "What this engine does beside others of the same model: {choices}. prefill computes prompts for others, decode "
+        "has others compute its prompts.",
+        aliases=("--disaggregation-mode",),
+        otherwise="an engine on its own",
+    )
+    prefill_peers: str | None = setting(
+        None,
+        "Where the engines listen that compute prompts for this one: HOST:PORT, several with commas.",
+        needs="--role",
+        metavar="ADDRESSES",
+        otherwise="none",
+    )
+    transfer_listen: str = setting(
+        "127.0.0.1:8998",
+        "Where an engine that computes prompts listens for others: HOST:PORT. Pages for this engine arrive at HOST.",
+        needs="--role",
+    )
+    transfer_connector: str = setting(
+        "auto", "What carries pages: tcp, nixl, mooncake, or auto: nixl if installed, on loopback.", needs="--role"
+    )
+    transfer_unauthenticated: bool = setting(
+        False, "nixl may listen off loopback, mooncake anywhere: who reaches them can write pages.", needs="--role"
+    )
+    transfer_secret: str | None = setting(
+        None,
+        "What engines show each other before anything else, 16 characters or more; better as QUIRE_TRANSFER_SECRET.",
+        metavar="SECRET",
+        secret=True,
+    )
+    transfer_name: str | None = setting(
+        None,
+        "What other engines call this one in metrics, explanations and logs, such as prefill-0.",
+        needs="--role",
+        metavar="NAME",
+        pattern=r"^[A-Za-z0-9._:-]{1,64}$",
+        otherwise="its address",
+    )
+    transfer_min_tokens: Tokens = setting(128, "Prompts that lack fewer tokens are computed here.", needs="--role")
+
+
+class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankFields, PoolFields, ModelFields):
     """Settings of one engine. Frozen; create it with `engine_config`, which turns a bad value into `InvalidInput`.
 
     None lets the engine choose and report its choice. `host_memory` is one total in bytes for all groups. Settings that
@@ -134,134 +240,14 @@ class EngineConfig(TransferFields, TierFields, StepFields, RankFields, PoolField
         ),
     }
 
-    checkpoint_interval: int = setting(
-        512,
-        "Tokens between the states that a request leaves on its way, where frames are to spare.",
-        group=MEMORY,
-        ge=1,
-    )
     policy: Literal["fcfs", "lpm"] = setting(
         "fcfs",
         "Which waiting request goes first: {choices} (longest cached prefix first).",
         group=SCHEDULING,
         aliases=("--schedule-policy",),
     )
-    eviction: str = setting(
-        "density",
-        "Which cached pages go first: density, lru, lfu, slru, fifo, mru, filo, priority, gdsf, s3fifo, or "
-        "one of your own (`register_eviction`).",
-        group=MEMORY,
-    )
-    enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
-    storage: str | None = setting(
-        None,
-        "Where pages outlive the engine: a directory, or a URL (valkey://, redis://, s3://, mooncake://).",
-        group=TIERS,
-        metavar="DIR_OR_URL",
-    )
-    storage_size: Bytes | None = setting(
-        None,
-        "What may be kept there: 100GiB.",
-        group=TIERS,
-        needs="storage",
-        otherwise="as the store is; of a new directory half of the free disk, at most 32GiB",
-    )
-    prefetch_seconds: float = setting(
-        2.0, "The seconds of --prefetch timeout.", group=TIERS, needs="--prefetch timeout", ge=0
-    )
-    explain: bool = setting(
-        True, "Keep why prompts of the last requests were not cached, and count prompt tokens by cause.", group=MEMORY
-    )
-    weights_epoch: int = setting(
-        0,
-        "How often weights were replaced under the same name; pages of another epoch are never found.",
-        group=MEMORY,
-        ge=0,
-        lt=MOST_EPOCHS,
-    )
-    retain_share: float = setting(
-        0.25, "Share of the pool that clients may ask to keep; 0 for nothing.", group=MEMORY, ge=0, le=0.9
-    )
-    session_share: float = setting(
-        0.25, "Share of the pool that sessions may hold between turns; 0 for nothing.", group=MEMORY, ge=0, le=0.9
-    )
-    session_ttl: float = setting(
-        300.0, "Seconds for which a session is kept after its last turn.", group=MEMORY, gt=0, le=86_400
-    )
-    role: RoleWord | None = setting(
-        None,
-        "What this engine does beside others of the same model: {choices}. prefill computes prompts for others, decode "
-        "has others compute its prompts.",
-        group=TRANSFER,
-        aliases=("--disaggregation-mode",),
-        otherwise="an engine on its own",
-    )
-    prefill_peers: str | None = setting(
-        None,
-        "Where the engines listen that compute prompts for this one: HOST:PORT, several with commas.",
-        group=TRANSFER,
-        needs="--role",
-        metavar="ADDRESSES",
-        otherwise="none",
-    )
-    transfer_listen: str = setting(
-        "127.0.0.1:8998",
-        "Where an engine that computes prompts listens for others: HOST:PORT. Pages for this engine arrive at HOST.",
-        group=TRANSFER,
-        needs="--role",
-    )
-    transfer_connector: str = setting(
-        "auto",
-        "What carries pages: tcp, nixl, mooncake, or auto: nixl if installed, on loopback.",
-        group=TRANSFER,
-        needs="--role",
-    )
-    transfer_unauthenticated: bool = setting(
-        False,
-        "nixl may listen off loopback, mooncake anywhere: who reaches them can write pages.",
-        group=TRANSFER,
-        needs="--role",
-    )
-    transfer_secret: str | None = setting(
-        None,
-        "What engines show each other before anything else, 16 characters or more; better as QUIRE_TRANSFER_SECRET.",
-        group=TRANSFER,
-        metavar="SECRET",
-        secret=True,
-    )
-    transfer_name: str | None = setting(
-        None,
-        "What other engines call this one in metrics, explanations and logs, such as prefill-0.",
-        group=TRANSFER,
-        needs="--role",
-        metavar="NAME",
-        pattern=r"^[A-Za-z0-9._:-]{1,64}$",
-        otherwise="its address",
-    )
-    transfer_min_tokens: Tokens = setting(
-        128, "Prompts that lack fewer tokens are computed here.", group=TRANSFER, needs="--role"
-    )
-    canary: str = setting(
-        "1%",
-        "Share of the time in which cached pages on the device are looked at again: 1%, off, or all (each page at each "
-        "step).",
-        group=MEMORY,
-        metavar="SHARE",
-        pattern=r"^(off|all|[0-4]?[0-9](\.[0-9]+)?%)$",
-    )
-    canary_reports: str | None = setting(
-        None,
-        "Folder for a file about each damaged page.",
-        group=MEMORY,
-        metavar="DIR",
-        otherwise="the log, and GET /v1/cache/audit",
-    )
     threads: int | None = setting(
-        None,
-        "CPU threads of torch in the engine's process.",
-        otherwise="as many as cores",
-        ge=1,
-        le=1024,
+        None, "CPU threads of torch in the engine's process.", otherwise="as many as cores", ge=1, le=1024
     )
     native_kernels: bool = setting(True, "Compile kernels for this CPU at the first start, and use them.")
     attention_backend: Literal["auto", "native", "torch", "triton"] = setting(

@@ -20,85 +20,65 @@ LEAST_BODY_BYTES = 4 << 20
 class KeyField(Settings):
     """The key between a server and its clients."""
 
+    GROUP: ClassVar[str] = _GROUP
+
     ENVIRONMENT: ClassVar[bool] = True
 
-    api_key: str | None = setting(None, "Key that clients of /v1 must send.", group=_GROUP, secret=True)
+    api_key: str | None = setting(None, "Key that clients of /v1 must send.", secret=True)
 
 
 class ServerConfig(KeyField):
     """Settings of one server, beside those of its engine. `read` refuses a key that no client could send."""
 
+    GROUP: ClassVar[str] = _GROUP
+
     ENVIRONMENT: ClassVar[bool] = True
 
-    host: str = setting("127.0.0.1", "Address to listen on.", group=_GROUP)
-    port: int = setting(8000, "Port; 0 takes a free one.", group=_GROUP, ge=0, le=65535)
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port; 0 takes a free one.", ge=0, le=65535)
     api_keys: Path | None = setting(
-        None,
-        "File with a line `name key` for each client. Each has cached pages of its own.",
-        group=_GROUP,
-        option="--api-keys",
+        None, "File with a line `name key` for each client. Each has cached pages of its own.", option="--api-keys"
     )
     admin_key: str | None = setting(
         None,
         "Key of the operator, for /metrics and the routes that see or change the whole cache.",
-        group=_GROUP,
         otherwise="--api-key, if there are no --api-keys",
         secret=True,
     )
     share_cache: bool = setting(
         False,
         "Clients of --api-keys share cached pages: one can find out by the time of an answer what others have sent.",
-        group=_GROUP,
     )
     max_queue: int = setting(
-        1024,
-        "Sequences that may wait beside those that can run; then 429, with the time to come again.",
-        group=_GROUP,
-        ge=0,
+        1024, "Sequences that may wait beside those that can run; then 429, with the time to come again.", ge=0
     )
     request_timeout_s: float | None = setting(
         None,
         "Seconds in which a request must be answered whole.",
-        group=_GROUP,
         option="--request-timeout",
         otherwise="its own timeout_s",
         gt=0,
     )
-    max_restarts: int = setting(
-        3, "How often an engine that dies is started again within ten minutes.", group=_GROUP, ge=0
-    )
-    max_connections: int = setting(2048, "Connections that may be open.", group=_GROUP, ge=1)
+    max_restarts: int = setting(3, "How often an engine that dies is started again within ten minutes.", ge=0)
+    max_connections: int = setting(2048, "Connections that may be open.", ge=1)
     max_body: Bytes | None = setting(
-        None,
-        "Bytes of a request's body.",
-        group=_GROUP,
-        otherwise="64 for each token of the context, 4 to 32 MiB",
-        ge=1024,
+        None, "Bytes of a request's body.", otherwise="64 for each token of the context, 4 to 32 MiB", ge=1024
     )
     read_timeout_s: float = setting(
-        30.0,
-        "Seconds in which a client must send a request, and more for a large body.",
-        group=_GROUP,
-        option="--read-timeout",
-        gt=0,
+        30.0, "Seconds in which a client must send a request, and more for a large body.", option="--read-timeout", gt=0
     )
-    cors_origins: str | None = setting(
-        None, "Origins whose pages may call the server, separated by commas; * is any.", group=_GROUP
-    )
-    drain_s: float = setting(
-        30.0, "Seconds that open requests get to finish at the end.", group=_GROUP, option="--drain", ge=0
-    )
+    cors_origins: str | None = setting(None, "Origins whose pages may call the server, separated by commas; * is any.")
+    drain_s: float = setting(30.0, "Seconds that open requests get to finish at the end.", option="--drain", ge=0)
     stall_after_s: float = setting(
-        120.0, "Seconds without progress after which /health fails.", group=_GROUP, option="--stall-after", ge=0.1
+        120.0, "Seconds without progress after which /health fails.", option="--stall-after", ge=0.1
     )
     until_eof: bool = setting(
         False,
         "End when the standard input does, which is with the process that started this one.",
-        group=_GROUP,
         option="--until-eof",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "warning", "What is logged on the standard error stream: {choices}.", group=_GROUP
+        "warning", "What is logged on the standard error stream: {choices}."
     )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, InstanceOf, field_validator
 
@@ -71,38 +71,30 @@ class PrefetchPolicy(StrEnum):
 class BatchFields(Settings):
     """What one step holds."""
 
+    GROUP: ClassVar[str] = SCHEDULING
+
     max_running_requests: int = setting(
-        256,
-        "Sequences that hold memory at once.",
-        group=SCHEDULING,
-        aliases=("--max-num-seqs", "--max-running"),
-        ge=1,
-        le=65_536,
+        256, "Sequences that hold memory at once.", aliases=("--max-num-seqs", "--max-running"), ge=1, le=65_536
     )
     max_num_batched_tokens: Tokens = setting(
-        2048,
-        "Tokens in one step; longer prompts are computed in chunks.",
-        group=SCHEDULING,
-        aliases=("--chunked-prefill-size",),
+        2048, "Tokens in one step; longer prompts are computed in chunks.", aliases=("--chunked-prefill-size",)
     )
 
 
 class StepFields(BatchFields):
     """When steps are launched, and what prompts may take of them."""
 
+    GROUP: ClassVar[str] = SCHEDULING
+
     target_itl_ms: TargetItl = setting(
         "auto",
         "Most milliseconds between two tokens of a request because of other prompts: these are computed in chunks that "
         "fit. auto: about four times a step without prompts, or more while many prompts wait; off: prompts first.",
-        group=SCHEDULING,
         metavar="MS",
         otherwise="auto; off in scripts with LLM, and in replays",
     )
     overlap: bool | None = setting(
-        None,
-        "Schedule a step while one is in flight.",
-        group=SCHEDULING,
-        otherwise="where the device is not the CPU; off in replays",
+        None, "Schedule a step while one is in flight.", otherwise="where the device is not the CPU; off in replays"
     )
 
 
@@ -117,11 +109,12 @@ class RankFields(Settings):
 class HiSparseFields(Settings):
     """Latents in host memory."""
 
+    GROUP: ClassVar[str] = MEMORY
+
     hisparse: HiSparse | None = setting(
         None,
         "Keep the latents of sparse attention in host memory, and a hot buffer for each request on the device: a JSON "
         'object, such as {"device_buffer_size": 4096}, or {} for planned sizes.',
-        group=MEMORY,
         aliases=("--hisparse-config",),
         metavar="JSON",
         otherwise="all latents on the device",
@@ -131,10 +124,11 @@ class HiSparseFields(Settings):
 class PoolFields(HiSparseFields, BatchFields):
     """What determines the pools of an engine."""
 
+    GROUP: ClassVar[str] = MEMORY
+
     kv_memory: Bytes | None = setting(
         None,
         "Bytes of the KV pools: 2GiB, 512MiB.",
-        group=MEMORY,
         otherwise="on a CPU a quarter of the free memory, at most 4GiB; on a GPU 80 % of what is free after loading; "
         "never more than all requests can use; in a plan what the --gpu leaves",
     )
@@ -142,13 +136,11 @@ class PoolFields(HiSparseFields, BatchFields):
         "auto",
         "How keys, values and latents are stored: auto (as the model computes them), fp8_e4m3, fp8_e5m2, mxfp8, nvfp4, "
         "fp4_e2m1, or a plain dtype.",
-        group=MEMORY,
         aliases=("--kv-cache-dtype",),
     )
     page_size: int | None = setting(
         None,
         "Tokens in a page, and the shortest prefix that can be shared.",
-        group=MEMORY,
         aliases=("--block-size",),
         otherwise="16, or what compressed entries need",
         ge=1,
@@ -157,25 +149,23 @@ class PoolFields(HiSparseFields, BatchFields):
     max_model_len: Tokens | None = setting(
         None,
         "Longest sequence, prompt and output, in tokens: 32k.",
-        group=MEMORY,
         aliases=("--context-length", "--context"),
         otherwise="the model's context",
     )
     enable_prefix_caching: bool = setting(
         True,
         "Share the pages of common prefixes.",
-        group=MEMORY,
         option="--prefix-caching/--no-prefix-caching",
         aliases=("--enable-prefix-caching/--no-enable-prefix-caching",),
     )
-    window_pool: bool = setting(True, "Windows have a pool of their own, and free what they have passed.", group=MEMORY)
+    window_pool: bool = setting(True, "Windows have a pool of their own, and free what they have passed.")
     swa_full_tokens_ratio: Ratio | None = setting(
-        None, "Tokens of window pools per token of full ones.", group=MEMORY, otherwise=_LOAD_ASKS, metavar="NUMBER"
+        None, "Tokens of window pools per token of full ones.", otherwise=_LOAD_ASKS, metavar="NUMBER"
     )
     mamba_full_memory_ratio: Ratio | None = setting(
-        None, "Bytes of states per byte of the other pools.", group=MEMORY, otherwise=_LOAD_ASKS, metavar="NUMBER"
+        None, "Bytes of states per byte of the other pools.", otherwise=_LOAD_ASKS, metavar="NUMBER"
     )
-    max_mamba_cache_size: int | None = setting(None, "Number of states.", group=MEMORY, otherwise=_LOAD_ASKS, ge=1)
+    max_mamba_cache_size: int | None = setting(None, "Number of states.", otherwise=_LOAD_ASKS, ge=1)
     speculative_config: Speculation | None = setting(
         None,
         "Draft tokens and verify several in a step: a JSON object, such as "
@@ -194,11 +184,12 @@ class PoolFields(HiSparseFields, BatchFields):
 class HostFields(Settings):
     """Host memory for pages."""
 
+    GROUP: ClassVar[str] = TIERS
+
     host_memory: Bytes | Literal["auto"] | None = setting(
         None,
         "Host memory for pages that leave the device, in all: 8GiB, or auto for twice the KV memory where there is as "
         "much.",
-        group=TIERS,
         metavar="SIZE",
         otherwise="none, or auto with --storage",
     )
@@ -207,23 +198,20 @@ class HostFields(Settings):
 class TierFields(HostFields):
     """How pages move between the device, host memory and storage."""
 
+    GROUP: ClassVar[str] = TIERS
+
     write_policy: WritePolicy = setting(
-        WritePolicy.THROUGH,
-        "When a page is copied to the host: {choices}.",
-        group=TIERS,
-        needs="host memory or storage",
+        WritePolicy.THROUGH, "When a page is copied to the host: {choices}.", needs="host memory or storage"
     )
     load: Literal["break_even", "always"] = setting(
         "break_even",
         "Whether a cached page is loaded: {choices}; break_even only where that is faster than computing it, as "
         "measured.",
-        group=TIERS,
         needs="host memory or storage",
     )
     prefetch: PrefetchPolicy = setting(
         PrefetchPolicy.BREAK_EVEN,
         "How long a request waits for storage: {choices}.",
-        group=TIERS,
         aliases=("--prefetch-policy",),
         needs="storage",
     )
@@ -232,10 +220,11 @@ class TierFields(HostFields):
 class TransferFields(Settings):
     """Prompts that other engines compute."""
 
+    GROUP: ClassVar[str] = TRANSFER
+
     transfer_seconds: float = setting(
         30.0,
         "How long a request waits for another engine before its prompt is computed here.",
-        group=TRANSFER,
         needs="--role",
         gt=0,
         le=3600,
@@ -245,19 +234,19 @@ class TransferFields(Settings):
 class CostFields(Settings):
     """What steps and copies of an engine take, where no engine is there to measure."""
 
+    GROUP: ClassVar[str] = COSTS
+
     gpu: str | None = setting(
         None,
         "A device by name, such as h100-80gb: its memory, and its published peaks.",
-        group=COSTS,
         otherwise="none; h100-80gb in replays",
     )
     prefill_rate: float | None = setting(
-        None, "Prompt tokens an engine computes in a second.", group=COSTS, otherwise="estimated from the --gpu", gt=0
+        None, "Prompt tokens an engine computes in a second.", otherwise="estimated from the --gpu", gt=0
     )
     decode_ms: float | None = setting(
         None,
         "Milliseconds of a decode step, beside those that each request adds.",
-        group=COSTS,
         otherwise="estimated from the --gpu",
         gt=0,
     )
@@ -266,12 +255,16 @@ class CostFields(Settings):
 class BusFields(Settings):
     """The way between host memory and the device."""
 
+    GROUP: ClassVar[str] = COSTS
+
     host_bandwidth: float | None = setting(
-        None, "GB/s between host memory and the device, each way.", group=COSTS, otherwise="the device's bus", gt=0
+        None, "GB/s between host memory and the device, each way.", otherwise="the device's bus", gt=0
     )
 
 
 class LinkFields(Settings):
     """The network between engines."""
 
-    link: str = setting("10GB/s", "Speed of each engine's link.", group=TRANSFER, metavar="SPEED")
+    GROUP: ClassVar[str] = TRANSFER
+
+    link: str = setting("10GB/s", "Speed of each engine's link.", metavar="SPEED")

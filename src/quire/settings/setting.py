@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
+from inspect import get_annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -69,7 +70,7 @@ def setting(
     default: Any,
     about: str,
     *,
-    group: str = "Options",
+    group: str = "",
     option: str | None = "",
     aliases: Sequence[str] = (),
     otherwise: str = "",
@@ -81,7 +82,8 @@ def setting(
 ) -> Any:
     """The field of a setting.
 
-    `about` is a sentence in which `{choices}` lists the valid words. `option` is the option's name if it differs from
+    `about` is a sentence in which `{choices}` lists the valid words. `group` is that of its class if it is not given.
+    `option` is the option's name if it differs from
     the field's, None for a setting without one; `aliases` are further options. `otherwise` says what a default of None
     means. No message quotes the value of a `secret` one. `needs` says without what it has no effect. `bounds` are
     pydantic's.
@@ -104,7 +106,7 @@ class Settings(BaseModel):
 
     `FOREIGN` are names of other servers' options that this server lacks: what they are, and what to use instead. With
     `ENVIRONMENT`, each setting is also read from a variable `QUIRE_NAME`. Settings that are `CHOSEN` follow from
-    others, and have no option.
+    others, and have no option. Those that a class declares are in its own `GROUP`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
@@ -112,6 +114,7 @@ class Settings(BaseModel):
     FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {}
     ENVIRONMENT: ClassVar[bool] = False
     CHOSEN: ClassVar[frozenset[str]] = frozenset()
+    GROUP: ClassVar[str] = "Options"
 
     def __init__(self, spelled: Callable[[str], str] = str, /, **given: Any) -> None:
         try:
@@ -196,6 +199,12 @@ def shown_of(model: type[Settings], field: str) -> dict[str, Any]:
     extra = model.model_fields[field].json_schema_extra
     assert isinstance(extra, dict), f"{field} is not declared with `setting`"
     return extra
+
+
+def group_of(model: type[Settings], field: str) -> str:
+    """The group of a setting: its own, else that of the class that declares it."""
+    owner = next(each for each in model.__mro__ if field in get_annotations(each))
+    return str(shown_of(model, field)["group"] or owner.__dict__.get("GROUP", Settings.GROUP))
 
 
 def kind_of(field: FieldInfo) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import model_validator
 
 from quire.errors import InvalidInput
@@ -20,11 +22,13 @@ class SimulatedTiers(BusFields, TierFields):
     """The tiers of a replay, and how they are used. The host holds `host_tokens` tokens, or the records that fit in
     `host_memory`; storage holds none by default."""
 
+    GROUP: ClassVar[str] = TIERS
+
     host_tokens: Tokens | None = setting(
-        None, "Tokens that host memory holds; everything is replayed without it and with it.", group=TIERS
+        None, "Tokens that host memory holds; everything is replayed without it and with it."
     )
-    storage_tokens: Tokens | None = setting(None, "Tokens that storage behind it holds.", group=TIERS)
-    storage_bandwidth: float | None = setting(None, "GB/s each way.", group=TIERS, otherwise="7", gt=0)
+    storage_tokens: Tokens | None = setting(None, "Tokens that storage behind it holds.")
+    storage_bandwidth: float | None = setting(None, "GB/s each way.", otherwise="7", gt=0)
     record_bytes: tuple[int, ...] = setting(
         (), "Bytes of a record of each group; none: those of the plan's layouts.", option=None
     )
