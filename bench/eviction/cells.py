@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.bookkeeping.workloads import Arrival, arrivals, module_of
+from bench.eviction import paged_trace
+from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.sequential import replay_in_order
 from bench.eviction.sieve import Sieve
 from bench.harness import SHARED
 
 from quire.prefix.evict import eviction_policy, register_eviction
 from quire.sim import hit_bounds, trace_request, workloads
-from quire.sim.hit_bounds import HitBounds, PagedTrace
 from quire.sim.trace import Trace, TraceRequest, open_trace
 from quire.sim.trace_request import Planned
 
@@ -89,7 +90,7 @@ class Source(NamedTuple):
     def version(self) -> str:
         """Changes with the trace."""
         if self.name in WORKLOADS:
-            text = "".join(map(inspect.getsource, (workloads, trace_request, hit_bounds)))
+            text = "".join(map(inspect.getsource, (workloads, trace_request, hit_bounds, paged_trace)))
             return hashlib.sha256((WORKLOADS[self.name] + text).encode()).hexdigest()[:12]
         path = self.path()
         files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -154,7 +155,7 @@ def main() -> None:
     grid = itertools.product(given.trace.split(","), given.seed.split(","), given.page.split(","))
     for name, seed, page in grid:
         pages = paged(Source(name, int(seed)), int(page))
-        bounds = HitBounds(pages, int(page))
+        bounds = pages.bounds()
         print(f"{name}, seed {seed}, pages of {page}: {len(pages):,} requests, ideal {bounds.ideal_hit_rate:.4f}")
         for part in map(Fraction, given.pool.split(",")):
             pool = int(bounds.working_set_tokens * part)

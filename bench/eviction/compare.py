@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from bench.eviction.cells import FILES, TRACES, Missing, Source, paged
+from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.report import draw, tables, write_tables
 from bench.eviction.sequential import replay_in_order
 from bench.eviction.timed_policy import TimedPolicy
@@ -45,7 +46,7 @@ from bench.harness import ROOT
 from quire.cli.planned_model import planned_model
 from quire.plan.step_cost import CostModel
 from quire.prefix.evict import POLICIES, eviction_policy
-from quire.sim.hit_bounds import HitBounds, PagedTrace
+from quire.sim.hit_bounds import HitBounds
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 
@@ -187,7 +188,7 @@ class Grid:
 
     def _one(self, source: Source, page: int, cells: list[Cell]) -> None:
         trace = PagedTrace.of(source.open(), page) if self._toy else paged(source, page)
-        bounds = HitBounds(trace, page)
+        bounds = trace.bounds()
         self._about(source, page, len(trace), bounds)
         for cell in cells:
             pool = int(bounds.working_set_tokens * Fraction(cell.pool))

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from bench.eviction.paged_trace import PagedTrace
 
 from quire.prefix.node import User
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
-from quire.sim.hit_bounds import PagedRequest, PagedTrace
+from quire.sim.hit_bounds import PagedRequest
 from quire.spec.ids import Ids
 
 _REMEMBERED = 4  # times the pool: evicted pages that the tree remembers, as in `KVCache`
@@ -65,10 +66,11 @@ class SequentialReplay:
         match = tree.match(request.namespace, pages[: request.lookup_pages])
         lease = tree.lease(match, priority=request.priority, user=user)
         self._make_room(-(-request.prompt_tokens // self._page_size) - match.num_pages)
-        prompt = pages[match.num_pages : request.prompt_pages]
+        num_prompt = request.prompt_tokens // request.page_size  # whole pages
+        prompt = pages[match.num_pages : num_prompt]
         tree.insert(lease, prompt, prompt)  # the ids of frames do not matter
-        self._make_room(request.held_pages - request.prompt_pages)
-        output = pages[request.prompt_pages :]
+        self._make_room(request.held_pages - num_prompt)
+        output = pages[num_prompt:]
         tree.insert(lease, output, output)
         tree.ended(lease, _TAILS[request.ending], request.output_tokens)
         tree.release(lease)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from bench.eviction.paged_trace import PagedTrace
 from bench.harness import machine, new_parser, save
 
-from quire.sim.hit_bounds import PagedTrace
 from quire.sim.trace import open_trace
 
 SEGMENTS = 64

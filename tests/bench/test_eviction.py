@@ -131,10 +131,10 @@ def test_sieve_is_the_published_one_on_single_pages(bench: None, seed: int) -> N
 
 
 def test_a_timed_policy_evicts_the_same(bench: None) -> None:
+    from bench.eviction.paged_trace import PagedTrace
     from bench.eviction.sequential import replay_in_order
     from bench.eviction.timed_policy import TimedPolicy
 
-    from quire.sim.hit_bounds import PagedTrace
     from quire.sim.trace import open_trace
 
     trace = PagedTrace.of(open_trace("sessions:requests=80"), 16)

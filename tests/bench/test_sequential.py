@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.sequential import SequentialReplay, replay_in_order
 
 from quire.errors import InvalidInput
 from quire.plan.step_cost import CostModel
 from quire.prefix.evict import eviction_policy
-from quire.sim.hit_bounds import HitBounds, PagedTrace
+from quire.sim.hit_bounds import HitBounds
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.trace import Trace, TraceRequest, open_trace
@@ -39,7 +40,7 @@ def test_it_hits_what_the_engine_hits_one_request_at_a_time(source: str, policy:
     """LRU hits the same in every request. Other policies see the chunks in which an engine evicts and caches."""
     trace = apart(source, seed=4)
     pages = PagedTrace.of(trace, 16)
-    pool = max(HitBounds(pages, 16).working_set_tokens // 8, 16 * max(each.held_pages for each in pages))
+    pool = max(pages.bounds().working_set_tokens // 8, 16 * max(each.held_pages for each in pages))
     plan = plain_pools(pool, 16, context=max(map(sum, trace.lengths)), max_running=4)
     replayed = Replay(plan, COST, ReplaySettings(policy=policy)).run(trace)
     found = replay_in_order(pages, pool, eviction_policy(policy))
@@ -72,7 +73,7 @@ def check_small_pool(pool_pages: int) -> None:
 @pytest.mark.parametrize("policy", ["lru", "density"])
 def test_clients_that_close_their_sessions_leave_more_to_hit(policy: str) -> None:
     pages = PagedTrace.of(open_trace("agent-sessions:sessions=8", seed=1), 64)
-    pool = HitBounds(pages, 64).working_set_tokens // 4
+    pool = pages.bounds().working_set_tokens // 4
     shares = [replay_in_order(pages, pool, eviction_policy(policy), closes=share) for share in (0.0, 0.5, 1.0)]
     hits = [found.hit_tokens.sum() for found in shares]
     assert hits[0] < hits[1] < hits[2] and not shares[2].refused.any()
@@ -94,7 +95,7 @@ def test_pages_have_the_bounds_of_their_tokens(source: str, page_size: int, tmp_
     pages = PagedTrace.of(trace, page_size)
     pages.save(tmp_path / "pages.npz")
     again = PagedTrace.load(tmp_path / "pages.npz")
-    plain, found = HitBounds(trace, page_size), HitBounds(again, page_size)
+    plain, found = HitBounds(trace, page_size), again.bounds()
     assert len(pages) == len(again) > 0
     assert (plain.working_set_tokens, plain.ideal_hit_tokens) == (found.working_set_tokens, found.ideal_hit_tokens)
     pool = plain.working_set_tokens // 4

@@ -234,8 +234,8 @@ def a_restart_is_the_same_peer(patch: Patch) -> None:
 
 @mutant("transfer peers", "a stranger sends back the proof that it was sent, and is a peer")
 def a_reflected_proof_is_accepted(patch: Patch) -> None:
-    real = Handshake._proof
-    patch.setattr(Handshake, "_proof", lambda self, role, nonces: real(self, b"", nonces))
+    real = Handshake._hmac
+    patch.setattr(Handshake, "_hmac", lambda self, role, nonces: real(self, b"", nonces))
 
 
 @mutant("transfer peers", "a connection is closed while its owner still writes, and the peer takes that for a proof")

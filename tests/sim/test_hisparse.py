@@ -38,7 +38,7 @@ def runs(
     """Replays with all latents on the device and with hot buffers, with all checks."""
     grid = Grid(
         models=[SimulatedModel(name="tiny", spec=SPEC, cost=lambda plan: cost)], policies=["lru"], pools=[tokens],
-        page_sizes=[16], max_running=running, settings=ReplaySettings(check="all"), hisparse=hisparse,
+        page_sizes=[16], max_running=running, settings=ReplaySettings(check="all"), hisparse=[hisparse],
     )  # fmt: skip
     resident, hot = compare(trace_of(trace), grid, lambda what, ended: None)
     return resident, hot

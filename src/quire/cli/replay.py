@@ -150,7 +150,7 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles)
     from quire.sim.comparison import replay_roles
     from quire.sim.peers import SimulatedLink
 
-    if grid.hisparse is not None:
+    if grid.hisparse:
         raise InvalidInput("--hisparse: not yet with roles.", fix="leave --prefill and --decode out.")
     if roles.num_prefill is None:
         raise InvalidInput("no engine computes prompts for others.", fix="add --prefill 1, or leave --decode out.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def grid_of(
         page_sizes=_page_sizes(cache.page_sizes),
         max_running=engine.max_running_requests,
         speculation=speculation,
-        tiers=_tiers(tiers) if tiers is not None and hot is None else None,
+        tiers=_tiers(tiers) if tiers is not None and not hot else (),
         hisparse=hot,
         settings=ReplaySettings(
             order=engine.order,
@@ -98,23 +98,23 @@ def _page_sizes(text: str) -> list[int]:
     return found
 
 
-def _tiers(asked: SimulatedTiers) -> SimulatedTiers | None:
-    """The tiers, or None. Raises InvalidInput if they contradict other settings."""
+def _tiers(asked: SimulatedTiers) -> Sequence[SimulatedTiers]:
+    """The tiers, if there are any. Raises InvalidInput if they contradict other settings."""
     if asked.has_host:
-        return asked
+        return (asked,)
     if asked != SimulatedTiers():
         raise InvalidInput("tiers are asked for, and no host tier is.", fix="give --host-tokens or --host-memory too.")
-    return None
+    return ()
 
 
 def _hisparse(
     asked: ReplayedHiSparse, cache: ReplayedCache, engine: ReplayedEngine, tiers: SimulatedTiers
-) -> SimulatedHiSparse | None:
-    """The hot buffers, or None. Raises InvalidInput if they contradict other settings."""
+) -> Sequence[SimulatedHiSparse]:
+    """The hot buffers, if there are any. Raises InvalidInput if they contradict other settings."""
     if asked.hisparse is None:
         if asked != ReplayedHiSparse():
             raise InvalidInput("selections are for hot buffers, and there are none.", fix="add --hisparse '{}'.")
-        return None
+        return ()
     if asked.selections is not None and asked.selection_drift is not None:
         raise InvalidInput("selections are either recorded or drawn.", fix="leave --selection-drift out.")
     if not cache.models:
@@ -130,7 +130,7 @@ def _hisparse(
         raise InvalidInput(
             "--hisparse: not yet with tiers.", fix="of the options for tiers, give --host-bandwidth alone."
         )
-    return SimulatedHiSparse(
+    found = SimulatedHiSparse(
         config=asked.hisparse,
         selections=Selections.load(asked.selections) if asked.selections is not None else None,
         source=asked.selections.name if asked.selections is not None else "",
@@ -139,6 +139,7 @@ def _hisparse(
         seed=cache.trace_seed,
         **({} if asked.selection_drift is None else {"drift": asked.selection_drift}),
     )
+    return (found,)
 
 
 def _model(name: str, engine: ReplayedEngine) -> SimulatedModel:

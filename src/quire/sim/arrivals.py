@@ -1,13 +1,15 @@
-"""Arrivals: the requests of a trace, when they come. Requests: the port of a replay to where its requests come from."""
+"""Arrivals: the requests of a trace, when they come. Inbox: what is on its way to one engine."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.trace_request import TraceRequest
+
+T = TypeVar("T")
 
 
 class Requests(Protocol):
@@ -20,12 +22,43 @@ class Requests(Protocol):
     def until(self, now: float) -> Iterator[ScriptedRequest]:
         """Requests that have arrived by `now`, in order."""
 
+    def ended(self, request_id: str, now: float) -> None:
+        """A request has finished, or was aborted or refused."""
+
+
+class Inbox(Generic[T]):
+    """Messages or requests on their way to one engine. `on_end` is called with the name of each request that has ended,
+    and the time."""
+
+    def __init__(self, on_end: Callable[[str, float], None] = lambda request_id, now: None) -> None:
+        self._on_end = on_end
+        self._due: list[tuple[float, int, T]] = []  # heap: arrival, order of `push`, item
+        self._order = 0
+
+    def __len__(self) -> int:
+        return len(self._due)
+
     @property
-    def ended(self) -> Callable[[str, float], None]:
-        """Called with the name of a request that has finished, or was aborted or refused, and the time."""
+    def next_time(self) -> float | None:
+        """The earliest known time of the next arrival."""
+        return self._due[0][0] if self._due else None
+
+    def push(self, time: float, item: T) -> None:
+        """An item that will arrive at its time."""
+        heapq.heappush(self._due, (time, self._order, item))
+        self._order += 1
+
+    def until(self, now: float) -> Iterator[T]:
+        """What has arrived by `now`, in order."""
+        while self._due and self._due[0][0] <= now:
+            yield heapq.heappop(self._due)[2]
+
+    def ended(self, request_id: str, now: float) -> None:
+        """A request has finished, or was aborted or refused."""
+        self._on_end(request_id, now)
 
 
-class Arrivals:
+class Arrivals(Inbox[ScriptedRequest]):
     """The requests of a trace in the order of their arrival.
 
     A request is read from the trace, and its tokens are built, when the clock has reached its own arrival. A follow-up
@@ -33,31 +66,25 @@ class Arrivals:
     """
 
     def __init__(self, trace: Iterable[TraceRequest]) -> None:
+        super().__init__()
         self._unread = iter(trace)
         self._next = next(self._unread, None)
-        self._due: list[tuple[float, int, TraceRequest]] = []  # heap: arrival, order of reading, request
-        self._order = 0
         self._following: dict[str, list[TraceRequest]] = {}  # key: the turn before
         self._ended: dict[str, float | None] = {}  # key: request that was read; None while it is not over
 
     @property
     def next_time(self) -> float | None:
         """The earliest known time of the next arrival; None if all remaining requests wait for other turns."""
-        times = [self._next.arrival] if self._next is not None else []
-        times += [self._due[0][0]] if self._due else []
-        return min(times, default=None)
+        times = [super().next_time, self._next.arrival if self._next is not None else None]
+        return min((time for time in times if time is not None), default=None)
 
     def until(self, now: float) -> Iterator[ScriptedRequest]:
-        """Requests that have arrived by `now`, in order."""
         while self._next is not None and self._next.arrival <= now:
             self._read(self._next)
             self._next = next(self._unread, None)
-        while self._due and self._due[0][0] <= now:
-            time, _, request = heapq.heappop(self._due)
-            yield ScriptedRequest(request, time)
+        return super().until(now)
 
     def ended(self, request_id: str, now: float) -> None:
-        """A request has finished, or was aborted or refused."""
         self._ended[request_id] = now
         for request in self._following.pop(request_id, ()):
             self._push(now + request.think, request)
@@ -72,5 +99,4 @@ class Arrivals:
             self._following.setdefault(request.after, []).append(request)
 
     def _push(self, time: float, request: TraceRequest) -> None:
-        heapq.heappush(self._due, (time, self._order, request))
-        self._order += 1
+        self.push(time, ScriptedRequest(request, time))

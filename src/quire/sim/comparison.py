@@ -20,6 +20,7 @@ from quire.sim.result import ReplayResult
 from quire.sim.roles import Roles, RolesResult
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.trace_request import Trace
+from quire.spec.hisparse import HiSparseConfig
 from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig, get_drafts_beyond_end
 
@@ -44,9 +45,9 @@ class SimulatedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """What to compare. A pool is a number of tokens or a part of the trace's working set. With `grows`, a part that
-    holds no request of the trace becomes the smallest pool that holds all of them. With `tiers`, every replay is done
-    without them and then with them, and with `hisparse` with all latents on the device and then with hot buffers in the
-    same bytes. With `speculation`, requests draft as `ReplaySettings.acceptance` says."""
+    holds no request of the trace becomes the smallest pool that holds all of them. Every replay is done on the device
+    alone, then with each of `tiers`, then with each of `hisparse`: hot buffers in the same bytes. With `speculation`,
+    requests draft as `ReplaySettings.acceptance` says."""
 
     models: Sequence[SimulatedModel]
     policies: Sequence[str]
@@ -56,8 +57,8 @@ class Grid:
     settings: ReplaySettings
     grows: bool = False
     speculation: SpeculativeConfig | None = None
-    tiers: SimulatedTiers | None = None
-    hisparse: SimulatedHiSparse | None = None
+    tiers: Sequence[SimulatedTiers] = ()
+    hisparse: Sequence[SimulatedHiSparse] = ()
 
 
 def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayResult]:
@@ -89,7 +90,7 @@ def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayRe
 def replay_one(trace: Trace, grid: Grid, progress: ReportProgress) -> ReplayResult:
     """The replay of a grid with one combination, without bounds. Raises InvalidInput if there are more, and the errors
     of planning and replaying."""
-    model, page_size, tokens, note = _one_pool(trace, grid, progress, of_tiers=2)
+    model, page_size, tokens, note = _one_pool(trace, grid, progress, num_variants=1 + len(grid.tiers))
     return replace(next(_replays(trace, grid, model, page_size, tokens, progress)), pool_note=note)
 
 
@@ -98,9 +99,10 @@ def replay_roles(
 ) -> tuple[RolesResult, RolesResult]:
     """The replay of a grid with one combination by engines with roles, and by as many without. Each has the pool. Their
     host memory holds twice as much, unless the grid has tiers. Raises as `replay_one`."""
-    model, page_size, tokens, _ = _one_pool(trace, grid, progress, of_tiers=1)
+    model, page_size, tokens, _ = _one_pool(trace, grid, progress, num_variants=1)
     plan = _plan(trace, grid, model, page_size, tokens)
-    tiers = (grid.tiers or SimulatedTiers(host_tokens=2 * tokens)).changed(record_bytes=model.record_bytes(plan))
+    tiers = next(iter(grid.tiers), SimulatedTiers(host_tokens=2 * tokens))
+    tiers = tiers.changed(record_bytes=model.record_bytes(plan))
     settings = replace(grid.settings, policy=grid.policies[0], tiers=tiers)
 
     def result(num_prefill: int, num_decode: int) -> RolesResult:
@@ -116,12 +118,11 @@ def replay_roles(
 
 
 def _one_pool(
-    trace: Trace, grid: Grid, progress: ReportProgress, *, of_tiers: int
+    trace: Trace, grid: Grid, progress: ReportProgress, *, num_variants: int
 ) -> tuple[SimulatedModel, int, int, str]:
-    """Model, page size and pool of a grid with one combination, and why the pool is larger than requested. A grid with
-    tiers has `of_tiers` replays for each."""
-    num_replays = math.prod(map(len, (grid.models, grid.policies, grid.pools, grid.page_sizes)))
-    num_replays *= 1 if grid.tiers is None else of_tiers
+    """Model, page size and pool of a grid with one combination, and why the pool is larger than requested. There are
+    `num_variants` replays of each combination."""
+    num_replays = num_variants * math.prod(map(len, (grid.models, grid.policies, grid.pools, grid.page_sizes)))
     if num_replays != 1:
         raise InvalidInput(
             f"these are {num_replays} replays, and one is wanted.",
@@ -155,30 +156,28 @@ def _pool_tokens(
 def _replays(
     trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, progress: ReportProgress
 ) -> Iterator[ReplayResult]:
-    """Results by policy, without tiers and with them, or with all latents on the device and then in host memory."""
+    """Results by policy: on the device alone, with tiers, and with latents in host memory."""
     plan = _plan(trace, grid, model, page_size, tokens)
-    hot = _plan(trace, grid, model, page_size, tokens, hot=True) if grid.hisparse is not None else None
-    cost = model.cost(plan)
-    variants: list[SimulatedTiers | None] = [None]
-    if grid.tiers is not None:
-        variants.append(grid.tiers.changed(record_bytes=model.record_bytes(plan)))
+    cost, record_bytes = model.cost(plan), model.record_bytes(plan)
+    sparse = [(each, _plan(trace, grid, model, page_size, tokens, each.config)) for each in grid.hisparse]
+
+    def run(label: str, plan: MemoryPlan, settings: ReplaySettings) -> ReplayResult:
+        what = f"{model.name}, {settings.policy}, pages of {page_size}, {label}"
+        progress(what, 0)
+        result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
+        # Plans of windows only have more pages than `tokens`.
+        return replace(result, pool_tokens=tokens, trace=trace.name, model=model.name)
+
     for policy in grid.policies:
-        for tiers in variants:
-            what = f"{model.name}, {policy}, pages of {page_size}, {tokens:,} tokens"
-            what += " and tiers" if tiers is not None else ""
-            progress(what, 0)
-            settings = replace(grid.settings, policy=policy, tiers=tiers)
-            result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
-            # Plans of windows only have more pages than `tokens`.
-            result = replace(result, pool_tokens=tokens, trace=trace.name, model=model.name)
-            yield result
-        if hot is not None:
-            what = f"{model.name}, {policy}, pages of {page_size}, hot buffers"
-            progress(what, 0)
-            settings = replace(grid.settings, policy=policy, hisparse=grid.hisparse)
-            found = Replay(hot, cost, settings, progress=partial(progress, what)).run(trace)
-            found = replace(found, pool_tokens=tokens, trace=trace.name, model=model.name)
-            yield _beside_resident(found, result, plan.num_tokens)
+        settings = replace(grid.settings, policy=policy)
+        resident = run(f"{tokens:,} tokens", plan, settings)
+        yield resident
+        for tiers in grid.tiers:
+            below = replace(settings, tiers=tiers.changed(record_bytes=record_bytes))
+            yield run(f"{tokens:,} tokens and tiers", plan, below)
+        for hisparse, hot in sparse:
+            found = run("hot buffers", hot, replace(settings, hisparse=hisparse))
+            yield _beside_resident(found, resident, plan.num_tokens)
 
 
 def _beside_resident(found: ReplayResult, resident: ReplayResult, resident_tokens: int) -> ReplayResult:
@@ -204,7 +203,12 @@ def _beside_resident(found: ReplayResult, resident: ReplayResult, resident_token
 
 
 def _plan(
-    trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, *, hot: bool = False
+    trace: Trace,
+    grid: Grid,
+    model: SimulatedModel,
+    page_size: int,
+    tokens: int,
+    hisparse: HiSparseConfig | None = None,
 ) -> MemoryPlan:
     lengths = [prompt + max(1, output) for prompt, output in trace.lengths]
     running, chunk, drafts = grid.max_running, grid.settings.chunk, grid.speculation
@@ -218,7 +222,7 @@ def _plan(
         max_running=running,
         chunk=chunk,
         speculation=drafts,
-        hisparse=grid.hisparse.config if hot and grid.hisparse is not None else None,
+        hisparse=hisparse,
     )
 
 

@@ -17,15 +17,17 @@ step is trusted: the page table is read from the cache for each step, and each e
 step that reads a missing, short, stale, misplaced or foreign page reports it, except for two different contents with
 the same 64-bit number. Digests make this affordable: a decode step compares `context / page_size` numbers.
 
-It does not check pages that no step reads, nor times. For steps in flight, slots and pages are captured when a step is
-launched and accessed when it settles, as late as on a device. If a later step reuses a frame that a step in flight
-reads, this is reported at its launch.
+Pages that no step reads are not checked, and times are estimates (`quire.sim.clock`). For steps in flight, slots and
+pages are captured when a step is launched and accessed when it settles, as late as on a device. If a later step reuses
+a frame that a step in flight reads, this is reported at its launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,23 +37,30 @@ from quire.cache.states import StatePieces
 from quire.errors import WrongContent
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
+from quire.sim.clock import VirtualClock
 from quire.sim.scripts import Contents, Scripts, scripted
 from quire.sim.trace_request import Hashes, page_digests
 from quire.spec.ids import Ids
+from quire.tiers.transfer import Transfer
 
 _SEVERAL = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SimulatedStep:
-    """A launched step. `drawn` are the tokens it draws, int64, and `ends` where each work ends without its drafts.
+    """A launched step (`quire.loop.part.Launched`), which is done at `done` of the virtual clock. It waits for `loads`.
+    `drawn` are the tokens it draws, int64, and `ends` where each work ends without its drafts.
 
     The other fields are for the checks: by group the pieces if requests update a state, the contents, and by group the
     slots it writes and the page tables it reads, one for each part of `Contents.whole`."""
 
+    device: SimulatedDevice
     number: int
     step: Step
     fence: int
+    began: float
+    done: float
+    loads: list[Transfer]
     ends: Lengths
     drawn: Lengths
     pieces: dict[int, StatePieces]
@@ -59,42 +68,85 @@ class SimulatedStep:
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[Ids]] = field(default_factory=dict)
 
+    @property
+    def waits(self) -> bool:
+        """Whether loads were on their way when it was launched."""
+        return bool(self.loads)
+
+    def wait(self) -> Lengths:
+        """Move the clock to its end. Raises WrongContent for what it has read."""
+        return self.device.settle(self)
+
 
 class SimulatedDevice:
-    """The device of one cache. Without `frames` (`frames_of` creates them) it draws tokens and checks nothing;
-    `overlap` says whether a step may be launched before the one before it has settled.
+    """The device of one cache, on a virtual clock. Without `frames` (`frames_of` creates them) it draws tokens and
+    checks nothing; `overlap` says whether a step may be launched before the one before it has settled.
 
-    Raises WrongContent if a step reads wrong content, when that step settles or when a later one is launched too early.
+    `end_of` says when a load ends. Each of `delays` returns the seconds that a step waits for something else, in all
+    layers together. The caller's CPU time is not counted inside `apart()`. Raises WrongContent if a step reads wrong
+    content, when that step settles or when a later one is launched too early.
     """
 
-    def __init__(self, cache: KVCache, frames: Sequence[Frames] | None, *, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        frames: Sequence[Frames] | None,
+        clock: VirtualClock,
+        *,
+        end_of: Callable[[Transfer], float],
+        delays: Sequence[Callable[[Step], float]],
+        apart: Callable[[], AbstractContextManager[None]],
+        overlap: bool,
+    ) -> None:
         self.scripts = Scripts(cache.plan, checks=frames is not None)
+        self._cache, self._clock = cache, clock
+        self._end_of, self._delays, self._apart = end_of, delays, apart
+        self._carried = tuple(index for index, group in enumerate(cache.groups) if group.reach.in_place)
         self._memory = [_GroupMemory(cache, at, each, self.scripts, overlap) for at, each in enumerate(frames or ())]
         self._launched = self._settled = 0
 
-    def launch(self, scheduled: Step, fence: int, pieces: dict[int, StatePieces]) -> SimulatedStep:
-        """Start a step. `fence` was opened for it, and `pieces` are the results of `KVCache.launch` for every group
-        that has any. O(works) without checks."""
-        self.scripts.enter(scheduled.batch)
-        self._launched += 1
-        drawers = scheduled.batch.rows[scheduled.drawers]
-        drawn = self.scripts.tokens[drawers, scheduled.positions[scheduled.draws] + 1].astype(np.int64)
-        ends = scheduled.ends - np.maximum(scheduled.draw_counts - 1, 0)
-        step = SimulatedStep(self._launched, scheduled, fence, ends, drawn, pieces)
-        if self._memory:
-            step.contents = self.scripts.contents(scheduled, ends)
-            for memory in self._memory:
-                memory.capture(step, step.contents, self._settled)
-        return step
+    def launch(self, step: Step, previous: Any) -> SimulatedStep:
+        """See `quire.loop.part.Device`. O(works) without checks."""
+        fence, batch = self._cache.open_fence(), step.batch
+        found = [self._cache.launch(index, batch, step.ends, step.draw_counts) for index in self._carried]
+        with self._apart():
+            self.scripts.enter(batch)
+            self._launched += 1
+            drawn = self.scripts.tokens[batch.rows[step.drawers], step.positions[step.draws] + 1].astype(np.int64)
+            ends = step.ends - np.maximum(step.draw_counts - 1, 0)
+            loads = [load for kv in batch.kvs for load in kv.loads if not load.done]
+            arrives, swap = max(map(self._end_of, loads), default=0.0), sum(delay(step) for delay in self._delays)
+            done = self._clock.launch(step.starts, step.ends, drafts=step.ends - ends, arrives=arrives, swap=swap)
+            pieces = {index: each for index, each in zip(self._carried, found, strict=True) if each is not None}
+            launched = SimulatedStep(
+                self, self._launched, step, fence, self._clock.now, done, loads, ends, drawn, pieces
+            )
+            if self._memory:
+                launched.contents = self.scripts.contents(step, ends)
+                for memory in self._memory:
+                    memory.capture(launched, launched.contents, self._settled)
+            return launched
 
     def settle(self, step: SimulatedStep) -> Lengths:
         """Wait for a step: check what it does, and return the tokens it drew. Steps settle in launch order."""
         assert step.number == self._settled + 1, "steps settle in the order of their launches"
-        if step.contents is not None:
-            for memory in self._memory:
-                memory.run(step, step.contents)
-        self._settled = step.number
-        return step.drawn
+        with self._apart():
+            for load in step.loads:
+                load.wait_layer(LAYER)  # as a forward pass does before it reads a layer
+            if step.contents is not None:
+                for memory in self._memory:
+                    memory.run(step, step.contents)
+            self._settled = step.number
+            self._clock.move_to(step.done)
+            return step.drawn
+
+    def move(self, launched: SimulatedStep, sources: Lengths, targets: Lengths) -> None:
+        """Drafts of the simulator are chains, which lie where they belong."""
+        assert not len(sources) and not len(targets)
+
+
+LAYER = 0
+"""The one layer of simulated frames. `VirtualClock` estimates how long a step waits for layers."""
 
 
 class Frames:

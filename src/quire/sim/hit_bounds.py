@@ -14,9 +14,8 @@ exactly what a tree of the tokens does, with 4 bytes a page.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -27,7 +26,6 @@ from quire.sim.trace_request import TraceRequest, page_digests
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
-Counts = npt.NDArray[np.int64]
 PageKeys = npt.NDArray[np.int32] | npt.NDArray[np.uint64]
 """A number for each page. Two different pages have the same one about once in 2 ** 64 comparisons, or never."""
 Keys = TypeVar("Keys", bound=PageKeys)
@@ -52,11 +50,6 @@ class PagedRequest(Generic[Keys]):
     def lookup_pages(self) -> int:
         """Whole pages of the prompt that may be found in a cache: at least the prompt's last token is computed."""
         return (self.prompt_tokens - 1) // self.page_size
-
-    @property
-    def prompt_pages(self) -> int:
-        """Whole pages of the prompt."""
-        return self.prompt_tokens // self.page_size
 
     @property
     def held_pages(self) -> int:
@@ -89,75 +82,17 @@ def paged_requests(trace: Iterable[TraceRequest], page_size: int) -> Iterator[Pa
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedTrace:
-    """The requests of `paged_requests`, in order. All arrays but `ids` have an entry for each."""
-
-    page_size: int
-    ids: Ids
-    """Pages of all requests, one after the other: int32, dense from 0 on."""
-    ends: Counts
-    """Where the pages of each request end."""
-    prompt_tokens: Counts
-    output_tokens: Counts
-    arrivals: npt.NDArray[np.float64]
-    priorities: Counts
-    endings: Counts
-    sessions: npt.NDArray[np.str_]
-    adapters: npt.NDArray[np.str_]
-    salts: npt.NDArray[np.str_]
-
-    @classmethod
-    def of(cls, trace: Iterable[TraceRequest], page_size: int) -> PagedTrace:
-        """The pages of a trace. Raises InvalidInput for pages of no tokens, and if no request runs."""
-        keys, rows = [], []
-        for each in paged_requests(trace, page_size):
-            keys.append(each.pages)
-            row = each.prompt_tokens, each.output_tokens, each.arrival, each.priority, each.ending
-            rows.append((*row, each.session, each.namespace.adapter, each.namespace.salt))
-        if not rows:
-            raise InvalidInput("no request of the trace runs.", fix="use another trace.")
-        ids = np.unique(np.concatenate(keys), return_inverse=True)[1].astype(np.int32)
-        ends = np.cumsum([len(each) for each in keys])
-        return cls(page_size, ids, ends, *(np.array(column) for column in zip(*rows, strict=True)))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __iter__(self) -> Iterator[PagedRequest[Ids]]:
-        start = 0
-        namespaces: dict[tuple[str, str], Namespace] = {}
-        columns = (self.ends, self.prompt_tokens, self.output_tokens, self.arrivals, self.priorities, self.endings)
-        names = (self.sessions, self.adapters, self.salts)
-        for row in zip(*(column.tolist() for column in (*columns, *names)), strict=True):
-            end, prompt, output, arrival, priority, ending, session, adapter, salt = row
-            namespace = namespaces.setdefault((adapter, salt), Namespace(adapter=adapter, salt=salt))
-            pages = self.ids[start:end]
-            yield PagedRequest(namespace, session, arrival, priority, ending, pages, prompt, output, self.page_size)
-            start = end
-
-    def save(self, path: Path) -> None:
-        """Write it to `path`, an `.npz` file."""
-        np.savez(path, **{field.name: getattr(self, field.name) for field in fields(self)})
-
-    @classmethod
-    def load(cls, path: Path) -> PagedTrace:
-        """Read what `save` wrote."""
-        with np.load(path) as found:
-            return cls(int(found["page_size"]), *(found[field.name] for field in fields(cls)[1:]))
-
-
 _NEVER = -1
 
 
 class HitBounds:
     """The bounds of one trace in pages of `page_size` tokens.
 
-    Its requests are those of `paged_requests`; a `PagedTrace` has pages of this size. Memory: 8 bytes for each
-    different page, 4 if a page is one token. Raises InvalidInput for pages of no tokens.
+    Its requests are those of `paged_requests`. Memory: 8 bytes for each different page, 4 if a page is one token.
+    Raises InvalidInput for pages of no tokens.
     """
 
-    def __init__(self, trace: Iterable[TraceRequest] | PagedTrace, page_size: int) -> None:
+    def __init__(self, trace: Iterable[TraceRequest], page_size: int) -> None:
         self._page_size = page_size
         self._uses: list[_PageUse] = []
         self._roots: dict[Namespace, _Node] = {}
@@ -166,8 +101,8 @@ class HitBounds:
         """Hits of a cache that never evicts."""
         self.working_set_tokens = 0
         """Different whole pages of all prompts and outputs, which that cache holds at the end."""
-        for request in trace if isinstance(trace, PagedTrace) else paged_requests(trace, page_size):
-            self._add(request)
+        for request in paged_requests(trace, page_size):
+            self.add(request)
 
     @property
     def ideal_hit_rate(self) -> float:
@@ -225,7 +160,8 @@ class HitBounds:
             found.append(hits * self._page_size)
         return found
 
-    def _add(self, request: PagedRequest[PageKeys] | PagedRequest[Ids]) -> None:
+    def add(self, request: PagedRequest[PageKeys] | PagedRequest[Ids]) -> None:
+        """Append a request in pages of this size."""
         keys, lookup = request.pages, request.lookup_pages
         root = self._roots.get(request.namespace)
         if root is None:

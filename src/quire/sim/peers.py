@@ -6,21 +6,20 @@ between its steps, as a real one does.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 import numpy as np
 
 from quire.errors import InvalidInput
-from quire.offload import offload_of
+from quire.sim.arrivals import Inbox
 from quire.sim.clock import VirtualClock
 from quire.sim.replay import Replay
 from quire.sim.scripts import ScriptedRequest
-from quire.sim.tiers import SimulatedCopies, VirtualTiers
+from quire.sim.tiers import SimulatedCopies
 from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -32,8 +31,6 @@ from quire.transfer.prefill import PrefillSide
 from quire.transfer.spans import Spans
 
 _ONE_TOKEN: Ids = np.zeros(1, dtype=np.int32)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,34 +51,6 @@ class SimulatedLink:
             raise InvalidInput(f"a link of {self.bandwidth:g} bytes/s.", fix="give --link a speed: 10GB/s.")
         if not 0 <= self.failures <= 1:
             raise InvalidInput(f"{self.failures:g} of all writes fail.", fix="give a probability: 0 to 1.")
-
-
-class Inbox(Generic[T]):
-    """What is on its way to one engine: messages, or requests (`quire.sim.arrivals.Requests`), whose ends `ended` is
-    told of."""
-
-    def __init__(self, ended: Callable[[str, float], None] = lambda request_id, now: None) -> None:
-        self.ended = ended
-        self._due: list[tuple[float, int, T]] = []
-        self._order = 0
-
-    def __len__(self) -> int:
-        return len(self._due)
-
-    @property
-    def next_time(self) -> float | None:
-        """When the next one arrives."""
-        return self._due[0][0] if self._due else None
-
-    def push(self, time: float, item: T) -> None:
-        """An item that will arrive at its time."""
-        heapq.heappush(self._due, (time, self._order, item))
-        self._order += 1
-
-    def until(self, now: float) -> Iterator[T]:
-        """What has arrived by `now`, in order."""
-        while self._due and self._due[0][0] <= now:
-            yield heapq.heappop(self._due)[2]
 
 
 class Wires:
@@ -190,10 +159,9 @@ class PrefillEngine:
 
     def start(self, replay: Replay) -> None:
         """The engine behind it, whose requests come from here."""
-        tiers, clock = offload_of(replay.cache).tiers, replay.clock
-        assert tiers is not None and isinstance(replay.tiers, VirtualTiers)
+        on_host, clock = replay.tiers.on_host, replay.clock
         self._clock = clock
-        self._connector = VirtualConnector(self.name, self._wires, replay.tiers.copies, clock)
+        self._connector = VirtualConnector(self.name, self._wires, on_host.copies, clock)
 
         def begin(request_id: str, tokens: Ids, namespace: Namespace) -> None:
             request = TraceRequest(request_id, tokens, _ONE_TOKEN, namespace=namespace)
@@ -202,7 +170,7 @@ class PrefillEngine:
         self.side = PrefillSide(
             self._connector,
             self._connector,
-            tiers,
+            on_host.tiering,
             self._wires.sender(self.name, clock),
             lambda peer: None,
             page_size=replay.cache.page_size,
@@ -236,7 +204,7 @@ class PrefillEngine:
 
 
 class DecodePeers:
-    """The prefill engines as one decode engine sees them (`quire.sim.replay.EnginePeers`)."""
+    """The prefill engines as one decode engine sees them (`quire.tiers.prefill.PrefillPeers`)."""
 
     asks = True
 
@@ -247,10 +215,10 @@ class DecodePeers:
 
     def start(self, replay: Replay) -> None:
         """The engine that asks. The prefill engines have started."""
-        tiers, clock, link = offload_of(replay.cache).tiers, replay.clock, self._wires.link
-        assert tiers is not None and isinstance(replay.tiers, VirtualTiers)
-        self._clock = clock
-        connector = VirtualConnector(self.name, self._wires, replay.tiers.copies, clock)
+        on_host, clock, link = replay.tiers.on_host, replay.clock, self._wires.link
+        tiers, self._clock = on_host.tiering, clock
+        self._counters = tiers.counters
+        connector = VirtualConnector(self.name, self._wires, on_host.copies, clock)
         self.side = DecodeSide(
             connector,
             connector,
@@ -269,7 +237,11 @@ class DecodePeers:
             engine.side.connected(self.name, connector.address(), self.name)
 
     @property
-    def next_time(self) -> float | None:
+    def num_hits(self) -> int:
+        """Prompt tokens that peers have computed for its requests."""
+        return self._counters.peer_hit_tokens
+
+    def next_event(self) -> float | None:
         """When the next message arrives; infinity if that is not known, None if nothing is asked."""
         if not self.side.is_busy:
             return None

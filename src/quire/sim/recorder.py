@@ -24,9 +24,8 @@ _AUDIT_EVERY = 512  # steps
 
 
 class Recorder(Part):
-    """Records of one replay. `ended` is called with the name of each request that has ended, and the time; those that
-    were computed for another engine have no records. With `audits` it checks the invariants of the cache from time to
-    time."""
+    """Records of one replay. `ended` is called with the name of each request that has ended, and the time. With
+    `audits` it checks the invariants of the cache from time to time."""
 
     def __init__(
         self,
@@ -92,10 +91,7 @@ class Recorder(Part):
             raise WrongContent(f"request '{ended.request_id}' got tokens that were drawn for another.")
         ended.finished = self._clock.now
         self._leaving.pop(ended.request_id, None)
-        if ended.is_for_peer:
-            self._is_over(ended.request_id, self._clock.now)
-        else:
-            self._record(ended, ended.finish_reason or "")
+        self._record(ended, ended.finish_reason or "")
 
     def after_step(self, *, idle: bool) -> None:
         assert self._loop is not None

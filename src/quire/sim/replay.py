@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from quire.cache import KVCache
 from quire.counters import plain
@@ -33,7 +32,6 @@ from quire.sim.result import ReplayResult, percentiles
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.tiers import lower_tiers
-from quire.sim.timed_device import TimedDevice
 from quire.sim.trace_request import TraceRequest
 from quire.tiers.prefill import PrefillPeers
 
@@ -94,15 +92,6 @@ class _CpuTime:
             self._began += time.thread_time() - began
 
 
-class EnginePeers(PrefillPeers, Protocol):
-    """Prefill engines of a replay."""
-
-    @property
-    def next_time(self) -> float | None:
-        """When one is known to say something next; None if nothing is asked of them, infinity if the time is not
-        known."""
-
-
 class Waits(Part):
     """Time passes where nothing can be computed until bytes arrive. It polls as often as the engine does. `moves` are
     the next known events of what may bring bytes: None if nothing is under way, infinity if its time is not known."""
@@ -125,8 +114,8 @@ class Replay:
     """One run: a cache of this plan, empty at first. Used once.
 
     `progress` is called with the number of requests that have ended, whenever one has. One of several engines
-    (`quire.sim.roles`) has `peers` that compute its prompts. `parts` are features of the caller's own
-    (`quire.loop.Part`).
+    (`quire.sim.roles`) may have `peers` that compute its prompts; `events` say when something is known to happen
+    elsewhere, as in `Waits`. `parts` are features of the caller's own (`quire.loop.Part`).
     """
 
     def __init__(
@@ -136,7 +125,8 @@ class Replay:
         settings: ReplaySettings,
         *,
         progress: Callable[[int], None] = lambda ended: None,
-        peers: EnginePeers | None = None,
+        peers: PrefillPeers | None = None,
+        events: Sequence[Callable[[], float | None]] = (),
         parts: Sequence[Part] = (),
     ) -> None:
         self.clock = VirtualClock(cost)
@@ -150,6 +140,7 @@ class Replay:
             seconds=lambda: self.clock.now,
             offload=Offloads(self.tiers.settings),
         )
+        self.tiers.attach(self.cache)
         self.ahead = offload_of(self.cache).ahead
         self.scheduler = Scheduler(
             self.cache,
@@ -162,22 +153,24 @@ class Replay:
         self._settings, self._progress = settings, progress
         self._arrivals: Requests = Arrivals(())
         self._manager = _CpuTime()
-        self.recorder = Recorder(
-            self.cache, self.scheduler, self.clock, ended=self._ended, audits=settings.check == "all"
-        )
+        audits = settings.check == "all"
+        self.recorder = Recorder(self.cache, self.scheduler, self.clock, ended=self._ended, audits=audits)
         self._buffers = virtual_buffers(settings.hisparse, plan, cost)
-        device = SimulatedDevice(self.cache, frames, overlap=settings.overlap)
-        delays = [buffers.seconds for buffers in self._buffers]
-        timed = TimedDevice(self.cache, device, self.clock, self.tiers.end_of, delays, self._manager.apart)
-        self.drafts = simulated_drafts(plan, settings, device.scripts, self.scheduler, timed.move)
-        moves: list[Callable[[], float | None]] = [lambda: self.tiers.next_end]
-        if peers is not None:
-            moves.append(lambda: peers.next_time)
-        self._waits = Waits(self.clock, self.scheduler, moves)
+        device = SimulatedDevice(
+            self.cache,
+            frames,
+            self.clock,
+            end_of=self.tiers.end_of,
+            delays=[buffers.seconds for buffers in self._buffers],
+            apart=self._manager.apart,
+            overlap=settings.overlap,
+        )
+        self.drafts = simulated_drafts(plan, settings, device.scripts, self.scheduler, device.move)
+        self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, *events])
         self._waits.arrives = lambda: self._arrivals.next_time
         own = [*self.drafts, self._waits, *parts, self.recorder]
         self.loop = Loop(
-            self.scheduler, self.cache, timed, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
+            self.scheduler, self.cache, device, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
         )
         self._used = False
         self._began = time.perf_counter()
@@ -188,16 +181,8 @@ class Replay:
         if self._used:
             raise InvalidInput("this replay has run.", fix="make another Replay; its cache begins empty.")
         self.begin(Arrivals(trace))
-        while True:
-            for request in self._arrivals.until(self.clock.now):
-                self._add(request)
-            if self.loop.is_busy:
-                self._step()
-                continue
-            following = self._arrivals.next_time
-            if following is None:
-                break
-            self._idle(following)
+        while self.loop.is_busy or self._arrivals.next_time is not None:
+            self.turn()
         return self.result()
 
     # -- one of several engines
@@ -214,11 +199,6 @@ class Replay:
         times = [each for each in (self.tiers.next_end, self._arrivals.next_time) if each is not None]
         return max(self.clock.now, min(times)) if times else None
 
-    @property
-    def num_peer_hits(self) -> int:
-        """Prompt tokens that peers have computed for their requests."""
-        return self.tiers.num_peer_hits(self.cache)
-
     def turn(self) -> None:
         """A step, or the next transfer or request of an engine that has no other."""
         next_time = self.next_time
@@ -227,7 +207,8 @@ class Replay:
         for request in self._arrivals.until(self.clock.now):
             self._add(request)
         if self.loop.is_busy:
-            self._step()
+            with self._manager:
+                self.loop.step()
         else:
             self.ahead.settle_moves()
 
@@ -243,17 +224,6 @@ class Replay:
             self.loop.abort(request_id)
 
     # -- inside
-
-    def _step(self) -> None:
-        with self._manager:
-            self.loop.step()
-
-    def _idle(self, until: float) -> None:
-        """There are no requests until then. Transfers go on."""
-        while (end := self.tiers.next_end) is not None and end < until:
-            self.clock.move_to(end)
-            self.ahead.settle_moves()
-        self.clock.move_to(until)
 
     def _add(self, request: ScriptedRequest) -> None:
         try:
@@ -292,7 +262,7 @@ class Replay:
             occupancy=tuple(recorder.occupancy.samples),
             most_running=recorder.most_running,
             mean_running=recorder.all_running / max(1, loop.num_steps),
-            tiers=self.tiers.use(self.cache),
+            tiers=self.tiers.use(),
             hisparse=next((buffers.use() for buffers in self._buffers), None),
             itl_s=percentiles(recorder.gaps.all()),
             chunk_budget=plain(self.scheduler.chunks.counters()),

@@ -19,9 +19,8 @@ import numpy.typing as npt
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
-from quire.sim.arrivals import Arrivals
-from quire.sim.peers import DecodePeers, Inbox, PrefillEngine, SimulatedLink, Wires
-from quire.sim.recorder import TokenGaps
+from quire.sim.arrivals import Arrivals, Inbox
+from quire.sim.peers import DecodePeers, PrefillEngine, SimulatedLink, Wires
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult, RequestRecord, percentiles
 from quire.sim.scripts import ScriptedRequest
@@ -105,16 +104,15 @@ class Roles:
         self._inboxes = [Inbox[ScriptedRequest](self._ended) for _ in range(num_decode)]
         self._peers: list[DecodePeers] = []
         self._decode: list[Replay] = []
-        self._gaps = [TokenGaps(plan.max_requests) for _ in range(num_decode)]
-        for at, (inbox, gaps) in enumerate(zip(self._inboxes, self._gaps, strict=True)):
-            peers = DecodePeers(f"decode-{at}", wires, self._servers) if num_prefill else None
-            replay = Replay(plan, cost, settings, peers=peers)
-            replay.recorder.gaps = gaps
+        for at, inbox in enumerate(self._inboxes):
+            own = [DecodePeers(f"decode-{at}", wires, self._servers)] if num_prefill else []
+            events = [peers.next_event for peers in own]
+            replay = Replay(plan, cost, settings, peers=next(iter(own), None), events=events)
             replay.begin(inbox)
             self._decode.append(replay)
-            if peers is not None:
+            for peers in own:
                 peers.start(replay)
-                self._peers.append(peers)
+            self._peers += own
 
     def run(self, trace: Iterable[TraceRequest]) -> RolesResult:
         """Replay until every request has ended. Raises WrongContent or AuditFailure if a check fails."""
@@ -137,12 +135,12 @@ class Roles:
         return self._result()
 
     def _route(self, request: ScriptedRequest) -> None:
-        at = self._sessions.get(request.session) if request.session else None
+        at = self._sessions.get(request.session)
         if at is None:
             counts = list(map(self._num_requests, range(len(self._decode))))
             at = counts.index(min(counts))
-        if request.session:
-            self._sessions[request.session] = at
+        self._sessions[request.session] = at
+        self._sessions.pop("", None)  # requests without a name are of no session
         self._inboxes[at].push(request.arrived, request)
 
     def _num_requests(self, at: int) -> int:
@@ -161,7 +159,7 @@ class Roles:
         prompt_tokens = sum(result.prompt_tokens for result in results)
         computed = sum(result.prompt_tokens - result.hit_tokens for result in (*results, *behind))
         hits = sum(result.hit_tokens for result in results)
-        peer_hits = sum(engine.num_peer_hits for engine in self._decode)
+        peer_hits = sum(peers.num_hits for peers in self._peers)
         fallbacks: Counter[str] = Counter()
         for peers in self._peers:
             fallbacks.update(peers.fallbacks)
@@ -169,7 +167,8 @@ class Roles:
         seconds = max((record.finished or 0.0 for record in records), default=0.0)
         output_tokens = sum(record.output_tokens for record in records)
         digest = hashlib.sha256("".join(result.digest for result in (*results, *behind)).encode())
-        ttft, itl = percentiles(first_token_times(records)), percentiles(np.concatenate([g.all() for g in self._gaps]))
+        gaps = np.concatenate([engine.recorder.gaps.all() for engine in self._decode])
+        ttft, itl = percentiles(first_token_times(records)), percentiles(gaps)
         digest.update(repr((ttft, itl, sorted(fallbacks.items()))).encode())
         num_prefill, num_decode = len(self._prefill), len(self._decode)
         name = f"{num_prefill} prefill, {num_decode} decode" if num_prefill else f"{num_decode} engines"

@@ -19,7 +19,7 @@ from quire.offload.tier_settings import TierSettings
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.clock import VirtualClock
-from quire.sim.device import Frames
+from quire.sim.device import LAYER, Frames
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.trace_request import Hashes
 from quire.spec.ids import Ids
@@ -86,12 +86,16 @@ class NoTiers:
         """When a transfer in flight will end."""
         return 0.0
 
-    def num_peer_hits(self, cache: KVCache) -> int:
-        """Prompt tokens that peers have computed."""
-        return 0
+    def attach(self, cache: KVCache) -> None:
+        """The cache on these tiers was made."""
 
-    def use(self, cache: KVCache) -> TierUse | None:
-        """The results for this cache; None without lower tiers."""
+    @property
+    def on_host(self) -> VirtualTiers:
+        """These tiers. A replay on the device alone has none."""
+        raise AssertionError("there is no host tier")
+
+    def use(self) -> TierUse | None:
+        """The results; None without lower tiers."""
         return None
 
 
@@ -148,15 +152,17 @@ class VirtualTiers(NoTiers):
     def end_of(self, transfer: Transfer) -> float:
         return self.mover.end_of(transfer)
 
-    def num_peer_hits(self, cache: KVCache) -> int:
+    def attach(self, cache: KVCache) -> None:
         tiers = offload_of(cache).tiers
         assert tiers is not None
-        return tiers.counters.peer_hit_tokens
+        self._cache, self.tiering = cache, tiers
 
-    def use(self, cache: KVCache) -> TierUse:
-        tiers = offload_of(cache).tiers
-        assert tiers is not None
-        counters = tiers.counters
+    @property
+    def on_host(self) -> VirtualTiers:
+        return self
+
+    def use(self) -> TierUse:
+        counters = self.tiering.counters
         counted = {each.name: getattr(counters, each.name) for each in fields(TierUse) if hasattr(counters, each.name)}
         rates = {lane.name: self.mover.rates[lane].per_second for lane in LANES if lane.carries}
         return TierUse(
@@ -164,7 +170,7 @@ class VirtualTiers(NoTiers):
             host_bandwidth=self._bandwidths[0],
             storage_bandwidth=self._bandwidths[1],
             **counted,
-            device_hit_tokens=cache.statistics().hit_tokens - counters.host_hit_tokens,
+            device_hit_tokens=self._cache.statistics().hit_tokens - counters.host_hit_tokens,
             measured={name: rate for name, rate in rates.items() if rate is not None},
             changes=tuple(self._changes),
             off={link.name: why for link in LANES if (why := self._break_even.why_off(link))},
@@ -187,9 +193,6 @@ def lower_tiers(
 
 
 # -- records
-
-LAYER = 0
-"""The one layer of simulated frames. `VirtualClock` estimates how long a step waits for layers."""
 
 _LAYOUT = bytes(16)  # one for all groups: their frames hold prefix hashes
 

@@ -185,19 +185,19 @@ class SecretProof:
         if self._dials:
             self.outbox += greeting
             nonces = nonce + (yield from self._greeting())
-            self.outbox += self._proof(b"dialer", nonces)
+            self.outbox += self._hmac(b"dialer", nonces)
             yield from self._check(b"acceptor", nonces)
         else:
             nonces = (yield from self._greeting()) + nonce
             self.outbox += greeting
             yield from self._check(b"dialer", nonces)
-            self.outbox += self._proof(b"acceptor", nonces)
+            self.outbox += self._hmac(b"acceptor", nonces)
 
-    def _proof(self, role: bytes, nonces: bytes) -> bytes:
+    def _hmac(self, role: bytes, nonces: bytes) -> bytes:
         return hmac.digest(self._secret, self.protocol + role + nonces + self._about, "sha256")
 
     def _check(self, role: bytes, nonces: bytes) -> Generator[None, None, None]:
-        if not hmac.compare_digest((yield from self._take(_HMAC_BYTES)), self._proof(role, nonces)):
+        if not hmac.compare_digest((yield from self._take(_HMAC_BYTES)), self._hmac(role, nonces)):
             raise Foreign("secret")
 
     def _greeting(self) -> Generator[None, None, bytes]:
