@@ -16,7 +16,7 @@ from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.messages import Want
 from quire.transfer.node import TransferNode
 from quire.transfer.prefill import PrefillSide
-from quire.transfer.receiving import Ended, Part, PartState
+from quire.transfer.receiving import Ended, PartState, ReceivedPart
 from tests.mutants.mutants import Patch, mutant
 from tests.transfer.memory_connector import MemoryConnector
 
@@ -34,7 +34,7 @@ def arrived_pages_are_not_checked(patch: Patch) -> None:
 @mutant("late writes", "frames are reused at the deadline, and a late write lands in another prompt's pages")
 def frames_are_handed_back_at_the_deadline(patch: Patch) -> None:
     patch.setattr(
-        Part,
+        ReceivedPart,
         "may_reuse",
         property(lambda part: part.state in (PartState.SENT, PartState.GONE, PartState.CANCELLING)),
     )

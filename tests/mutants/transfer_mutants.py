@@ -11,9 +11,19 @@ from quire.transfer import handshake
 from quire.transfer.control import Control
 from quire.transfer.handshake import Handshake, Hello
 from quire.transfer.messages import Cancel, Gone, Release, Send
-from quire.transfer.receiving import Part, Receiver
 from quire.transfer.receiving import PartState as Received
-from quire.transfer.sending import Asked, AskState, Client, Disconnect, Drained, Drop, PartState, Sender, Wanted
+from quire.transfer.receiving import ReceivedPart, Receiver
+from quire.transfer.sending import (
+    AskingPeer,
+    Disconnect,
+    Drained,
+    Drop,
+    Sender,
+    ServedAsk,
+    ServedState,
+    Wanted,
+    WriteState,
+)
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -79,7 +89,7 @@ def frames_of_a_dead_peer_leak(patch: Patch) -> None:
 def gone_is_read_as_sent(patch: Patch) -> None:
     real = Receiver._over
 
-    def over(self: Receiver, part: Part, state: Received, reason: str) -> None:
+    def over(self: Receiver, part: ReceivedPart, state: Received, reason: str) -> None:
         real(self, part, Received.SENT if state is Received.GONE else state, reason)
 
     patch.setattr(Receiver, "_over", over)
@@ -123,7 +133,7 @@ def a_cancel_leaks(patch: Patch) -> None:
 def the_lease_is_shorter_than_the_wait(patch: Patch) -> None:
     real = Sender._asked
 
-    def asked(self: Sender, peer: str, client: Client, message: Any, now: float) -> Any:
+    def asked(self: Sender, peer: str, client: AskingPeer, message: Any, now: float) -> Any:
         effects = real(self, peer, client, message, now)
         if message.ask in client.asks:
             client.asks[message.ask].ends_at = now + message.seconds
@@ -152,7 +162,7 @@ def a_running_write_counts_as_cancelled(patch: Patch) -> None:
     def receive(self: Sender, peer: str, message: Any, now: float) -> Any:
         asked = self._find(peer, message.ask)
         part = asked.parts.get(message.part) if asked is not None and isinstance(message, Cancel) else None
-        if part is not None and part.state is PartState.WRITING:
+        if part is not None and part.state is WriteState.WRITING:
             return [Send(peer, Gone(message.ask, message.part, "cancelled"))]
         return real(self, peer, message, now)
 
@@ -163,8 +173,8 @@ def a_running_write_counts_as_cancelled(patch: Patch) -> None:
 def a_duplicate_note_writes_again(patch: Patch) -> None:
     real = Sender._wanted
 
-    def wanted(self: Sender, peer: str, want: Any, asked: Asked) -> Any:
-        if asked.state is not AskState.ENDED:
+    def wanted(self: Sender, peer: str, want: Any, asked: ServedAsk) -> Any:
+        if asked.state is not ServedState.ENDED:
             asked.parts[want.part] = Wanted(want)
         return real(self, peer, want, asked)
 
@@ -180,7 +190,7 @@ def ended_asks_are_not_remembered(patch: Patch) -> None:
 def holds_are_dropped_under_a_running_write(patch: Patch) -> None:
     real = Sender._end
 
-    def end(self: Sender, peer: str, ask: int, asked: Asked, *rest: Any) -> Any:
+    def end(self: Sender, peer: str, ask: int, asked: ServedAsk, *rest: Any) -> Any:
         effects = real(self, peer, ask, asked, *rest)
         return [*effects, Drop(peer, ask)] if asked.writes else effects
 

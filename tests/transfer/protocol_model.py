@@ -21,8 +21,8 @@ from typing import Any
 
 from quire.transfer import receiving, sending
 from quire.transfer.messages import Answer, Ask, Gone, Granted, Message, Refused, Release, Request, Send, Sent, Want
-from quire.transfer.receiving import Ended, Part, PartState, Receiver, Shut
-from quire.transfer.sending import Begin, Client, Disconnect, Drained, Drop, Sender, Start, Stop, Wanted
+from quire.transfer.receiving import Ended, PartState, ReceivedPart, Receiver, Shut
+from quire.transfer.sending import AskingPeer, Begin, Disconnect, Drained, Drop, Sender, StartPrompt, StopPrompt, Wanted
 
 PREFILL, DECODE = "prefill", "decode"
 SECONDS = MARGIN = DRAIN = 1.0  # the sender's deadlines are one and two later than the receiver's
@@ -58,7 +58,7 @@ class World:
         self.most_parts = bounds.parts
         self.left = {name: getattr(bounds, name) for name in ("duplicates", "breaks", "kills", "stops", "ends")}
         self.receiver, self.sender = Receiver(), Sender(MARGIN, DRAIN)
-        self.parts: dict[Place, Part] = {}
+        self.parts: dict[Place, ReceivedPart] = {}
         self.to: dict[str, dict[Message, int]] = {PREFILL: {}, DECODE: {}}
         self.writes: dict[Place, bool] = {}  # in flight; True: disconnected, and about to fail
         self.wants: dict[Place, Want] = {}
@@ -80,11 +80,13 @@ class World:
         made.to = {side: messages.copy() for side, messages in self.to.items()}
         for name in ("writes", "wants", "requests"):
             setattr(made, name, getattr(self, name).copy())
-        made.parts = {at: Part(part.ask, part.number, part.state, part.reason) for at, part in self.parts.items()}
+        made.parts = {
+            at: ReceivedPart(part.ask, part.number, part.state, part.reason) for at, part in self.parts.items()
+        }
         made.receiver = Receiver()
         made.receiver._next = self.receiver._next
         made.receiver.asks = {
-            ask: receiving.Asked(
+            ask: receiving.OpenAsk(
                 each.peer,
                 each.ends_at,
                 each.state,
@@ -95,9 +97,9 @@ class World:
         }
         made.sender = Sender(MARGIN, DRAIN)
         made.sender.clients = {
-            peer: Client(
+            peer: AskingPeer(
                 {
-                    ask: sending.Asked(
+                    ask: sending.ServedAsk(
                         asked.ends_at,
                         asked.state,
                         {number: Wanted(part.want, part.state) for number, part in asked.parts.items()},
@@ -129,7 +131,7 @@ class World:
         )
         return tuple(clients), frozenset(self.requests.items()), frozenset(self.writes.items())
 
-    def _of_ask(self, item: tuple[int, sending.Asked]) -> object:
+    def _of_ask(self, item: tuple[int, sending.ServedAsk]) -> object:
         parts = frozenset((number, part.want is None, part.state) for number, part in item[1].parts.items())
         return item[0], self._left(item[1].ends_at), item[1].state, parts
 
@@ -354,10 +356,10 @@ class World:
                     waits = effect.message.ask not in self.over and self.runs(DECODE)
                     assert not waits, "an ask ended while the peer waits for it"
                 self._send(DECODE, effect.message)
-            elif isinstance(effect, Start):
+            elif isinstance(effect, StartPrompt):
                 assert effect.ask.ask not in self.requests, "an ask began twice"
                 self.requests[effect.ask.ask] = "queued"
-            elif isinstance(effect, Stop):
+            elif isinstance(effect, StopPrompt):
                 assert self.requests[effect.ask] in ("queued", "granted"), "nothing runs that could be stopped"
                 self.requests[effect.ask] = "stopped"
             elif isinstance(effect, Begin):

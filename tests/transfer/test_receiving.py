@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.transfer.messages import Ask, Cancel, Gone, Granted, Refused, Release, Send, Sent, Want
-from quire.transfer.receiving import AskState, Effects, Ended, Part, PartState, Receiver, Shut
+from quire.transfer.receiving import AskState, Effects, Ended, PartState, ReceivedPart, Receiver, Shut
 
 PEER, OTHER = "prefill-0@1", "prefill-1@1"
 PLACES = [np.arange(2, dtype=np.int32)]
@@ -16,7 +16,7 @@ def asked(receiver: Receiver, *, seconds: float = 10.0, now: float = 0.0, peer: 
     return receiver.ask(peer, seconds=seconds, scope=b"s" * 16, adapter="", salt="", prompt=b"abcd", now=now)
 
 
-def wanted(receiver: Receiver) -> Part:
+def wanted(receiver: Receiver) -> ReceivedPart:
     ask, _ = asked(receiver)
     part = receiver.part(ask)
     receiver.want(part, PLACES, b"target")

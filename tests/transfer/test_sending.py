@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.transfer.messages import Ask, Cancel, Gone, Granted, Refused, Release, Send, Sent, Want
-from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Sender, Start, Stop
+from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Sender, StartPrompt, StopPrompt
 
 PEER = "decode-0@1"
 WANT, OTHER = (Want(1, part, (), b"target") for part in (0, 1))
@@ -17,7 +17,7 @@ def ask_of(number: int, oldest: int = 1) -> Ask:
 
 def granted() -> Sender:
     sender = Sender(margin_s=1.0, drain_s=5.0)
-    assert sender.receive(PEER, ask_of(1), 0.0) == [Start(PEER, ask_of(1))]
+    assert sender.receive(PEER, ask_of(1), 0.0) == [StartPrompt(PEER, ask_of(1))]
     assert sender.grant(PEER, 1) == [Send(PEER, Granted(1))]
     return sender
 
@@ -73,7 +73,7 @@ def test_holds_last_until_the_last_write_has_ended() -> None:
     sender = writing()
     sender.receive(PEER, OTHER, 0.0)
     gone = Send(PEER, Gone(1, 1, "released"))
-    assert sender.receive(PEER, Release(1), 0.0) == [Stop(PEER, 1), gone]
+    assert sender.receive(PEER, Release(1), 0.0) == [StopPrompt(PEER, 1), gone]
     assert sender.receive(PEER, Want(1, 2, (), b""), 0.0) == [Send(PEER, Gone(1, 2, "cancelled"))]
     assert sender.landed(PEER, WANT) == [Send(PEER, Sent(1, 0)), Drop(PEER, 1)]
 
@@ -99,7 +99,7 @@ def test_an_ask_is_held_longer_than_the_peer_waits_and_its_writes_are_ended() ->
     sender = writing()
     assert sender.tick(10.9) == []
     late = "the prompt was not computed in time"
-    assert sender.tick(11.0) == [Send(PEER, Refused(1, "deadline", late)), Stop(PEER, 1)]
+    assert sender.tick(11.0) == [Send(PEER, Refused(1, "deadline", late)), StopPrompt(PEER, 1)]
     assert sender.tick(15.9) == []
     assert sender.tick(16.0) == [Disconnect(PEER)]
     assert sender.tick(16.1) == []
@@ -110,7 +110,7 @@ def test_an_ask_is_held_longer_than_the_peer_waits_and_its_writes_are_ended() ->
 def test_a_lost_peer_is_drained_before_it_may_connect_again() -> None:
     sender = writing()
     sender.receive(PEER, OTHER, 0.0)
-    assert sender.lost(PEER, 0.0) == [Stop(PEER, 1), Disconnect(PEER)]
+    assert sender.lost(PEER, 0.0) == [StopPrompt(PEER, 1), Disconnect(PEER)]
     assert sender.receive(PEER, ask_of(2), 0.0) == []
     assert sender.failed(PEER, WANT, "disconnected") == [Drop(PEER, 1), Drained(PEER)]
     assert sender.clients == {}
@@ -142,6 +142,6 @@ def test_ended_asks_are_remembered_by_the_oldest() -> None:
         sender.receive(PEER, Release(number), 0.0)
     assert len(sender.clients[PEER].ended) == 48
     effects = sender.receive(PEER, ask_of(60, oldest=60), 0.0)
-    assert effects == [Stop(PEER, 1), Drop(PEER, 1), Start(PEER, ask_of(60, oldest=60))]
+    assert effects == [StopPrompt(PEER, 1), Drop(PEER, 1), StartPrompt(PEER, ask_of(60, oldest=60))]
     assert sender.clients[PEER].ended == set()
     assert sender.receive(PEER, ask_of(49), 0.0) == [Send(PEER, Refused(49, "ended", "the ask has ended"))]

@@ -112,7 +112,7 @@ def transfer_of(
 
 
 @dataclass(slots=True)
-class _Batch:
+class _ArchiveBatch:
     """Pages of some paths of one scope: `parts` to archive, and `touched` pages that are stored already."""
 
     scope: bytes
@@ -132,7 +132,7 @@ class Archiver:
         counters: TierCounters,
         deletion: StoreDeletion,
     ) -> None:
-        self.moves: dict[Transfer, _Batch] = {}
+        self.moves: dict[Transfer, _ArchiveBatch] = {}
         self.pending = PendingPaths(parts.tree)
         self._settings = settings
         self._hosts = hosts
@@ -216,14 +216,14 @@ class Archiver:
             for part in batch.parts:
                 self._hosts[part.group].begin_reading(part.host)
 
-    def _gather(self) -> _Batch:
+    def _gather(self) -> _ArchiveBatch:
         """As many paths of one scope as make a batch. Their archived pages count as stored from now on."""
         num_frames = sum(host.num_frames for host in self._hosts)
         if self._seconds() >= self._period_ends or 4 * self._num_since >= num_frames:
             self._pages.unmark(slice(None), State.TOUCHED)
             self._period_ends = self._seconds() + _TOUCHED_AGAIN_S
             self._num_since = 0
-        batch = _Batch(b"", [], [], [])
+        batch = _ArchiveBatch(b"", [], [], [])
         num_bytes = 0
         archived: list[list[Ids]] = [[] for _ in self._hosts]
         touched: list[list[Ids]] = [[] for _ in self._hosts]
@@ -255,7 +255,7 @@ class Archiver:
         batch.touched = _joined(touched)
         return batch
 
-    def _undo(self, batch: _Batch) -> None:
+    def _undo(self, batch: _ArchiveBatch) -> None:
         for part in batch.parts:
             self._stored[part.group].unmark(part.pages, State.RESIDENT)
         for _, pages in batch.touched:
@@ -327,7 +327,7 @@ class Archiver:
         ends = [self.pending.cached_end(node) for node in batch.nodes] if len(lost) else []
         return [(node, lost) for node in ends if node is not None]
 
-    def _take_lost(self, move: Transfer, batch: _Batch) -> int:
+    def _take_lost(self, move: Transfer, batch: _ArchiveBatch) -> int:
         """Unmark touched records that the store has lost, and return their number."""
         num_lost = 0
         for units, (group, pages), answers in zip(move.touches, batch.touched, move.answers, strict=False):

@@ -65,7 +65,7 @@ class Offloading(Offload):
             return None
         if state is Stored.HELD:
             raise StoreError(
-                "what was flushed is forgotten here and not in storage, which does not answer. This engine does not "
+                "what was flushed is deleted here and not in storage, which does not answer. This engine does not "
                 "look at it, and goes on trying; others find it, and so does this one after a restart.",
                 fix="look at the store, and flush again when it answers.",
             )
@@ -83,8 +83,8 @@ class Offloading(Offload):
     def _delete(self, namespace: Namespace | None) -> Flushed:
         parts, tree = self._parts, self._parts.tree
         num_retentions = self.retention.release_all(namespace)
-        for hears in parts.flushed:
-            hears(namespace)
+        for on_flush in parts.flushed:
+            on_flush(namespace)
         for kv in parts.rows.live.values():
             kv.shares = kv.shares and namespace not in (None, kv.namespace)
         self._cancel(namespace)

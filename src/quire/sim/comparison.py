@@ -228,9 +228,10 @@ def _plan(
 
 def _with_gaps(results: Sequence[ReplayResult]) -> Iterator[ReplayResult]:
     """The results with the part of the gap that each closes, if there is a replay of LRU to compare with."""
-    baseline = {
-        each.place: each.hit_rate for each in results if each.policy == _BASELINE and not (each.tiers or each.hisparse)
-    }
+    baseline: dict[tuple[str, int, int], float] = {}
+    for result in results:
+        if result.policy == _BASELINE:
+            baseline.setdefault(result.place, result.hit_rate)  # the first is on the device alone
     for result in results:
         least = baseline.get(result.place)
         if least is not None and (gap := result.optimal_hit_rate - least) > 0:

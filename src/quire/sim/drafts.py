@@ -60,9 +60,10 @@ class SimulatedDrafter:
         self._acceptance = acceptance
 
     def propose(self, drafting: Drafting) -> Drafts:
-        assert isinstance(drafting.batch, StepRows)
-        scripts, rows = self._scripts, drafting.batch.rows
-        scripts.enter(drafting.batch)
+        scripts, batch = self._scripts, drafting.batch
+        assert isinstance(batch, StepRows)
+        scripts.enter(batch)
+        rows = batch.rows
         places = drafting.known[:, None] + np.arange(int(drafting.most.max(initial=0)))
         places = np.minimum(places, scripts.tokens.shape[1] - 1)
         right = scripts.acceptances[rows] if self._acceptance is None else np.full(len(rows), self._acceptance)

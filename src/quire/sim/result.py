@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.cache import KVCache
+from quire.counters import plain
 from quire.observe.explain import Cause, Explanation
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.hisparse import HiSparseUse
@@ -161,8 +162,8 @@ class ReplayResult:
             "output_tokens_per_s": self.output_rate,
             "virtual_seconds": self.seconds,
             "occupancy": [(sample.time, sample.held, sample.cached) for sample in self.occupancy],
-            "tiers": asdict(self.tiers) if self.tiers is not None else None,
-            "hisparse": asdict(self.hisparse) if self.hisparse is not None else None,
+            "tiers": plain(self.tiers),
+            "hisparse": plain(self.hisparse),
         }
 
     def _first_token_times(self) -> list[float]:

@@ -139,7 +139,7 @@ class Text(NamedTuple):
     length: int
 
 
-class Blocks(NamedTuple):
+class TextBlocks(NamedTuple):
     """The first `length` tokens of synthetic texts of `size` tokens each, whose names are `name` and an id."""
 
     name: str
@@ -148,7 +148,7 @@ class Blocks(NamedTuple):
     length: int
 
 
-Content: TypeAlias = tuple[Text, ...] | Blocks | list[int] | str
+Content: TypeAlias = tuple[Text, ...] | TextBlocks | list[int] | str
 """What tokens are made of: synthetic texts one after the other, token ids, or a text for a tokenizer."""
 
 Draft: TypeAlias = TraceRequest[Content]
@@ -255,7 +255,7 @@ def _tokens(content: Content, tokenize: Tokenize) -> Ids:
             return tokenize(content)
         case list():
             return np.array(content, dtype=np.int32)
-        case Blocks(name, ids, size, length):
+        case TextBlocks(name, ids, size, length):
             return tokens_of([Text((name, each), size) for each in ids])[:length]
     return tokens_of(content)
 
@@ -267,7 +267,7 @@ def _length(content: Content, tokenize: Tokenize) -> int | None:
             return len(content.encode()) if tokenize is utf8_bytes else None
         case list():
             return len(content)
-        case Blocks():
+        case TextBlocks():
             return content.length
     return sum(text.length for text in content)
 

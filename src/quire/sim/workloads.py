@@ -23,7 +23,7 @@ from quire.errors import InvalidInput
 from quire.sim.trace_request import Draft, Text, TraceRequest, text_seed
 from quire.spec.events import Namespace
 
-Choice = TypeVar("Choice")
+Chosen = TypeVar("Chosen")
 
 NOMINAL_STEP_S = 0.02
 """Assumed time of a decode step, for the estimated arrivals of follow-ups."""
@@ -59,7 +59,7 @@ class Workload:
         """A number from `low` to `high` whose logarithm is uniform: most are small, and a few are large."""
         return math.exp(self.random.uniform(math.log(low), math.log(high)))
 
-    def popular(self, choices: Sequence[Choice], exponent: float = 1.0) -> Choice:
+    def popular(self, choices: Sequence[Chosen], exponent: float = 1.0) -> Chosen:
         """One of `choices`, the n-th with a weight of `n ** -exponent`."""
         weights = accumulate((at + 1) ** -exponent for at in range(len(choices)))
         return self.random.choices(choices, cum_weights=tuple(weights))[0]

@@ -66,14 +66,14 @@ class SentCounts:
         return {"sent_tokens": self.tokens, "sent_bytes": self.bytes}
 
 
-class Counts(Protocol):
+class PeerCounts(Protocol):
     """Counts of one label."""
 
     def totals(self) -> dict[str, int]:
         """Those that are added up over all peers."""
 
 
-T = TypeVar("T", bound=Counts)
+T = TypeVar("T", bound=PeerCounts)
 
 
 class ByPeer(Generic[T]):

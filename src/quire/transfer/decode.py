@@ -17,7 +17,7 @@ from quire.tiers.transfer import Transfer
 from quire.transfer.connector import Connector, Records
 from quire.transfer.counts import ByPeer, ReceivedCounts
 from quire.transfer.messages import MOST_NAME, Send
-from quire.transfer.receiving import Effects, Part, PartState, Receiver, Shut
+from quire.transfer.receiving import Effects, PartState, ReceivedPart, Receiver, Shut
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class DecodeSide:
         self._clock, self._warn = clock, warn
         self.is_on = True
         """Whether peers are asked."""
-        self._parts: list[tuple[Part, Transfer, float]] = []  # whose frames a peer may write, and since when
+        self._parts: list[tuple[ReceivedPart, Transfer, float]] = []  # whose frames a peer may write, and since when
         self._refused: list[tuple[Transfer, str]] = []  # that no peer was told of, and why
         self.open_tokens: dict[str, int] = {}  # peers that answer, and tokens of their open asks
         self._off: set[str] = set()  # peers that compute no prompts now

@@ -6,7 +6,7 @@
     HMAC of both nonces                 -->                nothing else is read before it is right
                                         <-- HMAC of both nonces, Hello
     Hello                               -->
-                                        <-- Verdict
+                                        <-- AcceptorVerdict
 
 Both compare the identities, and refuse by name. Connections that carry pages end with the proofs (`SecretProof`). No
 I/O: bytes come in by `inbox` and leave by `outbox`.
@@ -116,7 +116,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PeerRefused("connector", self.connector, theirs.connector, fix=fix)
 
 
-class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AcceptorVerdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The acceptor's last word: "", or why not now."""
 
     refusal: Text = ""
@@ -124,7 +124,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _HELLOS: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
-_VERDICTS: msgspec.msgpack.Decoder[Verdict] = msgspec.msgpack.Decoder(Verdict)
+_VERDICTS: msgspec.msgpack.Decoder[AcceptorVerdict] = msgspec.msgpack.Decoder(AcceptorVerdict)
 
 
 def frame(payload: bytes) -> bytes:
@@ -251,7 +251,7 @@ class Handshake(SecretProof):
             self.theirs = theirs = yield from self._message(_HELLOS)
             self._mine.compare(theirs, dials=False)
             refusal = self._admit(theirs)
-            self.outbox += frame(_ENCODER.encode(Verdict(refusal)))
+            self.outbox += frame(_ENCODER.encode(AcceptorVerdict(refusal)))
         if refusal:
             raise Foreign(refusal)
 

@@ -36,7 +36,7 @@ MOST_REASON: Final = 1024
 AskId = Annotated[int, Meta(ge=1, lt=1 << 47)]
 PartId = Annotated[int, Meta(ge=0, lt=MOST_PARTS)]
 Name = Annotated[str, Meta(max_length=MOST_NAME)]
-Reason = Annotated[str, Meta(max_length=MOST_REASON)]
+ReasonText = Annotated[str, Meta(max_length=MOST_REASON)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -99,7 +99,7 @@ class Refused(_Message, frozen=True):
     """Nothing more is computed for this ask: it was not admitted, or it failed. Parts that it has are answered."""
 
     code: Annotated[str, Meta(max_length=64)]
-    reason: Reason
+    reason: ReasonText
 
 
 class Sent(_Message, frozen=True):
@@ -112,7 +112,7 @@ class Gone(_Message, frozen=True):
     """The part is not complete, and nothing is written to its target any more."""
 
     part: PartId
-    reason: Reason
+    reason: ReasonText
 
 
 class Serves(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

@@ -16,7 +16,7 @@ from quire.spec.ids import Ids
 from quire.transfer.connector import Connector, Progress, Records, Write
 from quire.transfer.counts import ByPeer, SentCounts
 from quire.transfer.messages import Ask, Request, Send, Serves, Want, tag_of
-from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Effects, Sender, Start, Stop
+from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Effects, Sender, StartPrompt, StopPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Prompt:
 
 
 @dataclass(slots=True, eq=False)
-class _Writing:
+class _PartWrite:
     peer: str
     want: Want
     write: Write
@@ -93,7 +93,7 @@ class PrefillSide:
         self._clock = clock
         self._addresses: dict[str, bytes] = {}
         self._prompts: dict[tuple[str, int], _Prompt] = {}
-        self._writes: list[_Writing] = []
+        self._writes: list[_PartWrite] = []
         self._seen = -1
 
     @property
@@ -208,7 +208,7 @@ class PrefillSide:
         self._do(self.sender.unavailable(peer, want, "the pages are not in host memory, which is full"))
         return False
 
-    def _end_reading(self, writing: _Writing) -> None:
+    def _end_reading(self, writing: _PartWrite) -> None:
         """Nothing reads the frames of a part any more, whose ask may continue."""
         self._tiers.end_reading(self._prompts[writing.peer, writing.want.ask].reads.pop(writing.want.part))
 
@@ -219,9 +219,9 @@ class PrefillSide:
             match effect:
                 case Send():
                     self._send(effect)
-                case Start(peer, ask):
+                case StartPrompt(peer, ask):
                     self._start(peer, ask)
-                case Stop(peer, ask):
+                case StopPrompt(peer, ask):
                     self._abort(_id(peer, ask))
                 case Begin(peer, want):
                     self._write(peer, want)
@@ -266,7 +266,7 @@ class PrefillSide:
             write = Write.failed(str(error))
         num_tokens = max(map(len, frames)) * self._page_size
         num_bytes = int(spans[:, 1].sum())
-        self._writes.append(_Writing(peer, want, write, num_tokens, num_bytes, self._clock(), is_again))
+        self._writes.append(_PartWrite(peer, want, write, num_tokens, num_bytes, self._clock(), is_again))
 
 
 def _id(peer: str, ask: int) -> str:

@@ -43,7 +43,7 @@ class PartState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ReceivedPart:
     """Pages of an ask, and frames that the peer may write. Any thread may read it; only the receiver changes it."""
 
     ask: int
@@ -63,21 +63,21 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class OpenAsk:
     """A prompt that a peer computes."""
 
     peer: str
     ends_at: float
     state: AskState = AskState.ASKED
     is_released: bool = False  # its parts are cancelled, and the peer was told
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ReceivedPart] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Shut:
     """Effect: shut the tag of the part at the connector; if that returns True, call `Receiver.shut`."""
 
-    part: Part
+    part: ReceivedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Receiver:
     """All asks of one engine, at all peers. `now` is of any clock that never goes back."""
 
     def __init__(self) -> None:
-        self.asks: dict[int, Asked] = {}  # ascending; those that have ended remain until their parts are over
+        self.asks: dict[int, OpenAsk] = {}  # ascending; those that have ended remain until their parts are over
         self._next = 1
 
     def ask(
@@ -106,20 +106,20 @@ class Receiver:
     ) -> tuple[int, Effects]:
         """Ask a connected peer for the pages of a prompt. Returns the id of the ask, which ends after `seconds`."""
         ask, self._next = self._next, self._next + 1
-        self.asks[ask] = Asked(peer, now + seconds)
+        self.asks[ask] = OpenAsk(peer, now + seconds)
         oldest, _ = next(self._asks_of(peer))
         return ask, [Send(peer, Ask(ask, oldest, seconds, scope, adapter, salt, prompt))]
 
-    def part(self, ask: int) -> Part:
+    def part(self, ask: int) -> ReceivedPart:
         """A new part. Open its `tag` at the connector before `want`. It is GONE if the ask has ended."""
         asked = self.asks.get(ask)
         if asked is None or asked.state is AskState.ENDED:
-            return Part(ask, 0, PartState.GONE, "the ask has ended")
+            return ReceivedPart(ask, 0, PartState.GONE, "the ask has ended")
         assert len(asked.parts) < MOST_PARTS
-        asked.parts.append(Part(ask, len(asked.parts)))
+        asked.parts.append(ReceivedPart(ask, len(asked.parts)))
         return asked.parts[-1]
 
-    def want(self, part: Part, places: Sequence[Ids], target: bytes) -> Effects:
+    def want(self, part: ReceivedPart, places: Sequence[Ids], target: bytes) -> Effects:
         """Let the peer write these pages (page numbers by group, int32) to `target`. Nothing, if the part is GONE."""
         if part.state is not PartState.NEW:
             return []
@@ -127,7 +127,7 @@ class Receiver:
         encoded = tuple(group.tobytes() for group in places)
         return [Send(self.asks[part.ask].peer, Want(part.ask, part.number, encoded, target))]
 
-    def cancel(self, part: Part, reason: str = "cancelled") -> Effects:
+    def cancel(self, part: ReceivedPart, reason: str = "cancelled") -> Effects:
         """The part is not wanted any more. It is over when `may_reuse` is true."""
         if part.state is PartState.WANTED:
             peer = self.asks[part.ask].peer
@@ -161,7 +161,7 @@ class Receiver:
                     self._over(part, PartState.GONE, message.reason)
         return []
 
-    def shut(self, part: Part) -> Effects:
+    def shut(self, part: ReceivedPart) -> Effects:
         """The connector has shut the tag of a cancelled part: no byte can arrive under it any more."""
         if part.state is PartState.CANCELLING:
             self._over(part, PartState.GONE, part.reason)
@@ -197,7 +197,7 @@ class Receiver:
 
     # -- edits
 
-    def _asks_of(self, peer: str) -> Iterator[tuple[int, Asked]]:
+    def _asks_of(self, peer: str) -> Iterator[tuple[int, OpenAsk]]:
         return iter([(ask, asked) for ask, asked in self.asks.items() if asked.peer == peer])
 
     def _lost(self, peer: str, cause: str, reason: str, *, proven: bool) -> Effects:
@@ -213,7 +213,7 @@ class Receiver:
             self._drop_if_over(ask, asked)
         return effects
 
-    def _end(self, ask: int, asked: Asked, cause: str, reason: str) -> Effects:
+    def _end(self, ask: int, asked: OpenAsk, cause: str, reason: str) -> Effects:
         """No part is added any more. The parts that the peer knows continue."""
         if asked.state is AskState.ENDED:
             return []
@@ -224,7 +224,7 @@ class Receiver:
         self._drop_if_over(ask, asked)
         return [Ended(ask, cause, reason)]
 
-    def _release(self, ask: int, asked: Asked, reason: str) -> Effects:
+    def _release(self, ask: int, asked: OpenAsk, reason: str) -> Effects:
         if asked.is_released:
             return []
         asked.is_released = True
@@ -233,16 +233,16 @@ class Receiver:
         self._drop_if_over(ask, asked)
         return [*effects, Send(asked.peer, Release(ask))]
 
-    def _cancel(self, part: Part, reason: str) -> Effects:
+    def _cancel(self, part: ReceivedPart, reason: str) -> Effects:
         if part.state is not PartState.WANTED:
             return []
         part.state, part.reason = PartState.CANCELLING, reason
         return [Shut(part)]
 
-    def _over(self, part: Part, state: PartState, reason: str) -> None:
+    def _over(self, part: ReceivedPart, state: PartState, reason: str) -> None:
         part.state, part.reason = state, reason
         self._drop_if_over(part.ask, self.asks[part.ask])
 
-    def _drop_if_over(self, ask: int, asked: Asked) -> None:
+    def _drop_if_over(self, ask: int, asked: OpenAsk) -> None:
         if asked.state is AskState.ENDED and all(part.may_reuse for part in asked.parts):
             self.asks.pop(ask, None)

@@ -28,7 +28,7 @@ DRAIN_S = 5.0
 """Time for the writes of an ask that has ended."""
 
 
-class AskState(Enum):
+class ServedState(Enum):
     """How far an ask is."""
 
     QUEUED = "queued"
@@ -37,7 +37,7 @@ class AskState(Enum):
     ENDED = "ended"
 
 
-class PartState(Enum):
+class WriteState(Enum):
     """How far a part is."""
 
     WAITING = "waiting"
@@ -51,35 +51,35 @@ class Wanted:
     """A part of an ask. `want` is None if it was cancelled before it was known."""
 
     want: Want | None
-    state: PartState = PartState.WAITING
+    state: WriteState = WriteState.WAITING
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class ServedAsk:
     """A prompt that is computed for a peer."""
 
     ends_at: float  # deadline of the ask; once that has ended, of its writes
-    state: AskState = AskState.QUEUED
+    state: ServedState = ServedState.QUEUED
     parts: dict[int, Wanted] = field(default_factory=dict)
 
     @property
     def writes(self) -> bool:
         """Whether a write is in flight."""
-        return any(part.state is PartState.WRITING for part in self.parts.values())
+        return any(part.state is WriteState.WRITING for part in self.parts.values())
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class AskingPeer:
     """A connected decode engine. Asks below `oldest`, and those in `ended`, have ended."""
 
-    asks: dict[int, Asked] = field(default_factory=dict)
+    asks: dict[int, ServedAsk] = field(default_factory=dict)
     oldest: int = 0
     ended: set[int] = field(default_factory=set)
     is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartPrompt:
     """Effect: queue an internal request for this prompt, and hold its pages on the host until `Drop`. The owner calls
     `grant` or `refuse`."""
 
@@ -88,7 +88,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopPrompt:
     """Effect: abort the internal request. `Drop` follows, at once or when writes have ended."""
 
     peer: str
@@ -105,7 +105,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Effect: release the holds of this ask; nothing reads its pages any more. Once for each `Start`."""
+    """Effect: release the holds of this ask; nothing reads its pages any more. Once for each `StartPrompt`."""
 
     peer: str
     ask: int
@@ -125,7 +125,7 @@ class Drained:
     peer: str
 
 
-Effect = Send | Start | Stop | Begin | Drop | Disconnect | Drained
+Effect = Send | StartPrompt | StopPrompt | Begin | Drop | Disconnect | Drained
 Effects = list[Effect]
 
 
@@ -133,7 +133,7 @@ class Sender:
     """All asks of all peers of one engine. `now` is of any clock that never goes back."""
 
     def __init__(self, margin_s: float = MARGIN_S, drain_s: float = DRAIN_S) -> None:
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, AskingPeer] = {}
         self._margin_s = margin_s
         self._drain_s = drain_s
 
@@ -141,7 +141,7 @@ class Sender:
 
     def receive(self, peer: str, message: Request, now: float) -> Effects:
         """A message of a peer."""
-        client = self.clients.setdefault(peer, Client())
+        client = self.clients.setdefault(peer, AskingPeer())
         if client.is_lost:
             return []
         asked = client.asks.get(message.ask)
@@ -155,13 +155,13 @@ class Sender:
         if isinstance(message, Want):
             return self._wanted(peer, message, asked)
         part = asked.parts.setdefault(message.part, Wanted(None))
-        if part.state is PartState.WAITING:
-            part.state = PartState.GONE
+        if part.state is WriteState.WAITING:
+            part.state = WriteState.GONE
         return self._answer(peer, message, part)
 
     def lost(self, peer: str, now: float) -> Effects:
         """The connection is closed or broken. `Drained` follows when no write to the peer is in flight."""
-        client = self.clients.setdefault(peer, Client())
+        client = self.clients.setdefault(peer, AskingPeer())
         client.is_lost = True
         effects: Effects = []
         for ask, asked in list(client.asks.items()):
@@ -176,7 +176,7 @@ class Sender:
         for peer, ask, asked in self._asks():
             if now < asked.ends_at:
                 continue
-            if asked.state is AskState.ENDED:
+            if asked.state is ServedState.ENDED:
                 asked.ends_at = now + self._drain_s
                 effects.append(Disconnect(peer))
             else:
@@ -188,23 +188,23 @@ class Sender:
     def grant(self, peer: str, ask: int) -> Effects:
         """The prompt is admitted."""
         asked = self._find(peer, ask)
-        if asked is None or asked.state is not AskState.QUEUED:
+        if asked is None or asked.state is not ServedState.QUEUED:
             return []
-        asked.state = AskState.COMPUTING
+        asked.state = ServedState.COMPUTING
         return [Send(peer, Granted(ask))]
 
     def refuse(self, peer: str, ask: int, now: float, code: str, reason: str) -> Effects:
         """The prompt is not admitted, or its request failed. Writes that have begun continue."""
         asked = self._find(peer, ask)
-        if asked is None or asked.state is AskState.ENDED:
+        if asked is None or asked.state is ServedState.ENDED:
             return []
-        return [each for each in self._refused(peer, ask, asked, now, code, reason) if not isinstance(each, Stop)]
+        return [each for each in self._refused(peer, ask, asked, now, code, reason) if not isinstance(each, StopPrompt)]
 
     def computed(self, peer: str, ask: int) -> Effects:
         """The request has ended, and its pages are held."""
         asked = self._find(peer, ask)
-        if asked is not None and asked.state is AskState.COMPUTING:
-            asked.state = AskState.COMPUTED
+        if asked is not None and asked.state is ServedState.COMPUTING:
+            asked.state = ServedState.COMPUTED
         return []
 
     def waiting(self) -> list[tuple[str, Want]]:
@@ -213,49 +213,49 @@ class Sender:
             (peer, part.want)
             for peer, _, asked in self._asks()
             for part in asked.parts.values()
-            if part.state is PartState.WAITING and part.want is not None
+            if part.state is WriteState.WAITING and part.want is not None
         ]
 
     def is_open(self, peer: str, ask: int) -> bool:
         """Whether an ask has not ended."""
         asked = self._find(peer, ask)
-        return asked is not None and asked.state is not AskState.ENDED
+        return asked is not None and asked.state is not ServedState.ENDED
 
     def ready(self, peer: str, want: Want) -> Effects:
         """All pages of the part are on the host, and stay there until `Drop`."""
         part = self._part(peer, want)
-        if part is None or part.state is not PartState.WAITING:
+        if part is None or part.state is not WriteState.WAITING:
             return []
-        part.state = PartState.WRITING
+        part.state = WriteState.WRITING
         return [Begin(peer, want)]
 
     def unavailable(self, peer: str, want: Want, reason: str) -> Effects:
         """Pages of the part will not be on the host."""
         part = self._part(peer, want)
-        if part is None or part.state is not PartState.WAITING:
+        if part is None or part.state is not WriteState.WAITING:
             return []
-        part.state = PartState.GONE
+        part.state = WriteState.GONE
         return self._answer(peer, want, part, reason)
 
     def landed(self, peer: str, want: Want) -> Effects:
         """The write has ended: all bytes are in the target."""
-        return self._written(peer, want, PartState.WRITTEN, "")
+        return self._written(peer, want, WriteState.WRITTEN, "")
 
     def failed(self, peer: str, want: Want, reason: str) -> Effects:
         """The write has ended, or did not begin: nothing is read or written any more."""
-        return self._written(peer, want, PartState.GONE, reason)
+        return self._written(peer, want, WriteState.GONE, reason)
 
     def end_all(self, now: float, code: str, reason: str) -> Effects:
         """The pages of all asks are of no use any more (new weights), or the engine stops."""
-        live = [each for each in self._asks() if each[2].state is not AskState.ENDED]
+        live = [each for each in self._asks() if each[2].state is not ServedState.ENDED]
         return [effect for each in live for effect in self._refused(*each, now, code, reason)]
 
     # -- edits
 
-    def _asks(self) -> Iterator[tuple[str, int, Asked]]:
+    def _asks(self) -> Iterator[tuple[str, int, ServedAsk]]:
         return iter([(peer, ask, each) for peer, of in self.clients.items() for ask, each in of.asks.items()])
 
-    def _find(self, peer: str, ask: int) -> Asked | None:
+    def _find(self, peer: str, ask: int) -> ServedAsk | None:
         client = self.clients.get(peer)
         return None if client is None else client.asks.get(ask)
 
@@ -263,7 +263,7 @@ class Sender:
         asked = self._find(peer, want.ask)
         return None if asked is None else asked.parts.get(want.part)
 
-    def _asked(self, peer: str, client: Client, message: Ask, now: float) -> Effects:
+    def _asked(self, peer: str, client: AskingPeer, message: Ask, now: float) -> Effects:
         effects: Effects = []
         if message.oldest > client.oldest:
             client.oldest = message.oldest
@@ -274,61 +274,61 @@ class Sender:
         if message.ask < client.oldest or message.ask in client.ended:
             effects.append(Send(peer, Refused(message.ask, "ended", "the ask has ended")))
         elif message.ask not in client.asks:
-            client.asks[message.ask] = Asked(now + message.seconds + self._margin_s)
-            effects.append(Start(peer, message))
+            client.asks[message.ask] = ServedAsk(now + message.seconds + self._margin_s)
+            effects.append(StartPrompt(peer, message))
         return effects
 
-    def _wanted(self, peer: str, want: Want, asked: Asked) -> Effects:
+    def _wanted(self, peer: str, want: Want, asked: ServedAsk) -> Effects:
         part = asked.parts.get(want.part)
         if part is None:
-            is_over = asked.state is AskState.ENDED
-            part = asked.parts[want.part] = Wanted(want, PartState.GONE if is_over else PartState.WAITING)
+            is_over = asked.state is ServedState.ENDED
+            part = asked.parts[want.part] = Wanted(want, WriteState.GONE if is_over else WriteState.WAITING)
         return self._answer(peer, want, part)
 
     def _answer(self, peer: str, message: Want | Cancel, part: Wanted, reason: str = "cancelled") -> Effects:
         """What the peer is told of a part: nothing before it is over."""
-        if part.state is PartState.WRITTEN:
+        if part.state is WriteState.WRITTEN:
             return [Send(peer, Sent(message.ask, message.part))]
         return (
-            [Send(peer, Gone(message.ask, message.part, reason[:MOST_REASON]))] if part.state is PartState.GONE else []
+            [Send(peer, Gone(message.ask, message.part, reason[:MOST_REASON]))] if part.state is WriteState.GONE else []
         )
 
-    def _written(self, peer: str, want: Want, state: PartState, reason: str) -> Effects:
+    def _written(self, peer: str, want: Want, state: WriteState, reason: str) -> Effects:
         client, part = self.clients[peer], self._part(peer, want)
-        assert part is not None and part.state is PartState.WRITING, "a write ends once"
+        assert part is not None and part.state is WriteState.WRITING, "a write ends once"
         part.state = state
         answers = [] if client.is_lost else self._answer(peer, want, part, reason)
         return [*answers, *self._settle(peer, client, want.ask), *self._drained(peer, client)]
 
-    def _refused(self, peer: str, ask: int, asked: Asked, now: float, code: str, reason: str) -> Effects:
+    def _refused(self, peer: str, ask: int, asked: ServedAsk, now: float, code: str, reason: str) -> Effects:
         return [Send(peer, Refused(ask, code, reason[:MOST_REASON])), *self._end(peer, ask, asked, now, reason)]
 
-    def _end(self, peer: str, ask: int, asked: Asked, now: float, reason: str) -> Effects:
-        if asked.state is AskState.ENDED:
+    def _end(self, peer: str, ask: int, asked: ServedAsk, now: float, reason: str) -> Effects:
+        if asked.state is ServedState.ENDED:
             return []
-        effects: Effects = [Stop(peer, ask)] if asked.state is not AskState.COMPUTED else []
-        asked.state = AskState.ENDED
+        effects: Effects = [StopPrompt(peer, ask)] if asked.state is not ServedState.COMPUTED else []
+        asked.state = ServedState.ENDED
         asked.ends_at = now + self._drain_s
         for number, part in asked.parts.items():
-            if part.state is PartState.WAITING:
-                part.state = PartState.GONE
+            if part.state is WriteState.WAITING:
+                part.state = WriteState.GONE
                 effects.append(Send(peer, Gone(ask, number, reason[:MOST_REASON])))
         return [*effects, *self._settle(peer, self.clients[peer], ask)]
 
-    def _settle(self, peer: str, client: Client, ask: int) -> Effects:
+    def _settle(self, peer: str, client: AskingPeer, ask: int) -> Effects:
         """Release the holds of an ask that has ended once its last write has."""
         asked = client.asks[ask]
-        if asked.state is not AskState.ENDED or asked.writes:
+        if asked.state is not ServedState.ENDED or asked.writes:
             return []
         del client.asks[ask]
         self._remember(client, ask)
         return [Drop(peer, ask)]
 
-    def _remember(self, client: Client, ask: int) -> None:
+    def _remember(self, client: AskingPeer, ask: int) -> None:
         if ask >= client.oldest:
             client.ended.add(ask)
 
-    def _drained(self, peer: str, client: Client) -> Effects:
+    def _drained(self, peer: str, client: AskingPeer) -> Effects:
         if not client.is_lost or client.asks:
             return []
         del self.clients[peer]

@@ -44,7 +44,7 @@ from quire.sim.formats.trace_format import (
     lines,
     rows_of,
 )
-from quire.sim.trace_request import Blocks, Draft, Text, TraceRequest
+from quire.sim.trace_request import Draft, Text, TextBlocks, TraceRequest
 
 _BLOCK_TOKENS = 512
 
@@ -60,7 +60,7 @@ class _MooncakeRow(msgspec.Struct):
         if len(self.hash_ids) != num_blocks:
             has = f"'hash_ids' has {len(self.hash_ids)} blocks"
             raise ValueError(f"{has}, and {self.input_length} tokens are {num_blocks} blocks of {_BLOCK_TOKENS}")
-        prompt = Blocks("mooncake", self.hash_ids, _BLOCK_TOKENS, self.input_length)
+        prompt = TextBlocks("mooncake", self.hash_ids, _BLOCK_TOKENS, self.input_length)
         output = Text(("mooncake output", number), self.output_length)
         return TraceRequest(str(number), prompt, (output,), self.timestamp / 1e3)
 

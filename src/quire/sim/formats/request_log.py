@@ -22,14 +22,14 @@ from quire.spec.events import Namespace
 _DEFAULT_OUTPUT_TOKENS = 16
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[Any] = []
 
 
 class _Choice(msgspec.Struct):
-    message: _Message | None = None
+    message: _ChatMessage | None = None
     text: str = ""
 
 
@@ -44,7 +44,7 @@ class _Response(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    messages: list[_Message] = []
+    messages: list[_ChatMessage] = []
     tools: list[Any] = []
     prompt: str | list[TokenId] | None = None
     max_tokens: Length | None = None
@@ -54,7 +54,7 @@ class _Body(msgspec.Struct):
     priority: int | None = None
 
 
-class _Row(_Body):
+class _LogRow(_Body):
     body: _Body | None = None
     request: _Body | None = None
     response: _Response | None = None
@@ -82,10 +82,10 @@ def _recognises(first: bytes, fields: dict[str, Any]) -> bool:
     return any(isinstance(body, dict) and ("messages" in body or "prompt" in body) for body in bodies)
 
 
-REQUEST_LOG = TraceFormat("OpenAI request log", _recognises, rows_of(_Row), has_text=True)
+REQUEST_LOG = TraceFormat("OpenAI request log", _recognises, rows_of(_LogRow), has_text=True)
 
 
-def _output(number: int, row: _Row, body: _Body) -> Content:
+def _output(number: int, row: _LogRow, body: _Body) -> Content:
     """The answer, or a synthetic text of its length, or of the requested length."""
     response = row.response or _Response()
     response = response.body or response
@@ -106,7 +106,7 @@ def _conversation(body: _Body) -> str:
     return f"{tools}{messages}<|assistant|>\n"
 
 
-def _said(message: _Message) -> str:
+def _said(message: _ChatMessage) -> str:
     """The text of a message; other parts, such as images, are included as JSON."""
     content = message.content or ""
     if not isinstance(content, str):

@@ -31,7 +31,7 @@ ReadLine = Callable[[bytes, int], Draft]
 """The request on a line, given the line's number. Raises ValueError or MsgspecError for a bad line."""
 
 
-class Row(Protocol):
+class TraceRow(Protocol):
     """The fields of a line, as msgspec decodes them."""
 
     def draft(self, number: int, /) -> Draft:
@@ -71,18 +71,18 @@ class TraceFormat:
             yield request._replace(build=partial(_read_again, line, read, tokenize))
 
 
-def rows_of(row: type[Row], *, strict: bool = True) -> Callable[[Path], ReadLine]:
+def rows_of(row: type[TraceRow], *, strict: bool = True) -> Callable[[Path], ReadLine]:
     """How lines are read that are JSON objects with the fields of `row`."""
     decode = msgspec.json.Decoder(row, strict=strict).decode
     return lambda path: lambda text, number: decode(text).draft(number)
 
 
-def _read_again(line: Line, read: ReadLine, tokenize: Tokenize, arrival: float) -> TraceRequest:
+def _read_again(line: TraceLine, read: ReadLine, tokenize: Tokenize, arrival: float) -> TraceRequest:
     return built(line.parsed(read), tokenize, arrival)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TraceLine:
     """One line that is not blank, numbered from 1. Its text stays in the file until it is needed."""
 
     path: Path
@@ -108,7 +108,7 @@ class Line:
         raise InvalidInput(f"{self.path} line {self.number}: {why.rstrip('.')}.", fix="mend or remove this line.")
 
 
-def lines(path: Path) -> Iterator[Line]:
+def lines(path: Path) -> Iterator[TraceLine]:
     """The lines of a file that are not blank. Plain files stay on the disk; `.xz` files are unpacked in memory."""
     content = _content(path)
     start, number = 0, 0
@@ -116,7 +116,7 @@ def lines(path: Path) -> Iterator[Line]:
         end = content.find(b"\n", start)
         end = len(content) if end < 0 else end
         number += 1
-        line = Line(path, number, content, start, end)
+        line = TraceLine(path, number, content, start, end)
         if line.text.strip():
             yield line
         start = end + 1

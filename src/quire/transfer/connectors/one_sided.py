@@ -37,7 +37,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     how: bytes
 
 
-class _Link:
+class _PeerLink:
     """A peer. The library has one batch of its first write at a time, as `handle`."""
 
     def __init__(self, place: Place, remote: Any) -> None:
@@ -69,8 +69,8 @@ class OneSided(Connector):
         self._host = host
         self._lock = threading.Lock()
         self._tags: set[int] = set()
-        self._links: dict[str, _Link] = {}
-        self._ending: list[_Link] = []  # disconnected, with a batch in flight
+        self._links: dict[str, _PeerLink] = {}
+        self._ending: list[_PeerLink] = []  # disconnected, with a batch in flight
         self._calls: deque[Callable[[], object]] = deque()  # for the thread
         self._rung = threading.Event()
         self._closed = False
@@ -106,7 +106,7 @@ class OneSided(Connector):
 
         def attach() -> None:
             self._detach_peer(peer)
-            self._links[peer] = _Link(place, self._attach(place))
+            self._links[peer] = _PeerLink(place, self._attach(place))
 
         self._ask(attach)
 
@@ -222,7 +222,7 @@ class OneSided(Connector):
             self._ending.remove(link)
             self._detach(link.remote)
 
-    def _step(self, link: _Link) -> bool:
+    def _step(self, link: _PeerLink) -> bool:
         """Begin or end a batch of a peer; False if there is nothing to do now."""
         if not link.writes:
             return False
