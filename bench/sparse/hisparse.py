@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench.harness import new_parser, save
+from bench.sparse.drawn import drifting_selections, lru_hits
 from bench.sparse.dsa_model import build
 
 from quire.cli.planned_model import planned_model
@@ -42,7 +43,7 @@ from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.scheduler.sampling_params import SamplingParams
-from quire.sim.selections import Selections, drifting_selections, lru_hits, optimal_hits
+from quire.sim.selections import Selections, optimal_hits
 from quire.sparse.hot_slots import HotSlots
 from quire.spec.hisparse import HiSparseConfig
 

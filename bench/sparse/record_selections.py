@@ -40,9 +40,11 @@ def record_selections(recording: Recording, engine: EngineConfig) -> Report:
     [dim]Example:[/dim] python -m bench.sparse.record_selections README.md --model FOLDER --out selections.npz
     """
     with Console(stderr=True).status(f"Loading {engine.model_name} ..."):
+        from bench.sparse.drawn import lru_hits
+
         from quire.client.llm import LLM
         from quire.scheduler.sampling_params import SamplingParams
-        from quire.sim.selections import SelectionRecorder, lru_hits, optimal_hits
+        from quire.sim.selections import SelectionRecorder, optimal_hits
 
         llm = LLM(show_plan=False, **{**engine.model_dump(), "hisparse": engine.hisparse or {}})
     with llm:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.sparse.drawn import drifting_selections
 
 from quire.cache.running import RunningTables
 from quire.prefix.evict import POLICIES
-from quire.sim.selections import drifting_selections
 from quire.sim.workloads import WORKLOADS
 from tests.cli.conftest import Run
 

@@ -101,7 +101,7 @@ class HostedOracle:
 
     def _watch_buffers(self, patch: pytest.MonkeyPatch) -> None:
         hot = self._hisparse.hot
-        swap_in, forget = hot.swap_in, hot.forget
+        swap_in, clear = hot.swap_in, hot.clear
 
         def new_swap_in(index: int, rows: Any, positions: Any, newest: Any) -> Any:
             found = swap_in(index, rows, positions, newest)
@@ -120,14 +120,14 @@ class HostedOracle:
                 buffers[row][slot] = (position, self._step)
             return found
 
-        def new_forget(rows: Any) -> None:
-            forget(rows)
+        def new_clear(rows: Any) -> None:
+            clear(rows)
             for index, row in list(self._used):
                 if row in rows:
                     del self._used[index, row]
 
         patch.setattr(hot, "swap_in", new_swap_in)
-        patch.setattr(hot, "forget", new_forget)
+        patch.setattr(hot, "clear", new_clear)
 
 
 def _sorted(rows: Tensor) -> Tensor:

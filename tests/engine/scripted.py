@@ -66,7 +66,7 @@ class ScriptedDrafter:
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         del namespace, tokens, num_cached
 
-    def forget(self, namespace: Namespace | None) -> None:
+    def clear(self, namespace: Namespace | None) -> None:
         del namespace
 
 

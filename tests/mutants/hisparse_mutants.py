@@ -97,7 +97,7 @@ def the_newest_token_is_not_backed_up(patch: Patch) -> None:
 
 @mutant("hot buffers", "a request reads what the one before it left in the hot buffer of its row")
 def buffers_are_not_forgotten(patch: Patch) -> None:
-    patch.setattr(HotSlots, "forget", lambda self, rows: None)
+    patch.setattr(HotSlots, "clear", lambda self, rows: None)
 
 
 @mutant("hot buffers", "layers that share an index read hot buffers that only its owner fills")

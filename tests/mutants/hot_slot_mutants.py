@@ -74,23 +74,23 @@ def a_wider_table_is_empty(patch: Patch) -> None:
 
 @mutant("hot slots", "a request reads tokens of the one that had its row before")
 def the_table_outlives_its_request(patch: Patch) -> None:
-    real = HotSlots.forget
+    real = HotSlots.clear
 
-    def forget(hot: HotSlots, rows: Ids) -> None:
+    def clear(hot: HotSlots, rows: Ids) -> None:
         before = hot._slot_of.copy()
         real(hot, rows)
         hot._slot_of = before
 
-    patch.setattr(HotSlots, "forget", forget)
+    patch.setattr(HotSlots, "clear", clear)
 
 
 @mutant("hot slots", "slots of a row that begins again are overwritten in an order of the request before")
 def the_order_outlives_its_request(patch: Patch) -> None:
-    real = HotSlots.forget
+    real = HotSlots.clear
 
-    def forget(hot: HotSlots, rows: Ids) -> None:
+    def clear(hot: HotSlots, rows: Ids) -> None:
         before = hot._stamp.copy()
         real(hot, rows)
         hot._stamp = before
 
-    patch.setattr(HotSlots, "forget", forget)
+    patch.setattr(HotSlots, "clear", clear)

@@ -276,7 +276,7 @@ def n_grams_cross_namespaces(patch: Patch) -> None:
 
 @mutant("n-grams", "what was flushed is proposed still")
 def n_grams_outlive_a_flush(patch: Patch) -> None:
-    patch.setattr(NgramDrafter, "forget", lambda self, namespace: None)
+    patch.setattr(NgramDrafter, "clear", lambda self, namespace: None)
 
 
 @mutant("n-grams", "what was flushed of one tenant is proposed still")
@@ -286,8 +286,8 @@ def n_grams_outlive_a_flush_of_their_namespace(patch: Patch) -> None:
 
 @mutant("n-grams", "a flush of one tenant deletes the history of all")
 def a_flush_of_a_namespace_deletes_all_n_grams(patch: Patch) -> None:
-    forget = NgramDrafter.forget
-    patch.setattr(NgramDrafter, "forget", lambda self, namespace: forget(self, None))
+    clear = NgramDrafter.clear
+    patch.setattr(NgramDrafter, "clear", lambda self, namespace: clear(self, None))
 
 
 @mutant("governor", "drafts that are never right are computed for ever, and the engine is slower than without")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.sparse.drawn import drifting_selections, lru_hits
 
 from quire.errors import InvalidInput
 from quire.plan.hisparse import HiSparseCosts
@@ -16,7 +17,7 @@ from quire.sim.hisparse import SimulatedHiSparse, VirtualBuffers
 from quire.sim.pools import model_pools
 from quire.sim.replay import ReplaySettings
 from quire.sim.result import ReplayResult
-from quire.sim.selections import SelectionRecorder, Selections, drifting_selections, lru_hits, optimal_hits
+from quire.sim.selections import SelectionRecorder, Selections, optimal_hits
 from quire.sparse.hot_slots import HotSlots
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.hisparse import HiSparseConfig

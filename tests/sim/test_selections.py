@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.sparse.drawn import drifting_selections, lru_hits
 
 from quire.errors import InvalidInput
 from quire.sim.selections import (
     HotHits,
     SelectionRecorder,
     Selections,
-    drifting_selections,
-    lru_hits,
     optimal_hits,
 )
 from quire.sparse.hot_slots import HotSlots
@@ -91,14 +90,14 @@ def test_nothing_selected() -> None:
 def test_what_is_recorded_is_what_was_asked() -> None:
     """Calls through a recorder give the selections again; a row that begins again is another request."""
     recorder = SelectionRecorder(HotSlots(1, 2, 4))
-    recorder.forget(np.arange(2, dtype=np.int32))
+    recorder.clear(np.arange(2, dtype=np.int32))
     for call in SMALL.calls():
         recorder.swap_in(0, call.request, call.positions, call.newest.astype(np.int64))
     found = recorder.selections()
     for name in ("step", "index", "request", "newest", "positions"):
         assert np.array_equal(getattr(found, name), getattr(SMALL, name))
     assert recorder.hit_tokens == lru_hits(SMALL, 4).hit_tokens
-    recorder.forget(np.int32([1]))
+    recorder.clear(np.int32([1]))
     recorder.swap_in(0, np.int32([1]), np.int32([[0]]), np.int64([1]))
     assert recorder.selections().request[-1] == 2
     assert recorder.selections().positions[-1].tolist() == [0, -1, -1]

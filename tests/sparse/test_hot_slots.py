@@ -137,7 +137,7 @@ class Beside:
         self.check()
 
     def begin_again(self, row: int) -> None:
-        self.hot.forget(np.array([row], dtype=np.int32))
+        self.hot.clear(np.array([row], dtype=np.int32))
         for buffers in self.buffers:
             buffers[row] = Buffer(SIZE)
         self.lengths[row] = 0

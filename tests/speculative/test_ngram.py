@@ -97,8 +97,8 @@ class NgramMachine(RuleBasedStateMachine):
             self.tokens[row, :] = 7  # what another request leaves there
 
     @rule(namespace=st.sampled_from([None, *SPACES]))
-    def forget(self, namespace: Namespace | None) -> None:
-        self.drafter.forget(namespace)
+    def clear(self, namespace: Namespace | None) -> None:
+        self.drafter.clear(namespace)
         self.history |= {space: [] for space in SPACES if namespace in (None, space)}
 
     @rule(most=st.lists(st.integers(0, DEPTH), min_size=ROWS, max_size=ROWS))
@@ -159,7 +159,7 @@ def test_a_flush_deletes_what_its_namespace_had() -> None:
     for space in SPACES:
         drafter.ended(space, np.array([5, 6, 7, 8, 9], dtype=np.int32), 0)
     for flushed in SPACES:
-        drafter.forget(flushed)
+        drafter.clear(flushed)
         for space in SPACES:
             serial += 1
             batch = RunningBatch([_Kv(space)], np.array([0]), np.array([serial]))  # type: ignore[list-item]

@@ -78,7 +78,7 @@ class SimulatedDrafter:
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         return
 
-    def forget(self, namespace: Namespace | None) -> None:
+    def clear(self, namespace: Namespace | None) -> None:
         return
 
 

@@ -105,7 +105,7 @@ class VirtualBuffers:
         changed = batch.rows[self._serials[batch.rows] != batch.serials]
         if len(changed):
             self._selects.begin(changed.astype(np.int32))
-            self._slots.forget(changed.astype(np.int32))
+            self._slots.clear(changed.astype(np.int32))
             self._serials[batch.rows] = batch.serials
         read = int(step.starts[~singles].sum() * self._token_bytes)
         self._prompt_bytes += read

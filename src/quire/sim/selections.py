@@ -103,11 +103,11 @@ class SelectionRecorder(HotSlots):
             self._calls.clear()
         return super().swap_in(index, rows, positions, newest)
 
-    def forget(self, rows: Ids) -> None:
-        """As `HotSlots.forget`. Each row has another request from now on."""
+    def clear(self, rows: Ids) -> None:
+        """As `HotSlots.clear`. Each row has another request from now on."""
         self._request[rows] = np.arange(self._begun, self._begun + len(rows))
         self._begun += len(rows)
-        super().forget(rows)
+        super().clear(rows)
 
     def selections(self) -> Selections:
         """All that were recorded so far."""
@@ -124,30 +124,16 @@ class SelectionRecorder(HotSlots):
         return Selections(step, index, request, newest, np.concatenate([nothing.reshape(0, top_k), *padded]))
 
 
-def drifting_selections(
-    drift: float, *, context: int, top_k: int, steps: int, num_requests: int = 1, seed: int = 0
-) -> Selections:
-    """Synthetic selections of one index: each request selects the tokens of the highest scores.
+class DriftingSelections:
+    """Synthetic selections of rows of at most `context` tokens: each request selects the tokens of the highest scores.
 
     A token's score is a normal number that changes with every step, and the scores of two steps have the correlation
-    `drift`. The context grows by a token per step from `context` tokens on.
+    `drift`. Raises InvalidInput for one that is none.
     """
-    if not 0 <= drift <= 1:
-        raise InvalidInput(f"a drift of {drift:g}.", fix="give a correlation: 0 to 1.")
-    drawn = DriftingSelections(drift, num_rows=num_requests, context=context + steps, top_k=top_k, seed=seed)
-    rows = np.arange(num_requests, dtype=np.int32)
-    drawn.begin(rows)
-    found = [drawn.select(rows, np.full(num_requests, context + step, dtype=np.int64)) for step in range(steps)]
-    request, step_of = np.tile(rows, steps), np.repeat(np.arange(steps), num_requests)
-    positions, newest = (np.concatenate(each) for each in zip(*found, strict=True))
-    columns = step_of, np.zeros_like(step_of), request, newest, positions
-    return Selections(*(column.astype(np.int32, copy=False) for column in columns))
-
-
-class DriftingSelections:
-    """The scores of `drifting_selections` for rows of any length, at most `context` tokens."""
 
     def __init__(self, drift: float, *, num_rows: int, context: int, top_k: int, seed: int) -> None:
+        if not 0 <= drift <= 1:
+            raise InvalidInput(f"a drift of {drift:g}.", fix="give a correlation: 0 to 1.")
         self._drift, self._top_k = drift, top_k
         self._rng = np.random.default_rng(seed)
         self._scores = np.zeros((num_rows, context), dtype=np.float32)
@@ -210,14 +196,6 @@ class HotHits:
     def rate(self) -> float:
         """The share of hits."""
         return self.hit_tokens / max(1, self.hit_tokens + self.swapped_tokens)
-
-
-def lru_hits(selections: Selections, buffer_size: int) -> HotHits:
-    """The hits of `HotSlots`, each request in a row of its own."""
-    hot = HotSlots(selections.num_indexes, selections.num_requests, buffer_size)
-    for call in selections.calls():
-        hot.swap_in(int(call.index[0]), call.request, call.positions, call.newest.astype(np.int64))
-    return HotHits(hot.hit_tokens, hot.swapped_tokens)
 
 
 def optimal_hits(selections: Selections, buffer_size: int) -> HotHits:

@@ -93,8 +93,6 @@ def mix_bits(numbers: Hashes) -> Hashes:
 VOCABULARY = 128_000
 """Token ids of synthetic texts are below this. Texts of two names agree in one position in 128,000."""
 
-_HALF = np.uint64(32)
-
 Tokenize = Callable[[str], Ids]
 """Text to token ids, int32."""
 

@@ -87,10 +87,10 @@ class HiSparseCoordinator:
 
     def admit(self, rows: npt.NDArray[np.intp], serials: npt.NDArray[np.int64]) -> None:
         """A step computes these rows next. `serials` are the numbers of their requests: the buffer of a row whose
-        request is another than before is forgotten."""
+        request is another than before is cleared."""
         changed = rows[self._serials[rows] != serials]
         if len(changed):
-            self.hot.forget(changed)
+            self.hot.clear(changed)
             self._serials[rows] = serials
 
     def newest(self, batch: PagedBatch) -> Tensor:

@@ -111,7 +111,7 @@ class HotSlots:
             slots[found == self._none] = 0
         return FoundSlots(slots, rows[which], loads, taken.astype(np.int32) - 1)
 
-    def forget(self, rows: Ids) -> None:
+    def clear(self, rows: Ids) -> None:
         """Empty all buffers of these rows: a request begins or has ended there."""
         for slot_of, position_of in zip(self._slot_of, self._position, strict=True):
             slot_of[rows[:, None], position_of[rows] + 1] = _ABSENT

@@ -64,7 +64,7 @@ class Drafter(Protocol):
         """A request of that namespace has ended with these tokens, the first `num_cached` of them from the cache."""
         ...
 
-    def forget(self, namespace: Namespace | None) -> None:
+    def clear(self, namespace: Namespace | None) -> None:
         """What a namespace, or all (None), had cached is flushed: nothing of what was seen of it so far is proposed to
         requests that begin later."""
         ...

@@ -109,7 +109,7 @@ class NgramDrafter:
         if self._history is not None:
             self._history.add(_space_of(namespace), tokens[max(0, num_cached - self._config.prompt_lookup_max) :])
 
-    def forget(self, namespace: Namespace | None) -> None:
+    def clear(self, namespace: Namespace | None) -> None:
         """Ended requests are found no more."""
         if self._history is not None and namespace is not None:
             self._history.delete(_space_of(namespace))
@@ -124,7 +124,7 @@ class NgramDrafter:
             self._spaces[rows[at]] = _space_of(drafting.batch.kvs[at].namespace)
         self._entered[rows[fresh]] = 0
         if self._copies is not None:
-            self._copies.forget(rows[fresh])
+            self._copies.clear(rows[fresh])
         self._serials[rows] = serials
 
     def _enter(self, rows: Rows, query: _Query) -> None:
@@ -178,7 +178,7 @@ class _Copies:
         self._lengths: Lengths = np.zeros(num_rows, dtype=np.int64)
         self._departed: Bools = np.zeros(num_rows, dtype=np.bool_)
 
-    def forget(self, rows: Rows) -> None:
+    def clear(self, rows: Rows) -> None:
         """Other requests begin in these rows."""
         self._sources[rows] = 0
 

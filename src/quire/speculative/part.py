@@ -78,7 +78,7 @@ class Speculation(Part):
             self.speculator.drafter.ended(request.namespace, request.tokens, request.num_cached)
 
     def flush(self, namespace: Namespace | None) -> None:
-        self.speculator.drafter.forget(namespace)
+        self.speculator.drafter.clear(namespace)
         for request in self._scheduler.requests:
             request.is_remembered = request.is_remembered and namespace not in (None, request.namespace)
 

@@ -222,7 +222,7 @@ class PageDrafter(ForwardPart):
     def ended(self, namespace: Namespace, tokens: Ids, num_cached: int) -> None:
         """Nothing is kept beyond the pages."""
 
-    def forget(self, namespace: Namespace | None) -> None:
+    def clear(self, namespace: Namespace | None) -> None:
         """Nothing is kept beyond the pages."""
 
 
