@@ -15,10 +15,10 @@ from rich.console import Console
 
 from quire.cli.command import command
 from quire.cli.report import Report, plain_table
-from quire.cli.store import StoreUrl, opened, shown_url
+from quire.cli.store import StoreUrl, opened
 from quire.errors import StoreError
 from quire.plan.budget import format_bytes
-from quire.settings.setting import Bytes, Settings, parse_bytes, setting
+from quire.settings.setting import Bytes, Settings, parse_bytes, setting, without_secrets
 from quire.tiers.stores.registry import directory_of
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -57,7 +57,7 @@ def bench(url: StoreUrl, settings: BenchSettings) -> Report:
     with Console(stderr=True).status("Measuring ..."):
         found = _of_server(url.store, settings) if folder is None else _of_directory(Path(folder), settings)
         rows = list(found)
-    data = {"url": shown_url(url.store), "threads": settings.threads, "total_bytes": settings.total, "rows": rows}
+    data = {"url": without_secrets(url.store), "threads": settings.threads, "total_bytes": settings.total, "rows": rows}
     columns = ("", "record", "put GB/s", "of the disk", "get GB/s", "of the disk", "one put", "one get")
     return Report(data, lambda: [plain_table(columns, map(_cells, rows))])
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli.audit import audit
 from quire.cli.command import command
 from quire.cli.doctor import DoctorSettings, doctor
 from quire.cli.explain import explain
@@ -15,9 +14,9 @@ from quire.cli.generate import generate
 from quire.cli.plan import plan
 from quire.cli.replay import replay
 from quire.cli.report import reported
-from quire.cli.serve import serve
+from quire.cli.serve import serve, up
+from quire.cli.server import audit
 from quire.cli.store import gc, inspect, verify
-from quire.cli.up import up
 from quire.errors import InvalidInput
 
 _SHOWN: dict[str, Any] = {

@@ -17,7 +17,7 @@ from rich.text import Text
 from quire.cli.report import Report, plain_table
 from quire.errors import InvalidInput, StoreError
 from quire.plan.budget import counted, format_bytes
-from quire.settings.setting import Bytes, Settings, setting
+from quire.settings.setting import Bytes, Settings, setting, without_secrets
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -55,13 +55,6 @@ def opened(url: str) -> Iterator[Store]:
         yield store
     finally:
         store.close()
-
-
-def shown_url(url: str) -> str:
-    """A store's address without its passwords."""
-    from quire.settings.setting import without_secrets
-
-    return without_secrets(url)
 
 
 def _listed(store: Store, status: Status) -> tuple[list[Entry], dict[StoreKey, bytes]]:
@@ -120,7 +113,7 @@ def inspect(url: StoreUrl) -> Report:
     deleted = tuple(tombstones.values())
     scopes = [_scope(name, entries, name.startswith(deleted)) for name, entries in by_scope.items()]
     data = {
-        "url": shown_url(url.store),
+        "url": without_secrets(url.store),
         "backend": type(store).__name__,
         "records": len(records),
         "bytes": sum(entry.num_bytes for entry in records),
@@ -225,7 +218,7 @@ def verify(url: StoreUrl, settings: VerifySettings) -> Report:
         corrupt = verdict.corrupt
         removed = store.remove([key for key, _ in corrupt]) if settings.remove and corrupt else 0
     data = {
-        "url": shown_url(url.store),
+        "url": without_secrets(url.store),
         "records": verdict.records,
         "bytes": verdict.num_bytes,
         "seconds": round(time.monotonic() - started, 3),
@@ -356,7 +349,7 @@ def gc(url: StoreUrl, settings: GcSettings) -> Report:
             reclaimed = directory.statistics["reclaimed"]
             freed = max(0, before - directory.facts().slab_bytes)
     data = {
-        "url": shown_url(url.store),
+        "url": without_secrets(url.store),
         "dry_run": settings.dry_run,
         "records": len(records),
         "bytes": sum(entry.num_bytes for entry in records),
