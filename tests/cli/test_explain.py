@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.cli.explain import _sum_of, merged_evictions
-from quire.cli.report import told_of_drafts
+from quire.cli.report import drafts_remark
 from tests.cli.conftest import Run
 from tests.serve.live_server import LiveServer
 
@@ -156,10 +156,10 @@ def test_who_was_never_admitted_says_why(run: Run) -> None:
 def test_a_governor_says_why_drafts_are_off() -> None:
     found = {"accepted_tokens": 1200, "draft_tokens": 6000, "tokens_per_step": 1.25}
     brought = "1,200 of 6,000 drafts accepted, 1.25 tokens of a request in a step"
-    assert told_of_drafts(found) == told_of_drafts({**found, "is_off": 0.0}) == brought
-    off = told_of_drafts({**found, "is_off": 1.0, "draft_cost": 0.42, "draft_brings": 0.2})
+    assert drafts_remark(found) == drafts_remark({**found, "is_off": 0.0}) == brought
+    off = drafts_remark({**found, "is_off": 1.0, "draft_cost": 0.42, "draft_brings": 0.2})
     assert off == f"{brought}; off now, because a draft costs 0.42 tokens and brings 0.20"
-    off = told_of_drafts({**found, "is_off": 1.0, "draft_cost": 0.2, "draft_brings": 0.42})
+    off = drafts_remark({**found, "is_off": 1.0, "draft_cost": 0.2, "draft_brings": 0.42})
     assert off == f"{brought}; off now: so far drafts lost time (a draft costs 0.20 tokens and brings 0.42)"
 
 

@@ -25,7 +25,7 @@ IN_STORE: Final[dict[str, tuple[Fault, ...]]] = {
     "stale-slot": (Fault.STALE,),
     "torn-write": (Fault.TORN,),
     "bit-flip": (Fault.FLIPPED,),
-    "fail-store": (Fault.PUT_FAILS, Fault.GET_FAILS, Fault.COMPLETE_FAILS, Fault.FORGOTTEN, Fault.UNREACHABLE),
+    "fail-store": (Fault.PUT_FAILS, Fault.GET_FAILS, Fault.COMPLETE_FAILS, Fault.LOST, Fault.UNREACHABLE),
     "full-disk": (Fault.FULL,),
 }
 ON_HOST: Final = ("truncate-record", "drop-field", "exchange-pages", "stale-slot", "bit-flip")

@@ -69,12 +69,12 @@ def restarts_have_no_limit(patch: Patch) -> None:
 
 @mutant("late deaths", "a start that failed starts another engine, which nobody owns, and which keeps its memory")
 def the_dead_are_buried_twice(patch: Patch) -> None:
-    def bury(engine: AsyncEngine, process: EngineProcess, until_s: float) -> None:
+    def await_end(engine: AsyncEngine, process: EngineProcess, until_s: float) -> None:
         if process is engine._process:
             engine._draining = False
             engine._die(process.death())
 
-    patch.setattr(AsyncEngine, "_bury", bury)
+    patch.setattr(AsyncEngine, "_await_end", await_end)
 
 
 @mutant("silent engines", "an engine that stopped while it had no work looks well until a request is lost")

@@ -291,8 +291,8 @@ class KVCache:
         for each, first, end in fresh:
             new_from = first + (len(ours) if each is kv else 0)
             self.offload.committed(each, self.rows.pages[each.row, :end], first, new_from)
-            for hears in self.parts.committed:
-                hears(each, self.rows.pages[each.row, :end], new_from)
+            for listener in self.parts.committed:
+                listener(each, self.rows.pages[each.row, :end], new_from)
         self._retire(ours, released=released)
 
     def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:

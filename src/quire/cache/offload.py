@@ -33,8 +33,9 @@ class CacheParts:
     `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
     runs. `audits` are more sources of slices for `quire.cache.audit.Auditor`; `withheld` return ids that are neither
-    free nor those of pages. `committed` hear of a request, its pages as a view of its row, and the first of these that
-    is newly cached. `flushed` hear of a flush of a namespace, or of all (None), before its pages leave the tree."""
+    free nor those of pages. `committed` are called with a request, its pages as a view of its row, and the first of
+    these that is newly cached. `flushed` are called with a namespace, or None for all, before its pages leave the
+    tree."""
 
     plan: MemoryPlan
     frames: Residency

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.replay import ReplayedCache, ReplayedEngine
-from quire.cli.report import Report, plain_table, told_of_drafts
+from quire.cli.report import Report, drafts_remark, plain_table
 from quire.cli.server import Server, ServerAddress
 from quire.errors import InvalidInput
 from quire.plan.budget import counted
@@ -95,7 +95,7 @@ def _server_report(server: Server) -> Report:
     shown.append(causes_table(causes))
     if (drafts := statistics.get("speculation")) is not None:
         found["speculation"] = drafts
-        shown.append(Text(f"\nSpeculation: {told_of_drafts(drafts)}."))
+        shown.append(Text(f"\nSpeculation: {drafts_remark(drafts)}."))
     if (limited := statistics.get("chunk_budget", {})).get("why"):
         found["chunk_budget"] = limited
         shown.append(Text(f"\nBeside requests that decode, at last: {limited['why']}."))

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli.report import plain_table, told_of_drafts
+from quire.cli.report import drafts_remark, plain_table
 from quire.plan.budget import counted, format_bytes
 from quire.sim.comparison import ReportProgress
 from quire.sim.result import ReplayResult
@@ -89,7 +89,7 @@ def roles_table(trace: Trace, results: Sequence[RolesResult]) -> Iterator[Render
             for cause, count in sorted(each.fallbacks.items()):
                 yield Text(f"{each.name}: {counted(count, 'prompt')} computed after all: {cause}.", style="yellow")
         if each.speculation is not None:
-            yield f"{each.name}: {told_of_drafts(each.speculation)}; ITL is from step to step."
+            yield f"{each.name}: {drafts_remark(each.speculation)}; ITL is from step to step."
 
 
 def _run_table(same: Sequence[ReplayResult]) -> Table:
@@ -202,7 +202,7 @@ def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
                 f"{limited['tokens']:,} prompt tokens in {counted(limited['steps'], 'step')} with decodes."
             )
         if (found := run.speculation) is not None:
-            yield Text(f"{_pool_of(run)}, {run.policy}: {told_of_drafts(found)}.")
+            yield Text(f"{_pool_of(run)}, {run.policy}: {drafts_remark(found)}.")
     for run in runs:
         if (use := run.hisparse) is not None:
             yield Text(

@@ -50,7 +50,7 @@ class ListedOutput(Settings):
     names: bool = setting(False, "Print the names that can be given.", group="Output", option="--list")
 
 
-def told_of_drafts(found: Mapping[str, Any]) -> str:
+def drafts_remark(found: Mapping[str, Any]) -> str:
     """What speculation brought (`Speculator.statistics`), and why it is off if it is."""
     said = (
         f"{found['accepted_tokens']:,} of {found['draft_tokens']:,} drafts accepted, "

@@ -200,7 +200,7 @@ def verify(url: StoreUrl, settings: VerifySettings) -> Report:
     """Read every record and check it: its header, the digest that binds it to key, layout and length, and its place.
 
     Serving checks the same on every load, and treats what fails as a miss. To look changes nothing, nor what a
-    directory forgets next. Exits with 4 if anything is corrupt, else with 2 if something could not be read.
+    directory evicts next. Exits with 4 if anything is corrupt, else with 2 if something could not be read.
 
     [dim]Example:[/dim] quire store verify /var/cache/quire
 

@@ -92,7 +92,7 @@ def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def _made(start: Callable[[], EngineProcess]) -> EngineProcess:
-    """A process that a thread starts. If nobody waits for it any more, it ends."""
+    """A process that a thread starts. If nothing waits for it any more, it ends."""
     making = asyncio.ensure_future(asyncio.to_thread(start))
     try:
         return await asyncio.shield(making)
@@ -394,7 +394,7 @@ class AsyncEngine:
                 self._on_report(REPORT_DECODER.decode(message))
             if not channel.is_open:
                 self._loop.remove_reader(channel)
-                self._loop.call_later(_LOOK_S, self._bury, self._process, self._heard_s + _LINGER_S)
+                self._loop.call_later(_LOOK_S, self._await_end, self._process, self._heard_s + _LINGER_S)
         except Exception as error:  # every open request must get this error, whatever it is
             logger.exception("reading the engine's reports failed")
             self._die(EngineDead(f"the engine's reports cannot be read: {error}", fix="restart the server."))
@@ -457,9 +457,9 @@ class AsyncEngine:
     def _on_exit(self) -> None:
         """The process is gone, or about to be."""
         self._loop.remove_reader(self._process.process.sentinel)
-        self._loop.call_later(_LOOK_S, self._bury, self._process, time.monotonic() + _LINGER_S)
+        self._loop.call_later(_LOOK_S, self._await_end, self._process, time.monotonic() + _LINGER_S)
 
-    def _bury(self, process: EngineProcess, until_s: float) -> None:
+    def _await_end(self, process: EngineProcess, until_s: float) -> None:
         """What waits for a process gets the error that it left, or how it ended. One that has not ended by then is
         killed."""
         if process is not self._process or self._has_ended:  # another has its place, or nothing waits for it
@@ -472,7 +472,7 @@ class AsyncEngine:
         if time.monotonic() > until_s:
             logger.error("the engine process has closed its channel, and is killed as it does not end")
             process.process.kill()
-        self._loop.call_later(_LOOK_S, self._bury, process, until_s)
+        self._loop.call_later(_LOOK_S, self._await_end, process, until_s)
 
     def _die(self, error: QuireError) -> None:
         if not self._ready.done():

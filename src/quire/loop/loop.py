@@ -1,6 +1,6 @@
 """Loop: one turn schedules a step, launches it, and settles the one before. It names no feature: these are its parts.
 
-Engine and simulator run it. The engine's device computes, the simulator's knows the tokens beforehand; the clock of one
+Engine and simulator run it. The engine's device computes, the simulator's has the tokens in advance; the clock of one
 is real, that of the other virtual.
 """
 

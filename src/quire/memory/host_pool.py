@@ -86,8 +86,8 @@ def touch(memory: npt.NDArray[np.uint8], threads: int | None = None, progress: P
 class HostPool:
     """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i. It is one
     anonymous mapping of `num_bytes`. The constructor touches it (see `touch`), so that a shortage of memory fails at
-    once. `pinned` then registers the rows with CUDA (`PinnedSlices`), if there is one; `progress` hears of that too.
-    The pool owns the memory until `close`; views stay readable after that and read zeros. Raises HostMemoryError, and
+    once. `pinned` then registers the rows with CUDA (`PinnedSlices`), if there is one, with `progress` too. The pool
+    owns the memory until `close`; views stay readable after that and read zeros. Raises HostMemoryError, and
     frees what it had reserved."""
 
     def __init__(

@@ -63,6 +63,6 @@ class PinnedSlices:
         )
 
     def close(self) -> None:
-        """Nothing is registered any more. No copy may be in flight. A second call does nothing."""
+        """Unregister all memory. The caller has waited for all copies. A second call does nothing."""
         while self._addresses:
             self._cuda.cudaHostUnregister(self._addresses.pop())

@@ -53,7 +53,7 @@ class RunningForward:
         self._groups = tuple(zip(pools, batches, strict=True))
         self.first = self.ordinal = first
         self.shared: dict[str, Any] = {}  # what layers share with later ones of this pass, by their kind
-        self.others: tuple[RunningForward, ...] = ()  # passes that store the same in pools of their own
+        self.others: tuple[RunningForward, ...] = ()  # passes over the same tokens that write to other pools
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""

@@ -153,7 +153,7 @@ class HitDensity(EvictionPolicy):
         if node.ending:
             ending, is_new = self._endings.class_of(node.ending)
             if is_new:
-                self._table.forget(range(ending * KINDS, (ending + 1) * KINDS))
+                self._table.reset(range(ending * KINDS, (ending + 1) * KINDS))
         turn, hits, answer = node.turn, node.hits, node.answer
         kind = (
             KINDS * ending

@@ -67,7 +67,7 @@ class HitTable:
         row += _SMOOTHED[bisect_right(_LATER, age)]
         self._num_reused += 1
 
-    def forget(self, kinds: range) -> None:
+    def reset(self, kinds: range) -> None:
         """These kinds are others from now on."""
         self._begun[kinds.start : kinds.stop] = [0.0] * len(kinds)
         self._reused[kinds.start : kinds.stop] = 0

@@ -4,7 +4,7 @@ They explain why a prompt is not cached any more (`quire.prefix.match`), and tel
 evicted edge is a child of its former parent, cached or evicted. It is removed when its tokens are cached again.
 
     node --[page page]--> node          cached
-       \\..[page page page]..> node      evicted; beyond the capacity the oldest are forgotten
+       \\..[page page page]..> node      evicted; beyond the capacity the oldest are removed
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Eviction:
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class User:
     """One session, as the tree knows it. `nodes` of the tree have been used by it and by no request of others, except
-    of sessions that have `ended`, after which nobody is expected to use what was theirs."""
+    of sessions that have `ended`, after which no request is expected to use what was theirs."""
 
     nodes: dict[Node, None] = field(default_factory=dict)  # a set in order, so that replays repeat
     ended: bool = False
@@ -146,7 +146,7 @@ class Levels:
 
 
 def used_by(node: Node, user: User | None) -> None:
-    """A request of this user uses the path to a node. Amortised O(1): above a node of its own, or of nobody, are none
+    """A request of this user uses the path to a node. Amortised O(1): above a node of its own, or of no user, are none
     of others. Requests of an ended session that still run do not count."""
     if user is not None and user.ended:
         return
@@ -204,13 +204,13 @@ Returned = list[tuple[Node, int]]
 
 
 class EvictedEdges:
-    """Their tokens use at most `capacity` bytes; the oldest edges are removed first. `forgotten` is called with the
+    """Their tokens use at most `capacity` bytes; the oldest edges are removed first. `removed` is called with the
     parent of each edge that is removed for lack of room."""
 
-    def __init__(self, capacity: int, page_bytes: int, forgotten: Callable[[Node], None]) -> None:
+    def __init__(self, capacity: int, page_bytes: int, removed: Callable[[Node], None]) -> None:
         self.capacity = capacity
         self._page_bytes = page_bytes
-        self._forgotten = forgotten
+        self._removed = removed
         self._order: LazyQueue[Node] = LazyQueue(lambda _, edge: edge if edge.eviction is not None else None)
         self.num_bytes = 0
 
@@ -273,7 +273,7 @@ class EvictedEdges:
         edge = entry.item
         below = self._take(edge, len(edge.key))
         assert edge.parent is not None and not below
-        self._forgotten(edge.parent)
+        self._removed(edge.parent)
 
 
 def attach(node: Node, edges: dict[bytes, Node]) -> None:

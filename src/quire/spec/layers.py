@@ -27,7 +27,7 @@ _FULL = ReachSpec()
 _STATE = ReachSpec("state")
 _LATENT_BLOCK = 128  # numbers of a latent, or of an indexer's key, that share one float32 scale
 _COMPRESSED_BLOCK = 64  # numbers of a compressed latent that share one scale byte
-_SCALE_BYTES = 8  # the size of a row is a multiple of it
+_SCALE_BYTES = 8  # row sizes are rounded up to this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class _Size:
     search_s: float = 0.0  # a search that ends without drafts
     num_searches: int = 0
     most_credit: float = _MOST_CREDIT
-    credit: float = _MOST_CREDIT  # in steps without drafts
+    credit: float = _MOST_CREDIT  # unit: steps without drafts
 
     def cost(self) -> tuple[float, float]:
         """Seconds that drafts add to a step, and each of them."""

@@ -31,7 +31,7 @@ class Write:
 
     @staticmethod
     def failed(error: str) -> Write:
-        """One that failed before it began."""
+        """A write that is FAILED with this error."""
         write = Write()
         write.end(error)
         return write

@@ -176,7 +176,7 @@ class PrefillSide:
                 continue
             counts.failures["write"] += 1
             if not each.is_again and self.sender.is_open(each.peer, each.want.ask):
-                self._write(each.peer, each.want, is_again=True)  # the bytes are the same
+                self._write(each.peer, each.want, is_again=True)  # retried once: the frames are still held
             else:
                 self._end_reading(each)
                 self._do(self.sender.failed(each.peer, each.want, each.write.error))

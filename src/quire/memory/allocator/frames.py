@@ -55,7 +55,7 @@ class GroupFrames(Generic[A]):
         self.free_frames(in_order(self.table.unbind(pages)))
 
     def take_unchecked(self) -> Ids:
-        """Pages that came to the device with records that nobody has checked, since the last call."""
+        """Pages that came to the device with records that nothing has checked, since the last call."""
         return NO_IDS
 
 

@@ -25,7 +25,7 @@ class StoreModel:
         self.evicts = evicts
         self.keys = [make_key(number // 2, scope=number % 2, part=number % 3) for number in range(num_keys)]
         self.visible: dict[int, int] = {}  # number of a key -> number of its record
-        self.prepared: dict[int, tuple[int, bool]] = {}  # -> number of its record, put or not
+        self.prepared: dict[int, tuple[int, bool]] = {}  # prepared keys: number of the record, whether put
         self.happened: Counter[str] = Counter()
         self._records = 0
 

@@ -33,7 +33,7 @@ class Fault(Enum):
     """`get` says RETRY."""
     COMPLETE_FAILS = "complete fails"
     """`complete` says RETRY; the record was dropped."""
-    FORGOTTEN = "forgotten"
+    LOST = "lost"
     """`complete` says HIT, and the record is gone at once. A store may do that."""
     UNREACHABLE = "unreachable"
     """`exists` and `prepare` say RETRY for all keys."""
@@ -94,13 +94,13 @@ class FaultyStore(WrappedStore):
         return answers
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
-        """COMPLETE_FAILS, FORGOTTEN."""
+        """COMPLETE_FAILS, LOST."""
         failing = [good and self._strikes(Fault.COMPLETE_FAILS, key) for key, good in zip(keys, ok, strict=True)]
         answers = super().complete(keys, [good and not fails for good, fails in zip(ok, failing, strict=True)])
         for at, key in enumerate(keys):
             if failing[at]:
                 answers[at] = Answer.RETRY
-            elif answers[at] is Answer.HIT and self._strikes(Fault.FORGOTTEN, key):
+            elif answers[at] is Answer.HIT and self._strikes(Fault.LOST, key):
                 super().remove([key])
         return answers
 

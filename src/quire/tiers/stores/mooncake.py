@@ -174,7 +174,7 @@ class MooncakeStore(RemoteStore):
                     yield Entry(key, copies[0].get_memory_descriptor().buffer_descriptor.size)
 
     def close(self) -> None:
-        """Leave the pool, after calls in flight. Records in memory of this process are lost."""
+        """Wait for calls in flight, then disconnect. Records in memory of this process are lost."""
         if self._calls.close():
             self._drop_announced()
             self._client.unregister_buffer(self._address)

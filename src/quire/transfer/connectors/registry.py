@@ -40,7 +40,7 @@ def connector_kind(kind: str, host: str = "127.0.0.1", *, unauthenticated: bool 
     where = _UNAUTHENTICATED.get(kind)
     if where is not None and (where or not is_loopback(host)) and not unauthenticated:
         raise InvalidInput(
-            f"connector '{kind}' listens on {where or host} and asks for no credentials: whoever reaches its ports can "
+            f"connector '{kind}' listens on {where or host} and asks for no credentials: all who reach its ports can "
             "write to the cached pages of all clients.",
             fix="use --transfer-connector tcp, or, behind a firewall, add --transfer-unauthenticated.",
         )
