@@ -22,9 +22,12 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 def slow_unless_changed(*folders: str) -> Callable[[Test], Test]:
     """Mark a test slow, unless a file in one of these folders of the repository has changed."""
-    if any(file.startswith(folders) for file in changed()):
-        return lambda test: test
-    return pytest.mark.slow
+    return (lambda test: test) if has_changed(*folders) else pytest.mark.slow
+
+
+def has_changed(*folders: str) -> bool:
+    """Whether a file in one of these folders of the repository has changed."""
+    return any(file.startswith(folders) for file in changed())
 
 
 def commit() -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.forked import workers_cpu_s
-from tests.serve.forked import forked_cpu_s
+from tests.programs import forked_cpu_s
 
 ROOT = Path(__file__).parents[1]
 RECORDED, KEPT = ROOT / "build" / "durations.json", ROOT / "tests" / "durations.json"

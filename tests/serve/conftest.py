@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; servers started here inherit it
 
+from tests.programs import ForkedContext
 from tests.serve.live_server import LiveServer
 from tests.serve.tiny_model import make_tiny_model
 
@@ -36,3 +38,9 @@ def server(tiny_model: Path) -> Iterator[LiveServer]:
         live.terminate()
         assert live.wait() == 0, live.log()
         assert not live.children_left()
+
+
+@pytest.fixture
+def forked_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine processes of this process are forked, and are not its children."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: ForkedContext())

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from openai import OpenAI
 
-from tests.serve.forked import ForkedProgram
+from tests.programs import ForkedProgram
 
 START_S = 120.0
 

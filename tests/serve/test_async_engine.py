@@ -27,6 +27,8 @@ from tests import waits
 from tests.serve.fake_core import CONTEXT, ByteTokenizer, EchoCore
 from tests.transfer.connector_contract import activity
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 
 @asynccontextmanager
 async def running(*, stall_after_s: float = 60.0) -> AsyncIterator[AsyncEngine]:

@@ -24,6 +24,8 @@ from tests.serve.fake_core import ByteTokenizer, EchoCore
 from tests.serve.live_server import LiveServer
 from tests.serve.test_async_engine import text_of, until
 
+forked = pytest.mark.usefixtures("forked_engines")
+
 
 @asynccontextmanager
 async def running(max_restarts: int) -> AsyncIterator[AsyncEngine]:
@@ -72,6 +74,7 @@ def check_another_engine_takes_its_place(how: str = "kill") -> None:
     asyncio.run(body())
 
 
+@forked
 @pytest.mark.parametrize("how", ["kill", "crash"])
 def test_another_engine_takes_its_place(how: str) -> None:
     check_another_engine_takes_its_place(how)
@@ -118,6 +121,7 @@ def check_the_time_to_come_again_gets_shorter(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(body())
 
 
+@forked
 def test_the_time_to_come_again_gets_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     check_the_time_to_come_again_gets_shorter(monkeypatch)
 
@@ -149,10 +153,12 @@ async def _not(found: object) -> bool:
     return not await found  # type: ignore[misc]
 
 
+@forked
 def test_restarts_are_limited() -> None:
     check_restarts_are_limited()
 
 
+@forked
 def test_a_shutdown_ends_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_FIRST_PAUSE_S", 3600.0)
     monkeypatch.setattr(async_engine, "_LONGEST_PAUSE_S", 3600.0)
@@ -177,6 +183,7 @@ def test_a_shutdown_ends_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(body())
 
 
+@forked
 @pytest.mark.parametrize("num_failures", [1, 9])
 def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
     """The system may have no file, process or memory left for a moment, or for long."""
@@ -240,6 +247,7 @@ def check_a_silent_engine_fails_health() -> None:
     asyncio.run(body())
 
 
+@forked
 def test_a_silent_engine_fails_health() -> None:
     check_a_silent_engine_fails_health()
 

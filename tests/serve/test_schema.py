@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.serve.live_server import LiveServer
 
 LEFT_OUT = "positive_data_acceptance"
@@ -27,14 +28,16 @@ def live(tiny_model: Path) -> Iterator[LiveServer]:
         yield server
 
 
-def check(live: LiveServer, folder: Path, num_examples: int, timeout_s: float) -> int:
+def check(
+    live: LiveServer, folder: Path, num_examples: int, timeout_s: float, phases: str = "examples,coverage,fuzzing"
+) -> int:
     """Run it; returns the number of cases."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{live.summary['url']}/openapi.json"),
             *("--checks", "all", "--exclude-checks", LEFT_OUT, "--max-examples", str(num_examples)),
             *("--seed", "1", "--request-timeout", str(TIMEOUT_S), "--max-response-time", str(TIMEOUT_S)),
-            *("--phases", "examples,coverage,fuzzing"),
+            *("--phases", phases),
             *("--generation-database", "none", "--no-color"),
         ],
         cwd=folder,
@@ -52,6 +55,11 @@ def check(live: LiveServer, folder: Path, num_examples: int, timeout_s: float) -
 
 
 def test_answers_are_those_of_the_document(live: LiveServer, tmp_path: Path) -> None:
+    assert check(live, tmp_path, 3, 250, "examples,fuzzing") > 20
+
+
+@slow_unless_changed("src/quire/serve/", "tests/serve/test_schema.py")
+def test_answers_to_all_limits_of_the_document_are_those_of_it(live: LiveServer, tmp_path: Path) -> None:
     assert check(live, tmp_path, 3, 250) > 20
 
 

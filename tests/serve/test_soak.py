@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import has_changed
 from tests.programs import run_program
 
 SOAK = Path(__file__).parents[2] / "bench" / "serving" / "soak.py"
 
 
 LEAST = ("--least-answers", "100")
+QUICK = () if has_changed("src/quire/engine/", "src/quire/serve/", "src/quire/loop/") else pytest.mark.slow
 TIERS = ("--tiers", "--flush-every", "50", "--sessions", "--session-ttl", "2")
 
 
@@ -21,7 +23,7 @@ TIERS = ("--tiers", "--flush-every", "50", "--sessions", "--session-ttl", "2")
     ("clients", "seconds", "max_tokens", "kv_memory", "more"),
     [
         pytest.param(24, 1, 12, "1536KiB", LEAST, marks=pytest.mark.slow),
-        (12, 1, 12, "3MiB", (*TIERS, *LEAST)),
+        pytest.param(12, 1, 12, "3MiB", (*TIERS, *LEAST), marks=QUICK),
         pytest.param(200, 60, 40, "4MiB", (), marks=pytest.mark.slow),
         pytest.param(
             40,

@@ -118,7 +118,7 @@ def test_a_replay_runs_once() -> None:
 
 
 def test_a_pool_between_two_requests_is_seen_to_be_idle() -> None:
-    first, busy = run(requests([(16, 3), (16, 3)], gap=1000.0)), requests([(24, 40)] * 400, gap=50.0)
+    first, busy = run(requests([(16, 3), (16, 3)], gap=1000.0)), requests([(24, 10)] * 400, gap=50.0)
     for result in (first, run(busy, check="off")):
         samples = result.occupancy
         assert len(samples) <= 512

@@ -31,6 +31,7 @@ def test_steps_in_bfloat16_are_as_close_as_their_numbers(seed, threads):
     check_narrow(seed, threads)
 
 
+@slow_unless_changed("src/quire/kernels/native/", "tests/kernels/native/")
 @pytest.mark.skipif("-march=native" not in library._FLAGS, reason="another architecture")
 @pytest.mark.parametrize(
     "march",
