@@ -18,14 +18,17 @@ import pytest
 import torch
 
 from tests import waits
+from tests.changes import slow_unless_changed
 from tests.emulated_attention import emulated_kernels
 from tests.engine.test_frame_staging import handing_on
 from tests.fake_cuda import FakeCuda
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench"
+LONG = slow_unless_changed("bench/", "src/quire/engine/", "src/quire/kernels/", "src/quire/models/")
 
 
+@LONG
 def test_every_stage_runs(tmp_path: Path) -> None:
     written = tmp_path / "first.jsonl"
     done = run_program(BENCH / "gpu_first.py", "--toy", "--stages", "all", "--json", written)
@@ -191,6 +194,7 @@ def test_time_that_is_up_is_said(capsys: pytest.CaptureFixture[str], monkeypatch
     ]
 
 
+@LONG
 @pytest.mark.parametrize("stage", ["pool", "model", "sampler", "overlap", "graphs", "tiers", "throughput"])
 def test_stages_on_a_device_in_python(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they do where there is CUDA: it must not fail on the first machine by a mistake of this file. Kernels need a
