@@ -94,7 +94,8 @@ def check_at_rest(core: EngineCore) -> None:
     core.audit()
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
     assert core.cache.pages.num_free_pages + core.cache.tree.num_evictable == core.plan.num_pages
-    assert not core.scheduler._rows.num_drafted and not core.scheduler._rows.drafts.any()
+    drafts = core.scheduler._rows.drafts
+    assert not drafts.num_drafted and not drafts.counts.any()
 
 
 def check_tokens(script: str, params: SamplingParams, speculation: dict[str, Any] = CHAIN) -> None:

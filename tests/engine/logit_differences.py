@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ class _Listener(Sampler):
         self.heard: dict[str, list[Tensor]] = {}
 
     def draw(
-        self, logits: Tensor, places: Places, proposal: Proposal | None = None, prepared: Prepared | None = None
+        self, logits: Tensor, places: Places, proposals: Sequence[Proposal] = (), prepared: Prepared | None = None
     ) -> Drawn:
         for row, request in zip(logits, places.requests, strict=True):
             self.heard.setdefault(request.request_id, []).append(row.clone())
-        return super().draw(logits, places, proposal, prepared)
+        return super().draw(logits, places, proposals, prepared)
 
 
 def largest_difference(name: str, *, native: bool = True) -> tuple[float, float]:

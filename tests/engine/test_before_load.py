@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.before_load import check_model, open_tiers, storage_size
+from quire.engine.before_load import check_model
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
+from quire.engine.tier_storage import open_tiers, storage_size
 from quire.errors import (
     HostMemoryError,
     InvalidInput,

@@ -234,5 +234,5 @@ def test_its_features_are_planned(target: LoadedModel, head: LoadedHead, kind: s
     config = core.config.model_copy(update={"kv_memory": None, "max_running_requests": 4096})
     assert core.draft is not None
     with patch("quire.engine.device.device.free_bytes", return_value=2**28):
-        plan = plan_for(config, core.model.spec, core.draft.spec, core.device)
+        plan = plan_for(config, core.device, core.model.spec, core.draft.spec)
     assert plan.kv_bytes + plan.memory.feature_bytes == 2**28

@@ -336,9 +336,8 @@ def test_memory_of_graphs_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         plans = {
             off: engine_device.plan_for(
                 config.model_copy(update={"kv_memory": None, "disable_cuda_graph": off}),
-                spec,
-                None,
                 CUDA,
+                spec,
             )
             for off in (False, True)
         }

@@ -67,7 +67,7 @@ def check_a_draw(params: SamplingParams) -> None:
     drafts = Sampler([], keeps_probabilities=True).draw(torch.tensor([OFTEN_RIGHT] * TIMES), there)
     assert drafts.probabilities is not None
     proposal = Proposal(every, drafts.tokens.numpy(), drafts.probabilities[1])
-    tokens = Sampler([]).draw(torch.tensor([TARGET] * TIMES), there, proposal).tokens
+    tokens = Sampler([]).draw(torch.tensor([TARGET] * TIMES), there, [proposal]).tokens
     target, draft = exact(TARGET, made[0]), exact(OFTEN_RIGHT, made[0])
     check_frequencies(np.bincount(tokens.numpy(), minlength=len(TARGET)), target)
     right, chance = int((tokens == drafts.tokens).sum()), float(np.minimum(target, draft).sum())
@@ -97,11 +97,11 @@ def test_other_rows_of_the_batch_do_not_matter() -> None:
     draws = np.array([at for at in range(12) if at % 3 and at % 4])
     probabilities = torch.softmax(torch.randn(len(draws), 50, generator=torch.Generator().manual_seed(3)), -1)
     tokens = probabilities.argmax(-1).numpy()
-    together = Sampler([]).draw(logits.clone(), places(made), Proposal(draws, tokens, probabilities)).tokens.tolist()
+    together = Sampler([]).draw(logits.clone(), places(made), [Proposal(draws, tokens, probabilities)]).tokens.tolist()
     for at, token in enumerate(together):
         own = (draws == at).nonzero()[0]
-        proposal = Proposal(np.zeros(1, np.intp), tokens[own], probabilities[own]) if len(own) else None
-        assert Sampler([]).draw(logits[at : at + 1].clone(), places([made[at]]), proposal).tokens.tolist() == [token]
+        proposals = [Proposal(np.zeros(1, np.intp), tokens[own], probabilities[own])] if len(own) else []
+        assert Sampler([]).draw(logits[at : at + 1].clone(), places([made[at]]), proposals).tokens.tolist() == [token]
     plain = Sampler([]).draw(logits.clone(), places(made)).tokens.tolist()
     assert all(together[at] == plain[at] for at in range(12) if at not in draws)
 

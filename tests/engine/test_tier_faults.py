@@ -119,7 +119,7 @@ STORES: dict[str, Callable[[], Store]] = {
 def test_a_store_that(kind: str, prefetch: str, dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines one after the other on a store that is not to be relied on."""
     store = STORES[kind]()
-    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: store)
+    monkeypatch.setattr("quire.engine.tier_storage.open_store", lambda url, capacity: store)
     defects = 0
     for engine in range(3):
         core = small(dense.model, storage="anywhere", host=1.0, prefetch=prefetch, overlap=bool(engine % 2))
@@ -137,7 +137,7 @@ def test_a_store_that(kind: str, prefetch: str, dense: Case, monkeypatch: pytest
 @pytest.mark.parametrize("name", ["exists", "prepare", "put", "complete", "get"])
 def test_a_store_that_raises(name: str, dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ScriptedStore()
-    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: store)
+    monkeypatch.setattr("quire.engine.tier_storage.open_store", lambda url, capacity: store)
     model, expected = dense.model, dense.expected
     if name in ("exists", "get"):
         first = small(model, storage="anywhere")

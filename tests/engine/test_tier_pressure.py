@@ -74,7 +74,7 @@ def test_encoded_pages(name: str, kv_dtype: str) -> None:
 def test_a_host_that_is_as_small_as_the_device(name: str, write: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are given up all the time, with a store behind them. Audited after every step."""
     monkeypatch.setattr(running, "AUDIT_EVERY", 1)
-    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: ScriptedStore())
+    monkeypatch.setattr("quire.engine.tier_storage.open_store", lambda url, capacity: ScriptedStore())
     case = case_of(name)
     core = small(case.model, write_policy=write, host=1.0, overlap=write == "write_back", storage="anywhere")
     for turn in range(2):
@@ -118,7 +118,7 @@ def test_preempted_requests_go_on_from_the_host(dense: Case, write: str) -> None
 def test_aborts_at_any_moment(dense: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While they wait, read ahead, load, compute and decode. Those that are left say what they would have said."""
     store = SlowStore(ScriptedStore(), (0.0, 0.004), seed=seed)
-    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: store)
+    monkeypatch.setattr("quire.engine.tier_storage.open_store", lambda url, capacity: store)
     model, expected, others = dense
     core = small(model, host=1.5, storage="anywhere", overlap=bool(seed % 2), write_policy="write_through")
     rng = random.Random(seed)

@@ -30,7 +30,7 @@ ROOM: dict[str, Any] = {"num_tokens": 8 * LONGEST, "page_size": PAGE}
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> ScriptedStore:
     made = ScriptedStore()
-    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: made)
+    monkeypatch.setattr("quire.engine.tier_storage.open_store", lambda url, capacity: made)
     return made
 
 
@@ -145,7 +145,7 @@ def test_a_peer_computes_it_all_if_the_store_gives_no_answer(why: str, monkeypat
     store = ScriptedStore()
     over = threading.Event()
     opened = SlowStore(store, (waits.FOR_EVER_S, waits.FOR_EVER_S), sleep=over.wait) if why == "slow" else store
-    monkeypatch.setattr("quire.engine.before_load.open_store", lambda url, capacity: opened)
+    monkeypatch.setattr("quire.engine.tier_storage.open_store", lambda url, capacity: opened)
     if why == "failing":
         store.failing.add("exists")
     elif why == "refusing":

@@ -17,8 +17,8 @@ from quire.engine.device.sampler import _Draws
 from quire.plan import budget, settings
 from quire.plan.configurator import RecurrentPoolConfigurator
 from quire.scheduler.request import Request
-from quire.scheduler.rows import RunningRows
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import DraftRows
 from quire.scheduler.step import Step, StepRows
 from quire.spec import speculation
 from quire.spec.ids import Bools
@@ -148,13 +148,13 @@ def drafts_are_cached(patch: Patch) -> None:
 
 @mutant("steps", "drafts go beyond the end of their request")
 def drafts_have_no_limit(patch: Patch) -> None:
-    real = RunningRows.draft_room
+    real = DraftRows.room
 
-    def draft_room(self: RunningRows, batch: StepRows, most: int) -> Lengths:
-        found = real(self, batch, most)
-        return np.where(found > 0, most, 0)
+    def room(self: DraftRows, batch: StepRows) -> Lengths:
+        assert self._config is not None
+        return np.where(real(self, batch) > 0, self._config.num_steps, 0)
 
-    patch.setattr(RunningRows, "draft_room", draft_room)
+    patch.setattr(DraftRows, "room", room)
 
 
 @mutant(
@@ -218,14 +218,14 @@ def accepted_rows_are_not_moved(patch: Patch) -> None:
 
 @mutant("trees", "a branch is computed at positions after those of the branch before it")
 def positions_of_a_tree_are_its_rows(patch: Patch) -> None:
-    real = RunningRows._branch
+    real = DraftRows.branch
 
-    def branch(self: RunningRows, step: Step, *drafts: Any) -> None:
+    def branch(self: DraftRows, step: Step, *drafts: Any) -> None:
         rows = step.positions.copy()
         real(self, step, *drafts)
         step.positions = rows
 
-    patch.setattr(RunningRows, "_branch", branch)
+    patch.setattr(DraftRows, "branch", branch)
 
 
 @mutant("trees", "tokens of a right branch come with the log-probabilities of a wrong one")
@@ -247,7 +247,7 @@ def the_state_of_a_rejected_draft_is_kept(patch: Patch) -> None:
     real = StateGroup.settle
 
     def settle(self: StateGroup, row: int, num_tokens: int) -> None:
-        real(self, row, num_tokens + (self._position[row] < num_tokens < self._position[row] + self._drafts))
+        real(self, row, num_tokens + (self._position[row] < num_tokens < self._position[row] + self._more))
         self._position[row] = max(self._position[row], num_tokens)
 
     patch.setattr(StateGroup, "settle", settle)

@@ -10,6 +10,7 @@ from quire.cache.states import StateGroup
 from quire.scheduler import rows
 from quire.scheduler.request import Request
 from quire.scheduler.rows import RunningRows
+from quire.scheduler.speculation import DraftRows
 from quire.scheduler.step import Step, StepRows
 from tests.mutants.mutants import Patch, mutant
 
@@ -62,7 +63,7 @@ def a_state_goes_on_with_all_drafts(patch: Patch) -> None:
 
     def settle(self: StateGroup, row: int, num_tokens: int) -> None:
         real(self, row, num_tokens)
-        self._frame[row], self._draft_frames[row, -1] = self._draft_frames[row, -1], self._frame[row]
+        self._frame[row], self._more_frames[row, -1] = self._more_frames[row, -1], self._frame[row]
 
     patch.setattr(StateGroup, "settle", settle)
 
@@ -74,7 +75,7 @@ def a_state_stays_where_it_was(patch: Patch) -> None:
 
 @mutant("steps", "drafts that were computed once are computed again, behind what came true")
 def drafts_are_never_forgotten(patch: Patch) -> None:
-    patch.setattr(RunningRows, "forget_drafts", lambda self, rows: None)
+    patch.setattr(DraftRows, "remove", lambda self, rows: None)
 
 
 @mutant("steps", "a preempted request comes back with the drafts of who has its row now")
@@ -82,9 +83,10 @@ def drafts_stay_in_the_row(patch: Patch) -> None:
     real = RunningRows.unbind
 
     def unbind(self: RunningRows, request: Request) -> None:
-        forget, self.forget_drafts = self.forget_drafts, lambda rows: None  # type: ignore[method-assign]
+        drafts = self.drafts
+        remove, drafts.remove = drafts.remove, lambda rows: None  # type: ignore[method-assign]
         real(self, request)
-        self.forget_drafts = forget  # type: ignore[method-assign]
+        drafts.remove = remove  # type: ignore[method-assign]
 
     patch.setattr(RunningRows, "unbind", unbind)
 

@@ -263,7 +263,7 @@ class KVCache:
         """These tokens have settled. Returns the range of whole pages that have settled now."""
         before = int(self.rows.num_committed[kv.row])
         self.rows.num_committed[kv.row] = len(tokens)
-        for group in self._states.values() if self.plan.speculation is not None else ():
+        for group in self._states.values():
             group.settle(kv.row, len(tokens))
         return before // self.page_size, len(tokens) // self.page_size
 

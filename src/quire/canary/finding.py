@@ -60,8 +60,8 @@ class Finding:
 class Reports:
     """The newest findings. With a `folder`, each is also written there, at most `MOST_REPORTS` of them."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | None) -> None:
+        self._folder = Path(folder) if folder is not None else None
         self.newest: deque[Finding] = deque(maxlen=MOST_REPORTS)
         self.num_written = 0
 

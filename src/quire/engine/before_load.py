@@ -1,113 +1,18 @@
-"""Checks of a model, its draft and its tiers before weights are read, which may take minutes.
-
-The store is opened here, so that a bad URL, a server that does not answer, a directory that cannot be written or a
-missing package ends a start at once. The same holds for sizes that are not available, or that hold no page of the
-model. Nothing here loads torch.
-"""
+"""Checks of a model before its weights are read, which may take minutes. Nothing here loads torch."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
 from quire.engine.config import EngineConfig
-from quire.engine.host_memory import host_memory
-from quire.engine.planning import configured_draft, configured_plan, plan_settings
-from quire.errors import InvalidInput, ModelLoadError, PlanError, QuireError, StoreError, UnsupportedModel
-from quire.memory.record import HEADER_BYTES
-from quire.models.registry import refuse_unsupported
-from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
+from quire.engine.planning import configured_plan, plan_settings
+from quire.engine.speculation_checks import check_draft
+from quire.errors import InvalidInput, ModelLoadError, UnsupportedModel
 from quire.plan.hisparse import refuse_hisparse
-from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
 from quire.plan.source import check_tokenizer, model_folder, read_model_config
-from quire.plan.speculation import captured_layers, check_head, prediction_tensors, refuse_mtp, with_draft_model
 from quire.spec.catalogue import catalogue_model
-from quire.spec.config_reader import NUM_LAYERS, ConfigReader
-from quire.spec.group import GroupSpec
 from quire.spec.model import ModelSpec
-from quire.tiers.store import Store
-from quire.tiers.stores.directory import DirectoryStore
-from quire.tiers.stores.directory.slab_allocator import slot_size
-from quire.tiers.stores.directory.store import holds_store
-from quire.tiers.stores.registry import directory_of, open_store
-
-_MOST_STORAGE = 32 * 2**30
-_SOME_KV_BYTES = 2**40  # for layouts, which do not depend on it
-
-
-class Storage(NamedTuple):
-    """The opened store, None if there is none, and its capacity in bytes, None if a server determines it. The caller
-    closes the store."""
-
-    store: Store | None
-    num_bytes: int | None
-
-
-def open_tiers(config: EngineConfig) -> Storage:
-    """Open the store, and check of host memory and sizes what can be checked without the weights.
-
-    Raises HostMemoryError, StoreError, InvalidInput, or PlanError if a tier would hold no page.
-    """
-    if isinstance(config.host_memory, int):
-        memory = host_memory()
-        host_budget(
-            config.host_memory, available=memory.available, limit=memory.limit, total=memory.total, device_bytes=0
-        )
-    plan = _plan_of(config)
-    size = storage_size(config)
-    if plan is not None and isinstance(config.host_memory, int):
-        host_frames(plan, config.host_memory)
-    groups = plan.groups if plan is not None else ()
-    check_storage_size(config, groups, size)
-    store = open_store(config.storage, capacity=size) if config.storage else None
-    if isinstance(store, DirectoryStore) and size is None:
-        try:
-            size = store.facts().capacity
-            check_storage_size(config, groups, size)
-        except BaseException:
-            store.close()
-            raise
-    return Storage(store, size)
-
-
-def storage_size(config: EngineConfig) -> int | None:
-    """The capacity in bytes: as configured; for a new directory half of the free disk and at most 32 GiB; None if the
-    store has its own."""
-    path = directory_of(config.storage) if config.storage is not None else None
-    try:
-        if config.storage_size is not None or path is None or holds_store(Path(path)):
-            return config.storage_size
-        parent = next((folder for folder in (Path(path), *Path(path).absolute().parents) if folder.is_dir()), Path("/"))
-        return min(_MOST_STORAGE, shutil.disk_usage(parent).free // 2)
-    except OSError as error:
-        raise StoreError(f"the store '{path}' cannot be used: {error}.", fix="give another directory.") from error
-
-
-def check_storage_size(config: EngineConfig, groups: Sequence[GroupSpec], num_bytes: int | None) -> None:
-    """Refuse a directory that would hold no page. Raises PlanError with the smallest size that works, and StoreError if
-    no size was given and the disk is full."""
-    path = directory_of(config.storage) if config.storage is not None else None
-    if path is None or num_bytes is None:
-        return
-    least = sum(slot_size(HEADER_BYTES + group.layout.bytes_per_frame) for group in groups)
-    if num_bytes >= least:
-        return
-    if config.storage_size is None and not holds_store(Path(path)):
-        raise StoreError(
-            f"the disk of '{path}' has no room for a store: half of what is free is "
-            f"{format_bytes(num_bytes)}, and a page takes {format_bytes(least)}.",
-            fix="free some of it, or give another directory.",
-        )
-    raise PlanError(
-        f"{format_bytes(num_bytes)} of storage hold no page: one record of each group takes "
-        f"{format_bytes(least)} in all.",
-        fix=f"use --storage-size {round_up_bytes(least).replace(' ', '')} or more; some GiB are worth the trouble.",
-    )
 
 
 def check_model(config: EngineConfig) -> Plan | None:
@@ -126,77 +31,19 @@ def check_model(config: EngineConfig) -> Plan | None:
     if folder is not None and config.tokenizer is None and not config.skip_tokenizer_init:
         check_tokenizer(folder)
     found = read_model_config(config.model, config.revision)[0]
-    check_draft(config)
-    check_hisparse(config)
+    check_features(config)
     with suppress(InvalidInput, UnsupportedModel):
         return configured_plan(config, found, config.kv_memory) if config.kv_memory is not None else None
     return None
 
 
-def check_draft(config: EngineConfig) -> None:
-    """Refuse a draft that cannot draft for the model, as far as the configurations of both say. The load checks the
-    rest. Raises ModelLoadError if one cannot be read, and UnsupportedModel."""
-    speculation = config.speculative_config
-    if speculation is not None and speculation.method == "mtp":
-        _check_prediction_layer(config)
-    if speculation is None or speculation.model is None:
-        return
-    name, is_model = speculation.model, speculation.method == "draft_model"
-    given = read_model_config(name, speculation.revision)[0]
-    if is_model:
-        refuse_unsupported(given, name)
-    try:
-        target = ModelSpec.from_config(read_model_config(config.model, config.revision)[0])
-        draft = configured_draft(config, target)
-    except (InvalidInput, UnsupportedModel):  # transformers may know what the configuration leaves out
-        return
-    assert draft is not None
-    if not is_model:
-        check_head(name, given, target.hidden_size)
-        if speculation.method == "eagle3":
-            captured_layers(name, given, len(target.layers))
-    settings = plan_settings(config)
-    if "dynamic" in str(given.get("rope_parameters") or given.get("rope_scaling")):  # this rope grows with the length
-        draft = replace(draft, context_length=max(draft.context_length, settings.max_model_len or 0))
-    with_draft_model(target, settings, draft)
-
-
-def check_hisparse(config: EngineConfig) -> None:
-    """Refuse a model whose latents cannot be in host memory. Raises ModelLoadError if its configuration cannot be read,
-    and InvalidInput."""
-    if config.hisparse is None:
-        return
+def check_features(config: EngineConfig) -> None:
+    """Refuse a draft as `check_draft` does, and latents that cannot be in host memory. Raises ModelLoadError if a
+    configuration cannot be read, UnsupportedModel and InvalidInput."""
+    check_draft(config)
     found = read_model_config(config.model, config.revision)[0]
     try:
         spec = ModelSpec.from_config(found)
     except (InvalidInput, UnsupportedModel):  # transformers may know what the configuration leaves out
         return
     refuse_hisparse(spec, plan_settings(config))
-
-
-def _check_prediction_layer(config: EngineConfig) -> None:
-    """Refuse a model without a prediction layer. The tensors of a folder are looked up by name."""
-    from safetensors import SafetensorError, safe_open  # only this method needs it
-
-    given, folder = read_model_config(config.model, config.revision)[0], model_folder(config.model)
-    refuse_mtp(given, config.model)
-    names: list[str] = []
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
-        try:
-            with safe_open(path, framework="np") as file:
-                names += file.keys()
-        except (SafetensorError, OSError):  # the load says more of it
-            return
-    if names:
-        prediction_tensors(names, ConfigReader(given).size(*NUM_LAYERS), config.model)
-
-
-def _plan_of(config: EngineConfig) -> MemoryPlan | None:
-    """A plan with the layouts that the engine will have, if the configuration is available and suffices; otherwise
-    None."""
-    if not config.has_tiers:
-        return None
-    with suppress(QuireError):
-        if model_folder(config.model) is not None:
-            return configured_plan(config, read_model_config(config.model)[0], _SOME_KV_BYTES).memory
-    return None

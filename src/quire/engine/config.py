@@ -373,7 +373,7 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
 
     @model_validator(mode="after")
     def _drafts_follow_tokens(self) -> EngineConfig:
-        if self.overlap and self.speculative_config is not None:
+        if self.overlap and not self.may_overlap:
             raise RefusedCombination(
                 "drafts follow the tokens of the last step, and --overlap schedules a step before these are known.",
                 fix="leave --overlap out.",
@@ -397,6 +397,35 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
     def has_tiers(self) -> bool:
         """Whether pages are stored on any lower tier."""
         return self.host_memory is not None or self.storage is not None or self.role is not None
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether a step can be launched before the one before it has settled: drafts follow tokens that have
+        settled."""
+        return self.speculative_config is None
+
+    @property
+    def has_fixed_steps(self) -> bool:
+        """Whether decode steps have fixed shapes: they compute no drafts, and swap nothing in from host memory."""
+        return self.speculative_config is None and self.hisparse is None
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether steps at start compile kernels. Latents in host memory are read by requests that were admitted, so
+        their kernels are compiled by the first ones."""
+        return not self.skip_warmup and self.attention_backend != "torch" and self.hisparse is None
+
+    @property
+    def why_loads(self) -> str:
+        """Why pages are loaded even where computing would be quicker; "" if they are not."""
+        if self.role is not None:
+            return "so it is with a role"
+        return "load is 'always'" if self.load == "always" else ""
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether pages leave this process, for a store or for another engine."""
+        return self.storage is not None or self.role is not None
 
     @property
     def stop_seconds(self) -> float:

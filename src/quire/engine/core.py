@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,11 +18,10 @@ from quire.cache.session import SessionList, SessionSettings
 from quire.canary.finding import Reports
 from quire.canary.parts import AuditPart, HistoryPart
 from quire.counters import Section, declared_in, statistics_of
-from quire.engine.before_load import Storage, check_draft, check_hisparse, open_tiers
+from quire.engine.before_load import check_features
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
 from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
-from quire.engine.device.device import largest_graph, may_overlap, open_device, plan_for, warm_ups_of
-from quire.engine.device.draft_model import load_draft
+from quire.engine.device.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.device.frame_staging import ComputeStream
 from quire.engine.device.runner import ModelRunner
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
@@ -31,7 +29,8 @@ from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
 from quire.engine.self_checks import check_parts
-from quire.engine.speculation import drafter_of, sampler_of, speculation_parts
+from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
+from quire.engine.tier_storage import Storage, open_tiers
 from quire.engine.tiers import EngineTiers, build_memory, lower_frames, offloads_of, open_tiers_of, tier_parts
 from quire.engine.transfer import identity_of, open_transfer, set_role, transfer_parts
 from quire.errors import InvalidInput, QuireError
@@ -42,7 +41,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
 from quire.offload import offload_of
-from quire.offload.deletion import Flushed, Stored
+from quire.offload.deletion import Flushed
 from quire.offload.parts import TiersPart
 from quire.offload.retention import Granted, RetainedList
 from quire.scheduler.chunk_budget import chunk_budget
@@ -115,16 +114,15 @@ class EngineCore:
         self.config = config
         self.device, self.backend = open_device(config)
         if model is None:
-            check_draft(config)
-            check_hisparse(config)
+            check_features(config)
             model = load_model(config.model, device=self.device, **loading_options(config))
         self.model = model
         self.draft = draft if draft is not None else load_draft(config, model)
         self.models = [each for each in (model, self.draft) if each is not None]
         self.eos_token_ids = tuple(model.eos_token_ids)
-        self.capacity = plan_for(config, model.spec, self.draft.spec if self.draft is not None else None, self.device)
+        self.capacity = plan_for(config, self.device, *(each.spec for each in self.models))
         self.plan = self.capacity.memory
-        self.facts = facts_of(config, self.capacity, model, self.draft)
+        self.facts = facts_of(config, self.capacity, self.models)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
         self.wake: Callable[[], None] = lambda: None
@@ -169,12 +167,13 @@ class EngineCore:
         )
         self.drafter = drafter_of(self)
         self.reporting, self.explanations = Reporting(), Explanations()
-        self.reports = Reports(Path(config.canary_reports) if config.canary_reports is not None else None)
+        self.reports = Reports(config.canary_reports)
         self.history_part = HistoryPart(self.cache, self.scheduler, lambda: lower_frames(self))
         self.audits = AuditPart(self.cache, self.history_part, self.reports)
         parts = [*chain.from_iterable(made(self) for made in _PARTS), *more, self.reporting]
         self.runner.parts = tuple(part for part in (*parts, self.drafter) if isinstance(part, ForwardPart))
-        overlaps = config.overlap if config.overlap is not None else may_overlap(config, self.device)
+        by_default = config.may_overlap and self.device.type != "cpu"
+        overlaps = by_default if config.overlap is None else config.overlap
         self.loop = Loop(self.scheduler, self.cache, self.runner, parts, overlaps=overlaps)
 
     def part(self, kind: type[P]) -> P | None:
@@ -187,8 +186,7 @@ class EngineCore:
 
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page, and for what attention leaves out."""
-        exact = self.config.storage is not None or self.config.role is not None
-        found = [model.identity(weights_epoch, exact=exact) for model in self.models]
+        found = [model.identity(weights_epoch, exact=self.config.shares_pages) for model in self.models]
         found += self.plan.attention_identity
         return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 
@@ -309,8 +307,7 @@ class EngineCore:
         if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
             raise InvalidInput(f"weights_epoch must be a whole number from 0 to 2**63 - 1, got {epoch!r}.")
         if epoch == self.weights_epoch:
-            kept = Stored.KEPT if self.config.storage is not None else Stored.NONE
-            return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0, storage=kept)
+            return Flushed(flushed_tokens=0, held_tokens=0, num_retentions=0, storage=self.offload.stored)
         for model in self.models:
             model.weights_changed()
         done = self.offload.change_model(self._identity(epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,12 @@ class EngineCounters:
     kv_bytes: int = gauge("Bytes of the KV pools.")
 
 
-def facts_of(
-    config: EngineConfig, plan: Plan, model: LoadedModel, draft: LoadedModel | LoadedHead | None
-) -> dict[str, Any]:
-    """Statistics that never change."""
+def facts_of(config: EngineConfig, plan: Plan, models: Sequence[LoadedModel | LoadedHead]) -> dict[str, Any]:
+    """Statistics that never change. The first model is the target."""
+    model = models[0]
     return {
         "plan": plan_as_dict(plan, model=config.model_name),
-        "weight_bytes": model.weight_bytes + (draft.weight_bytes if draft is not None else 0),
+        "weight_bytes": sum(each.weight_bytes for each in models),
         "bytes_per_token": float(plan.bytes_per_token),
         "largest_request": plan.memory.largest_request,
         "context": plan.memory.context,

@@ -107,11 +107,28 @@ def hot_buffer_parts(engine: EngineCore) -> Iterator[Part]:
         yield HotBuffersPart(engine.latents, engine.backend.moves)
 
 
+def hosted_latents(
+    plan: MemoryPlan, model: LoadedModel, progress: Progress | None, host: HostPool | None
+) -> tuple[HostedLatents, ...]:
+    """What is in host memory beside hot buffers; empty if all frames are on the device. Raises as `HostedLatents`."""
+    if plan.hot is None:
+        return ()
+    return (HostedLatents(plan, model, progress, host=host),)
+
+
+def check_loss(plan: Plan, model: LoadedModel) -> None:
+    """Refuse a lossy plan for a model with attention of its own, and warn as `warn_of_loss` does."""
+    if plan.memory.hot is not None and plan.memory.hot.lossy:
+        model.refuse_own_attention()
+    warn_of_loss(plan, model.spec)
+
+
 def warn_of_loss(plan: Plan, spec: ModelSpec) -> None:
     """Log why the plan's latents, or keys and values, in host memory do not pay, as far as that is known without
     measured speeds. `spec` is the model's."""
     hot = plan.memory.hot
-    assert hot is not None
+    if hot is None:
+        return
     gain = hisparse_gain(plan, partial(make_plan, spec), HiSparseCosts())
     if gain.loses:
         logger.warning("%s in host memory (--hisparse) do not pay here: %s", hot.contents, gain.loses)

@@ -10,13 +10,39 @@ from quire.engine.device.draft_head import HeadDrafter
 from quire.engine.device.draft_model import DraftLayers, ModelDrafter
 from quire.engine.device.sampler import Sampler
 from quire.loop import Part
-from quire.models.draft_head import LoadedHead
+from quire.models.draft_head import LoadedHead, load_head
+from quire.models.hf import LoadedModel, load_model
 from quire.spec.speculation import STANDARD
 from quire.speculative.part import Speculation
 from quire.speculative.speculator import speculator_of
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
+
+
+def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | LoadedHead | None:
+    """The draft model or head of this configuration, on the target's device and in its dtype; None if it has none.
+
+    Raises what `load_model`, `load_head` and `load_mtp` raise.
+    """
+    speculation = config.speculative_config
+    if speculation is not None and speculation.method == "mtp":
+        from quire.models.mtp import load_mtp  # older versions of transformers lack what it imports
+
+        return load_mtp(target, config.revision)
+    if speculation is None or speculation.model is None:
+        return None
+    if speculation.method != "draft_model":
+        is_eagle3 = speculation.method == "eagle3"
+        return load_head(speculation.model, target, eagle3=is_eagle3, revision=speculation.revision)
+    return load_model(
+        speculation.model,
+        dtype=target.spec.dtype.value,
+        device=target.device,
+        max_length=config.max_model_len,
+        revision=speculation.revision,
+        pack=config.pack_weights,
+    )
 
 
 def speculation_parts(engine: EngineCore) -> Iterator[Part]:
@@ -28,10 +54,12 @@ def speculation_parts(engine: EngineCore) -> Iterator[Part]:
 
 def drafter_of(engine: EngineCore) -> ModelDrafter | HeadDrafter | None:
     """The drafts of a model that follows each step on the same pages; None without one."""
-    if engine.draft is None:
+    speculation = engine.plan.speculation
+    if engine.draft is None or speculation is None:
         return None
     layers = DraftLayers(len(engine.model.spec.calls), engine.cache, engine.pools, engine.backend)
     shared = (
+        speculation,
         layers,
         sampler_of(engine.config, engine.eos_token_ids, drafts=True),
         engine.cache,

@@ -58,7 +58,7 @@ def tiers_as_dict(
         "host": {"bytes": num_bytes, "tokens": tokens, "groups": groups},
         "storage": None,
         "write_policy": config.write_policy,
-        "load": config.load if config.role is None else "always",
+        "load": "always" if config.why_loads else config.load,
         "prefetch": None,
     }
     if config.storage is not None:
@@ -90,8 +90,7 @@ def _notes(config: EngineConfig, plan: MemoryPlan, found: Mapping[str, Any]) -> 
     if storage is None:
         notes.append("Without storage nothing outlives the engine.")
     if found["load"] == "always":
-        why = "load is 'always'" if config.role is None else "so it is with a role"
-        notes.append(f"Loads happen even where computing would be quicker: {why}.")
+        notes.append(f"Loads happen even where computing would be quicker: {config.why_loads}.")
     return notes
 
 

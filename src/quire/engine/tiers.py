@@ -14,13 +14,13 @@ import torch
 
 from quire.cache.statistics import CacheCounters
 from quire.counters import counter, gauge, labelled, plain
-from quire.engine.before_load import Storage, check_storage_size
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
 from quire.engine.device.frame_staging import ComputeStream, FrameStaging
 from quire.engine.device.runner import build_pools
-from quire.engine.hisparse import HostedLatents, warn_of_loss
+from quire.engine.hisparse import HostedLatents, check_loss, hosted_latents
 from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.engine.tier_report import StoreCounters, store_counters, tiers_as_dict
+from quire.engine.tier_storage import Storage, check_storage_size
 from quire.engine.watchdog import LaneWatch
 from quire.loop import Part
 from quire.memory.frame_copies import FrameCopies
@@ -54,21 +54,17 @@ def build_memory(
     tiers, if there are some, which has that too. `progress` is called with the touched bytes of host memory and the
     total. Raises what `build_pools` and `HostedLatents` raise, and HostMemoryError if the host has no room."""
     memory, device = plan.memory, model.device
-    if memory.hot is None:
-        pools = build_pools(memory, device)
-        return pools, None, _tier_memory(config, memory, device, progress) if config.has_tiers else None
-    if memory.hot.lossy:
-        model.refuse_own_attention()
-    warn_of_loss(plan, model.spec)
+    check_loss(plan, model)
     with ExitStack() as undo:
         host = _tier_memory(config, memory, device, progress) if config.has_tiers else None
         if host is not None:
             undo.callback(host.close)
-        latents = HostedLatents(memory, model, progress, host=host)
-        undo.callback(latents.close)
-        pools = build_pools(memory, device, {latents.group: latents.pool})
+        latents = hosted_latents(memory, model, progress, host)
+        for each in latents:
+            undo.callback(each.close)
+        pools = build_pools(memory, device, {each.group: each.pool for each in latents})
         undo.pop_all()
-    return pools, latents, host
+    return pools, next(iter(latents), None), host
 
 
 def _tier_memory(config: EngineConfig, plan: MemoryPlan, device: torch.device, progress: Progress | None) -> HostPool:
@@ -174,7 +170,7 @@ class EngineTiers:
             mover=self.mover,
             break_even=self.break_even,
             write=config.write_policy,
-            always=config.load == "always" or config.role is not None,
+            always=bool(config.why_loads),
             stores=self.store is not None,
             prefetch=config.prefetch,
             prefetch_seconds=config.prefetch_seconds,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quire.counters import counter, gauge
 from quire.errors import InvalidInput
-from quire.kernels.fields import HostedField, KVFields, KVReader, LatentFields, PagedField, Writer
+from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField, Writer
 from quire.kernels.moves import TORCH, Moves
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
@@ -180,7 +180,7 @@ class AttentionBackend:
         if self._word == "native":
             return "" if query.dtype in FORMATS else "dtype"
         parts = [part for part in reader.parts() if part is not None]
-        if any(isinstance(part, HostedField) for part in parts):
+        if any(part.on_host for part in parts):
             return "frames in host memory"
         if query.dtype not in _TRITON_DTYPES:
             return "dtype"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from copy import copy
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ class PagedField:
     `[frames, entries, *scale_shape]` is the layer of its scales, if the format has any; entries beyond a row's own
     scales are padding. `writer` writes, in place of torch's operators. `kept` is what kernels keep of a field.
     """
+
+    on_host: ClassVar[bool] = False
+    """Whether the frames are in host memory, and the device reads them."""
 
     __slots__ = ("_frames", "_kv_format", "_rows", "_scale_frames", "_scales", "_writer", "kept")
 
@@ -124,6 +127,8 @@ class PagedField:
 class HostedField(PagedField):
     """A field whose frames are strided views of records in host memory (`HostedPool`). `device` is where rows come from
     and are read: those that are read are copied there, and writing waits for those that are written."""
+
+    on_host: ClassVar[bool] = True
 
     __slots__ = ("_device",)
 

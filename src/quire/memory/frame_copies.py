@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.memory.host_pool import HostPool
-from quire.memory.pool import HostedPool, Pool
+from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES, QueuedCopy, Records
 from quire.spec.ids import Ids
 
@@ -50,10 +50,7 @@ class FrameCopies:
         self._host = host
         self.queues = queues
         of = frames or CpuFrames
-        self._copies = [
-            of(pool, host.rows(group)) if not isinstance(pool, HostedPool) else None  # its frames are the records
-            for group, pool in enumerate(pools)
-        ]
+        self._copies = [None if pool.on_host else of(pool, host.rows(group)) for group, pool in enumerate(pools)]
         for group, pool in enumerate(pools):
             assert host.format(group).payload_bytes == pool.layout.bytes_per_frame, "a host pool of other layouts"
 

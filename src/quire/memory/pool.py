@@ -37,6 +37,9 @@ class Pool:
     memory that is not `touched` is provided by the system when it is written, or by `populate`. `tensors` has each
     field in the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`."""
 
+    on_host = False
+    """Whether the frames are records of host memory."""
+
     def __init__(
         self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu", touched: bool = True
     ) -> None:
@@ -107,6 +110,8 @@ class HostedPool(Pool):
     record i. A record has a header and may have a gap behind its fields, so tensors are strided: entries of a frame are
     contiguous, and frames are not. `reader` is the device that computes and reads rows. Raises UnsupportedModel for a
     layout whose fields are not aligned in a record."""
+
+    on_host = True
 
     def __init__(self, layout: PageLayout, host: HostPool, group: int, *, reader: torch.device) -> None:
         rows = torch.from_numpy(host.rows(group))

@@ -77,8 +77,12 @@ class Offloading(Offload):
         engines that still have them; this cache does not look them up any more."""
         done, fingerprints = self._delete(None), [group.layout.fingerprint() for group in self._parts.plan.groups]
         self._parts.tree.names.rename(layout_identity(model_identity, fingerprints))
-        stores = self.tiers is not None and self.tiers.settings.stores
-        return replace(done, storage=Stored.KEPT if stores else Stored.NONE)
+        return replace(done, storage=self.stored)
+
+    @property
+    def stored(self) -> Stored:
+        """The state of records, while none is deleted."""
+        return Stored.KEPT if self.tiers is not None and self.tiers.settings.stores else Stored.NONE
 
     def _delete(self, namespace: Namespace | None) -> Flushed:
         parts, tree = self._parts, self._parts.tree

@@ -399,16 +399,16 @@ class RecurrentPoolConfigurator(HybridSWAPoolConfigurator):
 
     def _draft_rules(self, state: GroupSpec, per_token: Fraction, requests: int) -> list[PoolRule]:
         """The pool of states after each drafted token: D for every running request and for the padding row."""
-        drafted = self._drafted
+        extra = self._drafted
         rule = PoolRule(
             group=state,
             part=OF_DRAFTS,
-            per_token=per_token * drafted,
-            fixed=drafted - PADDING,
-            minimum=requests * drafted,
-            why=f"a state after each of {drafted} drafted tokens, per running request",
+            per_token=per_token * extra,
+            fixed=extra - PADDING,
+            minimum=requests * extra,
+            why=f"a state after each of {extra} drafted tokens, per running request",
         )
-        return [rule] if drafted else []
+        return [rule] if extra else []
 
     def _check(self, config: MemoryPoolConfig) -> None:
         super()._check(config)

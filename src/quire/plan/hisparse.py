@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import counted, format_bytes
 from quire.plan.devices import DEVICES, Line
+from quire.plan.host import host_budget
 from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
-from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HotBuffers
+from quire.plan.speculation import refuse_draft_layers
+from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HiSparseConfig, HotBuffers
 from quire.spec.layers import AttentionCall, Call, LatentCall
 from quire.spec.model import ModelSpec
 from quire.spec.pages import floor_to_page, pages_for
@@ -25,6 +27,24 @@ _LAUNCH_S = 0.0005  # host and launch time of a step
 # Buffers of two selections, in the same file: 0.82 to 0.89 in engines with random models, 0.89 of what a small trained
 # model selects. No large model is among them.
 _HIT_RATE = 0.85
+
+
+def latent_bytes(
+    config: HiSparseConfig | None,
+    asked: int | Literal["auto"] | None,
+    *,
+    owners: int,
+    available: int,
+    limit: int | None,
+    total: int,
+) -> int | None:
+    """Bytes of host memory for latents: their share, with `owners` in all, of what was `asked` for, or of half of what
+    is `available`; None without hisparse. The rest as in `host_budget`."""
+    if config is None:
+        return None
+    asked = "auto" if asked is None else asked
+    budget = host_budget(asked, available=available, limit=limit, total=total, device_bytes=available)
+    return budget // owners
 
 
 def hot_buffers(spec: ModelSpec, settings: PlanSettings, *, page_size: int, context: int) -> HotBuffers | None:
@@ -66,7 +86,8 @@ def selecting(spec: ModelSpec, settings: PlanSettings) -> ModelSpec:
 def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
     """Raise InvalidInput for a model without sparse latents alone, for another number of selected tokens than the
     model's, and for settings beside which hisparse does not work."""
-    assert settings.hisparse is not None
+    if settings.hisparse is None:
+        return
     if settings.hisparse.selection is not None:
         bounded = selecting(spec, settings)
         if not settings.window_pool and any(isinstance(call, AttentionCall) and call.window for call in bounded.calls):
@@ -76,17 +97,7 @@ def refuse_hisparse(spec: ModelSpec, settings: PlanSettings) -> None:
             )
     else:
         _refuse_indexer(spec, settings.hisparse.top_k)
-    drafts = settings.speculative_config
-    if drafts is not None and drafts.topk > 1:
-        raise InvalidInput(
-            "hisparse: drafts of one request that branch cannot be verified.",
-            fix="propose one draft per position (topk 1).",
-        )
-    if drafts is not None and drafts.num_layers:
-        raise InvalidInput(
-            f"hisparse: the draft layers of {drafts.method} read all tokens on the device.",
-            fix="draft from n-grams, or leave hisparse out.",
-        )
+    refuse_draft_layers(settings, "hisparse")
     for option in ("pp", "dcp"):
         if getattr(settings.parallel, option) > 1:
             raise InvalidInput(f"hisparse: not yet with --{option}.", fix=f"leave --{option} out; use --tp.")

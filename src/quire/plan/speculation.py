@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import ModelLoadError, UnsupportedModel
+from quire.errors import InvalidInput, ModelLoadError, UnsupportedModel
 from quire.plan.budget import counted
 from quire.plan.devices import Line
 from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
+from quire.plan.source import read_model_config
 from quire.spec.config_reader import ConfigReader
 from quire.spec.families import Layer, draft_like
 from quire.spec.kv_format import plain_format
@@ -120,6 +121,15 @@ def head_spec(config: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
     return replace(target, architecture="EagleHead", layers=((call,),), drafts=())
 
 
+def configured_draft(speculation: SpeculativeConfig | None, target: ModelSpec) -> tuple[ModelSpec, ...]:
+    """The draft model or head of an engine, by its configuration; empty if it has none of its own. Raises
+    ModelLoadError, and what `ModelSpec.from_config` and `head_spec` raise."""
+    if speculation is None or speculation.model is None:
+        return ()
+    found = read_model_config(speculation.model, speculation.revision)[0]
+    return (ModelSpec.from_config(found) if speculation.method == "draft_model" else head_spec(found, target),)
+
+
 def with_draft_model(spec: ModelSpec, settings: PlanSettings, draft: ModelSpec) -> tuple[ModelSpec, PlanSettings]:
     """The target `spec` with the layers of `draft` as its draft layers, and the settings of a plan for both.
 
@@ -166,6 +176,21 @@ def _is_full_attention(layer: Layer) -> bool:
 
 def _refusal(draft: ModelSpec, why: str, fix: str) -> UnsupportedModel:
     return UnsupportedModel(f"the draft ({draft.architecture}) {why}.", fix=fix)
+
+
+def refuse_draft_layers(settings: PlanSettings, feature: str) -> None:
+    """Raise InvalidInput for drafts that branch or have layers, beside a `feature` that has no place for these."""
+    drafts = settings.speculative_config
+    if drafts is not None and drafts.topk > 1:
+        raise InvalidInput(
+            f"{feature}: drafts of one request that branch cannot be verified.",
+            fix="propose one draft per position (topk 1).",
+        )
+    if drafts is not None and drafts.num_layers:
+        raise InvalidInput(
+            f"{feature}: the draft layers of {drafts.method} read all tokens on the device.",
+            fix=f"draft from n-grams, or leave {feature} out.",
+        )
 
 
 def with_draft_layers(spec: ModelSpec, speculation: SpeculativeConfig | None) -> tuple[ModelSpec, int]:

@@ -43,10 +43,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         numbers = (self.launch, self.weights, self.token, self.pair, *(seconds for seconds, _ in self.reads))
-        if min(numbers) < 0 or not sum(numbers) > 0 or min(self.host_bandwidth, self.storage_bandwidth) <= 0:
+        slowest = min(self.host_bandwidth, self.storage_bandwidth)
+        if min(numbers) < 0 or not sum(numbers) > 0 or slowest <= 0:
             raise InvalidInput("a step takes no time at all, or less.", fix="give times and bandwidths above zero.")
 
-    def seconds(self, starts: Lengths, ends: Lengths, drafts: Lengths | None = None) -> float:
+    def seconds(self, starts: Lengths, ends: Lengths, drafts: Lengths | int = 0) -> float:
         """The device's time for a step that computes tokens `starts[i]..ends[i] - 1` of each request, of which the last
         `drafts[i]` are drafts, without the launch. A draft costs as much as a token of a prompt."""
         tokens, pairs, contexts = work_of(starts, ends, drafts)
@@ -108,13 +109,13 @@ class CostModel:
         return cls(launch=_LAUNCH_S, weights=decode_ms / 1e3, token=1 / prefill_rate, pair=0.0, reads=reads)
 
 
-def work_of(starts: Lengths, ends: Lengths, drafts: Lengths | None = None) -> tuple[int, int, Lengths]:
+def work_of(starts: Lengths, ends: Lengths, drafts: Lengths | int = 0) -> tuple[int, int, Lengths]:
     """The work of a step as in `CostModel.seconds`: new tokens, (query, key) pairs of prompts and of drafts, and
     contexts of single tokens."""
     tokens = int((ends - starts).sum())
     if tokens == len(ends):
         return tokens, 0, ends
-    known = ends if drafts is None else ends - drafts
+    known = ends - drafts
     prompts = known - starts > 1
     first = np.where(prompts, starts, known)
     # Token p of a prompt reads p + 1 keys: the sum over first..ends - 1 is a difference of triangles.
@@ -160,7 +161,7 @@ class CostFit:
         self._sums = np.zeros((2, 4, 5))  # without and with prompts: products of amounts, and of amounts and seconds
         self._found: CostModel | None = None
 
-    def add(self, starts: Lengths, ends: Lengths, seconds: float, drafts: Lengths | None = None) -> None:
+    def add(self, starts: Lengths, ends: Lengths, seconds: float, drafts: Lengths | int = 0) -> None:
         """A step as in `CostModel.seconds` took this time."""
         tokens, pairs, contexts = work_of(starts, ends, drafts)
         amounts = (

@@ -75,7 +75,7 @@ class ChunkBudget:
     def measured(self, step: Step, seconds: float) -> None:
         """A step took this time, and waited for nothing."""
         if self._target_s != math.inf and seconds > 0:
-            drafts = None if step.is_decode else step.draw_counts - (step.draw_counts > 0)
+            drafts = 0 if step.is_decode else step.draw_counts - (step.draw_counts > 0)
             self._fit.add(step.starts, step.ends, seconds, drafts)
 
     def admitted(self, known: int, cached: int) -> None:

@@ -20,8 +20,10 @@ from quire.cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths, Rows
 from quire.scheduler.request import Following, Request
+from quire.scheduler.speculation import DraftRows
 from quire.scheduler.step import TERMS, Settled, Step, StepRows, Terms, terms_of
 from quire.spec.ids import Bools, Ids
+from quire.spec.speculation import SpeculativeConfig
 
 _NO_PLACES: Rows = np.empty(0, dtype=np.intp)
 _order = attrgetter("order")
@@ -34,7 +36,7 @@ class RunningRows:
     in the order of `Request.order`; `kvs` and `order` are their cache records and rows.
     """
 
-    def __init__(self, serials: Lengths, width: int) -> None:
+    def __init__(self, serials: Lengths, width: int, speculation: SpeculativeConfig | None = None) -> None:
         num_rows = len(serials)
         self.width = width
         self.tokens: Ids = np.zeros((num_rows, width), dtype=np.int32)
@@ -42,9 +44,7 @@ class RunningRows:
         self._lengths: Lengths = np.zeros((6, num_rows), dtype=np.int64)
         self.known, self.launched, self.settled, self.pending, self._drafted, self._accepted = self._lengths
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
-        self.drafts: Lengths = np.zeros(num_rows, dtype=np.int64)  # tokens after the known ones that may be accepted
-        self.num_drafted = 0  # rows that have any
-        self._parents: Ids | None = None  # parents of drafts, by row; None: drafts are chains
+        self.drafts = DraftRows(self, num_rows, speculation)
         self.serials = serials  # serial number of each row's request; 0: none
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
         self.running: list[Request] = []
@@ -69,7 +69,7 @@ class RunningRows:
         assert request.kv is not None
         row = request.kv.row
         request.unbind()
-        self.forget_drafts(np.array([row]))
+        self.drafts.remove(np.array([row]))
         at = bisect_left(self.running, request.order, key=_order)
         del self.running[at], self.kvs[at]
         self.order = np.concatenate((self.order[:at], self.order[at + 1 :]))
@@ -109,46 +109,6 @@ class RunningRows:
         found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < self.terms["prompt"][rows])
         return found
 
-    # -- drafts
-
-    def draft_room(self, batch: StepRows, most: int) -> Lengths:
-        """How many tokens ahead drafts of each request may be in its next step, `most` at most. 0 while it waits for a
-        token or has more than its last token to compute. No draft is beyond its limit."""
-        rows = batch.rows
-        known = self.known[rows]
-        room: Lengths = np.clip(batch.limit - known - 1, 0, most)
-        room[(self.pending[rows] > 0) | (known - self.launched[rows] != 1)] = 0
-        return room
-
-    def draft(self, batch: StepRows, counts: Lengths, tokens: Ids, parents: Ids | None = None) -> None:
-        """The first `counts[i]` of `tokens[i]` may follow the last known token of request i, and its next step computes
-        them. Draft j follows draft `parents[i, j]`, an earlier one, or the last known token if that is -1; without
-        `parents` each follows the one before it."""
-        rows = batch.rows
-        owners = np.repeat(batch.units[:-1], counts)
-        within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
-        self.flat[(batch.base + self.known[rows])[owners] + within] = tokens[owners, within]
-        self.num_drafted += int(np.count_nonzero(counts) - np.count_nonzero(self.drafts[rows]))
-        self.drafts[rows] = counts
-        self._parents = None
-        if parents is not None and parents.shape[1]:
-            self._parents = np.full((len(self.drafts), parents.shape[1]), -1, dtype=np.int32)
-            self._parents[rows] = parents
-
-    def drafts_of(self, batch: StepRows, most: int) -> Lengths:
-        """How many drafts each of these has; if they are more than `most` in all, the last ones are dropped."""
-        drafts = self.drafts[batch.rows]
-        kept: Lengths = np.clip(most - (np.cumsum(drafts) - drafts), 0, drafts)
-        self.drafts[batch.rows] = kept
-        self.num_drafted -= int(np.count_nonzero(drafts) - np.count_nonzero(kept))
-        return kept
-
-    def forget_drafts(self, rows: Rows) -> None:
-        """The drafts of these rows have been launched, or are dropped."""
-        if self.num_drafted:
-            self.num_drafted -= int(np.count_nonzero(self.drafts[rows]))
-            self.drafts[rows] = 0
-
     # -- steps
 
     def step(self, batch: StepRows, counts: Lengths | None = None) -> Step:
@@ -166,7 +126,7 @@ class RunningRows:
             step.future = unknown.nonzero()[0]
         self.launched[rows] = starts + step.counts
         self.pending[rows] = pending + step.draw_counts
-        self.forget_drafts(rows)
+        self.drafts.remove(rows)
         return step
 
     def _next_tokens(self, batch: StepRows, starts: Lengths) -> Step:
@@ -191,7 +151,7 @@ class RunningRows:
         np.cumsum(counts, out=offsets[1:])
         owners = np.repeat(every, counts)
         places = np.arange(len(owners)) + (starts - offsets[:-1])[owners]
-        drafts = self.drafts[rows]
+        drafts = self.drafts.counts[rows]
         last = starts + counts >= self.known[rows] + pending + drafts
         draw_counts = np.where(last, 1 + drafts, 0)
         drawers = np.repeat(every, draw_counts)
@@ -208,24 +168,8 @@ class RunningRows:
             tokens=self.flat[batch.base[owners] + places].astype(np.int64),
             future=_NO_PLACES,
         )
-        if self._parents is not None and self.num_drafted:
-            self._branch(step, self._parents[rows], drafts)
+        self.drafts.branch(step, drafts)
         return step
-
-    def _branch(self, step: Step, parents: Ids, drafts: Lengths) -> None:
-        """Drafts of a step are trees: `parents[i, j]` is the draft that draft j of work i follows, or -1."""
-        firsts = step.offsets[1:] - drafts  # flat places of the first draft of each work
-        flat = np.arange(step.num_tokens, dtype=np.int32) - 1
-        flat[step.offsets[:-1]] = -1
-        positions, depths = step.positions.copy(), np.zeros(parents.shape, dtype=np.int64)
-        for draft in range(parents.shape[1]):
-            some = (drafts > draft).nonzero()[0]
-            parent = parents[some, draft]
-            depths[some, draft] = np.where(parent >= 0, depths[some, parent] + 1, 1)
-            flat[firsts[some] + draft] = firsts[some] + parent  # the last known token is before the first draft
-            positions[firsts[some] + draft] = step.positions[firsts[some] - 1] + depths[some, draft]
-        if (positions != step.positions).any():
-            step.parents, step.positions = flat, positions
 
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None) -> tuple[Settled, Lengths, list[int]]:
         """A step has finished; it drew `tokens`, of which work i keeps its first `kept[i]`, by default all.
@@ -348,13 +292,13 @@ class NextStep:
         self.others: list[Request] = []
         self.begun: list[Request] = []
         self.num_tokens = 0
-        self._drafts: Lengths | None = None
+        self._own: Lengths | None = None  # tokens of each decode; None: one each
         self._counts: list[int] = []
 
-    def add_decodes(self, decodes: StepRows, drafts: Lengths | None) -> None:
-        """Requests that continue by one token each, and by their drafts."""
-        self.decodes, self._drafts = decodes, drafts
-        self.num_tokens = len(decodes) + (int(drafts.sum()) if drafts is not None else 0)
+    def add_decodes(self, decodes: StepRows, counts: Lengths | None) -> None:
+        """Requests that continue by `counts[i]` tokens each, the last known one and drafts; None: one token each."""
+        self.decodes, self._own = decodes, counts
+        self.num_tokens = len(decodes) if counts is None else int(counts.sum())
 
     def add(self, requests: list[Request], counts: list[int]) -> None:
         """Other requests, with the tokens that the step computes of each."""
@@ -366,8 +310,7 @@ class NextStep:
         """The step has no room any more."""
         if self.decodes is not None and request in self.decodes.requests:
             others = np.array([at for at, r in enumerate(self.decodes.requests) if r is not request], dtype=np.intp)
-            drafts = self._drafts[others] if self._drafts is not None else None
-            self.add_decodes(self.decodes.part(others), drafts)
+            self.add_decodes(self.decodes.part(others), None if self._own is None else self._own[others])
             self.num_tokens += sum(self._counts)
         if request in self.others:
             at = self.others.index(request)
@@ -378,9 +321,9 @@ class NextStep:
         """Tokens of each work; None if each has one and decodes."""
         if self.decodes is None:
             return np.array(self._counts, dtype=np.int64)
-        if not self._counts and self._drafts is None:
+        if not self._counts and self._own is None:
             return None
-        own = self.decodes.ones if self._drafts is None else 1 + self._drafts
+        own = self.decodes.ones if self._own is None else self._own
         return np.concatenate((own, np.array(self._counts, dtype=np.int64)))
 
 

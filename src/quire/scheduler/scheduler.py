@@ -61,7 +61,7 @@ class Scheduler:
         self._asked: Counter[int] = Counter()  # waiting requests by `Request.opening`
         self._requests: dict[str, Request] = {}
         width = cache.plan.pages_per_row * cache.plan.tokens_per_page
-        self._rows = RunningRows(cache.rows.serials, width)
+        self._rows = RunningRows(cache.rows.serials, width, cache.plan.speculation)
         self._decoding = self._rows.together()  # decodes of the last step
         self._prefetching = Prefetching(ahead, cache.page_size)
         self._leaders = Leaders(cache, self._rows)
@@ -105,9 +105,8 @@ class Scheduler:
         self._cache.plan.check_request(request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._arrivals
         request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
-        if request.session_id:
-            key = SessionKey(request.namespace, request.session_id, request.owner)
-            request.turn = self._cache.sessions.open(key, self._arrivals)
+        key = SessionKey(request.namespace, request.session_id, request.owner)
+        request.turn = self._cache.sessions.arrive(key, self._arrivals)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._wait(request)
@@ -136,16 +135,13 @@ class Scheduler:
         """All running requests; the tokens of all rows; how many of its row each request has; and how many tokens ahead
         its next step may draft. That is as far as the plan reserves room and the request may still draw, and 0 while a
         step that draws its next token is in flight."""
-        running, rows, speculation = self._rows.together(), self._rows, self._cache.plan.speculation
-        room = rows.draft_room(running, speculation.num_steps if speculation is not None else 0)
-        if speculation is not None and speculation.branches:
-            room[running.most_pending == 0] = 0  # its draws depend on all tokens before, which branches do not share
-        return running, rows.tokens, rows.known[running.rows], room
+        running, rows = self._rows.together(), self._rows
+        return running, rows.tokens, rows.known[running.rows], rows.drafts.room(running)
 
     def draft(self, batch: StepRows, counts: Lengths, tokens: Ids, parents: Ids | None = None) -> None:
         """The next step of request i computes the first `counts[i]` of `tokens[i]` too, no further ahead than
-        `drafting` said, and `settle` is told how many were right. `parents` as in `RunningRows.draft`."""
-        self._rows.draft(batch, counts, tokens, parents)
+        `drafting` said, and `settle` is told how many were right. `parents` as in `DraftRows.write`."""
+        self._rows.drafts.write(batch, counts, tokens, parents)
 
     @property
     def requests(self) -> Iterable[Request]:
@@ -266,11 +262,8 @@ class Scheduler:
             decodes, serials = self._decoding, running.serials[places]
             if not np.array_equal(serials, decodes.serials):
                 decodes = running.part(places)
-        drafts = None
-        if self._rows.num_drafted:
-            left = self._max_tokens - len(decodes)
-            shared = bool(self._waiting) or len(decodes) < len(running)  # prompts get half of what is left
-            drafts = self._rows.drafts_of(decodes, left // 2 if shared else left)
+        shared = bool(self._waiting) or len(decodes) < len(running)
+        counts = self._rows.drafts.tokens_of(decodes, self._max_tokens - len(decodes), shared=shared)
         self._decoding = decodes
         if not len(decodes):
             return
@@ -280,10 +273,10 @@ class Scheduler:
             else:
                 self._cache.reserve(decodes, self._rows.launched[decodes.rows] + self._per_step)
         except OutOfPages:
-            self._rows.forget_drafts(decodes.rows)
+            self._rows.drafts.remove(decodes.rows)
             self._grant(next_step, decodes.requests, decodes.ones.tolist())
         else:
-            next_step.add_decodes(decodes, drafts)
+            next_step.add_decodes(decodes, counts)
 
     def _limit(self, next_step: NextStep, running: StepRows, prompts: Rows, counts: Lengths) -> None:
         """Limit what the step computes of prompts beside requests that decode."""
@@ -426,7 +419,7 @@ class Scheduler:
                 deferred += 1
                 continue
             hit = match(request)
-            num_held, row = self._held(request, hit)
+            num_held, row = self._cache.sessions.held_row(request.turn, request.tokens, hit.num_tokens)
             if num_held < 0:
                 request.wait_reason = "waits for the last step of its session's turn before"
                 deferred, quiet = deferred + 1, False
@@ -460,12 +453,6 @@ class Scheduler:
     def _follows(self, request: Request) -> bool:
         """Whether it waits for a leader that has committed nothing new."""
         return request.follows is not None and self._leaders.is_waited_for(request.follows)
-
-    def _held(self, request: Request, hit: PrefixHit) -> tuple[int, RequestKV | None]:
-        """`Sessions.resumable` for a request, and the row."""
-        turn, sessions = request.turn, self._cache.sessions
-        num_held = sessions.resumable(turn, request.tokens, hit.num_tokens) if turn is not None else 0
-        return num_held, turn.session.row.kv if turn is not None and turn.session.row and num_held > 0 else None
 
     def _begin(self, next_step: NextStep, request: Request, hit: PrefixHit, limit: int, num_held: int) -> None:
         """A request begins on a hit, or after the `num_held` tokens that its session holds."""
@@ -542,12 +529,8 @@ class Scheduler:
         needed = plan.pages_of(ahead)
         spare = pages_for(plan.tokens_per_step, size)
         claims = (begins, needed, rows, reached, spare)
-        request.wait_reason = why_not(*claims)
         own = request.turn.session if request.turn is not None else None
-        while request.wait_reason and sessions.num_held and not why_not(*claims, sessions.most_pages):
-            if not sessions.give_way(own if isinstance(begins, RequestKV) else None):
-                break
-            request.wait_reason = why_not(*claims)
+        request.wait_reason = sessions.make_room(why_not, claims, own if isinstance(begins, RequestKV) else None)
         # Running requests end. Pages held for waiting requests could block the first of them for ever.
         while request.wait_reason and not len(rows) and self._ahead.release_prefetched():
             request.wait_reason = why_not(*claims)

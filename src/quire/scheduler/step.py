@@ -185,7 +185,7 @@ class Step:
     parents: Ids | None = None
     _places: Places | None = field(default=None, init=False, repr=False)
     admitted: list[Request] = field(default_factory=list)
-    proposal: Any = None
+    proposals: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
         return len(self.starts)

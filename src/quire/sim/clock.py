@@ -74,7 +74,7 @@ class VirtualClock:
         self._free_at = 0.0
 
     def launch(
-        self, starts: Lengths, ends: Lengths, *, drafts: Lengths | None = None, arrives: float = 0.0, swap: float = 0.0
+        self, starts: Lengths, ends: Lengths, *, drafts: Lengths | int = 0, arrives: float = 0.0, swap: float = 0.0
     ) -> float:
         """A step is launched now (`CostModel.seconds`); returns the time at which it will have settled. Its layers wait
         for those of a load that ends at `arrives`; after that only the work of the last layer remains. In all layers

@@ -243,6 +243,11 @@ def get_verified_tokens(speculation: SpeculativeConfig | None) -> int:
     return speculation.num_draft_tokens if speculation is not None else 0
 
 
+def get_topk(speculation: SpeculativeConfig | None) -> int:
+    """The most tokens that a step computes after one token."""
+    return speculation.topk if speculation is not None else 1
+
+
 def get_kept_features(speculation: SpeculativeConfig | None, page_size: int) -> int:
     """Last positions of a running request whose features, and outputs, a draft head keeps: a page that is not full, and
     the tokens that a step verifies. 0 without a head."""

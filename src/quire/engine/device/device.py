@@ -18,6 +18,7 @@ from quire.plan.budget import MemoryPlan
 from quire.plan.devices import graph_bytes, sampling_bytes
 from quire.plan.plan import Plan
 from quire.spec.model import ModelSpec
+from quire.spec.speculation import get_topk
 
 _AUTO_SHARE_CPU = 0.25  # share of the memory that is free after the weights are loaded
 _AUTO_SHARE_DEVICE = 0.80  # likewise, on a GPU
@@ -69,31 +70,23 @@ def largest_graph(config: EngineConfig, device: torch.device) -> int:
     """Requests of the largest CUDA graph of decode steps; 0 for none. Steps with drafts, or that swap latents in from
     host memory, are no decode steps of fixed shapes, and torch's operators follow a plan of each step."""
     eager = config.disable_cuda_graph or config.attention_backend == "torch"
-    if device.type != "cuda" or eager or config.speculative_config or config.hisparse:
+    if device.type != "cuda" or eager or not config.has_fixed_steps:
         return 0
     return min(config.cuda_graph_max_bs, config.max_running_requests)
 
 
-def may_overlap(config: EngineConfig, device: torch.device) -> bool:
-    """Whether a step is launched before the one before it has settled: drafts follow tokens that have settled."""
-    return device.type != "cpu" and config.speculative_config is None
-
-
 def warm_ups_of(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> list[Pads]:
-    """Steps that compile kernels at start; none where nothing is compiled. Latents in host memory are read by requests
-    that were admitted, so their kernels are compiled by the first ones."""
-    if device.type != "cuda" or config.skip_warmup or config.attention_backend == "torch" or config.hisparse:
+    """Steps that compile kernels at start; none where nothing is compiled."""
+    if device.type != "cuda" or not config.warms_up:
         return []
-    drafts = plan.speculation
-    trees = drafts is not None and drafts.topk > 1
-    return warm_ups(plan.largest_request, config.max_num_batched_tokens, trees=trees)
+    return warm_ups(plan.largest_request, config.max_num_batched_tokens, trees=get_topk(plan.speculation) > 1)
 
 
-def plan_for(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, device: torch.device) -> Plan:
-    """The plan of an engine whose models are loaded. Raises PlanError."""
+def plan_for(config: EngineConfig, device: torch.device, spec: ModelSpec, *drafts: ModelSpec) -> Plan:
+    """The plan of an engine whose models are loaded: the target, and its draft if it has one. Raises PlanError."""
     graphs = graph_bytes(largest_graph(config, device))
     draws = sampling_bytes(config.max_running_requests, spec.vocab_size) if device.type == "cuda" else 0
-    plan = partial(engine_plan, config, spec, draft, graph_bytes=graphs, sampling_bytes=draws)
+    plan = partial(engine_plan, config, spec, drafts, graph_bytes=graphs, sampling_bytes=draws)
     if config.kv_memory is not None:
         return plan(config.kv_memory)
     free = free_bytes(device) - graphs - draws

@@ -31,6 +31,7 @@ from quire.models.draft_head import LoadedHead
 from quire.models.forward import RunningForward
 from quire.scheduler.step import Step, StepRows
 from quire.spec.ids import Ids
+from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import Drafting, Drafts, no_drafts
 from quire.upload import to_device
 
@@ -66,8 +67,16 @@ class _Recent:
 class HeadDrafter(PageDrafter):
     """Drafts of a head: see the module."""
 
-    def __init__(self, head: LoadedHead, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
-        super().__init__(layers, sampler, cache, tokens)
+    def __init__(
+        self,
+        head: LoadedHead,
+        config: SpeculativeConfig,
+        layers: DraftLayers,
+        sampler: Sampler,
+        cache: KVCache,
+        tokens: Ids,
+    ) -> None:
+        super().__init__(config, layers, sampler, cache, tokens)
         self._head = head
         self._features = _Recent(len(tokens), cache.plan.kept_features, head)
         self._outputs = _Recent(len(tokens), cache.plan.kept_features, head)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows, RunningBatch
-from quire.engine.config import EngineConfig
 from quire.engine.device.sampler import Drawn, Proposal, Sampler
 from quire.errors import OutOfPages
 from quire.kernels.backend import AttentionBackend
@@ -27,39 +26,14 @@ from quire.kernels.batch import PagedBatch
 from quire.kernels.slots import flatten_ranges
 from quire.loop import ForwardPart
 from quire.memory.pool import Pool
-from quire.models.draft_head import LoadedHead, load_head
 from quire.models.forward import RunningForward
-from quire.models.hf import LoadedModel, load_model
+from quire.models.hf import LoadedModel
 from quire.scheduler.step import Places, Step, StepRows
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import BestFirst, Drafting, Drafts, no_drafts
 from quire.upload import to_device
-
-
-def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | LoadedHead | None:
-    """The draft model or head of this configuration, on the target's device and in its dtype; None if it has none.
-
-    Raises what `load_model`, `load_head` and `load_mtp` raise.
-    """
-    speculation = config.speculative_config
-    if speculation is not None and speculation.method == "mtp":
-        from quire.models.mtp import load_mtp  # older versions of transformers lack what it imports
-
-        return load_mtp(target, config.revision)
-    if speculation is None or speculation.model is None:
-        return None
-    if speculation.method != "draft_model":
-        is_eagle3 = speculation.method == "eagle3"
-        return load_head(speculation.model, target, eagle3=is_eagle3, revision=speculation.revision)
-    return load_model(
-        speculation.model,
-        dtype=target.spec.dtype.value,
-        device=target.device,
-        max_length=config.max_model_len,
-        revision=speculation.revision,
-        pack=config.pack_weights,
-    )
 
 
 class DraftLayers:
@@ -124,27 +98,28 @@ class PageDrafter(ForwardPart):
     ones.
     """
 
-    def __init__(self, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids
+    ) -> None:
         self._layers = layers
         self._sampler = sampler
         self._cache = cache
         self._tokens = tokens
-        assert cache.plan.speculation is not None
-        self._config = cache.plan.speculation
+        self._config = config
         self._serials: Lengths = np.zeros(len(tokens), dtype=np.int64)  # when a step of each row was followed last
         self._computed: Lengths = np.zeros(len(tokens), dtype=np.int64)  # leading positions that the draft has computed
         self._drawing: list[tuple[Rows, int, Tensor]] = []  # rows, place and probabilities of the drafts being drawn
         self._drawn = self._drawing  # the last drafts', if all of them were drawn
 
     def preparing(self, step: Step) -> None:
-        step.proposal = self.proposal(step)
+        step.proposals = self.proposals(step)
 
-    def proposal(self, step: Step) -> Proposal | None:
+    def proposals(self, step: Step) -> tuple[Proposal, ...]:
         """The drafts of a step that were drawn from known probabilities."""
         drawers = step.drawers
         places = np.arange(len(drawers)) - (np.cumsum(step.draw_counts) - step.draw_counts)[drawers]
         if not self._drawn or not places.any():
-            return None
+            return ()
         most = max(place for _, place, _ in self._drawn) + 1
         entries = np.full((len(self._tokens), max(most, int(places.max()) + 1)), -1, dtype=np.int64)
         num_entries = 0
@@ -154,10 +129,10 @@ class PageDrafter(ForwardPart):
         found = np.where(places < step.draw_counts[drawers] - 1, entries[step.batch.rows[drawers], places], -1)
         draws = (found >= 0).nonzero()[0]
         if not len(draws):
-            return None
+            return ()
         chosen = to_device(found[draws], self._layers.device)
         every = torch.cat([probabilities for _, _, probabilities in self._drawn])
-        return Proposal(draws, step.tokens[step.draws[draws] + 1], every[chosen])
+        return (Proposal(draws, step.tokens[step.draws[draws] + 1], every[chosen]),)
 
     def _draw(self, requests: StepRows, known: Lengths, place: int, logits: Tensor) -> Tensor:
         """Draw draft number `place` behind the known tokens of each request, int64 `[requests]`."""
@@ -229,8 +204,16 @@ class PageDrafter(ForwardPart):
 class ModelDrafter(PageDrafter):
     """Drafts of a smaller model: see the module."""
 
-    def __init__(self, model: LoadedModel, layers: DraftLayers, sampler: Sampler, cache: KVCache, tokens: Ids) -> None:
-        super().__init__(layers, sampler, cache, tokens)
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: SpeculativeConfig,
+        layers: DraftLayers,
+        sampler: Sampler,
+        cache: KVCache,
+        tokens: Ids,
+    ) -> None:
+        super().__init__(config, layers, sampler, cache, tokens)
         self._model = model
 
     @torch.inference_mode()

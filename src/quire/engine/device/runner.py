@@ -154,7 +154,7 @@ class ModelRunner:
                     flat = (step.tokens, step.positions, step.draws)
                     ids, positions, rows = (to_device(array, self._device) for array in flat)
                     self._derive(batches)
-                prepared = self._sampler.prepare(step.places, self._device, step.proposal) if len(step.draws) else None
+                prepared = self._sampler.prepare(step.places, self._device, step.proposals) if len(step.draws) else None
             self._upload_bytes = max(self._upload_bytes, 2 * upload.sent)
             self.tables.apply(changes)
             if placed is not None:
@@ -169,7 +169,7 @@ class ModelRunner:
             else:
                 logits = self.model.run(running, ids, positions, rows)
                 self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
-            drawn = self._sampler.draw(logits, step.places, step.proposal, prepared) if prepared is not None else None
+            drawn = self._sampler.draw(logits, step.places, step.proposals, prepared) if prepared is not None else None
             for part in self.parts:
                 part.after_forward(step, running, drawn)
             readback = Readback(drawn, self._device)

@@ -118,7 +118,7 @@ class Sampler:
         self._reports = reports_logprobs
         self._draws: _Draws | None = None  # the last step's
 
-    def prepare(self, places: Places, device: torch.device, proposal: Proposal | None = None) -> Prepared:
+    def prepare(self, places: Places, device: torch.device, proposals: Sequence[Proposal] = ()) -> Prepared:
         """What the host computes of a draw, and sends to the device (`to_device`)."""
         draws = self._draws
         if draws is None or draws.terms is not places.terms:
@@ -127,20 +127,21 @@ class Sampler:
         adjusted = adjustments(changed, self._eos, device) if changed else ()
         if draws.rows is None:
             return Prepared(draws, adjusted)
-        return Prepared(draws, adjusted, *draws.noise(places.outputs, proposal, device))
+        return Prepared(draws, adjusted, *draws.noise(places.outputs, proposals, device))
 
     def draw(
-        self, logits: Tensor, places: Places, proposal: Proposal | None = None, prepared: Prepared | None = None
+        self, logits: Tensor, places: Places, proposals: Sequence[Proposal] = (), prepared: Prepared | None = None
     ) -> Drawn:
         """Draw a token at `places[i]` from row i of `logits`, float32 `[places, vocabulary]`, overwritten.
 
-        A draft of `proposal` is drawn again where rejection sampling accepts it, and no other token equals it.
-        `prepared` is what `prepare` returned for the same places and proposal.
+        A draft of `proposals` is drawn again where rejection sampling accepts it, and no other token equals it.
+        `prepared` is what `prepare` returned for the same places and proposals.
         """
-        prepared = prepared or self.prepare(places, logits.device, proposal)
+        if prepared is None:
+            prepared = self.prepare(places, logits.device, proposals)
         reporting = prepared.draws.reporting if self._reports else ()
         before = [logits[each.index] for each in reporting]  # copies
-        scores, probabilities = self._score(logits, prepared, proposal)
+        scores, probabilities = self._score(logits, prepared)
         tokens = scores.argmax(dim=-1)
         found = [
             Reported.of(each.rows, rows, tokens[each.index], each.count)
@@ -150,11 +151,9 @@ class Sampler:
 
     def scores(self, logits: Tensor, places: Places) -> Tensor:
         """Float32 `[places, vocabulary]`: the token with the highest score is the draw. As for `draw`."""
-        return self._score(logits, self.prepare(places, logits.device), None)[0]
+        return self._score(logits, self.prepare(places, logits.device))[0]
 
-    def _score(
-        self, logits: Tensor, prepared: Prepared, proposal: Proposal | None
-    ) -> tuple[Tensor, tuple[Rows, Tensor] | None]:
+    def _score(self, logits: Tensor, prepared: Prepared) -> tuple[Tensor, tuple[Rows, Tensor] | None]:
         draws, probabilities = prepared.draws, None
         for adjustment in prepared.adjusted:
             adjustment(logits)
@@ -163,7 +162,7 @@ class Sampler:
         scores = draws.scale(logits if draws.is_all else logits[draws.rows])
         if self._keeps:
             probabilities = draws.sampled, torch.softmax(scores, dim=-1)
-        prepared.add_noise(scores, proposal)
+        prepared.add_noise(scores)
         if not draws.is_all:
             logits[draws.rows] = scores
             scores = logits
@@ -173,19 +172,18 @@ class Sampler:
 @dataclass(slots=True, eq=False)
 class Prepared:
     """A draw but for its logits. `keys` are of the noise of rows that are not greedy, uint64, and `halves` the same on
-    a device that is not the CPU. `verified` is what rejection sampling reads: rows, drafts and numbers in [0, 1)."""
+    a device that is not the CPU. `verified` is what rejection sampling reads of each proposal."""
 
     draws: _Draws
     adjusted: Sequence[Callable[[Tensor], None]]
     keys: npt.NDArray[np.uint64] | None = None
     halves: Tensor | None = None
-    verified: tuple[Tensor, Tensor, Tensor] | None = None
+    verified: Sequence[_Verified] = ()
 
-    def add_noise(self, scores: Tensor, proposal: Proposal | None) -> None:
+    def add_noise(self, scores: Tensor) -> None:
         """From now on the highest of each row is its draw."""
-        if proposal is not None and self.verified is not None:
-            rows, drafts, uniform = self.verified
-            scores[rows] = _verified(torch.softmax(scores[rows], dim=-1), proposal, drafts, uniform).log_()
+        for each in self.verified:
+            scores[each.rows] = each.target(torch.softmax(scores[each.rows], dim=-1)).log_()
         assert self.keys is not None
         step = len(scores) if self.halves is None else rows_at_once(scores.shape[1])
         for first in range(0, len(scores), step):
@@ -239,17 +237,15 @@ class _Draws:
         return scores
 
     def noise(
-        self, outputs: Lengths, proposal: Proposal | None, device: torch.device
-    ) -> tuple[npt.NDArray[np.uint64], Tensor | None, tuple[Tensor, Tensor, Tensor] | None]:
+        self, outputs: Lengths, proposals: Sequence[Proposal], device: torch.device
+    ) -> tuple[npt.NDArray[np.uint64], Tensor | None, Sequence[_Verified]]:
         """The keys and what is verified of a draw (`Prepared`)."""
-        where, verified = self._indices + outputs[self.sampled].astype(np.uint64), None
-        at = None if proposal is None else np.searchsorted(self.sampled, proposal.draws)
-        if at is not None:
+        where = self._indices + outputs[self.sampled].astype(np.uint64)
+        rows = [np.searchsorted(self.sampled, each.draws) for each in proposals]
+        for at in rows:
             where[at] += _VERIFYING
         keys = _mix(self._seeds ^ _mix(where))
-        if at is not None and proposal is not None:
-            uniform = (_mix(keys[at]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-            verified = to_device(at, device), to_device(proposal.tokens, device), to_device(uniform, device)
+        verified = [_Verified.of(each, at, keys, device) for each, at in zip(proposals, rows, strict=True)]
         halves = None if device.type == "cpu" else to_device(keys.view(np.int32).reshape(-1, 2, 1), device)
         return keys, halves, verified
 
@@ -261,13 +257,31 @@ def _reporting(places: Places, device: torch.device) -> list[_Reporting]:
     return [_Reporting(rows, to_device(np.array(rows), device), count) for count, rows in by_count.items()]
 
 
-def _verified(target: Tensor, proposal: Proposal, drafts: Tensor, uniform: Tensor) -> Tensor:
-    """What is drawn from after these numbers in [0, 1): the draft alone if it is accepted, else the residual."""
-    drafts = drafts[:, None]
-    chance = _chance(target.gather(1, drafts), proposal.probabilities.gather(1, drafts))
-    accepted = uniform[:, None] < chance
-    found = _residual(target, proposal.probabilities).masked_fill_(accepted, 0.0)
-    return found.scatter_add_(1, drafts, accepted.to(found.dtype))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Verified:
+    """A proposal on the device: rows that are drawn, drafts and numbers in [0, 1), each `[rows]`, and what the drafts
+    were drawn from."""
+
+    rows: Tensor
+    drafts: Tensor
+    uniform: Tensor
+    probabilities: Tensor
+
+    @classmethod
+    def of(cls, proposal: Proposal, at: Rows, keys: npt.NDArray[np.uint64], device: torch.device) -> _Verified:
+        """The drafts for the rows `at`, whose numbers are hashed from the keys of these."""
+        uniform = (_mix(keys[at]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        rows, drafts, numbers = (to_device(each, device) for each in (at, proposal.tokens, uniform))
+        return cls(rows, drafts, numbers, proposal.probabilities)
+
+    def target(self, target: Tensor) -> Tensor:
+        """What is drawn from, given the target's probabilities: the draft alone if it is accepted, else the
+        residual."""
+        drafts = self.drafts[:, None]
+        chance = _chance(target.gather(1, drafts), self.probabilities.gather(1, drafts))
+        accepted = self.uniform[:, None] < chance
+        found = _residual(target, self.probabilities).masked_fill_(accepted, 0.0)
+        return found.scatter_add_(1, drafts, accepted.to(found.dtype))
 
 
 def _chance(target: Tensor, draft: Tensor) -> Tensor:
