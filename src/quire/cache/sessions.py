@@ -85,9 +85,7 @@ class Sessions:
         self._trims = not self._states and parts.plan.tokens_per_step == 1 and not parts.plan.groups_on_host
         self._by_key: dict[SessionKey, Session] = {}  # those used last come last
         self._num_of = Counter[str]()  # sessions by owner
-        self._users: WeakValueDictionary[SessionKey, User] = (
-            WeakValueDictionary()
-        )  # users of these sessions, and of expired ones
+        self._users: WeakValueDictionary[SessionKey, User] = WeakValueDictionary()  # also users of expired sessions
         self._next_expiry = math.inf  # no session expires before
         self.num_held = 0
         self.last_fence = 0  # the last one of any row
@@ -99,10 +97,6 @@ class Sessions:
         return len(self._by_key)
 
     # -- turns
-
-    def arrive(self, key: SessionKey, arrival: int) -> Turn | None:
-        """As `open`; None for a request without a session, whose id is empty."""
-        return self.open(key, arrival) if key.session_id else None
 
     def open(self, key: SessionKey, arrival: int) -> Turn:
         """A turn of a session arrives; `end` or `leave` follows."""
@@ -120,21 +114,6 @@ class Sessions:
         session.running_turns += 1
         session.expires_at = math.inf
         return Turn(session, arrival)
-
-    def held_row(self, turn: Turn | None, tokens: Ids, num_cached: int) -> tuple[int, RequestKV | None]:
-        """`resumable` of a request's turn, if it has one, and the row that it continues in."""
-        num_held = self.resumable(turn, tokens, num_cached) if turn is not None else 0
-        return num_held, turn.session.row.kv if turn is not None and turn.session.row and num_held > 0 else None
-
-    def make_room(self, why_not: Callable[..., str], claims: tuple[object, ...], own: Session | None) -> str:
-        """`why_not(*claims)`: why a request does not fit, "" if it does. If it would without rows of sessions, these
-        end one after the other until it does. `own` is the session whose row the request continues."""
-        reason = why_not(*claims)
-        while reason and self.num_held and not why_not(*claims, self.most_pages):
-            if not self.give_way(own):
-                break
-            reason = why_not(*claims)
-        return reason
 
     def resumable(self, turn: Turn, tokens: Ids, num_cached: int) -> int:
         """After how many tokens of a prompt the turn can continue in the session's row; 0 if in none, or if the

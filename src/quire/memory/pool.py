@@ -37,8 +37,7 @@ class Pool:
     memory that is not `touched` is provided by the system when it is written, or by `populate`. `tensors` has each
     field in the order of the layout with its tensor, `[layers, num_frames + 1, entries, *shape]`."""
 
-    on_host = False
-    """Whether the frames are records of host memory."""
+    on_host = False  # whether the frames are records of host memory
 
     def __init__(
         self, layout: PageLayout, num_frames: int, *, device: torch.device | str = "cpu", touched: bool = True

@@ -23,13 +23,13 @@ import numpy as np
 from quire.cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
-from quire.cache.session import SessionKey
 from quire.errors import InvalidInput, OutOfPages
 from quire.scheduler.chunk_budget import Backlog, ChunkBudget
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, Prefetching, ReadAhead
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.rows import Leaders, NextStep, RunningRows
+from quire.scheduler.sessions import held_row, make_room, turn_of
 from quire.scheduler.step import Settled, Step, StepRows
 from quire.spec.ids import Bools, Ids
 from quire.spec.pages import pages_for
@@ -105,8 +105,7 @@ class Scheduler:
         self._cache.plan.check_request(request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._arrivals
         request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
-        key = SessionKey(request.namespace, request.session_id, request.owner)
-        request.turn = self._cache.sessions.arrive(key, self._arrivals)
+        request.turn = turn_of(self._cache.sessions, request)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._wait(request)
@@ -419,7 +418,7 @@ class Scheduler:
                 deferred += 1
                 continue
             hit = match(request)
-            num_held, row = self._cache.sessions.held_row(request.turn, request.tokens, hit.num_tokens)
+            num_held, row = held_row(self._cache.sessions, request, hit.num_tokens)
             if num_held < 0:
                 request.wait_reason = "waits for the last step of its session's turn before"
                 deferred, quiet = deferred + 1, False
@@ -530,7 +529,7 @@ class Scheduler:
         spare = pages_for(plan.tokens_per_step, size)
         claims = (begins, needed, rows, reached, spare)
         own = request.turn.session if request.turn is not None else None
-        request.wait_reason = sessions.make_room(why_not, claims, own if isinstance(begins, RequestKV) else None)
+        request.wait_reason = make_room(sessions, why_not, claims, own if isinstance(begins, RequestKV) else None)
         # Running requests end. Pages held for waiting requests could block the first of them for ever.
         while request.wait_reason and not len(rows) and self._ahead.release_prefetched():
             request.wait_reason = why_not(*claims)
