@@ -60,15 +60,13 @@ class StateGroup(GroupBase):
         self, index: int, reach: Reach, frames: SlotFrames, tree: RadixCache, plan: MemoryPlan, interval: int
     ) -> None:
         super().__init__(index, reach, frames, tree)
-        max_requests, more = plan.max_requests, plan.tokens_per_step - 1  # more: frames of a row beside its own
+        max_requests, more = plan.max_requests, plan.tokens_per_step - 1
         self._page_size = plan.page_size
         self._interval = max(plan.page_size, interval - interval % plan.page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the frame of each row; 0: none yet
         self._position = np.zeros(max_requests, dtype=np.int64)  # tokens in that frame, without drafts
-        self._more, self._more_frames = (
-            more,
-            np.zeros((max_requests, more), dtype=np.int32),
-        )  # after each draft of a step
+        self._more = more  # frames of a row beside its own
+        self._more_frames = np.zeros((max_requests, more), dtype=np.int32)  # after each draft of a step
         self._source = np.zeros(max_requests, dtype=np.int32)  # cached page that the row begins on; 0: none
         self._previous_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
         self._previous_pages = np.zeros(max_requests, dtype=np.int64)
@@ -157,8 +155,7 @@ class StateGroup(GroupBase):
         holds all rows of pages. With `stores`, frames may be stored for other requests."""
         starts = self._position[rows]
         extra = np.maximum(draws - 1, 0) if self._more and draws is not None else NO_ROWS  # drafts of each
-        if len(extra):
-            ends = ends - extra
+        ends = ends - extra if len(extra) else ends
         sources = self._frame[rows]
         grown = np.count_nonzero(ends > starts) == np.count_nonzero(sources) == len(rows)
         assert grown, "a request was launched that had not grown"
