@@ -246,7 +246,7 @@ def pool(options: Options) -> Found:
     assert rows[900].float().mean().item() == 2.0 and made.layer("k", 0).abs().max().item() == 0
     upload = Upload(device, 4096)
     arrays = [np.arange(9, dtype=np.int32), np.linspace(0, 1, 7), np.zeros((2, 0)), np.array([[True, False]])]
-    with upload.collecting():
+    with upload:
         sent = [to_device(array, device) for array in arrays]
     assert all(np.array_equal(tensor.cpu().numpy(), array) for tensor, array in zip(sent, arrays, strict=True))
     tables = DevicePageTables(2, 4, 8, device=device)

@@ -16,11 +16,12 @@ _ALIGNED = 16  # bytes, so that a kernel may load several elements of an array a
 
 
 class Upload:
-    """The arrays of one step on the way to `device`. `sent` bytes of them went in `num_copies` copies.
+    """Arrays of steps on the way to `device`. `sent` bytes of them went in `num_copies` copies.
 
     `place` writes an array into pinned memory, and returns the tensor that has it after `send`. Nothing may read it
     before. If the device is the CPU, nothing is copied, and tensors share the memory of their arrays. `num_bytes` is
-    the room for arrays in one copy.
+    the room for arrays in one copy, which grows to twice what a block has sent. In a block of `with`, arrays that this
+    thread gives to `to_device` are placed, and sent at its end.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -31,6 +32,8 @@ class Upload:
         self._pinned: Tensor | None = None
         self._arrived: Tensor | None = None
         self._used = 0
+        self._before: _Collector | None = None
+        self._sent_before = 0
 
     def place(self, array: npt.NDArray[Any]) -> Tensor:
         """The tensor of an array, of its shape and element type."""
@@ -60,15 +63,15 @@ class Upload:
         self._pinned = self._arrived = None
         self._used = 0
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Arrays that this thread gives to `to_device` inside the block are placed, and sent at its end."""
-        before, _collecting.upload = _collecting.upload, self
-        try:
-            yield
-        finally:
-            _collecting.upload = before
-            self.send()  # also after an error: what was placed may be kept for the next step
+    def __enter__(self) -> Upload:
+        self._before, _collecting.upload = _collecting.upload, self
+        self._sent_before = self.sent
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _collecting.upload = self._before
+        self.send()  # also after an error: what was placed may be kept for the next step
+        self._room = max(self._room, 2 * (self.sent - self._sent_before))
 
 
 class FixedUpload:
@@ -108,7 +111,7 @@ class FixedUpload:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """As `Upload.collecting`. Raises OtherShapes if arrays are missing."""
+        """As a block of `Upload`. Raises OtherShapes if arrays are missing."""
         self._placed = 0
         with _collected_by(self):
             yield
@@ -168,7 +171,7 @@ _collecting = _Collecting()
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A host array on `device`, where it arrives without a wait; it shares memory with the array if that is the CPU.
-    Inside `Upload.collecting` it arrives at the end of the block."""
+    In a block of `Upload` it arrives at the end of the block."""
     if device.type == "cpu":
         return torch.from_numpy(array)
     if (upload := _collecting.upload) is not None:

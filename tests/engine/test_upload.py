@@ -36,7 +36,7 @@ def check_upload(seed: int) -> None:
         for room, copies in ((size, 1), (size // 2 + 64, 2), (16, len(given))):
             with cuda.watched():
                 upload, before = Upload(CUDA, room), cuda.num_copies
-                with upload.collecting():
+                with upload:
                     sent = [to_device(array, CUDA) for array in given]
             assert cuda.num_copies - before == upload.num_copies <= copies
             assert room < size or upload.num_copies == 1
@@ -67,7 +67,7 @@ def test_an_error_does_not_keep_arrays_from_arriving() -> None:
         sent: list[torch.Tensor] = []
 
         def step() -> None:
-            with Upload(CUDA, 1024).collecting():
+            with Upload(CUDA, 1024):
                 sent.append(to_device(np.arange(3), CUDA))
                 raise ValueError("the host")
 
@@ -81,7 +81,7 @@ def test_an_error_does_not_keep_arrays_from_arriving() -> None:
 def test_the_cpu_needs_no_copy() -> None:
     array = np.arange(4)
     upload = Upload(CPU, 0)
-    with upload.collecting():
+    with upload:
         tensor = to_device(array, CPU)
     array[2] = 9
     assert tensor.tolist() == [0, 1, 9, 3] and upload.num_copies == 0

@@ -181,7 +181,7 @@ class PagedBatch:
 
 
 def derive(batches: Sequence[PagedBatch | StateBatch], asked: Sequence[Asked | None], device: torch.device) -> None:
-    """Derive now what layers will ask for, so that its arrays are in one copy (`Upload.collecting`). `asked` is what
+    """Derive now what layers will ask for, so that its arrays are in one copy (`Upload`). `asked` is what
     they asked of other batches; None: not known."""
     for batch, known in zip(batches, asked, strict=True):
         if isinstance(batch, StateBatch):

@@ -51,6 +51,7 @@ class RunningRows:
         self.kvs: list[RequestKV] = []
         self.order: Rows = np.empty(0, dtype=np.intp)
         self._all: StepRows | None = None  # None: other requests run now
+        self._decode: Step | None = None  # the last step of all, if each decodes; None: lengths changed in another way
 
     def bind(self, request: Request) -> None:
         """A request begins in the row of its `kv`."""
@@ -103,6 +104,13 @@ class RunningRows:
         ready[(known >= batch.limit) | (pending > batch.most_pending)] = 0
         return ready
 
+    def decode_again(self, batch: StepRows) -> bool:
+        """Whether each of these can launch one token, as in the last step. O(1): what `ready` finds for requests whose
+        lengths only that step, and its end, have changed. False where `ready` has to look."""
+        last = self._decode
+        again = last is not None and last.batch is batch and batch is self._all and batch.left > 1
+        return again and not batch.in_flight
+
     def in_prefill(self, rows: Rows) -> Bools:
         """`Request.in_prefill` of the requests of these rows."""
         known = self.known[rows] + self.pending[rows]
@@ -117,14 +125,25 @@ class RunningRows:
         What is launched is counted so, and its draws are counted as pending.
         """
         rows = batch.rows
+        if counts is None and self._decode is not None and self.decode_again(batch):
+            step = self._next_tokens(batch, self._decode.ends)
+            batch.left, batch.in_flight = batch.left - 1, 1
+            step.is_middle = batch.left > 1
+            self.launched[rows], self.pending[rows] = step.ends, 1
+            self._decode = step
+            return step
         starts = self.launched[rows]
         pending = self.pending[rows]
         step = self._next_tokens(batch, starts) if counts is None else self._tokens_of(batch, starts, counts, pending)
+        self._decode = None
         if np.count_nonzero(pending):
             owners = step.drawers if step.is_decode else np.repeat(batch.units[:-1], step.counts)
             unknown = (step.positions >= self.known[rows][owners]) & (pending[owners] > 0)
             step.future = unknown.nonzero()[0]
-        self.launched[rows] = starts + step.counts
+        elif step.is_decode and batch is self._all and len(batch):
+            batch.left, batch.in_flight = int((batch.limit - step.ends).min()), 1
+            self._decode = step
+        self.launched[rows] = step.ends
         self.pending[rows] = pending + step.draw_counts
         self.drafts.remove(rows)
         return step
@@ -178,6 +197,9 @@ class RunningRows:
         settled tokens of each work (-1 if its row has another request now), and the works that are done.
         """
         batch, draw_counts = step.batch, step.draw_counts
+        if step is self._decode and batch is self._all:
+            return self._settle_decode(step, tokens)
+        self._decode = None
         live = self.serials[batch.rows] == batch.serials
         all_live = np.count_nonzero(live) == len(live)
         if step.is_decode and all_live:
@@ -217,9 +239,16 @@ class RunningRows:
 
     def _settle_decode(self, step: Step, tokens: Lengths) -> tuple[Settled, Lengths, list[int]]:
         """As `settle`, for a step in which each work draws one token and all requests still run."""
-        batch, ends = step.batch, step.ends
+        batch, ends, rows = step.batch, step.ends, step.batch.rows
         self.flat[batch.base + ends] = tokens
         after = ends + 1
+        self.settled[rows], self.known[rows] = ends, after
+        if step is self._decode:
+            batch.in_flight, self.pending[rows] = 0, 0
+        else:
+            self.pending[rows] -= 1
+        if step.is_middle and not batch.stops_early:
+            return Settled(batch.requests, batch.ones, tokens, []), ends, []
         outputs = after - batch.prompt
         at_end = after >= batch.limit
         stops = batch.stopping(step.drawers, tokens, outputs) if batch.stops_early else None
@@ -228,9 +257,6 @@ class RunningRows:
         done: list[int] = []
         if np.count_nonzero(at_end):
             done = _end(batch, step.drawers, tokens, None, stops, at_end, batch.ones)
-        rows = batch.rows
-        self.settled[rows], self.known[rows] = ends, after
-        self.pending[rows] -= 1
         noted = (at_end | (outputs == 1)).nonzero()[0].tolist()
         return Settled(batch.requests, batch.ones, tokens, noted), ends, done
 

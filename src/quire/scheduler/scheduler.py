@@ -165,12 +165,12 @@ class Scheduler:
         if looks:
             self._commit_settled()
         running = self._launchable()
-        ready = self._rows.ready(running)
-        decoding = ready == 1
-        all_decode = np.count_nonzero(decoding) == len(running)
-        self._grant_decodes(next_step, running, decoding, every=all_decode)
-        prompts = NO_ROWS if all_decode else (ready > 1).nonzero()[0]
-        self._limit(next_step, running, prompts, ready[prompts])
+        ready = running.ones if self._rows.decode_again(running) else self._rows.ready(running)
+        decoding = None if ready is running.ones or np.count_nonzero(ready == 1) == len(running) else ready == 1
+        self._grant_decodes(next_step, running, decoding)
+        prompts = NO_ROWS if decoding is None else (ready > 1).nonzero()[0]
+        if len(prompts) or self._waiting:
+            self._limit(next_step, running, prompts, ready[prompts])
         for at in prompts.tolist():
             left, request = self._left(next_step), running.requests[at]
             if left and request.state is RequestState.RUNNING:
@@ -192,7 +192,8 @@ class Scheduler:
             self._commit([requests[each] for each in committing[:earlier].tolist()])
             self._finish(requests[at])
             committing = committing[earlier:]
-        self._commit([requests[each] for each in committing.tolist()])
+        if len(committing):
+            self._commit([requests[each] for each in committing.tolist()])
         return found
 
     def measured(self, step: Step, seconds: float) -> None:
@@ -251,13 +252,14 @@ class Scheduler:
         there = [at for at, request in enumerate(running.requests) if request not in absent]
         return running.part(np.array(there, dtype=np.intp))
 
-    def _grant_decodes(self, next_step: NextStep, running: StepRows, decoding: Bools, *, every: bool) -> None:
-        """Allocate for requests that continue by one token each, and their drafts. Usually they are `every` request, or
-        those of the step before, and none of them is examined."""
-        if every and len(running) <= self._max_tokens:
+    def _grant_decodes(self, next_step: NextStep, running: StepRows, decoding: Bools | None) -> None:
+        """Allocate for requests that continue by one token each, and their drafts. Usually they are all, which is None,
+        or those of the step before, and none of them is examined."""
+        if decoding is None and len(running) <= self._max_tokens:
             decodes = running
         else:
-            places = decoding.nonzero()[0][: self._max_tokens]
+            every = running.units[:-1] if decoding is None else decoding.nonzero()[0]
+            places = every[: self._max_tokens]
             decodes, serials = self._decoding, running.serials[places]
             if not np.array_equal(serials, decodes.serials):
                 decodes = running.part(places)
@@ -279,7 +281,7 @@ class Scheduler:
 
     def _limit(self, next_step: NextStep, running: StepRows, prompts: Rows, counts: Lengths) -> None:
         """Limit what the step computes of prompts beside requests that decode."""
-        if not self.chunks.limits or not (len(prompts) or self._waiting):
+        if not self.chunks.limits:
             return
         rows, decodes = self._rows, running.rows[:0]
         admits = self._waiting and not self._lacks_room and self.num_running < self._max_running

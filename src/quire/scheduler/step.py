@@ -103,7 +103,9 @@ class Places:
 class StepRows(RunningBatch):
     """The batch of requests in consecutive steps, and the data that is the same in all these steps.
 
-    `base` is where the tokens of each row begin in `RunningRows.flat`. `table` has the `TERMS` of all rows.
+    `base` is where the tokens of each row begin in `RunningRows.flat`. `table` has the `TERMS` of all rows. While all
+    decode together, `left` is the least number of tokens that one may still launch, and `in_flight` the tokens of each
+    that are pending.
     """
 
     __slots__ = (
@@ -111,6 +113,8 @@ class StepRows(RunningBatch):
         "_terms",
         "_width",
         "base",
+        "in_flight",
+        "left",
         "limit",
         "most_pending",
         "ones",
@@ -135,6 +139,7 @@ class StepRows(RunningBatch):
         self.stops_early = bool(np.count_nonzero(table["stops_early"][rows]))  # whether any has stop tokens
         self.ones: Lengths = np.ones(len(rows), dtype=np.int64)
         self.units: Lengths = np.arange(len(rows) + 1)  # offsets where each has one token
+        self.left = self.in_flight = 0
 
     @property
     def terms(self) -> Terms:
@@ -167,8 +172,8 @@ class Step:
     `tokens` are the input ids; `future` are the flat places of those that a step in flight still draws. `draw_counts`
     is the number of draws of each work, `drawers` the work of each draw. If drafts are a tree, `parents` is the
     preceding flat place of each; None: each follows the one before. With `is_decode` every work is the last token that
-    its request has room for, as after `KVCache.extend(batch, 1)`. `admitted` are the requests whose first admission was
-    for this step.
+    its request has room for, as after `KVCache.extend(batch, 1)`; with `is_middle` also, none draws its first token or
+    reaches its limit. `admitted` are the requests whose first admission was for this step.
     """
 
     batch: StepRows
@@ -182,8 +187,10 @@ class Step:
     tokens: Lengths
     future: Rows
     is_decode: bool = False
+    is_middle: bool = False
     parents: Ids | None = None
     _places: Places | None = field(default=None, init=False, repr=False)
+    _ends: Lengths | None = field(default=None, init=False, repr=False)
     admitted: list[Request] = field(default_factory=list)
     proposals: tuple[Any, ...] = ()
 
@@ -198,7 +205,9 @@ class Step:
     @property
     def ends(self) -> Lengths:
         """Where each work ends: tokens of its request when it is done."""
-        return self.starts + self.counts
+        if self._ends is None:
+            self._ends = self.starts + self.counts
+        return self._ends
 
     @property
     def num_tokens(self) -> int:
@@ -215,7 +224,10 @@ class Step:
         """Its draws, for a sampler; made once."""
         if self._places is None:
             requests, terms, prompt = self.batch.requests, self.batch.terms, self.batch.prompt
-            if not self.is_decode and not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
+            if self.is_decode:
+                self._places = Places(terms, self.ends - prompt, requests)
+                return self._places
+            if not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
                 requests = [requests[i] for i in self.drawers.tolist()]
                 terms, prompt = terms.take(self.drawers), prompt[self.drawers]
             self._places = Places(terms, self.positions[self.draws] + 1 - prompt, requests)

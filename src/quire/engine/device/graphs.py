@@ -259,7 +259,7 @@ class DecodeGraphs:
         before = steps.backend.fallbacks.copy()
         for number in range(_WARM_UPS):
             batches, upload = steps.pads(size), Upload(self._device, 1 << 16)
-            with upload.collecting():
+            with upload:
                 given = _place(_NONE, _NONE, size, self._device)
             with _refusing_waits() if number else nullcontext():
                 steps.model.run(RunningForward(steps.pools, batches), *given)

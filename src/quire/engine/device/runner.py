@@ -119,7 +119,8 @@ class ModelRunner:
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._asked: list[Asked | None] = [None] * len(pools)  # what layers derived from the batches of the last step
         self._slots: dict[int, Pieces] = {}  # key: group, once drafts were moved
-        self._upload_bytes = 1 << 16
+        self._upload = Upload(device, 1 << 16)
+        self._inference = torch.inference_mode()
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)
         built = sum(pool.num_bytes for pool in self.pools)
@@ -130,62 +131,77 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self, largest_graph)
             self.graphs.capture()
 
-    @torch.inference_mode()
     def launch(self, step: Step, previous: LaunchedForward | None) -> LaunchedForward:
         """Start a step. `previous` is the step in flight, whose tokens this one may continue."""
         began = time.perf_counter()
         fence = self._cache.open_fence()
         self.mark()
+        loads: tuple[Transfer, ...] = ()
+        waits = False
         try:
-            loads = self._loads(step)
-            waits = not all(load.done for load in loads)
-            graph = self.graphs.find(step, loads=bool(loads)) if self.graphs is not None else None
-            for pool in self.pools:
-                pool.arriving = loads
-            for part in self.parts:
-                part.preparing(step)
-            upload = Upload(self._device, self._upload_bytes)
-            with upload.collecting():
-                changes = self.tables.sent(self._cache.rows.page_table_changes())
-                future = self._future(step, previous)
-                batches = self._batches(step)
-                placed = self.graphs.placed(graph, step, batches) if self.graphs is not None else None
-                if placed is None:
-                    flat = (step.tokens, step.positions, step.draws)
-                    ids, positions, rows = (to_device(array, self._device) for array in flat)
-                    self._derive(batches)
-                prepared = self._sampler.prepare(step.places, self._device, step.proposals) if len(step.draws) else None
-            self._upload_bytes = max(self._upload_bytes, 2 * upload.sent)
-            self.tables.apply(changes)
-            if placed is not None:
-                ids = placed.take()
-            if future is not None:
-                ids[future[0]] = future[1][future[2]]
-            for part in self.parts:
-                part.before_forward(step, batches)
-            running = RunningForward(self.pools, batches)
-            if placed is not None:
-                logits = placed.replay()
-            else:
-                logits = self.model.run(running, ids, positions, rows)
-                self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
-            drawn = self._sampler.draw(logits, step.places, step.proposals, prepared) if prepared is not None else None
-            for part in self.parts:
-                part.after_forward(step, running, drawn)
-            readback = Readback(drawn, self._device)
+            if self._loading and (loads := self._loads(step)):
+                waits = not all(load.done for load in loads)
+                self._arriving(loads)
+            with self._inference:
+                drawn, batches = self._forward(step, previous, loads=bool(loads))
+                readback = Readback(drawn, self._device)
         except BaseException:
             self._cache.close_fence(fence)
             raise
         finally:
-            for pool in self.pools:
-                pool.arriving = ()
+            if loads:
+                self._arriving(())
         return LaunchedForward(step, fence, drawn, began, waits, batches, readback)
 
+    def _forward(
+        self, step: Step, previous: LaunchedForward | None, *, loads: bool
+    ) -> tuple[Drawn | None, list[PagedBatch | StateBatch]]:
+        """Send the arrays of a step and launch its forward pass, which waits for `loads` or for none. Its draws."""
+        graph = self.graphs.find(step, loads=loads) if self.graphs is not None else None
+        for part in self.parts:
+            part.preparing(step)
+        upload, device = self._upload, self._device
+        with upload:
+            changes = self.tables.sent(self._cache.rows.page_table_changes())
+            future = self._future(step, previous) if len(step.future) else None
+            batches = self._batches(step)
+            placed = self.graphs.placed(graph, step, batches) if self.graphs is not None else None
+            if placed is None:
+                ids, positions = to_device(step.tokens, device), to_device(step.positions, device)
+                rows = to_device(step.draws, device)
+                if self._derives:
+                    self._derive(batches)
+            places = step.places if len(step.draws) else None
+            prepared = self._sampler.prepare(places, device, step.proposals) if places is not None else None
+        self.tables.apply(changes)
+        if placed is not None:
+            ids = placed.take()
+        if future is not None:
+            ids[future[0]] = future[1][future[2]]
+        for part in self.parts:
+            part.before_forward(step, batches)
+        running = RunningForward(self.pools, batches)
+        if placed is not None:
+            logits = placed.replay()
+        else:
+            logits = self.model.run(running, ids, positions, rows)
+            if self._derives:
+                self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
+        drawn = None
+        if places is not None:
+            drawn = self._sampler.draw(logits, places, step.proposals, prepared)
+        for part in self.parts:
+            part.after_forward(step, running, drawn)
+        return drawn, batches
+
+    def _arriving(self, loads: tuple[Transfer, ...]) -> None:
+        """The loads that the step being launched reads, layer by layer."""
+        for pool in self.pools:
+            pool.arriving = loads
+
     def _derive(self, batches: Sequence[PagedBatch | StateBatch]) -> None:
-        """Derive what layers asked for in the last step, so that it is sent with the rest. On a CPU nothing is sent,
-        and with hot buffers some of it follows what layers compute."""
-        if not self._derives:
-            return
+        """Derive what layers asked for in the last step, so that it is sent with the rest. Not on a CPU, where nothing
+        is sent, and not with hot buffers, where some of it follows what layers compute."""
         for batch in batches:
             if isinstance(batch, PagedBatch):
                 batch.slots_on(self._device)
@@ -210,8 +226,6 @@ class ModelRunner:
 
     def _loads(self, step: Step) -> tuple[Transfer, ...]:
         """Loads to the device that are in flight for the requests of a step."""
-        if not self._loading:
-            return ()
         return tuple({load for kv in [kv for kv in step.batch.kvs if kv.loads] for load in kv.loads})
 
     def _batches(self, step: Step) -> list[PagedBatch | StateBatch]:
@@ -276,11 +290,9 @@ class ModelRunner:
             )
         return found
 
-    def _future(self, step: Step, previous: LaunchedForward | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _future(self, step: Step, previous: LaunchedForward | None) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows of the step continue tokens that only the device has yet: the rows int64, the tokens of the step
-        before, and which of these they are, int64. None if there are none."""
-        if not len(step.future):
-            return None
+        before, and which of these they are, int64."""
         assert previous is not None and previous.drawn is not None, "a token is pending and no step is in flight"
         rows, draws = (to_device(array, self._device) for array in (step.future, step.continued(previous.step)))
         return rows, previous.drawn.tokens, draws
