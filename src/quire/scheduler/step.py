@@ -224,13 +224,11 @@ class Step:
         """Its draws, for a sampler; made once."""
         if self._places is None:
             requests, terms, prompt = self.batch.requests, self.batch.terms, self.batch.prompt
-            if self.is_decode:
-                self._places = Places(terms, self.ends - prompt, requests)
-                return self._places
-            if not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
+            if not self.is_decode and not len(self.drawers) == len(self) == np.count_nonzero(self.draw_counts):
                 requests = [requests[i] for i in self.drawers.tolist()]
                 terms, prompt = terms.take(self.drawers), prompt[self.drawers]
-            self._places = Places(terms, self.positions[self.draws] + 1 - prompt, requests)
+            ends = self.ends if self.is_decode else self.positions[self.draws] + 1
+            self._places = Places(terms, ends - prompt, requests)
         return self._places
 
     def continued(self, previous: Step) -> Rows:
