@@ -19,8 +19,8 @@ from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layout import DType
 from tests.covering import each_of
 
-ROW_FP8 = KVFormat(name="row", storage=DType.FLOAT8_E4M3, bits=8, block=128, scale=DType.FLOAT32)
-COMPRESSED_FP8 = KVFormat(name="compressed", storage=DType.FLOAT8_E4M3, bits=8, block=64, scale=DType.UINT8)
+ROW_FP8 = KVFormat(name="row", element=DType.FLOAT8_E4M3, bits=8, block=128, scale=DType.FLOAT32)
+COMPRESSED_FP8 = KVFormat(name="compressed", element=DType.FLOAT8_E4M3, bits=8, block=64, scale=DType.UINT8)
 FORMATS = {**KV_FORMATS, ROW_FP8.name: ROW_FP8, COMPRESSED_FP8.name: COMPRESSED_FP8}
 BLOCKED = [name for name, kv_format in FORMATS.items() if kv_format.block]
 PLAIN_FP8 = ["fp8_e4m3", "fp8_e5m2"]
@@ -46,7 +46,7 @@ def table(kv_format: KVFormat) -> list[float]:
     """Values of the elements without a sign, by code."""
     if kv_format.bits == 4:
         return E2M1
-    return {DType.FLOAT8_E4M3: E4M3, DType.FLOAT8_E5M2: E5M2}[kv_format.storage]
+    return {DType.FLOAT8_E4M3: E4M3, DType.FLOAT8_E5M2: E5M2}[kv_format.element]
 
 
 def nearest(value: float, values: list[float]) -> int:
@@ -345,7 +345,7 @@ def test_a_result_takes_the_bytes_of_its_format(name: str, shape: tuple[int, ...
     stored, scales = encode(torch.ones(shape, dtype=dtype), kv_format)
     *leading, width = shape
     assert list(stored.shape) == [*leading, kv_format.stored_width(width)]
-    assert stored.dtype is getattr(torch, kv_format.storage.value)
+    assert stored.dtype is getattr(torch, kv_format.element.value)
     if kv_format.scale is None:
         assert scales is None
     else:

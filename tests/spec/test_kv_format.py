@@ -57,7 +57,7 @@ def test_numbers_and_scales_belong_together(kind: str, name: str) -> None:
         if kv_format is None:
             continue
         width = part.shape[-1] * 8 // kv_format.bits
-        assert part.dtype is kv_format.storage
+        assert part.dtype is kv_format.element
         assert kv_format.stored_width(width) == part.shape[-1]
         if kv_format.scale is not None:
             found = parts[scales_of(part.name)]

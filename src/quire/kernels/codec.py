@@ -147,7 +147,7 @@ def _multiply(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _grid(kv_format: KVFormat) -> _Grid | None:
     if kv_format.bits == 4:
         return _E2M1
-    return {DType.FLOAT8_E4M3: _E4M3, DType.FLOAT8_E5M2: _E5M2}.get(kv_format.storage)
+    return {DType.FLOAT8_E4M3: _E4M3, DType.FLOAT8_E5M2: _E5M2}.get(kv_format.element)
 
 
 def _stored(numbers: Tensor, kv_format: KVFormat) -> Tensor:
@@ -162,7 +162,7 @@ def _stored(numbers: Tensor, kv_format: KVFormat) -> Tensor:
 
 
 def _storage_dtype(kv_format: KVFormat) -> torch.dtype:
-    dtype = getattr(torch, kv_format.storage.value)
+    dtype = getattr(torch, kv_format.element.value)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
@@ -207,7 +207,7 @@ def _looked_up(stored: Tensor, kv_format: KVFormat, dtype: torch.dtype, out: Ten
     """`_numbers` by a table: of two bytes for FP8, of one for FP4, whose bytes have two numbers anyway."""
     codes = stored.contiguous().flatten().view(torch.uint8 if kv_format.bits == 4 else torch.uint16)
     index = _workspace.take("index", torch.int32, stored.device, len(codes)).copy_(codes)
-    table = _pairs(kv_format.storage, dtype)
+    table = _pairs(kv_format.element, dtype)
     if out is None:
         out = torch.empty(*stored.shape[:-1], stored.shape[-1] * 8 // kv_format.bits, dtype=dtype)
     torch.index_select(table, 0, index, out=out.view(-1).view(table.dtype))

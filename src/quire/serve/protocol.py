@@ -298,6 +298,7 @@ class TextPart(ClosedObject):
     text: Text
 
 
+_TEMPLATE_ROLES = {"developer": "system"}  # templates have no other name for it
 _NOT_TEXT = ("tool_calls", "function_call", "tool_call_id", "audio", "refusal")
 
 
@@ -318,8 +319,7 @@ class Message(ClosedObject):
             if (self.model_extra or {}).get(name):
                 raise BadField(f"messages with {name} are not supported.", param="messages")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text}
+        return {"role": _TEMPLATE_ROLES.get(self.role, self.role), "content": text}
 
 
 Messages = Annotated[

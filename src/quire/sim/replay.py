@@ -25,11 +25,11 @@ from quire.scheduler.scheduler import Scheduler
 from quire.sim.arrivals import Arrivals, Requests
 from quire.sim.clock import VirtualClock
 from quire.sim.device import SimulatedDevice, frames_of
-from quire.sim.drafts import simulated_drafts
 from quire.sim.hisparse import SimulatedHiSparse, virtual_buffers
 from quire.sim.recorder import Recorder
 from quire.sim.result import ReplayResult, percentiles
 from quire.sim.scripts import ScriptedRequest
+from quire.sim.speculation import simulated_drafts
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.tiers import lower_tiers
 from quire.sim.trace_request import TraceRequest

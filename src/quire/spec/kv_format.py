@@ -14,13 +14,13 @@ class KVFormat:
     """One way to store a vector of numbers.
 
     `bits` is the size of one number, without its share of a scale. `block` numbers along the last axis share one scale
-    of type `scale`; 0: there are no scales. Four-bit numbers are stored two to an element of `storage`, the first in
+    of type `scale`; 0: there are no scales. Four-bit numbers are stored two to an `element`, the first in
     the low half. Sources: OCP Microscaling Formats 1.0 (blocks of 32, power-of-two scales), NVIDIA's NVFP4 (blocks of
     16, an E4M3 scale).
     """
 
     name: str
-    storage: DType
+    element: DType
     bits: int
     block: int = 0
     scale: DType | None = None
@@ -33,11 +33,11 @@ class KVFormat:
     @property
     def identity(self) -> str:
         """A description of the bytes, without the name: two formats that differ here cannot read each other."""
-        return f"{self.storage.value}/{self.bits}/{self.block}/{self.scale.value if self.scale is not None else ''}"
+        return f"{self.element.value}/{self.bits}/{self.block}/{self.scale.value if self.scale is not None else ''}"
 
     def stored_width(self, width: int) -> int:
-        """Elements of `storage` for a vector of `width` numbers. Raises InvalidInput if blocks do not fit."""
-        per_element = self.storage.itemsize * 8 // self.bits
+        """Elements of `element` for a vector of `width` numbers. Raises InvalidInput if blocks do not fit."""
+        per_element = self.element.itemsize * 8 // self.bits
         if width % max(per_element, self.block):
             raise InvalidInput(
                 f"a vector of {width} numbers cannot be stored as {self.name}: it has blocks of "
@@ -53,18 +53,18 @@ class KVFormat:
 
 def plain_format(dtype: DType) -> KVFormat:
     """The format that stores elements of `dtype` unchanged."""
-    return KVFormat(name=dtype.value, storage=dtype, bits=dtype.itemsize * 8)
+    return KVFormat(name=dtype.value, element=dtype, bits=dtype.itemsize * 8)
 
 
 KV_FORMATS: Mapping[str, KVFormat] = {
     "float32": plain_format(DType.FLOAT32),
     "float16": plain_format(DType.FLOAT16),
     "bfloat16": plain_format(DType.BFLOAT16),
-    "fp8_e4m3": KVFormat(name="fp8_e4m3", storage=DType.FLOAT8_E4M3, bits=8),
-    "fp8_e5m2": KVFormat(name="fp8_e5m2", storage=DType.FLOAT8_E5M2, bits=8),
-    "mxfp8": KVFormat(name="mxfp8", storage=DType.FLOAT8_E4M3, bits=8, block=32, scale=DType.UINT8),
-    "fp4_e2m1": KVFormat(name="fp4_e2m1", storage=DType.UINT8, bits=4, block=16, scale=DType.UINT8),
-    "nvfp4": KVFormat(name="nvfp4", storage=DType.UINT8, bits=4, block=16, scale=DType.FLOAT8_E4M3),
+    "fp8_e4m3": KVFormat(name="fp8_e4m3", element=DType.FLOAT8_E4M3, bits=8),
+    "fp8_e5m2": KVFormat(name="fp8_e5m2", element=DType.FLOAT8_E5M2, bits=8),
+    "mxfp8": KVFormat(name="mxfp8", element=DType.FLOAT8_E4M3, bits=8, block=32, scale=DType.UINT8),
+    "fp4_e2m1": KVFormat(name="fp4_e2m1", element=DType.UINT8, bits=4, block=16, scale=DType.UINT8),
+    "nvfp4": KVFormat(name="nvfp4", element=DType.UINT8, bits=4, block=16, scale=DType.FLOAT8_E4M3),
 }
 """Formats by the name a user gives. `UINT8` scales are exponents of two (E8M0): the scale is `2 ** (byte - 127)`."""
 

@@ -83,7 +83,7 @@ def formatted(
     stored = (*outer, kv_format.stored_width(width))
     encoding = kv_format if kv_format.encodes else None
     numbers = LayerField(
-        group=group, reach=reach, name=name, shape=stored, dtype=kv_format.storage, per=per, kv_format=encoding
+        group=group, reach=reach, name=name, shape=stored, dtype=kv_format.element, per=per, kv_format=encoding
     )
     if kv_format.scale is None:
         return (numbers,)
@@ -100,7 +100,7 @@ def fp8_row(width: int, most: int, scale: DType) -> KVFormat:
     The rows of sparse and compressed latents and the keys of indexers have this form, whatever the format of the rest.
     """
     block = -(-width // -(-width // most))
-    return KVFormat(name=f"fp8_e4m3 by {block}", storage=DType.FLOAT8_E4M3, bits=8, block=block, scale=scale)
+    return KVFormat(name=f"fp8_e4m3 by {block}", element=DType.FLOAT8_E4M3, bits=8, block=block, scale=scale)
 
 
 def _scaled_row(
@@ -110,7 +110,7 @@ def _scaled_row(
     row, scales = fp8_row(width, most, scale), -(-width // most)
     if scale is DType.UINT8:
         scales = -(-scales // _SCALE_BYTES) * _SCALE_BYTES
-    numbers = LayerField(group=group, reach=reach, name=name, shape=(width,), dtype=row.storage, per=per, kv_format=row)
+    numbers = LayerField(group=group, reach=reach, name=name, shape=(width,), dtype=row.element, per=per, kv_format=row)
     return numbers, _scales(numbers, (scales,), scale)
 
 
@@ -297,6 +297,6 @@ def _index_keys(width: int, kv_format: KVFormat, model_dtype: DType, per: int = 
     """The keys of an indexer. In half precision they are stored as FP8; float32 stays exact."""
     if not width:
         return ()
-    if kv_format.storage is model_dtype is DType.FLOAT32:
+    if kv_format.element is model_dtype is DType.FLOAT32:
         return (LayerField(group=INDEXER_GROUP, name=INDEX_KEYS, shape=(width,), dtype=model_dtype, per=per),)
     return _scaled_row(INDEX_KEYS, width, _LATENT_BLOCK, DType.FLOAT32, group=INDEXER_GROUP, per=per)

@@ -59,15 +59,15 @@ class TraceFormat:
         for line in lines(path):
             if line.number <= self.num_headers:
                 continue
-            draft = line.parsed(read)
-            request = Planned.of(draft, tokenize)
+            entry = line.parsed(read)
+            request = Planned.of(entry, tokenize)
             if request.lengths is not None and sum(request.lengths) > MOST_TOKENS:
                 line.refuse(f"the request has {sum(request.lengths)} tokens, and may have at most {MOST_TOKENS}")
-            if draft.after and arrivals.get(draft.after, math.inf) > draft.arrival:
-                line.refuse(f"'after' names '{draft.after}', and no line before it has such a request that is earlier")
-            if draft.request_id in arrivals:
-                line.refuse(f"there was a request '{draft.request_id}' before")
-            arrivals[draft.request_id] = draft.arrival
+            if entry.after and arrivals.get(entry.after, math.inf) > entry.arrival:
+                line.refuse(f"'after' names '{entry.after}', and no line before it has such a request that is earlier")
+            if entry.request_id in arrivals:
+                line.refuse(f"there was a request '{entry.request_id}' before")
+            arrivals[entry.request_id] = entry.arrival
             yield request._replace(build=partial(_read_again, line, read, tokenize))
 
 
