@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import MemoryPlan
 from quire.plan.hisparse import HiSparseCosts
+from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.plan.step_cost import CostModel
 from quire.scheduler.step import Step
 from quire.sim.selections import (
@@ -27,6 +29,7 @@ from quire.sim.selections import (
 from quire.sparse.hot_slots import HotSlots
 from quire.spec.hisparse import HiSparseConfig, HotBuffers
 from quire.spec.layers import INDEX_KEYS
+from quire.spec.model import ModelSpec
 
 _MOST_RECORDED = 2**25  # selected tokens of a replay whose optimum is computed
 
@@ -158,3 +161,21 @@ def _check_recorded(source: str, recorded: Selections, hot: HotBuffers) -> None:
             f"{source} has selections of {width:,} tokens, and a buffer has {hot.buffer_size:,}.",
             fix="replay longer requests, or leave --selections out.",
         )
+
+
+def in_bytes_of(
+    plan: MemoryPlan, spec: ModelSpec, settings: PlanSettings, hisparse: HiSparseConfig | None
+) -> MemoryPlan:
+    """Pools with latents in host memory, and hot buffers, in the device bytes of `plan`; without `hisparse`, that plan.
+    Raises InvalidInput if these bytes have no room for a hot buffer."""
+    if hisparse is None:
+        return plan
+    tokens = settings.max_total_tokens
+    settings = settings.changed(kv_memory=plan.pool_bytes, max_total_tokens=None, hisparse=hisparse)
+    try:
+        return make_plan(spec, settings).memory
+    except PlanError as error:
+        raise InvalidInput(
+            f"hisparse in the device bytes of {tokens:,} tokens: {error.message}",
+            fix="raise --pool-tokens, or lower the device_buffer_size.",
+        ) from None

@@ -81,7 +81,7 @@ class VirtualConnector(Connector):
         self._first = np.cumsum([0] + [len(copies.rows(group)) for group in range(copies.num_groups)])
         self._open: dict[int, Spans] = {}  # key: tag
         self._free_at = 0.0
-        self._writes: list[tuple[float, Write, str, Callable[[], str]]] = []  # when it ends, its peer, what it does
+        self._writes: list[tuple[float, Write, Callable[[], str]]] = []  # when it ends, and what it does then
         self._chances = np.random.default_rng([wires.link.seed, len(name), *name.encode()])
         wires.connectors[name] = self
 
@@ -112,14 +112,14 @@ class VirtualConnector(Connector):
         self._free_at = there._free_at = begins + int(spans[:, 1].sum()) / link.bandwidth
         fails = self._chances.random() < link.failures
         write = Write()
-        self._writes.append((self._free_at, write, peer, lambda: "link" if fails else there._land(tag, spans, self)))
+        self._writes.append((self._free_at, write, lambda: "link" if fails else there._land(tag, spans, self)))
         return write
 
     def settle(self) -> None:
         """End the writes whose time has come."""
         over = [each for each in self._writes if each[0] <= self._clock.now]
         self._writes = [each for each in self._writes if each not in over]
-        for _, write, _, act in over:
+        for _, write, act in over:
             write.end(act())
 
     def shut(self, tag: int) -> bool:
@@ -127,13 +127,10 @@ class VirtualConnector(Connector):
         return True
 
     def disconnect(self, peer: str) -> None:
-        for _, write, _, _ in [each for each in self._writes if each[2] == peer]:
-            write.end("disconnected")
-        self._writes = [each for each in self._writes if each[2] != peer]
+        raise AssertionError("engines of a replay stay connected")
 
     def close(self) -> None:
-        for peer in self._wires.connectors:
-            self.disconnect(peer)
+        """There is nothing to free."""
 
     def _land(self, tag: int, spans: Spans, source: VirtualConnector) -> str:
         """Copy the records of a write; returns why not."""

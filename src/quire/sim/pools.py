@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from quire.errors import InvalidInput, PlanError
+from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.mix import mix_of
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.settings.setting import parse_tokens
+from quire.sim.hisparse import in_bytes_of
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.layout import DType, Field, PageLayout
@@ -72,15 +73,7 @@ def model_pools(
         speculative_config=speculation,
     )
     plan = make_plan(spec, settings).memory
-    if hisparse is not None:
-        settings = settings.changed(kv_memory=plan.pool_bytes, max_total_tokens=None, hisparse=hisparse)
-        try:
-            plan = make_plan(spec, settings).memory
-        except PlanError as error:
-            raise InvalidInput(
-                f"hisparse in the device bytes of {pool_tokens:,} tokens: {error.message}",
-                fix="raise --pool-tokens, or lower the device_buffer_size.",
-            ) from None
+    plan = in_bytes_of(plan, spec, settings, hisparse)
     return replace(plan, max_requests=min(plan.max_requests, max_running))
 
 

@@ -22,8 +22,9 @@ from quire.plan.step_cost import CostModel
 from quire.sim.arrivals import Arrivals, Inbox
 from quire.sim.peers import DecodePeers, PrefillEngine, SimulatedLink, Wires
 from quire.sim.replay import Replay, ReplaySettings
-from quire.sim.result import ReplayResult, RequestRecord, percentiles
+from quire.sim.result import RequestRecord, percentiles
 from quire.sim.scripts import ScriptedRequest
+from quire.sim.speculation import drafts_of
 from quire.sim.trace_request import TraceRequest
 
 
@@ -189,19 +190,9 @@ class Roles:
             itl_s=itl,
             seconds=seconds,
             output_tokens_per_s=output_tokens / seconds if seconds else 0.0,
-            speculation=_drafts(results),
+            speculation=drafts_of(results),
             digest=digest.hexdigest(),
         )
-
-
-def _drafts(results: Sequence[ReplayResult]) -> dict[str, Any] | None:
-    """What the drafts of these engines brought together."""
-    found = [(each.speculation, each.output_tokens) for each in results if each.speculation and each.output_tokens]
-    if not found:
-        return None
-    counts = {name: sum(one[name] for one, _ in found) for name in ("drafts", "draft_tokens", "accepted_tokens")}
-    steps = sum(num_tokens / one["tokens_per_step"] for one, num_tokens in found)
-    return counts | {"tokens_per_step": sum(num_tokens for _, num_tokens in found) / steps}
 
 
 def first_token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:

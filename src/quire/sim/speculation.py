@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepRows
+from quire.sim.result import ReplayResult
 from quire.sim.scripts import Scripts
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -89,3 +90,13 @@ def _chances(seeds: npt.NDArray[np.uint64], places: Lengths) -> npt.NDArray[np.f
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
     found: npt.NDArray[np.float64] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
     return found
+
+
+def drafts_of(results: Sequence[ReplayResult]) -> dict[str, Any] | None:
+    """What the drafts of these engines brought together."""
+    found = [(each.speculation, each.output_tokens) for each in results if each.speculation and each.output_tokens]
+    if not found:
+        return None
+    counts = {name: sum(one[name] for one, _ in found) for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    steps = sum(num_tokens / one["tokens_per_step"] for one, num_tokens in found)
+    return counts | {"tokens_per_step": sum(num_tokens for _, num_tokens in found) / steps}
