@@ -113,3 +113,30 @@ def draws_are_one_too_early(patch: Patch) -> None:
         return step
 
     patch.setattr(RunningRows, "_tokens_of", tokens_of)
+
+
+@mutant("steps", "a step that decodes as the last one ends no request, also where one has its last token")
+def every_repeated_step_is_a_middle_one(patch: Patch) -> None:
+    real = RunningRows.step
+
+    def step(self: RunningRows, batch: StepRows, counts: Any = None) -> Step:
+        again = self.decode_again(batch)
+        made = real(self, batch, counts)
+        made.is_middle |= again
+        return made
+
+    patch.setattr(RunningRows, "step", step)
+
+
+@mutant("steps", "requests decode again although the tokens of the last step are not known")
+def steps_repeat_in_flight(patch: Patch) -> None:
+    real = RunningRows.decode_again
+
+    def decode_again(rows: RunningRows, batch: StepRows) -> bool:
+        in_flight, batch.in_flight = batch.in_flight, 0
+        try:
+            return real(rows, batch)
+        finally:
+            batch.in_flight = in_flight
+
+    patch.setattr(RunningRows, "decode_again", decode_again)
