@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.cache.request_kv import CacheUse
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.observe.metrics import ServerMetrics
@@ -70,7 +71,7 @@ def test_a_prompt_came_from_its_peer(case: Case) -> None:
     prefill, decode = engines(case)
     try:
         output = answered(decode, prefill)
-        assert (output.num_cached_tokens, output.num_peer_tokens, output.num_host_tokens) == (WHOLE, WHOLE, 0)
+        assert output.use == CacheUse(num_cached_tokens=WHOLE, num_peer_tokens=WHOLE)
         found = reasons(decode)
         assert found[0] == ("hit", WHOLE, "from prefill-0") and len(found) == 2
         where = {"name": "prefill-0", "address": address_of(prefill), "state": "connected"}
@@ -107,7 +108,7 @@ def test_a_prompt_is_computed_here_because_its_peer_is_slow(case: Case, caplog: 
     try:
         with caplog.at_level(logging.WARNING):
             output = answered(decode)  # the prefill engine makes no step
-        assert output.num_cached_tokens == output.num_peer_tokens == 0
+        assert output.use is None  # nothing was cached
         peer, last = reasons(decode)
         assert peer == ("peer", WHOLE, "computed here; asked prefill-0: the peer is too slow")
         assert last[:2] == ("last_token", len(PROMPT) - WHOLE)
