@@ -251,3 +251,14 @@ def test_pools_that_the_machine_has_no_memory_for_are_refused(monkeypatch: pytes
     (named,) = re.findall(r"use --kv-memory (\w+)", refused.value.fix)
     with closing(EngineCore(engine_config(kv_memory=named))) as core:
         assert core.plan.pool_bytes <= parse_bytes(named)
+
+
+def test_pools_are_refused_before_host_memory_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To touch it takes long, and what it takes is not what the pools lack."""
+    memory = HostMemory(total=64 * GIB, available=GIB // 4, limit=None)
+    for module in ("engine.tiers", "engine.device.runner"):
+        monkeypatch.setattr(f"quire.{module}.host_memory", lambda: memory)
+    touched: list[int] = []
+    with pytest.raises(HostMemoryError, match=r"of KV memory were asked for") as refused:
+        EngineCore(engine_config(kv_memory="1GiB", host_memory="8MiB"), progress=lambda done, of: touched.append(done))
+    assert "--kv-memory" in refused.value.fix and not touched

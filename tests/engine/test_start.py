@@ -132,3 +132,19 @@ def test_an_engine_on_a_loaded_model_computes_with_as_many_threads_as_asked_for(
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_transformers_of_another_shape_is_imported_as_it_is() -> None:
+    script = """
+import sys
+from importlib import metadata
+from quire.engine import lean_imports
+def fails(spec):
+    sys.modules["transformers"] = object()
+    raise AttributeError("_LazyModule")
+lean_imports._import_listed = fails
+with lean_imports.without_torch():
+    import transformers
+    print(transformers.BertConfig().model_type, transformers.__version__ == metadata.version("transformers"))
+"""
+    assert printed(script) == "bert True\n"

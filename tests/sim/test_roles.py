@@ -104,6 +104,12 @@ def test_a_slow_link_ends_at_the_deadline() -> None:
     assert result.fallbacks["deadline"] > 0 and result.requests == len(TRACE)
 
 
+def test_writes_that_outlive_their_asks_are_ended() -> None:
+    """They wait on the link for longer than a prefill engine waits for writes of an ask that has ended."""
+    result = run(1, 1, bandwidth=1e5)
+    assert result.fallbacks["deadline"] > 0 and result.requests == len(TRACE)
+
+
 def test_a_slower_link_makes_the_first_token_later() -> None:
     first = [run(1, 1, bandwidth=bandwidth).ttft_s[0] for bandwidth in (1e12, 1e8, 2e7)]
     assert first[0] < first[1] < first[2]

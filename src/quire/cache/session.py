@@ -48,7 +48,7 @@ class Start(StrEnum):
     LOST = "lost"
     """On the cached prefix: the session held nothing any more."""
     NONE = "none"
-    """No turn has begun."""
+    """The turn ended before it ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

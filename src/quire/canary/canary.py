@@ -195,8 +195,10 @@ class Canary:
         if self._in_flight:
             self._compare()
         if self.budget.earn(began) and len(self._in_flight) < _MOST_IN_FLIGHT:
+            num_reads = len(self._in_flight)
             num_items = self._read(self.budget.items())
-            self._follow()
+            if len(self._in_flight) > num_reads:
+                self._follow()
             self._compare()
             self.budget.spend(self._seconds() - began, num_items)
         else:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 
 from quire.engine.config import EngineConfig
-from quire.engine.planning import configured_plan, plan_settings
+from quire.engine.hisparse_checks import check_latents
+from quire.engine.planning import configured_plan
 from quire.engine.speculation_checks import check_draft
 from quire.errors import InvalidInput, ModelLoadError, UnsupportedModel
-from quire.plan.hisparse import refuse_hisparse
 from quire.plan.plan import Plan
 from quire.plan.source import check_tokenizer, model_folder, read_model_config
 from quire.spec.catalogue import catalogue_model
-from quire.spec.model import ModelSpec
 
 
 def check_model(config: EngineConfig) -> Plan | None:
@@ -38,12 +37,6 @@ def check_model(config: EngineConfig) -> Plan | None:
 
 
 def check_features(config: EngineConfig) -> None:
-    """Refuse a draft as `check_draft` does, and latents that cannot be in host memory. Raises ModelLoadError if a
-    configuration cannot be read, UnsupportedModel and InvalidInput."""
+    """Refuse what `check_draft` and `check_latents` refuse, and raise what they raise."""
     check_draft(config)
-    found = read_model_config(config.model, config.revision)[0]
-    try:
-        spec = ModelSpec.from_config(found)
-    except (InvalidInput, UnsupportedModel):  # transformers may know what the configuration leaves out
-        return
-    refuse_hisparse(spec, plan_settings(config))
+    check_latents(config)

@@ -7,15 +7,19 @@ all models, in which transformers looks for the names that they define, before i
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _COMPILER = "torch._dynamo"
 _NEEDED = "torch._dynamo._trace_wrapped_higher_order_op"  # what transformers needs of the compiler
@@ -77,9 +81,21 @@ def without_torch() -> Iterator[None]:
 
 def _import_unscanned() -> None:
     """Import transformers and its package of models with the names that they list themselves. Those that only the
-    source of models has are found at the first use of one: then it is read."""
-    if "transformers" in sys.modules or (spec := find_spec("transformers")) is None:
+    source of models has are found at the first use of one: then it is read. A transformers that is built in another way
+    is not imported here: its own import follows, which takes longer."""
+    spec, before = find_spec("transformers"), set(sys.modules)
+    if "transformers" in before or spec is None:
         return
+    try:
+        _import_listed(spec)
+    except Exception as error:
+        logger.info("transformers is imported with the source of all models: %r", error)
+        for name in sys.modules.keys() - before:
+            if name.partition(".")[0] == "transformers":
+                del sys.modules[name]
+
+
+def _import_listed(spec: ModuleSpec) -> None:
     assert spec.loader is not None and spec.submodule_search_locations is not None
     package = sys.modules["transformers"] = module_from_spec(spec)
     package.__version__ = version("transformers")  # type: ignore[attr-defined]
@@ -99,10 +115,10 @@ def _import_unscanned() -> None:
                     raise
             if find_spec(f"{self._name}.{name}") is not None:
                 return import_module(f"{self._name}.{name}")
-            self.__class__ = imports._LazyModule
             own, found = self._import_structure, dict(scan(models, "models" if self._name == "transformers" else None))
             found[frozenset()] = {**found.get(frozenset(), {}), **own}
             self.__init__(self._name, self.__file__, found, self.__spec__, self._objects)  # type: ignore[misc]
+            self.__class__ = imports._LazyModule
             return getattr(self, name)
 
     imports.define_import_structure = listed
@@ -115,4 +131,4 @@ def _import_unscanned() -> None:
         sys.modules[name].__class__ = Unscanned
     # A part of transformers imports the package once more by itself, which would read all source again.
     again: Any = sys.modules["transformers.utils"]
-    again.direct_transformers_import = lambda *_: sys.modules["transformers"]
+    again.direct_transformers_import = lambda *_, **__: sys.modules["transformers"]

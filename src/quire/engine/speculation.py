@@ -55,8 +55,9 @@ def speculation_parts(engine: EngineCore) -> Iterator[Part]:
 def drafter_of(engine: EngineCore) -> ModelDrafter | HeadDrafter | None:
     """The drafts of a model that follows each step on the same pages; None without one."""
     speculation = engine.plan.speculation
-    if engine.draft is None or speculation is None:
+    if engine.draft is None:
         return None
+    assert speculation is not None, "a draft without a plan for its steps"
     layers = DraftLayers(len(engine.model.spec.calls), engine.cache, engine.pools, engine.backend)
     shared = (
         speculation,

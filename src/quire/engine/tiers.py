@@ -56,13 +56,16 @@ def build_memory(
     memory, device = plan.memory, model.device
     check_loss(plan, model)
     with ExitStack() as undo:
+        # Pools that need nothing of the host come first: they are refused before its memory is touched.
+        pools = () if memory.groups_on_host else build_pools(memory, device)
         host = _tier_memory(config, memory, device, progress) if config.has_tiers else None
         if host is not None:
             undo.callback(host.close)
         latents = hosted_latents(memory, model, progress, host)
         for each in latents:
             undo.callback(each.close)
-        pools = build_pools(memory, device, {each.group: each.pool for each in latents})
+        if not pools:
+            pools = build_pools(memory, device, {each.group: each.pool for each in latents})
         undo.pop_all()
     return pools, next(iter(latents), None), host
 

@@ -451,9 +451,10 @@ class _Unfilled(TorchFunctionMode):
         if func is torch.arange and kwargs.get("device") == torch.device("meta"):
             return func(*args, **kwargs | {"device": "cpu"}).to("meta")
         if func in _ELEMENTWISE and any(isinstance(value, Tensor) and value.is_meta for value in args):
-            own = (torch.ones(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for v in args)
+            own = (torch.ones((), dtype=v.dtype).expand(v.shape) if isinstance(v, Tensor) else v for v in args)
             return func(*own, **kwargs).to("meta")
-        if func is torch.empty_like and args[0].is_meta and kwargs.keys() <= {"device", "dtype"}:
+        is_like = func is torch.empty_like and args and args[0].is_meta and args[0].is_contiguous()
+        if is_like and kwargs.keys() <= {"device", "dtype"}:
             return torch.empty(args[0].shape, **{"dtype": args[0].dtype, "device": "meta"} | kwargs)
         return func(*args, **kwargs)
 

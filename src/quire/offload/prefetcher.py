@@ -49,7 +49,7 @@ class Prefetcher(ReadAhead[Prefetch]):
         self._tiers = tiers
         self._parts = parts
         peers = tiers.settings.peers
-        self.peers: PrefillPeers = peers or NoPeers()
+        self.peers: PrefillPeers = NoPeers() if peers is None else peers
         self.prefetches = tiers.settings.stores or self.peers.asks
         self._has_peers = peers is not None
         self._policy = tiers.settings.prefetch

@@ -103,9 +103,9 @@ class Places:
 class StepRows(RunningBatch):
     """The batch of requests in consecutive steps, and the data that is the same in all these steps.
 
-    `base` is where the tokens of each row begin in `RunningRows.flat`. `table` has the `TERMS` of all rows. While all
-    decode together, `left` is the least number of tokens that one may still launch, and `in_flight` the tokens of each
-    that are pending.
+    `base` is where the tokens of each row begin in `RunningRows.flat`. `table` has the `TERMS` of all rows. Two counts
+    change, and mean something while all decode step after step (`RunningRows.decode_again`): the request that ends
+    first still draws `left` tokens, and `in_flight` is 1 while the tokens of the last step are not known.
     """
 
     __slots__ = (

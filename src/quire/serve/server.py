@@ -84,7 +84,7 @@ def serve(
     """Serve until SIGINT or SIGTERM. Returns the exit code: 0, or 130 or 143 for a signal before the engine is ready.
 
     Raises the errors of a start, but never `EngineDead`: /health reports it. `on_progress` is called while host memory
-    is touched, `on_ready` of when requests are answered. After a signal during the start, a thread may still load
+    is touched, `on_ready` once requests are answered. After a signal during the start, a thread may still load
     the tokenizer.
     """
     server.keys()  # refused before the model is loaded

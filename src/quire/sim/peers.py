@@ -81,14 +81,16 @@ class VirtualConnector(Connector):
         self._first = np.cumsum([0] + [len(copies.rows(group)) for group in range(copies.num_groups)])
         self._open: dict[int, Spans] = {}  # key: tag
         self._free_at = 0.0
-        self._writes: list[tuple[float, Write, Callable[[], str]]] = []  # when it ends, and what it does then
+        self._writes: dict[
+            str, list[tuple[float, Write, Callable[[], str]]]
+        ] = {}  # key: peer; end, and what it does then
         self._chances = np.random.default_rng([wires.link.seed, len(name), *name.encode()])
         wires.connectors[name] = self
 
     @property
     def next_time(self) -> float | None:
         """When the next write ends."""
-        return min((write[0] for write in self._writes), default=None)
+        return min((each[0] for writes in self._writes.values() for each in writes), default=None)
 
     def spans(self, group: int, frames: Ids) -> Spans:
         """See `quire.transfer.connector.Records`."""
@@ -99,7 +101,7 @@ class VirtualConnector(Connector):
         return b""
 
     def connect(self, peer: str, address: bytes) -> None:
-        """Every engine knows every other."""
+        """Engines of a replay find each other by name."""
 
     def open(self, tag: int, spans: Spans) -> bytes:
         self._open[tag] = spans
@@ -112,22 +114,24 @@ class VirtualConnector(Connector):
         self._free_at = there._free_at = begins + int(spans[:, 1].sum()) / link.bandwidth
         fails = self._chances.random() < link.failures
         write = Write()
-        self._writes.append((self._free_at, write, lambda: "link" if fails else there._land(tag, spans, self)))
+        to_peer = self._writes.setdefault(peer, [])
+        to_peer.append((self._free_at, write, lambda: "link" if fails else there._land(tag, spans, self)))
         return write
 
     def settle(self) -> None:
         """End the writes whose time has come."""
-        over = [each for each in self._writes if each[0] <= self._clock.now]
-        self._writes = [each for each in self._writes if each not in over]
-        for _, write, act in over:
-            write.end(act())
+        for writes in self._writes.values():
+            while writes and writes[0][0] <= self._clock.now:
+                _, write, act = writes.pop(0)
+                write.end(act())
 
     def shut(self, tag: int) -> bool:
         self._open.pop(tag, None)
         return True
 
     def disconnect(self, peer: str) -> None:
-        raise AssertionError("engines of a replay stay connected")
+        for _, write, _ in self._writes.pop(peer, []):
+            write.end("disconnected")
 
     def close(self) -> None:
         """There is nothing to free."""

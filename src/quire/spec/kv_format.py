@@ -14,9 +14,9 @@ class KVFormat:
     """One way to store a vector of numbers.
 
     `bits` is the size of one number, without its share of a scale. `block` numbers along the last axis share one scale
-    of type `scale`; 0: there are no scales. Four-bit numbers are stored two to an `element`, the first in
-    the low half. Sources: OCP Microscaling Formats 1.0 (blocks of 32, power-of-two scales), NVIDIA's NVFP4 (blocks of
-    16, an E4M3 scale).
+    of type `scale`; 0: there are no scales. Four-bit numbers are stored two to an `element`, the first in the
+    low half. Sources: OCP Microscaling Formats 1.0 (blocks of 32, power-of-two scales), NVIDIA's NVFP4 (blocks of 16,
+    an E4M3 scale).
     """
 
     name: str
@@ -36,7 +36,7 @@ class KVFormat:
         return f"{self.element.value}/{self.bits}/{self.block}/{self.scale.value if self.scale is not None else ''}"
 
     def stored_width(self, width: int) -> int:
-        """Elements of `element` for a vector of `width` numbers. Raises InvalidInput if blocks do not fit."""
+        """Elements for a vector of `width` numbers. Raises InvalidInput if blocks do not fit."""
         per_element = self.element.itemsize * 8 // self.bits
         if width % max(per_element, self.block):
             raise InvalidInput(

@@ -1,1 +1,1 @@
-"""The device's side of an engine: steps of a model, sampling, graphs and copies. It knows neither loop nor parts."""
+"""The device's side of an engine: steps of a model, sampling, graphs and copies. It imports neither loop nor parts."""

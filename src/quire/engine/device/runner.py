@@ -220,7 +220,8 @@ class ModelRunner:
         self.mark()
 
     def mark(self) -> None:
-        """Copies between tiers follow what was launched until now, but for steps in flight."""
+        """Copies between tiers that begin from now on follow what was launched until now: at a launch all before it,
+        at another time also the step in flight."""
         if self._compute is not None:
             self._compute.mark()
 
