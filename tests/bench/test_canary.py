@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "engine" / "canary.py"
 
 
+@slow_unless_changed("bench/")
 @pytest.mark.parametrize("options", [(), ("--long",)], ids=["short", "long"])
 def test_the_measurement_runs(options: tuple[str, ...], tmp_path: Path) -> None:
     """It fails by itself where nothing is looked at."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "sparse" / "hisparse.py"
 SELECTIONS = BENCH.parents[1] / "results" / "selections-dsa-0.7.npz"
 
 
+@slow_unless_changed("bench/")
 def test_the_measurement_runs(tmp_path: Path) -> None:
     """It fails by itself where latents in host memory give other tokens."""
     written = tmp_path / "result.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "bookkeeping" / "metadata.py"
@@ -18,6 +19,7 @@ NAMES = {
 """Rows that goals name, at toy size."""
 
 
+@slow_unless_changed("bench/")
 def test_the_comparison_runs(tmp_path: Path) -> None:
     """It fails by itself where an operation of Quire's found something else than the work has."""
     written, bars = tmp_path / "result.json", tmp_path / "bars.svg"

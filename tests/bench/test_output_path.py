@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "serving" / "output_path.py"
 
 
+@slow_unless_changed("bench/")
 def test_the_measurement_runs(tmp_path: Path) -> None:
     """It fails by itself where a client misses a token."""
     written = tmp_path / "result.json"

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "serving" / "compare.py"
 
 
+@slow_unless_changed("bench/")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """It fails by itself where a request fails or an answer has another length than was asked for."""
     written = tmp_path / "runs.json"

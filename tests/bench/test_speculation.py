@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "engine" / "speculation.py"
 
 
+@slow_unless_changed("bench/")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """It fails by itself where an answer is not the given one."""
     written, document = tmp_path / "rows.json", tmp_path / "table.md"

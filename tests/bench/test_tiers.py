@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "storage" / "tiers.py"
 
 
+@slow_unless_changed("bench/")
 def test_the_measurement_runs(tmp_path: Path) -> None:
     written = tmp_path / "result.json"
     done = run_program(BENCH, "--toy", "--folder", tmp_path, "--json", written)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "transfer" / "connectors.py"
 ROLES = BENCH.with_name("engines.py")
 
 
+@slow_unless_changed("bench/")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """It fails by itself where a byte is wrong."""
     written, document = tmp_path / "rows.json", tmp_path / "table.md"
@@ -29,6 +31,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert len([line for line in lines if "KiB |" in line]) == len(result["connectors"])
 
 
+@slow_unless_changed("bench/")
 def test_the_benchmark_of_roles_runs(tmp_path: Path) -> None:
     """It fails by itself where answers differ."""
     written, document = tmp_path / "rows.json", tmp_path / "table.md"

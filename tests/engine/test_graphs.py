@@ -22,6 +22,7 @@ from quire.models.forward import RunningForward
 from quire.plan.devices import GRAPH_BYTES, LEAST_GRAPHS, graph_bytes, sampling_bytes
 from quire.scheduler.sampling_params import SamplingParams
 from quire.upload import to_device
+from tests.changes import slow_unless_changed
 from tests.emulated_attention import emulated_kernels
 from tests.engine.running import core_for, run, shared_prompts
 from tests.engine.test_fake_cuda import on_cpu, on_device, ours, watched
@@ -41,6 +42,7 @@ FAMILIES = {
 FIRST = shared_prompts(3, shared=9, tails=(3, 1, 6, 2, 4), vocabulary=VOCAB_SIZE)
 LATER = shared_prompts(4, shared=5, tails=(2, 7), vocabulary=VOCAB_SIZE)
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+GRAPHS = ("src/quire/engine/device/", "src/quire/kernels/", "src/quire/models/", "tests/engine/test_graphs.py")
 SETTINGS = {"page_size": 4, "max_num_batched_tokens": 64, "max_running_requests": 6, "max_model_len": 48}
 
 
@@ -127,6 +129,7 @@ def check_small(name: str = "llama_gqa", prompts: list[list[int]] = FIRST[:3], *
     assert ours(cuda) == [] and cuda.races.found == []
 
 
+@slow_unless_changed(*GRAPHS)
 @pytest.mark.parametrize("name", ["gemma2", "deepseek_v2", "bamba"])
 def test_pads_change_no_tokens(name: str) -> None:
     check_small(name)
@@ -154,6 +157,7 @@ def test_graphs_that_no_step_fits_are_dropped() -> None:
     assert found["eager"]["arrays of other shapes"] == 3 and found["eager"]["no graph of this size"] > 0
 
 
+@slow_unless_changed(*GRAPHS)
 @pytest.mark.parametrize(
     "name", ["deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("minimax_m3", "glm_moe_dsa"))]
 )
