@@ -67,7 +67,7 @@ def _group(group: GroupCache, held: list[int]) -> object:
         arrays.append(group.first)
         unsettled = []
     else:
-        arrays += [group._frame, group._more_frames, group._source, group._previous_frame, group._previous_pages]
+        arrays += [group._frame, group._draft_frames, group._source, group._previous_frame, group._previous_pages]
         unsettled = [[(each.num_pages, each.frame) for each in some] for some in group._unsettled]
     counts = (table.num_idle, table.num_pinned, group.num_free, group.num_evictable)
     return [array.tobytes() for array in arrays], counts, unsettled, held

@@ -247,7 +247,7 @@ def the_state_of_a_rejected_draft_is_kept(patch: Patch) -> None:
     real = StateGroup.settle
 
     def settle(self: StateGroup, row: int, num_tokens: int) -> None:
-        real(self, row, num_tokens + (self._position[row] < num_tokens < self._position[row] + self._more))
+        real(self, row, num_tokens + (self._position[row] < num_tokens < self._position[row] + self._num_drafts))
         self._position[row] = max(self._position[row], num_tokens)
 
     patch.setattr(StateGroup, "settle", settle)

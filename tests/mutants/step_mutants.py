@@ -63,7 +63,7 @@ def a_state_goes_on_with_all_drafts(patch: Patch) -> None:
 
     def settle(self: StateGroup, row: int, num_tokens: int) -> None:
         real(self, row, num_tokens)
-        self._frame[row], self._more_frames[row, -1] = self._more_frames[row, -1], self._frame[row]
+        self._frame[row], self._draft_frames[row, -1] = self._draft_frames[row, -1], self._frame[row]
 
     patch.setattr(StateGroup, "settle", settle)
 

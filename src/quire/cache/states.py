@@ -60,13 +60,13 @@ class StateGroup(GroupBase):
         self, index: int, reach: Reach, frames: SlotFrames, tree: RadixCache, plan: MemoryPlan, interval: int
     ) -> None:
         super().__init__(index, reach, frames, tree)
-        max_requests, more = plan.max_requests, plan.tokens_per_step - 1
+        max_requests, num_drafts = plan.max_requests, plan.tokens_per_step - 1
         self._page_size = plan.page_size
         self._interval = max(plan.page_size, interval - interval % plan.page_size)
         self._frame = np.zeros(max_requests, dtype=np.int32)  # the frame of each row; 0: none yet
         self._position = np.zeros(max_requests, dtype=np.int64)  # tokens in that frame, without drafts
-        self._more = more  # frames of a row beside its own
-        self._more_frames = np.zeros((max_requests, more), dtype=np.int32)  # after each draft of a step
+        self._num_drafts = num_drafts  # frames of a row beside its own
+        self._draft_frames = np.zeros((max_requests, num_drafts), dtype=np.int32)  # after each draft of a step
         self._source = np.zeros(max_requests, dtype=np.int32)  # cached page that the row begins on; 0: none
         self._previous_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
         self._previous_pages = np.zeros(max_requests, dtype=np.int64)
@@ -81,10 +81,10 @@ class StateGroup(GroupBase):
         return 0  # the request can take over an idle frame: see `wanted`
 
     def needs(self, num_pages: int, num_cached: int) -> int:
-        return 1 + self._more
+        return 1 + self._num_drafts
 
     def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        return int(np.count_nonzero(self._frame[rows] == 0)) * (1 + self._more)
+        return int(np.count_nonzero(self._frame[rows] == 0)) * (1 + self._num_drafts)
 
     def position(self, row: int) -> int:
         """The tokens after which a row's frame is, those of launched steps among them."""
@@ -95,7 +95,7 @@ class StateGroup(GroupBase):
         if self._previous_frame[row]:
             frames.append(int(self._previous_frame[row]))
         if self._frame[row]:
-            frames += [int(self._frame[row]), *self._more_frames[row].tolist()]
+            frames += [int(self._frame[row]), *self._draft_frames[row].tolist()]
         return np.array(frames, dtype=np.int32)
 
     def pinned(self, row: int, pages: Ids) -> Ids:
@@ -105,7 +105,7 @@ class StateGroup(GroupBase):
     def wanted(self, rows: Rows, num_new: int) -> int:
         """Allocate a frame for each row without one. If too few are left, rows use that of the page they begin on."""
         missing = rows[self._frame[rows] == 0]
-        wanted = len(missing) * (1 + self._more)
+        wanted = len(missing) * (1 + self._num_drafts)
         short = wanted - self.num_free - self.num_evictable
         return wanted - (min(short, len(self._takeable(missing))) if short > 0 else 0)
 
@@ -119,7 +119,7 @@ class StateGroup(GroupBase):
         num_missing = len(rows) - int(np.count_nonzero(self._frame[rows]))
         if num_missing:
             slots = self.frames.allocator
-            slots.alloc_group_begin(min(num_missing * (1 + self._more), slots.available_size()))
+            slots.alloc_group_begin(min(num_missing * (1 + self._num_drafts), slots.available_size()))
             self._is_taking = True
 
     def untake(self, new_pages: Ids) -> None:
@@ -135,7 +135,7 @@ class StateGroup(GroupBase):
         frames = slots.alloc(slots.num_set_aside)
         slots.alloc_group_end()
         began = missing = rows[self._frame[rows] == 0]
-        short = len(missing) * (1 + self._more) - len(frames)
+        short = len(missing) * (1 + self._num_drafts) - len(frames)
         if short:
             for row in self._takeable(missing)[:short].tolist():
                 page = self._source[row : row + 1].copy()
@@ -145,7 +145,7 @@ class StateGroup(GroupBase):
                 self.dropped_frames += 1
             missing = rows[self._frame[rows] == 0]
         self._frame[missing] = frames[: len(missing)]
-        self._more_frames[began] = frames[len(missing) :].reshape(len(began), self._more)
+        self._draft_frames[began] = frames[len(missing) :].reshape(len(began), self._num_drafts)
 
     def launch(
         self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths, draws: Lengths | None, table: Ids, *, stores: bool
@@ -154,14 +154,13 @@ class StateGroup(GroupBase):
         draws `draws[i]` tokens, by default one at most. After drafts, all but the first are its last tokens. `table`
         holds all rows of pages. With `stores`, frames may be stored for other requests."""
         starts = self._position[rows]
-        extra = np.maximum(draws - 1, 0) if self._more and draws is not None else NO_ROWS  # drafts of each
-        ends = ends - extra if len(extra) else ends
+        drafts = np.zeros(len(rows), np.int64) if draws is None else np.clip(draws - 1, 0, self._num_drafts)
+        ends = ends - drafts
         sources = self._frame[rows]
         grown = np.count_nonzero(ends > starts) == np.count_nonzero(sources) == len(rows)
         assert grown, "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)
-        if len(extra):
-            plain &= extra == 0
+        plain &= drafts == 0
         self._position[rows] = ends
         targets = sources.copy()
         exchange = NO_ROWS
@@ -185,9 +184,8 @@ class StateGroup(GroupBase):
         for at in np.flatnonzero(~plain).tolist():  # where a request begins or a page ends
             kv = kvs[at]
             pieces = self._pieces(kv, int(starts[at]), int(ends[at]), stores=stores and kv.shares)
-            if len(extra):
-                chain = [int(self._frame[kv.row]), *self._more_frames[kv.row, : extra[at]].tolist()]
-                pieces += [(1, source, target) for source, target in pairwise(chain)]
+            chain = [int(self._frame[kv.row]), *self._draft_frames[kv.row, : drafts[at]].tolist()]
+            pieces += [(1, source, target) for source, target in pairwise(chain)]
             counts[at] = len(pieces)
             cut += pieces
             if self._oldest[kv.row] <= kv.lease.num_pages:
@@ -207,7 +205,7 @@ class StateGroup(GroupBase):
         """The first `num_tokens` tokens have settled; some of them may have been drafts."""
         accepted = num_tokens - int(self._position[row])
         if accepted > 0:
-            frames = self._more_frames[row]
+            frames = self._draft_frames[row]
             self._frame[row], frames[accepted - 1] = frames[accepted - 1], self._frame[row]
             self._position[row] = num_tokens
 
@@ -243,7 +241,7 @@ class StateGroup(GroupBase):
         drafts = []
         if self._frame[row]:
             last.append(Checkpoint(-1 if rest else num_pages, int(self._frame[row]), Rank.USED))
-            drafts = self._more_frames[row].tolist()
+            drafts = self._draft_frames[row].tolist()
         usable = [each for each in last if 0 < each.num_pages <= protected and not self._source[row]]
         latest = max(usable, key=lambda each: each.num_pages, default=None)
         released = self._store(pages, [*settled, latest] if latest else settled)
@@ -337,7 +335,7 @@ class StateGroup(GroupBase):
 
     def _spare(self, rank: Rank) -> int:
         """A free frame that no request will need, for a resume point of this rank; 0 if there is none."""
-        still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._more)
+        still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._num_drafts)
         if self.num_free + self.num_evictable <= still_to_come:
             return 0
         if not self.num_free and not self._drop(1, rank):

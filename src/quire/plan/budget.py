@@ -200,8 +200,9 @@ class MemoryPlan:
         if self.pages_of(total) > self.num_pages:
             need = self.pool_bytes + (self.pages_of(total) - self.num_pages) * self.bytes_per_page
             beside, more = "", ""
-            for at in self.groups_on_host:
-                held = 2 * region_bytes(self.groups[at].layout.bytes_per_frame, self.pages_of(total))  # tiers take half
+            if self.groups_on_host:
+                frames = [self.groups[at].layout.bytes_per_frame for at in self.groups_on_host]
+                held = 2 * sum(region_bytes(size, self.pages_of(total)) for size in frames)  # tiers take half
                 beside = f" and {format_bytes(self.host_bytes)} of latents in host memory"
                 more = f" and --host-memory {-(-held // 2**20)}MiB"
             raise RequestTooLarge(

@@ -140,8 +140,8 @@ class Roles:
         if at is None:
             counts = list(map(self._num_requests, range(len(self._decode))))
             at = counts.index(min(counts))
-        self._sessions[request.session] = at
-        self._sessions.pop("", None)  # requests without a name are of no session
+        if request.session:
+            self._sessions[request.session] = at
         self._inboxes[at].push(request.arrived, request)
 
     def _num_requests(self, at: int) -> int:
