@@ -120,7 +120,7 @@ def every_repeated_step_is_a_middle_one(patch: Patch) -> None:
     real = RunningRows.step
 
     def step(self: RunningRows, batch: StepRows, counts: Any = None) -> Step:
-        again = self.decode_again(batch)
+        again = self.decodes_again(batch)
         made = real(self, batch, counts)
         made.is_middle |= again
         return made
@@ -130,13 +130,13 @@ def every_repeated_step_is_a_middle_one(patch: Patch) -> None:
 
 @mutant("steps", "requests decode again although the tokens of the last step are not known")
 def steps_repeat_in_flight(patch: Patch) -> None:
-    real = RunningRows.decode_again
+    real = RunningRows.decodes_again
 
-    def decode_again(rows: RunningRows, batch: StepRows) -> bool:
+    def decodes_again(rows: RunningRows, batch: StepRows) -> bool:
         in_flight, batch.in_flight = batch.in_flight, 0
         try:
             return real(rows, batch)
         finally:
             batch.in_flight = in_flight
 
-    patch.setattr(RunningRows, "decode_again", decode_again)
+    patch.setattr(RunningRows, "decodes_again", decodes_again)

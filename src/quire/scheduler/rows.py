@@ -44,7 +44,7 @@ class RunningRows:
         self._lengths: Lengths = np.zeros((6, num_rows), dtype=np.int64)
         self.known, self.launched, self.settled, self.pending, self._drafted, self._accepted = self._lengths
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
-        self.drafts = DraftRows(self, num_rows, speculation)
+        self.drafts = DraftRows(self.flat, self.known, self.launched, self.pending, speculation)
         self.serials = serials  # serial number of each row's request; 0: none
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
         self.running: list[Request] = []
@@ -96,7 +96,9 @@ class RunningRows:
 
     def ready(self, batch: StepRows) -> Lengths:
         """Tokens of each request that could be launched now, without drafts: none once its last token is pending, or
-        while its next draw depends on pending tokens."""
+        while its next draw depends on pending tokens. `batch.ones` itself, in O(1), where `decodes_again` is true."""
+        if self.decodes_again(batch):
+            return batch.ones
         rows = batch.rows
         pending = self.pending[rows]
         known = self.known[rows] + pending
@@ -104,7 +106,7 @@ class RunningRows:
         ready[(known >= batch.limit) | (pending > batch.most_pending)] = 0
         return ready
 
-    def decode_again(self, batch: StepRows) -> bool:
+    def decodes_again(self, batch: StepRows) -> bool:
         """Whether each of these can launch one token, as in the last step. O(1): what `ready` finds for requests whose
         lengths only that step, and its end, have changed. False where `ready` has to look."""
         last = self._decode
@@ -125,7 +127,7 @@ class RunningRows:
         What is launched is counted so, and its draws are counted as pending.
         """
         rows = batch.rows
-        if counts is None and self._decode is not None and self.decode_again(batch):
+        if counts is None and self._decode is not None and self.decodes_again(batch):
             step = self._next_tokens(batch, self._decode.ends)
             batch.left, batch.in_flight = batch.left - 1, 1
             step.is_middle = batch.left > 1

@@ -165,7 +165,7 @@ class Scheduler:
         if looks:
             self._commit_settled()
         running = self._launchable()
-        ready = running.ones if self._rows.decode_again(running) else self._rows.ready(running)
+        ready = self._rows.ready(running)
         decoding = None if ready is running.ones or np.count_nonzero(ready == 1) == len(running) else ready == 1
         self._grant_decodes(next_step, running, decoding)
         prompts = NO_ROWS if decoding is None else (ready > 1).nonzero()[0]

@@ -5,8 +5,6 @@ Without speculation no row ever has any, and a step costs one comparison.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from quire.cache.running import Lengths, Rows
@@ -14,17 +12,17 @@ from quire.scheduler.step import Step, StepRows
 from quire.spec.ids import Ids
 from quire.spec.speculation import SpeculativeConfig
 
-if TYPE_CHECKING:
-    from quire.scheduler.rows import RunningRows
-
 
 class DraftRows:
-    """The drafts of these `rows`: `counts[i]` tokens after the known ones of row i may be accepted."""
+    """Drafts by row: `counts[i]` tokens after the known ones of row i may be accepted. The tokens `flat` and the
+    lengths `known`, `launched` and `pending` are views of those of `RunningRows`."""
 
-    def __init__(self, rows: RunningRows, num_rows: int, config: SpeculativeConfig | None) -> None:
-        self._rows = rows
+    def __init__(
+        self, flat: Ids, known: Lengths, launched: Lengths, pending: Lengths, config: SpeculativeConfig | None
+    ) -> None:
+        self._flat, self._known, self._launched, self._pending = flat, known, launched, pending
         self._config = config
-        self.counts: Lengths = np.zeros(num_rows, dtype=np.int64)
+        self.counts: Lengths = np.zeros(len(known), dtype=np.int64)
         self.num_drafted = 0  # rows that have any
         self._parents: Ids | None = None  # parents of drafts, by row; None: drafts are chains
 
@@ -33,10 +31,10 @@ class DraftRows:
         while it waits for a token or has more than its last token to compute. No draft is beyond its limit."""
         if self._config is None:
             return np.zeros(len(batch), dtype=np.int64)
-        rows, of = batch.rows, self._rows
-        known = of.known[rows]
+        rows = batch.rows
+        known = self._known[rows]
         room: Lengths = np.clip(batch.limit - known - 1, 0, self._config.num_steps)
-        room[(of.pending[rows] > 0) | (known - of.launched[rows] != 1)] = 0
+        room[(self._pending[rows] > 0) | (known - self._launched[rows] != 1)] = 0
         if self._config.branches:
             room[batch.most_pending == 0] = 0  # its draws depend on all tokens before, which branches do not share
         return room
@@ -48,7 +46,7 @@ class DraftRows:
         rows = batch.rows
         owners = np.repeat(batch.units[:-1], counts)
         within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
-        self._rows.flat[(batch.base + self._rows.known[rows])[owners] + within] = tokens[owners, within]
+        self._flat[(batch.base + self._known[rows])[owners] + within] = tokens[owners, within]
         self.num_drafted += int(np.count_nonzero(counts) - np.count_nonzero(self.counts[rows]))
         self.counts[rows] = counts
         self._parents = None

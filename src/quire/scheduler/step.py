@@ -104,7 +104,7 @@ class StepRows(RunningBatch):
     """The batch of requests in consecutive steps, and the data that is the same in all these steps.
 
     `base` is where the tokens of each row begin in `RunningRows.flat`. `table` has the `TERMS` of all rows. Two counts
-    change, and mean something while all decode step after step (`RunningRows.decode_again`): the request that ends
+    change, and mean something while all decode step after step (`RunningRows.decodes_again`): the request that ends
     first still draws `left` tokens, and `in_flight` is 1 while the tokens of the last step are not known.
     """
 

@@ -106,14 +106,15 @@ class Roles:
         self._peers: list[DecodePeers] = []
         self._decode: list[Replay] = []
         for at, inbox in enumerate(self._inboxes):
-            own = [DecodePeers(f"decode-{at}", wires, self._servers)] if num_prefill else []
-            events = [peers.next_event for peers in own]
-            replay = Replay(plan, cost, settings, peers=next(iter(own), None), events=events)
+            if num_prefill:
+                peers = DecodePeers(f"decode-{at}", wires, self._servers)
+                replay = Replay(plan, cost, settings, peers=peers, events=[peers.next_event])
+                peers.start(replay)
+                self._peers.append(peers)
+            else:
+                replay = Replay(plan, cost, settings)
             replay.begin(inbox)
             self._decode.append(replay)
-            for peers in own:
-                peers.start(replay)
-            self._peers += own
 
     def run(self, trace: Iterable[TraceRequest]) -> RolesResult:
         """Replay until every request has ended. Raises WrongContent or AuditFailure if a check fails."""
