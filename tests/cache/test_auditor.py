@@ -71,8 +71,7 @@ def test_a_cache_that_is_well_passes(seed: int) -> None:
             assert done.pages >= life.cache.tree.num_pages and done.pieces >= 4
 
 
-@each_of("seed", range(20))
-def test_changes_between_pieces_are_no_faults(seed: int) -> None:
+def check_changes_between_pieces(seed: int) -> None:
     life = Life(seed, num_pages=40)
     ended = whole = 0
     for _ in range(400):
@@ -170,6 +169,11 @@ def test_a_page_of_two_edges_is_found_while_the_cache_changes() -> None:
     assert any("is cached twice" in fault for fault in done.faults)
 
 
+@each_of("seed", range(20))
+def test_changes_between_pieces_are_no_faults(seed: int) -> None:
+    check_changes_between_pieces(seed)
+
+
 def check_frames_that_move() -> None:
     """In pieces of 4 pages: a frame or page of two pieces is found, one that moved between them is not."""
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +182,7 @@ def check_frames_that_move() -> None:
         test_what_is_broken_is_found(_share_a_frame_far_apart)
         test_a_page_of_two_edges_is_found_while_the_cache_changes()
         for seed in range(6):
-            test_changes_between_pieces_are_no_faults(seed)
+            check_changes_between_pieces(seed)
 
 
 def test_a_piece_is_small() -> None:

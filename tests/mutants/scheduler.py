@@ -24,6 +24,7 @@ def scheduler_commits_what_is_launched(patch: Patch) -> None:
     def settle(scheduler: Scheduler, step: Any, *drawn: Any) -> Any:
         ahead = [min(request.num_launched, request.num_tokens) for request in step.requests]
         step.counts = np.array(ahead, dtype=np.int64) - step.starts
+        step._ends = None  # of the counts before
         return real(scheduler, step, *drawn)
 
     patch.setattr(Scheduler, "settle", settle)
