@@ -124,3 +124,6 @@ class ByteTokenizer:
 
     def portable(self) -> str | None:
         return None
+
+    def response_parser(self, prompt: str, tools: Sequence[Any]) -> None:
+        return None

@@ -14,8 +14,9 @@ from starlette.types import Message
 from transformers import PreTrainedTokenizerBase
 
 from quire.client.output import CompletionOutput, Logprob
-from quire.serve.completions import TEMPLATE_ARGUMENTS, TextChoices
+from quire.serve.choices import TextChoices
 from quire.serve.config import LEAST_BODY_BYTES
+from quire.serve.conversation import TEMPLATE_ARGUMENTS
 from quire.serve.sse import EventStream
 from tests.serve.live_server import LiveServer
 

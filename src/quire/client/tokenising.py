@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,16 +39,25 @@ MOST_WAITING = 256
 _MOST_IN_ONE_PROCESS = 1 << 20  # characters; a process that had more ends, so that its memory is returned
 
 
+class Rendered(NamedTuple):
+    """A conversation through the model's template: its text, and its token ids int32."""
+
+    text: str
+    token_ids: Ids
+
+
 class ServingTokenizer(Decoder, Protocol):
     """The methods of a tokenizer that the engine and the server use. `longest_token` is the most characters of a text
     that one token can stand for. `portable` is the JSON of the tokenizers library that gives the same token ids, or
-    None where nothing but this object does."""
+    None where nothing but this object does. `response_parser` parses one answer to a prompt by the template of the
+    model's family, or is None where each answer is text."""
 
     @property
     def longest_token(self) -> int: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids: ...
-    def chat_text(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str: ...
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str: ...
     def portable(self) -> str | None: ...
+    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Any | None: ...
 
 
 class Tokenising:
@@ -84,13 +93,17 @@ class Tokenising:
                     return await self._in_thread(encode)
                 return await self._in_process(content, text, add_special_tokens=add_special_tokens)
 
-    async def chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> Ids:
-        """Token ids of a conversation through the model's template. Raises what `encode` does, and InvalidInput if the
-        template refuses it."""
+    async def chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Rendered:
+        """A conversation through the model's template. Raises what `encode` does, and InvalidInput if the template
+        refuses it."""
         self._check_length(sum(len(message["content"]) for message in messages))
         async with self._counted():  # in a thread always: how long a template takes is up to its author
             text = await self._in_thread(partial(self._tokenizer.chat_text, messages, **variables))
-        return await self.encode(text, add_special_tokens=False)
+        return Rendered(text, await self.encode(text, add_special_tokens=False))
+
+    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Any | None:
+        """A parser of one answer to this prompt (`ServingTokenizer`)."""
+        return self._tokenizer.response_parser(prompt, tools)
 
     def close(self) -> None:
         """End all work; the threads end with the text that they have, the processes now."""

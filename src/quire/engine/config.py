@@ -84,6 +84,12 @@ class ModelFields(Settings):
     chat_template: str | None = setting(
         None, "File with the chat template, in Jinja.", metavar="FILE", otherwise="the tokenizer's"
     )
+    response_template: str = setting(
+        "auto",
+        "How the model writes tool calls and reasoning: auto (the tokenizer's own, or that of the chat template's family),"
+        " none, the name of a family, or a JSON file.",
+        metavar="NAME",
+    )
     served_model_name: str | None = setting(None, "The model's name for clients.", otherwise="that of the model")
     skip_tokenizer_init: bool = setting(False, "Token ids in, token ids out: load no tokenizer.")
     device: str = setting("auto", "cpu, cuda, cuda:N, or auto: the first GPU, else the CPU.")
@@ -442,7 +448,12 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
         from quire.models.tokenizer import load_tokenizer
 
         revision = self.revision if self.tokenizer is None else None
-        return load_tokenizer(self.tokenizer or self.model, revision=revision, chat_template=self.chat_template)
+        return load_tokenizer(
+            self.tokenizer or self.model,
+            revision=revision,
+            chat_template=self.chat_template,
+            response_template=self.response_template,
+        )
 
 
 def engine_config(**settings: Any) -> EngineConfig:

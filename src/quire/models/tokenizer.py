@@ -12,8 +12,10 @@ import numpy as np
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+from transformers.utils.chat_parsing import ResponseParser
 
 from quire.errors import InvalidInput, ModelLoadError
+from quire.models.response_template import ResponseTemplate, find
 from quire.models.source import ModelSource, quiet, reading
 from quire.plan.source import check_tokenizer
 from quire.spec.ids import Ids
@@ -27,11 +29,13 @@ _ENCODING = ("encode", "_encode_plus", "__call__")  # methods in which a tokeniz
 class Tokenizer:
     """A Hugging Face tokenizer behind the few methods that Quire uses."""
 
-    def __init__(self, tokenizer: Any, *, name: str) -> None:
+    def __init__(self, tokenizer: Any, *, name: str, response_template: str = "auto") -> None:
+        """`response_template` is chosen as by `quire.models.response_template.find`."""
         self.name = name
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have holes
         self._tokenizer = tokenizer
         self._longest: int | None = None
+        self._response_template = _response_template(tokenizer, response_template)
         self._token_texts: dict[bool, TokenTexts | None] = {}  # key: whether special tokens are skipped
 
     @property
@@ -97,14 +101,22 @@ class Tokenizer:
         return self._token_texts[skip_special_tokens]
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> Ids:
         """Token ids of a conversation; `variables` are passed to the template."""
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False)
 
+    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ResponseParser | None:
+        """A parser of one answer to this prompt, which offered these tools; None where each answer is text: for a
+        family without a response template, and without tools for one that does not reason."""
+        template = self._response_template
+        if template is None or not (tools or template.reasons):
+            return None
+        return template.parser(prompt, tools)
+
     def chat_text(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The text of a conversation, which has all special tokens."""
         if not self.has_chat_template:
@@ -123,6 +135,12 @@ class Tokenizer:
                 f"the chat template of '{self.name}' refuses these messages: {error}.",
                 fix="check roles, their order and the content of each message.",
             ) from error
+
+
+def _response_template(tokenizer: Any, chosen: str) -> ResponseTemplate | None:
+    templates = tokenizer.chat_template
+    text = json.dumps(templates, ensure_ascii=False) if isinstance(templates, dict) else templates or ""
+    return find(chosen, own=getattr(tokenizer, "response_template", None), chat_template=text)
 
 
 class TokenTexts(dict[int, str | None]):
@@ -160,7 +178,13 @@ def _joins_tokens(decoder: Any) -> bool:
     return True
 
 
-def load_tokenizer(path_or_id: str, *, revision: str | None = None, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    path_or_id: str,
+    *,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    response_template: str = "auto",
+) -> Tokenizer:
     """The tokenizer in a folder or on the hub, with the chat template in the file `chat_template` if given.
 
     Raises ModelLoadError if none can be read.
@@ -178,4 +202,4 @@ def load_tokenizer(path_or_id: str, *, revision: str | None = None, chat_templat
         )
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return Tokenizer(tokenizer, name=path_or_id)
+    return Tokenizer(tokenizer, name=path_or_id, response_template=response_template)

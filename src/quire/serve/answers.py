@@ -65,12 +65,29 @@ class TextChoice(ChoiceFields):
     text: str
 
 
+class AnswerFunction(TypedDict):
+    """The function that is called; its arguments are a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: str
+    function: AnswerFunction
+
+
 class AnswerMessage(TypedDict):
-    """One turn of the assistant."""
+    """One turn of the assistant: text, or calls of tools, or both."""
 
     role: str
-    content: str
+    content: str | None
     refusal: str | None
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[AnswerCall] | None]
 
 
 class MessageChoice(ChoiceFields):

@@ -17,7 +17,7 @@ from pydantic import AliasChoices, Field
 from quire.client.async_engine import Prompt
 from quire.client.process import Core
 from quire.engine.config import MOST_EPOCHS
-from quire.serve.completions import chat_prompt
+from quire.serve.conversation import Conversation, able_to_chat
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
 from quire.serve.keys import Client, not_allowed
@@ -56,7 +56,9 @@ class RetainBody(ClosedObject):
             found = f"got {' and '.join(given)}" if given else "got none"
             raise BadField(f"one of {', '.join(_PROMPTS)} is required; {found}.", param=(given or _PROMPTS)[-1])
         if self.messages is not None:
-            return await chat_prompt(service.engine.tokenising, self.messages, self.chat_template_kwargs or {})
+            turns, variables = [message.turn() for message in self.messages], self.chat_template_kwargs or {}
+            conversation = Conversation(messages=turns, variables=variables)
+            return (await conversation.rendered(able_to_chat(service.engine.tokenising))).token_ids
         found_prompt: Prompt = getattr(self, given[0])
         return found_prompt
 

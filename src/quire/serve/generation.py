@@ -8,8 +8,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -21,12 +21,13 @@ from quire.client.request_stream import RequestStream
 from quire.errors import QuireError, TooSlow, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
-from quire.serve.answers import ChoiceFields, PromptDetails, Usage
-from quire.serve.errors import BadField, error_body
+from quire.serve.answers import PromptDetails, Usage
+from quire.serve.conversation import Terms
+from quire.serve.errors import BadField
 from quire.serve.keys import Client, not_allowed
-from quire.serve.protocol import MAX_CHOICES, GenerationBody
+from quire.serve.protocol import MAX_CHOICES
 from quire.serve.shares import OpenSequences, Shares
-from quire.serve.sse import DONE, EventStream, EventTemplate, event, while_connected
+from quire.serve.sse import EventStream, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,9 @@ class Service:
     shares: Shares
     request_timeout_s: float | None = None
 
-    def deadline(self, body: GenerationBody) -> float | None:
+    def deadline(self, timeout_s: float | None = None) -> float | None:
         """When, by the event loop's clock, a request that came now must be answered."""
-        limits = [each for each in (body.timeout_s, self.request_timeout_s) if each is not None]
+        limits = [each for each in (timeout_s, self.request_timeout_s) if each is not None]
         return asyncio.get_running_loop().time() + min(limits) if limits else None
 
     def check_model(self, name: str | None) -> None:
@@ -73,130 +74,61 @@ def _too_slow() -> TooSlow:
     )
 
 
-class ChoiceForm(Protocol):
-    """The differences of the two generation routes: names, and the form of a choice."""
+class AnswerForm(Protocol):
+    """How a dialect writes an answer: whole, or as events. One form is made for each answer."""
 
     kind: str
-    answer_object: str
-    chunk_object: str
-    opening: dict[str, Any] | None
+    """The beginning of the answer's id."""
 
-    def content(self, part: CompletionOutput, *, whole: bool) -> Mapping[str, object]: ...
-    def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None: ...
+    def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> Any:
+        """The body of a whole answer, from its sequences in the order of the choices."""
+
+    def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+        """The events for what has arrived, as (choice, delta); none for what shows nothing."""
+
+    def end(self, generation: Generation) -> bytes:
+        """The last events."""
+
+    def failure(self, error: QuireError) -> bytes:
+        """The last events of an answer that fails while it is sent."""
 
 
 async def answer(
     service: Service,
     request: Request,
-    body: GenerationBody,
-    params: SamplingParams,
     prompts: Sequence[Prompt],
-    choices: ChoiceForm,
+    params: SamplingParams,
+    terms: Terms,
+    form: AnswerForm,
     *,
-    deadline: float | None,
+    stream: bool,
 ) -> Response:
-    """Generate the answer to a checked body, until the client leaves, or the deadline by the event loop's clock."""
+    """Generate the answer to a checked body, until the client leaves, or the deadline."""
     client: Client = request.state.client
-    if client.name and not client.is_admin and (body.priority or 0) > 0:
+    if client.name and not client.is_admin and terms.priority > 0:
         raise not_allowed("a priority above 0")
     submit = Generation.submit(
-        service,
-        prompts,
-        params,
-        body,
-        kind=choices.kind,
-        client_id=request.state.request_id,
-        client=client,
-        deadline=deadline,
+        service, prompts, params, terms, kind=form.kind, client_id=request.state.request_id, client=client
     )
     generation = await while_connected(request.receive, submit)
-    if body.stream:
-        return EventStream(_events(service, body, generation, choices), on_close=generation.close)
+    if stream:
+        return EventStream(_events(generation, form), on_close=generation.close)
     try:
         outputs = await while_connected(request.receive, generation.finish())
-        found = [_choice(body, choices, index, part, whole=True) for index, part in enumerate(outputs)]
-        head = _head(service, generation, choices.answer_object)
-        return JSONResponse(head | {"choices": found, "usage": generation.usage()})
+        return JSONResponse(form.whole(generation, outputs))
     finally:
         generation.close()
 
 
-async def _events(
-    service: Service, body: GenerationBody, generation: Generation, choices: ChoiceForm
-) -> AsyncGenerator[bytes, None]:
-    head = _head(service, generation, choices.chunk_object)
-    if body.include_usage:
-        head["usage"] = None
-    chunks = _Chunks(head, body, choices, usage=generation.usage if body.continuous_usage else None)
+async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[bytes, None]:
     try:
-        for index in range(body.n or 1) if choices.opening is not None else ():
-            first = {"index": index, "delta": choices.opening, "logprobs": None, "finish_reason": None}
-            yield event(chunks.chunk(first))
         async for found in generation.deltas():
-            yield b"".join([chunks.of(index, delta) for index, delta in found])
-        if body.include_usage:
-            yield event(head | {"choices": [], "usage": generation.usage()})
+            yield form.events(generation, found)
+        yield form.end(generation)
     except QuireError as error:
-        yield event(error_body(error))
+        yield form.failure(error)
     finally:
         generation.close()
-    yield DONE
-
-
-class _Chunks:
-    """The events of deltas, none for a delta that shows nothing. Most add text and nothing else.
-
-    With `usage`, all have what it returns.
-    """
-
-    def __init__(
-        self, head: dict[str, Any], body: GenerationBody, choices: ChoiceForm, *, usage: Callable[[], Usage] | None
-    ) -> None:
-        self._head = head
-        self._body = body
-        self._choices = choices
-        self._usage = usage
-        self._templates: dict[int, EventTemplate] = {}  # key: choice
-
-    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The body of an event."""
-        return self._head | {"choices": [choice]} | ({"usage": self._usage()} if self._usage is not None else {})
-
-    def of(self, index: int, delta: SequenceDelta) -> bytes:
-        """The event of one delta of a choice."""
-        shows_more = delta.logprobs or delta.finish_reason or (self._body.return_token_ids and delta.token_ids)
-        if not delta.text and not shows_more:
-            return b""
-        if shows_more or self._usage is not None:
-            return event(self.chunk(_choice(self._body, self._choices, index, delta, whole=False)))
-        if index not in self._templates:
-            hole = uuid.uuid4().hex
-            example = SequenceDelta(index=delta.index, text=hole, token_ids=[])
-            choice = _choice(self._body, self._choices, index, example, whole=False)
-            self._templates[index] = EventTemplate(self.chunk(choice), hole)
-        return self._templates[index].event(delta.text)
-
-
-def _head(service: Service, generation: Generation, kind: str) -> dict[str, Any]:
-    return {"id": generation.request_id, "object": kind, "created": generation.created, "model": service.model_name}
-
-
-def _choice(
-    body: GenerationBody, choices: ChoiceForm, index: int, part: CompletionOutput, *, whole: bool
-) -> dict[str, Any]:
-    choice: ChoiceFields = {
-        "index": index,
-        "logprobs": choices.logprobs(index, part),
-        "finish_reason": part.finish_reason,
-        "stop_reason": part.stop_reason,
-    }
-    if part.finish_reason is not None and body.explain and part.explanation is not None:
-        choice["explanation"] = part.explanation.for_client().to_dict()
-    if part.finish_reason is not None and part.session is not None:
-        choice["session"] = asdict(part.session)
-    if body.return_token_ids:
-        choice["token_ids"] = part.token_ids
-    return {"index": index, **choices.content(part, whole=whole), **choice}
 
 
 class Generation:
@@ -210,16 +142,18 @@ class Generation:
         service: Service,
         request_id: str,
         streams: Sequence[RequestStream],
+        terms: Terms,
         *,
         client_id: str,
         started_s: float,
         turn: OpenSequences,
-        deadline: float | None,
     ) -> None:
         self._turn = turn
         loop = asyncio.get_running_loop()
-        self._expiry = None if deadline is None else loop.call_at(deadline, self._expire)
+        self._expiry = None if terms.deadline is None else loop.call_at(terms.deadline, self._expire)
         self.request_id = request_id
+        self.terms = terms
+        self.model = service.model_name
         self.created = int(time.time())
         self._service = service
         self._client_id = client_id
@@ -236,12 +170,11 @@ class Generation:
         service: Service,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        body: GenerationBody,
+        terms: Terms,
         *,
         kind: str,
         client_id: str,
         client: Client,
-        deadline: float | None,
     ) -> Generation:
         """Hand all prompts to the engine when it is the client's turn, or none: the first refusal takes back the others
         and is raised."""
@@ -252,7 +185,7 @@ class Generation:
                 param="n",
                 fix="send several requests.",
             )
-        if body.session_id and len(prompts) * params.n > 1:
+        if terms.session_id and len(prompts) * params.n > 1:
             raise BadField(
                 f"a session follows one sequence, and this request has {len(prompts) * params.n}.",
                 param="session_id",
@@ -267,16 +200,16 @@ class Generation:
                 prompt,
                 params,
                 request_id=f"{request_id}-{i}",
-                salt=client.salt(body.cache_salt or ""),
-                priority=body.priority or 0,
-                explain=bool(body.explain),
-                session_id=body.session_id or "",
+                salt=client.salt(terms.cache_salt),
+                priority=terms.priority,
+                explain=terms.explain,
+                session_id=terms.session_id,
                 owner=client.owner,
             )
 
         turn: OpenSequences | None = None
         try:
-            async with by(deadline):
+            async with by(terms.deadline):
                 turn = await service.shares.enter(client.name, len(prompts) * params.n)
                 async with asyncio.TaskGroup() as group:
                     for i, prompt in enumerate(prompts):
@@ -288,9 +221,7 @@ class Generation:
                 turn.close()
             raise (error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error) from None
         in_order = [streams[i] for i in range(len(prompts))]
-        return cls(
-            service, request_id, in_order, client_id=client_id, started_s=started_s, turn=turn, deadline=deadline
-        )
+        return cls(service, request_id, in_order, terms, client_id=client_id, started_s=started_s, turn=turn)
 
     async def deltas(self) -> AsyncGenerator[list[tuple[int, SequenceDelta]], None]:
         """What has arrived since the last, as (choice, delta) in the order of arrival, of all prompts together."""

@@ -1,12 +1,13 @@
 """The bodies of requests, and their meaning.
 
 A field that Quire does not have is either harmless (`user`, `metadata`, `store`: ignored) or would change the answer
-(`tools`, `response_format`): those are refused by name, because an answer that silently ignores them is a wrong answer.
+(`response_format`, `audio`): those are refused by name, because an answer that silently ignores them is a wrong answer.
 An unknown field is refused with the nearest known name: it may be a typing error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from quire.cache.session import LONGEST_SESSION_ID
 from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.conversation import Conversation, Terms, Tool, ToolChoice, call_of, chosen_tool
 from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
 
 MAX_CHOICES = 512
@@ -31,6 +33,9 @@ MAX_CHOICES = 512
 
 MOST_MESSAGES = 4096
 """Messages of a conversation, and parts of their contents."""
+
+MOST_CALLS = 1024
+"""Calls of tools in one message, and tools of a request."""
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 256
@@ -46,7 +51,7 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "custom_logit_processor",
     "documents", "ebnf", "echo", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
     "json_schema", "logits_processors", "lora_path", "mm_processor_kwargs", "no_stop_trim", "prediction",
-    "prompt_embeds", "regex", "return_tokens_as_token_ids", "stop_regex", "structured_outputs", "suffix", "tools",
+    "prompt_embeds", "regex", "return_tokens_as_token_ids", "stop_regex", "structured_outputs", "suffix",
     "use_beam_search", "vllm_xargs", "web_search_options",
 ), _NOTHING) | {
     "add_generation_prompt": (None, True),
@@ -60,7 +65,6 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "reasoning_effort": (*_NOTHING, "none"),
     "response_format": (*_NOTHING, {"type": "text"}),
     "sampling_seed": (None,),
-    "tool_choice": (*_NOTHING, "none"),
     "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1, 1.0),
     "verbosity": (None, "medium"),
@@ -68,7 +72,7 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
 """Fields that would change the answer, and the values with which they would not."""
 
 IGNORED = frozenset((
-    "detokenize", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
+    "detokenize", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
     "safety_identifier", "service_tier", "skip_reading_prefix_cache", "spaces_between_special_tokens", "store", "user",
 ))  # fmt: skip
 """Fields of other servers that do not affect the answer of this one."""
@@ -132,6 +136,7 @@ SessionId = Annotated[Text, Field(min_length=1, max_length=LONGEST_SESSION_ID)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+ToolName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateVariables = Annotated[
     dict[Text, Text | bool | int | float | None], Field(max_length=MOST_VARIABLES), _at_most(MOST_VARIABLES)
 ]
@@ -230,6 +235,16 @@ class GenerationBody(BaseModel):
         """Whether every chunk of a stream carries the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    def terms(self, deadline: float | None) -> Terms:
+        """How it is served, until that time of the event loop's clock."""
+        return Terms(
+            cache_salt=self.cache_salt or "",
+            session_id=self.session_id or "",
+            priority=self.priority or 0,
+            explain=bool(self.explain),
+            deadline=deadline,
+        )
+
     def check(self) -> None:
         """Refuse fields that would change the answer if they were ignored."""
         for name, value in (self.model_extra or {}).items():
@@ -298,28 +313,62 @@ class TextPart(ClosedObject):
     text: Text
 
 
-_TEMPLATE_ROLES = {"developer": "system"}  # templates have no other name for it
-_NOT_TEXT = ("tool_calls", "function_call", "tool_call_id", "audio", "refusal")
+class CalledFunction(ClosedObject):
+    """The function of a call, with its arguments as JSON."""
+
+    name: ToolName
+    arguments: Text
+
+
+class ToolCall(ClosedObject):
+    """A call of a tool in an earlier turn."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # templates have no other names for them
+_NOT_TEXT = ("function_call", "audio", "refusal")
 
 
 class Message(ClosedObject):
-    """One turn. Fields that carry tool calls are refused, not dropped."""
+    """One turn. An assistant's may have calls of tools in place of content; a tool's is the result of one."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"annotations", "cache_control", "name", "reasoning", "reasoning_content", *_NOT_TEXT}
-    )
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "reasoning", *_NOT_TEXT})
     neutral: ClassVar[tuple[object, ...]] = _NOTHING
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("missing_content", "Input should have content, or tool_calls of an assistant")
+        return self
+
+    def turn(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
         for name in _NOT_TEXT:
             if (self.model_extra or {}).get(name):
                 raise BadField(f"messages with {name} are not supported.", param="messages")
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": _TEMPLATE_ROLES.get(self.role, self.role), "content": text}
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        found: dict[str, Any] = {"role": _TEMPLATE_ROLES.get(self.role, self.role), "content": text}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                call_of(each.id, each.function.name, each.function.arguments) for each in self.tool_calls
+            ]
+        if found["role"] == "tool":
+            found |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
+        if self.reasoning_content:
+            found["reasoning_content"] = self.reasoning_content
+        return found
 
 
 Messages = Annotated[
@@ -328,12 +377,62 @@ Messages = Annotated[
 """A conversation."""
 
 
+class FunctionBody(ClosedObject):
+    """A function that the model may call."""
+
+    neutral: ClassVar[tuple[object, ...]] = _NOTHING
+
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = field("A JSON schema of its arguments.")
+    strict: bool | None = field("Arguments follow the schema exactly.")
+
+
+class ToolBody(ClosedObject):
+    """A tool; functions are the only kind there is here."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    type: Literal["function"]
+    function: FunctionBody
+
+    def tool(self) -> Tool:
+        """The tool as every dialect has it."""
+        function = self.function
+        return Tool(
+            name=function.name,
+            description=function.description or "",
+            parameters=function.parameters or {},
+            strict=bool(function.strict),
+        )
+
+
+class ChosenFunction(ClosedObject):
+    """The name of a tool."""
+
+    name: ToolName
+
+
+class ChosenTool(ClosedObject):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
     refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED | {"add_special_tokens": (None, False)}
 
     messages: Messages = field("The conversation, for the model's chat template.", ...)
+    tools: Annotated[list[ToolBody], Field(max_length=MOST_CALLS, fail_fast=True)] | None = field(
+        "Tools that the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = field(
+        "Whether it may call tools, has to, or has to call this one; default auto."
+    )
+    parallel_tool_calls: bool | None = field("Whether an answer may have several calls; default true.")
     max_completion_tokens: Int32 | None = field("The newer name of `max_tokens`; it wins.")
     logprobs: bool | None = field("Show log-probabilities.")
     top_logprobs: Int32 | None = field("Most likely tokens to show at each position; needs `logprobs`.")
@@ -346,3 +445,19 @@ class ChatBody(GenerationBody):
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=limit, logprobs=logprobs)
+
+    def conversation(self) -> Conversation:
+        """The conversation as every dialect has it."""
+        tools = [each.tool() for each in self.tools or ()]
+        return Conversation(
+            messages=[message.turn() for message in self.messages],
+            tools=tools,
+            choice=self._choice(tools),
+            is_parallel=self.parallel_tool_calls is not False,
+            variables=self.chat_template_kwargs or {},
+        )
+
+    def _choice(self, tools: Sequence[Tool]) -> ToolChoice:
+        if isinstance(self.tool_choice, ChosenTool):
+            return chosen_tool(self.tool_choice.function.name, tools)
+        return ToolChoice(mode=self.tool_choice or "auto")

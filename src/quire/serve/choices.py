@@ -1,0 +1,268 @@
+"""Choices: the answers of `/v1/completions` and `/v1/chat/completions`, whole and in the chunks of a stream."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from quire.client.output import CompletionOutput, Logprob, SequenceDelta
+from quire.errors import QuireError
+from quire.serve.answer_reader import AnswerReader, Call, Content, Piece, ReadAnswer, Reasoning
+from quire.serve.answers import ChoiceFields
+from quire.serve.errors import error_body
+from quire.serve.generation import Generation
+from quire.serve.protocol import GenerationBody
+from quire.serve.sse import DONE, EventTemplate, event
+
+
+class ChoiceShape(Protocol):
+    """The differences of the two routes: names, and the fields of a choice. All begin with 0 at choice `index`."""
+
+    kind: str
+    answer_object: str
+    chunk_object: str
+
+    def whole(self, index: int, part: CompletionOutput) -> Mapping[str, object]:
+        """The content of a choice; also a `finish_reason` that is not the engine's."""
+
+    def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> Sequence[Mapping[str, object]]:
+        """The new content, in so many chunks or more; the last has also a `finish_reason` that is not the engine's."""
+
+    def plain(self, index: int, text: str) -> Mapping[str, object] | None:
+        """The chunk of a delta that adds this text and nothing else; None if that depends on the text."""
+
+    def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
+        """Log-probabilities of the positions that follow those given before."""
+
+
+class Choices:
+    """The form of an answer to `body` whose choices have this shape."""
+
+    def __init__(self, body: GenerationBody, shape: ChoiceShape) -> None:
+        self.kind = shape.kind
+        self._body = body
+        self._shape = shape
+        self._templates: dict[int, EventTemplate] = {}  # key: choice; of deltas that add text and nothing else
+
+    def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        """All choices, with the usage."""
+        found = [self._choice(index, part, self._shape.whole(index, part)) for index, part in enumerate(outputs)]
+        return _head(generation, self._shape.answer_object) | {"choices": found, "usage": generation.usage()}
+
+    def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+        """A chunk for each delta, or more; none for a delta that shows nothing."""
+        return b"".join([self._chunks(generation, index, delta) for index, delta in found])
+
+    def end(self, generation: Generation) -> bytes:
+        """The usage, if it was asked for."""
+        usage = {"choices": [], "usage": generation.usage()}
+        return (event(self._head(generation) | usage) if self._body.include_usage else b"") + DONE
+
+    def failure(self, error: QuireError) -> bytes:
+        """The error."""
+        return event(error_body(error)) + DONE
+
+    def _head(self, generation: Generation) -> dict[str, Any]:
+        head = _head(generation, self._shape.chunk_object)
+        if self._body.include_usage:
+            head["usage"] = generation.usage() if self._body.continuous_usage else None
+        return head
+
+    def _chunks(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:
+        shows_more = delta.logprobs or delta.finish_reason or (self._body.return_token_ids and delta.token_ids)
+        if not (shows_more or delta.text or delta.token_ids):
+            return b""
+        if not shows_more and index in self._templates:
+            return self._templates[index].event(delta.text) if delta.text else b""
+        chunks = self._shape.chunks(index, delta, at_least=int(bool(shows_more)))
+        if not chunks:
+            return b""
+        head, idle = self._head(generation), SequenceDelta(index=delta.index, text="", token_ids=[])
+        if not (shows_more or self._body.continuous_usage):
+            self._add_template(head, index, idle)
+        *before, last = chunks
+        part = delta if shows_more else idle
+        choices = [*(self._choice(index, idle, each) for each in before), self._choice(index, part, last)]
+        return b"".join([event(head | {"choices": [choice]}) for choice in choices])
+
+    def _add_template(self, head: dict[str, Any], index: int, idle: SequenceDelta) -> None:
+        hole = uuid.uuid4().hex
+        fields = self._shape.plain(index, hole)
+        if fields is not None:
+            self._templates[index] = EventTemplate(head | {"choices": [self._choice(index, idle, fields)]}, hole)
+
+    def _choice(self, index: int, part: CompletionOutput, fields: Mapping[str, object]) -> dict[str, Any]:
+        choice: ChoiceFields = {
+            "index": index,
+            "logprobs": self._shape.logprobs(index, part),
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if part.finish_reason is not None and self._body.explain and part.explanation is not None:
+            choice["explanation"] = part.explanation.for_client().to_dict()
+        if part.finish_reason is not None and part.session is not None:
+            choice["session"] = asdict(part.session)
+        if self._body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        return {**choice, **fields}
+
+
+def _head(generation: Generation, kind: str) -> dict[str, Any]:
+    return {"id": generation.request_id, "object": kind, "created": generation.created, "model": generation.model}
+
+
+class TextChoices:
+    """Choices with a text, and OpenAI's old shape of logprobs: parallel lists, with each token's place in the text."""
+
+    kind = "cmpl"
+    answer_object = chunk_object = "text_completion"
+
+    def __init__(self, num_top: int | None) -> None:
+        self._num_top = num_top or 0
+        self._num_characters: dict[int, int] = {}  # key: choice; characters of the tokens shown
+
+    def whole(self, index: int, part: CompletionOutput) -> dict[str, object]:
+        """The text."""
+        return {"text": part.text}
+
+    def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
+        """The new text."""
+        return [{"text": delta.text}] if delta.text or at_least else []
+
+    def plain(self, index: int, text: str) -> dict[str, object]:
+        """The new text."""
+        return {"text": text}
+
+    def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
+        """Log probabilities of the positions that follow those given before."""
+        if not part.logprobs:
+            return None
+        drawn = [position[token_id] for position, token_id in zip(part.logprobs, part.token_ids, strict=True)]
+        offsets = []
+        for logprob in drawn:
+            offsets.append(self._num_characters.get(index, 0))
+            self._num_characters[index] = offsets[-1] + len(logprob.decoded_token)
+        top = [_by_text(*each, self._num_top) for each in zip(part.logprobs, part.token_ids, strict=True)]
+        return {
+            "tokens": [logprob.decoded_token for logprob in drawn],
+            "token_logprobs": [logprob.logprob for logprob in drawn],
+            "top_logprobs": top if self._num_top else None,
+            "text_offset": offsets,
+        }
+
+
+def most_likely(position: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
+    """The `num_top` most likely tokens of a position and their log-probabilities, best first."""
+    return sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+
+
+def _by_text(position: dict[int, Logprob], drawn: int, num_top: int) -> dict[str, float]:
+    """The most likely tokens' log-probabilities by text, best first.
+
+    Of tokens with the same text (halves of characters have none of their own) the one drawn has it, else the best; the
+    others are called "token_id:<id>".
+    """
+    top = most_likely(position, num_top)
+    owners = {logprob.decoded_token: token_id for token_id, logprob in reversed(top)}
+    if any(token_id == drawn for token_id, _ in top):
+        owners[position[drawn].decoded_token] = drawn
+    return {
+        lp.decoded_token if owners[lp.decoded_token] == token_id else f"token_id:{token_id}": lp.logprob
+        for token_id, lp in top
+    }
+
+
+class MessageChoices:
+    """Choices with a message, in chunks a delta, and OpenAI's newer shape of logprobs: an object for each token.
+
+    `reader` makes a reader for the text of each choice; None where all text is content. The chunk with the role leaves
+    with the first token: before it nothing is known.
+    """
+
+    kind = "chatcmpl"
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, num_top: int, reader: Callable[[], AnswerReader] | None = None) -> None:
+        self._num_top = num_top
+        self._make_reader = reader
+        self._readers: dict[int, AnswerReader] = {}  # key: choice, from its first chunk on
+
+    def whole(self, index: int, part: CompletionOutput) -> dict[str, object]:
+        """The message."""
+        reader = self._reader()
+        found = ReadAnswer.of([*reader.read(part.text), *reader.end()])
+        message: dict[str, object] = {"role": "assistant", "content": found.content, "refusal": None}
+        if found.reasoning:
+            message["reasoning_content"] = found.reasoning
+        if found.calls:
+            message["content"] = found.content or None
+            message["tool_calls"] = [_called(call) for call in found.calls]
+        return {"message": message} | _finish(part, reader)
+
+    def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
+        """The new part of the message."""
+        found: list[dict[str, object]] = []
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = self._reader()
+            found.append({"delta": {"role": "assistant", "content": ""}})
+        pieces = reader.read(delta.text)
+        if delta.finish_reason is not None:
+            pieces += reader.end()
+        found += [{"delta": each} for piece in pieces for each in _deltas(piece)]
+        if at_least and (not pieces or reader.num_calls):  # clients look for the end of calls in a chunk of its own
+            found.append({"delta": {}})
+        if delta.finish_reason is not None:
+            found[-1] |= _finish(delta, reader)
+        return found
+
+    def plain(self, index: int, text: str) -> dict[str, object] | None:
+        """The new text, where no reader looks into it."""
+        return {"delta": {"content": text}} if self._make_reader is None else None
+
+    def _reader(self) -> AnswerReader:
+        return AnswerReader() if self._make_reader is None else self._make_reader()
+
+    def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
+        """One object for each token."""
+        if not part.logprobs:
+            return None
+        content = [
+            _token(position[token_id])
+            | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, self._num_top)]}
+            for position, token_id in zip(part.logprobs, part.token_ids, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _deltas(piece: Piece) -> list[dict[str, object]]:
+    match piece:
+        case Content(text):
+            return [{"content": text}]
+        case Reasoning(text):
+            return [{"reasoning_content": text}]
+        case Call():
+            begun, arguments = _called(piece) | {"index": piece.number}, {"arguments": piece.arguments}
+            begun["function"] = {"name": piece.name, "arguments": ""}
+            return [{"tool_calls": [begun]}, {"tool_calls": [{"index": piece.number, "function": arguments}]}]
+
+
+def _called(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _finish(part: CompletionOutput, reader: AnswerReader) -> dict[str, object]:
+    """A sequence that ends by itself after calls of tools ends for them."""
+    return {"finish_reason": "tool_calls"} if part.finish_reason == "stop" and reader.num_calls else {}
+
+
+def _token(logprob: Logprob) -> dict[str, Any]:
+    return {
+        "token": logprob.decoded_token,
+        "logprob": logprob.logprob,
+        "bytes": list(logprob.decoded_token.encode()),
+    }
