@@ -86,7 +86,7 @@ class ModelFields(Settings):
     )
     response_template: str = setting(
         "auto",
-        "How the model writes tool calls and reasoning: auto (the tokenizer's own, or that of the chat template's family),"
+        "How the model writes tool calls and reasoning: auto (the tokenizer's own, or that of its chat template),"
         " none, the name of a family, or a JSON file.",
         metavar="NAME",
     )
