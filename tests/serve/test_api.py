@@ -16,6 +16,8 @@ from tests.serve.live_server import LiveServer
 
 MODEL = "tiny"
 PROMPT = "It is a truth universally acknowledged, that a single man in possession"
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+NO_TOOL = {"type": "function", "function": {"name": "time"}}
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you then?"}]
 
 
@@ -232,7 +234,8 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
     ("chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages", "'system'"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "messages"),
     ("chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, None, "before a question"),
-    ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools", "tools"),
+    ("chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": NO_TOOL}, 400, "tool_choice", "no such tool"),
     ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", ""),
     ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
     (
@@ -258,7 +261,7 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
         "is no field",
     ),
     ("chat/completions", {"messages": [{**CHAT[0], "rolle": "user"}]}, 400, "messages[0].rolle", "use role"),
-    ("chat/completions", {"messages": [{**CHAT[0], "tool_calls": [{}]}]}, 400, "messages", "tool_calls"),
+    ("chat/completions", {"messages": [{**CHAT[0], "tool_calls": [{}]}]}, 400, "messages", "messages"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]},

@@ -90,10 +90,14 @@ def test_a_start_that_fetches_is_stopped_at_once(number: signal.Signals) -> None
 def test_at_the_deadline_open_requests_are_aborted_and_told() -> None:
     with LiveServer.echo(drain_s=0.3) as live:
         connection = live.open_request("/v1/completions", {"prompt": "stall", "stream": True})
-        with connection, connection.makefile("rb") as lines:
-            assert b"200 OK" in lines.readline()
+        chat = {"messages": [{"role": "user", "content": "stall"}], "stream": True}
+        chatting = live.open_request("/v1/chat/completions", chat)
+        with connection, chatting, connection.makefile("rb") as lines, chatting.makefile("rb") as chat_lines:
+            assert b"200 OK" in lines.readline() and b"200 OK" in chat_lines.readline()
             live.terminate()
             assert b"shutting down" in lines.read()
+            told = chat_lines.read()
+            assert b"shutting down" in told and b"assistant" not in told  # the role leaves with the first token
         assert live.wait() == 0, live.log()
         assert not live.children_left()
 
