@@ -235,7 +235,13 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "messages"),
     ("chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, None, "before a question"),
     ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools", "tools"),
-    ("chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": NO_TOOL}, 400, "tool_choice", "no such tool"),
+    (
+        "chat/completions",
+        {"messages": CHAT, "tools": [TOOL], "tool_choice": NO_TOOL},
+        400,
+        "tool_choice",
+        "no such tool",
+    ),
     ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", ""),
     ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
     (

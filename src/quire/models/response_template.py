@@ -43,7 +43,7 @@ class ResponseTemplate:
 
 @lru_cache(maxsize=1)
 def families() -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """By name: the text by which the family's chat templates are recognised, and its template."""
+    """Families by name: the text by which the family's chat templates are recognised, and its template."""
     found = {}
     for file in sorted(FOLDER.glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))

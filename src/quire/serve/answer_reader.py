@@ -27,7 +27,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CalledTool:
     """A whole call of a tool; `number` counts the calls of an answer from 0, `arguments` is a JSON object."""
 
     number: int
@@ -35,7 +35,7 @@ class Call:
     arguments: str
 
 
-Piece = Content | Reasoning | Call
+Piece = Content | Reasoning | CalledTool
 
 
 class Parser(Protocol):
@@ -51,7 +51,7 @@ class ReadAnswer:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CalledTool] = field(default_factory=list)
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> ReadAnswer:
@@ -63,7 +63,7 @@ class ReadAnswer:
                     found.content += text
                 case Reasoning(text):
                     found.reasoning += text
-                case Call():
+                case CalledTool():
                     found.calls.append(piece)
         return found
 
@@ -117,12 +117,12 @@ class AnswerReader:
                 return [self._call(each) for each in _listed(event["value"])]
         return []
 
-    def _call(self, value: dict[str, Any]) -> Call:
+    def _call(self, value: dict[str, Any]) -> CalledTool:
         function = value.get("function", value)
         arguments = function.get("arguments")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
         self._number += 1
-        return Call(self._number - 1, str(function["name"]), text)
+        return CalledTool(self._number - 1, str(function["name"]), text)
 
 
 def _listed(value: Any) -> list[dict[str, Any]]:

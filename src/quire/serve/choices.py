@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from quire.client.output import CompletionOutput, Logprob, SequenceDelta
 from quire.errors import QuireError
-from quire.serve.answer_reader import AnswerReader, Call, Content, Piece, ReadAnswer, Reasoning
+from quire.serve.answer_reader import AnswerReader, CalledTool, Content, Piece, ReadAnswer, Reasoning
 from quire.serve.answers import ChoiceFields
 from quire.serve.errors import error_body
-from quire.serve.generation import Generation
+from quire.serve.generation import Generation, notes
 from quire.serve.protocol import GenerationBody
 from quire.serve.sse import DONE, EventTemplate, event
 
@@ -37,7 +36,7 @@ class ChoiceShape(Protocol):
         """Log-probabilities of the positions that follow those given before."""
 
 
-class Choices:
+class ChoiceForm:
     """The form of an answer to `body` whose choices have this shape."""
 
     def __init__(self, body: GenerationBody, shape: ChoiceShape) -> None:
@@ -100,13 +99,9 @@ class Choices:
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
-        if part.finish_reason is not None and self._body.explain and part.explanation is not None:
-            choice["explanation"] = part.explanation.for_client().to_dict()
-        if part.finish_reason is not None and part.session is not None:
-            choice["session"] = asdict(part.session)
         if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids
-        return {**choice, **fields}
+        return {**choice, **notes(part), **fields}
 
 
 def _head(generation: Generation, kind: str) -> dict[str, Any]:
@@ -244,13 +239,13 @@ def _deltas(piece: Piece) -> list[dict[str, object]]:
             return [{"content": text}]
         case Reasoning(text):
             return [{"reasoning_content": text}]
-        case Call():
+        case CalledTool():
             begun, arguments = _called(piece) | {"index": piece.number}, {"arguments": piece.arguments}
             begun["function"] = {"name": piece.name, "arguments": ""}
             return [{"tool_calls": [begun]}, {"tool_calls": [{"index": piece.number, "function": arguments}]}]
 
 
-def _called(call: Call) -> dict[str, Any]:
+def _called(call: CalledTool) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 

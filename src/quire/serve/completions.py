@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
-from quire.serve.choices import Choices, MessageChoices, TextChoices
+from quire.serve.choices import ChoiceForm, MessageChoices, TextChoices
 from quire.serve.conversation import able_to_chat
 from quire.serve.generation import Service, answer, by
 from quire.serve.protocol import ChatBody, CompletionBody
@@ -21,7 +21,7 @@ def completions_router(service: Service) -> APIRouter:
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
         body.check()
-        form, terms = Choices(body, TextChoices(body.logprobs)), body.terms(service.deadline(body.timeout_s))
+        form, terms = ChoiceForm(body, TextChoices(body.logprobs)), body.terms(service.deadline(body.timeout_s))
         return await answer(service, request, body.prompts(), body.params(), terms, form, stream=bool(body.stream))
 
     @router.post("/v1/chat/completions", response_model=None, responses=generated(ChatAnswer))
@@ -34,7 +34,7 @@ def completions_router(service: Service) -> APIRouter:
             prompt = await while_connected(request.receive, conversation.rendered(tokenising))
         reader = conversation.reader(tokenising, prompt)
         params.skip_special_tokens &= reader is None  # marks of calls are special tokens in some families
-        form = Choices(body, MessageChoices(body.top_logprobs or 0, reader))
+        form = ChoiceForm(body, MessageChoices(body.top_logprobs or 0, reader))
         return await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
 
     return router

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -118,6 +118,19 @@ async def answer(
         return JSONResponse(form.whole(generation, outputs))
     finally:
         generation.close()
+
+
+def notes(part: CompletionOutput) -> dict[str, Any]:
+    """What the last part of a sequence says beside its content: why no more of its prompt was cached, if the request
+    asked for it, and what its session holds."""
+    if part.finish_reason is None:
+        return {}
+    found: dict[str, Any] = {}
+    if part.explanation is not None:
+        found["explanation"] = part.explanation.for_client().to_dict()
+    if part.session is not None:
+        found["session"] = asdict(part.session)
+    return found
 
 
 async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[bytes, None]:

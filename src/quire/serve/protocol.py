@@ -237,13 +237,8 @@ class GenerationBody(BaseModel):
 
     def terms(self, deadline: float | None) -> Terms:
         """How it is served, until that time of the event loop's clock."""
-        return Terms(
-            cache_salt=self.cache_salt or "",
-            session_id=self.session_id or "",
-            priority=self.priority or 0,
-            explain=bool(self.explain),
-            deadline=deadline,
-        )
+        given = {name: getattr(self, name) for name in ("cache_salt", "session_id", "priority", "explain")}
+        return Terms(deadline=deadline, **{name: value for name, value in given.items() if value is not None})
 
     def check(self) -> None:
         """Refuse fields that would change the answer if they were ignored."""
@@ -331,6 +326,7 @@ class ToolCall(ClosedObject):
 
 
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # templates have no other names for them
+_TURN_FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content",)}
 _NOT_TEXT = ("function_call", "audio", "refusal")
 
 
@@ -349,8 +345,8 @@ class Message(ClosedObject):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise PydanticCustomError("missing_content", "Input should have content, or tool_calls of an assistant")
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing_content", "Input should have content, or tool_calls")
         return self
 
     def turn(self) -> dict[str, Any]:
@@ -364,10 +360,8 @@ class Message(ClosedObject):
             found["tool_calls"] = [
                 call_of(each.id, each.function.name, each.function.arguments) for each in self.tool_calls
             ]
-        if found["role"] == "tool":
-            found |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
-        if self.reasoning_content:
-            found["reasoning_content"] = self.reasoning_content
+        more = {name: getattr(self, name) for name in _TURN_FIELDS.get(found["role"], ())}
+        found |= {name: value for name, value in more.items() if value}
         return found
 
 

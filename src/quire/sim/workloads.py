@@ -75,7 +75,7 @@ class Workload:
 
 
 @dataclass(slots=True)
-class Conversation:
+class GeneratedChat:
     """Turns whose prompts are all that was `said` so far and a new text. The next turn arrives at `arrival`, or as long
     as its user thinks after that."""
 
@@ -120,7 +120,7 @@ def chat(load: Workload, *, requests: int = 200, systems: int = 8, documents: in
         said = [load.popular(opening, 1.1)]
         if load.random.random() < 0.25:
             said.append(load.popular(attached, 0.9))
-        conversation = Conversation(load, f"c{number}", said, arrival)
+        conversation = GeneratedChat(load, f"c{number}", said, arrival)
         for turn in range(min(load.random.choice(_TURNS), requests - len(load.requests))):
             think = load.random.uniform(0.5, 20.0) if turn else 0.0
             conversation.turn(load.text(20, 400), load.between(40, 300), think=think)
@@ -132,13 +132,13 @@ def sessions(load: Workload, *, requests: int = 200, systems: int = 16, rate: fl
     `rate` is requests a second, new sessions and turns together.
     """
     opening = [load.text(256, 2048) for _ in range(systems)]
-    due: list[tuple[int, int, Conversation, int]] = []
+    due: list[tuple[int, int, GeneratedChat, int]] = []
     for tick in range(requests):
         if due and due[0][0] <= tick:
             _, number, conversation, turns = heappop(due)
         else:
             said, turns, number = [load.popular(opening)], load.between(1, 8), tick
-            conversation = Conversation(load, f"s{number}", said, arrival=tick / rate)
+            conversation = GeneratedChat(load, f"s{number}", said, arrival=tick / rate)
         wait = load.between(96, 640)
         conversation.turn(load.text(32, 512), load.between(16, 192), think=wait / rate)
         if turns > 1:
@@ -151,7 +151,7 @@ def alternating(
     """A few sessions of `tokens` each that take turns; every turn repeats the whole session. The session that runs
     needs the room of the one before."""
     for number in range(sessions):
-        conversation = Conversation(load, f"s{number}", [load.text(tokens)], arrival=number * think / sessions)
+        conversation = GeneratedChat(load, f"s{number}", [load.text(tokens)], arrival=number * think / sessions)
         for _ in range(turns):
             conversation.turn(load.text(user), user // 2 + 1, think=think)
 
@@ -164,7 +164,7 @@ def agents(load: Workload, *, tasks: int = 32, calls: int = 12, tools: int = 102
     instructions = load.text(tools)
     for number in range(tasks):
         task = load.text(100, 800)
-        agent = Conversation(load, f"a{number}", [instructions, task], arrival=load.random.uniform(0.0, 20.0))
+        agent = GeneratedChat(load, f"a{number}", [instructions, task], arrival=load.random.uniform(0.0, 20.0))
         for _ in range(calls):
             draw = load.random.random()
             low, high = (0.05, 1.0) if draw < 0.86 else (1.0, 10.0) if draw < 0.95 else (60.0, 600.0)
@@ -280,7 +280,7 @@ def fits(load: Workload, *, pool: int = 32768, turns: int = 4) -> None:
     tokens = pool // 2
     system = load.text(tokens // 8)
     for number in range(8):
-        conversation = Conversation(load, f"s{number}", [system], arrival=number * 2.0)
+        conversation = GeneratedChat(load, f"s{number}", [system], arrival=number * 2.0)
         for _ in range(turns):
             share = max(tokens // (16 * turns), 1)
             conversation.turn(load.text(share), max(share // 2, 1), think=load.random.uniform(1.0, 5.0))
@@ -320,7 +320,7 @@ def noisy_neighbour(load: Workload, *, requests: int = 200, noise: int = 9, rate
     turns = max(requests // (noise + 1), 1)
     think = (noise + 1) / rate
     for number in range(0, turns, 4):
-        conversation = Conversation(load, f"quiet {number}", [system], arrival=number * think, namespace=quiet)
+        conversation = GeneratedChat(load, f"quiet {number}", [system], arrival=number * think, namespace=quiet)
         for _ in range(min(4, turns - number)):
             conversation.turn(load.text(50, 300), load.between(20, 100), think=think)
     for number in range(max(requests - turns, 0)):
