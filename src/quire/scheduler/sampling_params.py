@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidInput
+from quire.spec.grammar import Grammar
 
 MAX_LOGPROBS = 20
 _MOST_ID = 2**31 - 1
@@ -36,7 +37,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep everything. `max_tokens` None means "to the end of the
     context". `seed` makes the draw a function of (seed, index, position) alone, whatever else runs in the batch.
     `logprobs` is the number of alternatives reported per token (0: only the chosen one). `n` sequences share the
-    prompt's pages.
+    prompt's pages. With a `grammar` (`quire.grammar`) the output is a text that it allows, unless `max_tokens` cuts it
+    off: when it is complete the sequence ends, also with `ignore_eos`.
     """
 
     n: int = 1
@@ -57,6 +59,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self.stop = _list_of("stop", [self.stop] if isinstance(self.stop, str) else self.stop, str)
@@ -87,6 +90,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.grammar is not None:
+            self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        if not isinstance(self.grammar, Grammar):
+            raise InvalidInput(f"grammar must be made by quire.grammar, got a {type(self.grammar).__name__}.")
+        if self.min_tokens:
+            raise InvalidInput("min_tokens says that a text goes on which a grammar may end.", fix="leave one out.")
 
     @property
     def greedy(self) -> bool:
@@ -123,5 +134,5 @@ def _check_float(name: str, value: Any, low: float, high: float, *, open_low: bo
 
 def eos_or_stop(params: SamplingParams, eos_token_ids: Sequence[int]) -> frozenset[int]:
     """Token ids that end a sequence drawn with `params`."""
-    eos = () if params.ignore_eos else eos_token_ids
+    eos = () if params.ignore_eos and params.grammar is None else eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)

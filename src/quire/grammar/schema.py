@@ -1,0 +1,61 @@
+"""Which keywords a JSON schema may have: llguidance enforces these, and accepts unknown ones in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quire.errors import InvalidInput
+
+MOST_DEPTH = 100
+"""Schemas in each other."""
+
+_OF_SCHEMA = frozenset(("additionalProperties", "additionalItems", "items"))
+_OF_LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
+_OF_NAMES = frozenset(("$defs", "definitions", "patternProperties", "properties"))
+_ENFORCED = frozenset((
+    "$ref", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties",
+    "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type",
+))  # fmt: skip
+_NOTES = frozenset((
+    "$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema", "default",
+    "deprecated", "description", "discriminator", "example", "examples", "id", "readOnly", "title", "writeOnly",
+))  # fmt: skip
+KEYWORDS = _OF_SCHEMA | _OF_LIST | _OF_NAMES | _ENFORCED | _NOTES
+
+
+def check_schema(schema: Any) -> None:
+    """Raise InvalidInput for the first keyword that is not supported, with its path, and for schemas that are no object
+    or are too deep."""
+    waiting = [("#", schema, 1)]
+    while waiting:
+        path, found, depth = waiting.pop()
+        if isinstance(found, bool):
+            continue
+        if not isinstance(found, Mapping):
+            raise InvalidInput(f"the JSON schema must have an object at {path}, got a {type(found).__name__}.")
+        if depth > MOST_DEPTH:
+            raise InvalidInput(f"the JSON schema has more than {MOST_DEPTH} levels at {path[:200]}.", fix="flatten it.")
+        for keyword in found:
+            if keyword not in KEYWORDS and (not str(keyword).startswith("x-") or keyword == "x-guidance"):
+                raise InvalidInput(
+                    f"the JSON schema has the keyword '{str(keyword)[:60]}' at {path[:200]}, which is not supported.",
+                    fix="leave it out, or say the same by supported keywords.",
+                )
+        waiting += [(f"{path}/{name}", inner, depth + 1) for name, inner in _inner(path, found)]
+
+
+def _inner(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas in a schema, with where they are in it."""
+    for keyword in schema:
+        found = schema[keyword]
+        if keyword in _OF_NAMES:
+            if not isinstance(found, Mapping):
+                raise InvalidInput(f"the JSON schema must have an object at {path}/{keyword}.")
+            yield from ((f"{keyword}/{name}", inner) for name, inner in found.items())
+        elif keyword in _OF_LIST or (keyword == "items" and isinstance(found, list)):
+            if not isinstance(found, list):
+                raise InvalidInput(f"the JSON schema must have a list at {path}/{keyword}.")
+            yield from ((f"{keyword}/{place}", inner) for place, inner in enumerate(found))
+        elif keyword in _OF_SCHEMA:
+            yield keyword, found
