@@ -40,6 +40,13 @@ def server(tiny_model: Path) -> Iterator[LiveServer]:
         assert not live.children_left()
 
 
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[LiveServer]:
+    """A server that answers what the prompt says between `@@@` and `@@@`, for a model of the family Hermes."""
+    with LiveServer.scripted() as live:
+        yield live
+
+
 @pytest.fixture
 def forked_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine processes of this process are forked, and are not its children."""

@@ -58,6 +58,12 @@ class LiveServer:
         """The real server and engine process around `EchoCore`, which starts much faster than a model."""
         return cls("tests.serve.echo_server", *(f"{name}={value}" for name, value in settings.items()), forks=True)
 
+    @classmethod
+    def scripted(cls, family: str = "hermes", **settings: object) -> LiveServer:
+        """The real server around an engine that answers what the prompt says (`tests.serve.scripted_server`)."""
+        words = (f"{name}={value}" for name, value in settings.items())
+        return cls("tests.serve.scripted_server", family, *words, forks=True)
+
     def __enter__(self) -> LiveServer:
         return self
 

@@ -49,15 +49,15 @@ class Rendered(NamedTuple):
 class ServingTokenizer(Decoder, Protocol):
     """The methods of a tokenizer that the engine and the server use. `longest_token` is the most characters of a text
     that one token can stand for. `portable` is the JSON of the tokenizers library that gives the same token ids, or
-    None where nothing but this object does. `response_parser` parses one answer to a prompt by the template of the
-    model's family, or is None where each answer is text."""
+    None where nothing but this object does. `response_parser` makes parsers of answers to a prompt by the template
+    of the model's family, or is None where each answer is text."""
 
     @property
     def longest_token(self) -> int: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids: ...
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str: ...
     def portable(self) -> str | None: ...
-    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Any | None: ...
+    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[bool], Any] | None: ...
 
 
 class Tokenising:
@@ -101,8 +101,9 @@ class Tokenising:
             text = await self._in_thread(partial(self._tokenizer.chat_text, messages, **variables))
         return Rendered(text, await self.encode(text, add_special_tokens=False))
 
-    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Any | None:
-        """A parser of one answer to this prompt (`ServingTokenizer`)."""
+    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[bool], Any] | None:
+        """Makes parsers of answers to this prompt (`ServingTokenizer`). The argument says whether arguments of calls
+        are wanted as they come."""
         return self._tokenizer.response_parser(prompt, tools)
 
     def close(self) -> None:

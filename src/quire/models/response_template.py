@@ -1,7 +1,7 @@
-"""Response templates: how a family of models writes reasoning and tool calls, as data for transformers' parser.
+"""Response templates: how a family of models writes reasoning and tool calls, as data.
 
-A tokenizer may carry one. `response_templates/` has those of families whose checkpoints carry none, each with a text
-that occurs in the chat templates of the family.
+A tokenizer may carry one. `response_templates/` has those of families whose checkpoints carry none, each with texts
+that occur in the chat templates of the family.
 """
 
 from __future__ import annotations
@@ -13,63 +13,76 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate as ResponseForm
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from quire.errors import ModelLoadError
+from quire.models.answer_parser import CALLS, AnswerParser
 
 FOLDER = Path(__file__).with_name("response_templates")
 
 
 @dataclass(frozen=True)
 class ResponseTemplate:
-    """The form of a family's answers, under the family's name; `spec` is as transformers defines it. A model that
-    `reasons` may write reasoning in each answer."""
+    """The form of a family's answers, under the family's name."""
 
     name: str
-    spec: Mapping[str, Any]
-    reasons: bool
+    form: ResponseForm
 
     @classmethod
-    def of(cls, name: str, spec: Mapping[str, Any], chat_template: str) -> ResponseTemplate:
-        """A model reasons if its chat template has the text with which its family begins to."""
-        opening = spec["fields"].get("reasoning_content", {}).get("open", [])
-        marks = [opening] if isinstance(opening, str) else opening
-        return cls(name, spec, any(mark in chat_template for mark in marks))
+    def of(cls, name: str, spec: Mapping[str, Any]) -> ResponseTemplate:
+        """`spec` is as transformers defines it. Raises ValueError where it is not."""
+        return cls(name, load_response_template(dict(spec)))
 
-    def parser(self, prefix: str, tools: Sequence[Mapping[str, Any]]) -> ResponseParser:
-        """A parser of one answer to the prompt `prefix`. Arguments of calls are cast to the types of these tools."""
-        return ResponseParser(dict(self.spec), prefix, tools=list(map(dict, tools)))
+    @property
+    def has_calls(self) -> bool:
+        """Whether it says how calls of tools are written."""
+        return CALLS in self.form.fields
+
+    @property
+    def reasons(self) -> bool:
+        """Whether an answer may have other parts than content and calls."""
+        return bool(self.form.fields.keys() - {"content", CALLS})
+
+    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]], *, streams: bool) -> AnswerParser:
+        """A parser of one answer to this prompt, which offered these tools."""
+        return AnswerParser(self.form, prompt, tools, streams=streams)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that write alike: the texts that all occur in their chat templates, and their response template."""
+
+    marks: Sequence[str]
+    template: ResponseTemplate
 
 
 @lru_cache(maxsize=1)
-def families() -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Families by name: the text by which the family's chat templates are recognised, and its template."""
+def families() -> dict[str, Family]:
+    """Families by name."""
     found = {}
     for file in sorted(FOLDER.glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
-        found[file.stem] = (content["recognised_by"], content["template"])
+        found[file.stem] = Family(content["recognised_by"], ResponseTemplate.of(file.stem, content["template"]))
     return found
 
 
 def find(chosen: str, *, own: Mapping[str, Any] | None, chat_template: str) -> ResponseTemplate | None:
     """The template of a tokenizer: the one `chosen` by name, of a JSON file with that path, or none for "none"; with
-    "auto" its `own`, else that of the first family that its chat template is of."""
+    "auto" its `own`, else that of the family of which its chat template has most marks."""
     if chosen == "none":
         return None
     if chosen == "auto":
         if own is not None:
-            return ResponseTemplate.of("own", own, chat_template)
-        names = (name for name, (mark, _) in families().items() if mark in chat_template)
-        chosen = next(names, "none")
-        return find(chosen, own=own, chat_template=chat_template)
+            return ResponseTemplate.of("own", own)
+        fitting = [each for each in families().values() if all(mark in chat_template for mark in each.marks)]
+        return max(fitting, key=lambda each: len(each.marks)).template if fitting else None
     if chosen in families():
-        return ResponseTemplate.of(chosen, families()[chosen][1], chat_template)
+        return families()[chosen].template
     try:
-        found = ResponseTemplate.of(chosen, json.loads(Path(chosen).read_text(encoding="utf-8")), chat_template)
-        found.parser("", ())
+        return ResponseTemplate.of(chosen, json.loads(Path(chosen).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(
             f"the response template '{chosen}' cannot be read: {error}.",
             fix=f"use auto, none, {', '.join(families())}, or the path of a JSON file.",
         ) from error
-    return found

@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-from transformers.utils.chat_parsing import ResponseParser
 
 from quire.errors import InvalidInput, ModelLoadError
+from quire.models.answer_parser import AnswerParser
 from quire.models.response_template import ResponseTemplate, find
 from quire.models.source import ModelSource, quiet, reading
 from quire.plan.source import check_tokenizer
@@ -107,13 +107,14 @@ class Tokenizer:
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False)
 
-    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> ResponseParser | None:
-        """A parser of one answer to this prompt, which offered these tools; None where each answer is text: for a
-        family without a response template, and without tools for one that does not reason."""
+    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[bool], AnswerParser] | None:
+        """Makes parsers of answers to this prompt, which offered these tools; it is called with `streams`. None where
+        each answer is text: for a family without a response template, and without tools for one that does not
+        reason."""
         template = self._response_template
         if template is None or not (tools or template.reasons):
             return None
-        return template.parser(prompt, tools)
+        return lambda streams: template.parser(prompt, tools, streams=streams)
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any

@@ -1,15 +1,13 @@
 """The reader of an answer's text: content, reasoning and tool calls, as they come.
 
-A model writes calls as text, in the form of its family. transformers' parser splits that text by the family's response
-template; a call that is not whole, or is no JSON, stays text.
+A model writes calls as text, in the form of its family (`quire.models.answer_parser`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +25,38 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class CalledTool:
-    """A whole call of a tool; `number` counts the calls of an answer from 0, `arguments` is a JSON object."""
+class CallBegun:
+    """The beginning of a call of a tool; `number` counts the calls of an answer from 0. `CallArguments` follow."""
 
     number: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of the last call. Together they are a JSON object; in a stream that was cut off, its
+    beginning."""
+
+    number: int
+    text: str
+
+
+Piece = Content | Reasoning | CallBegun | CallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A call of a tool; `arguments` is a JSON object."""
+
     name: str
     arguments: str
 
 
-Piece = Content | Reasoning | CalledTool
-
-
 class Parser(Protocol):
-    """transformers' `ResponseParser`."""
+    """`quire.models.answer_parser.AnswerParser`."""
 
-    def feed(self, text: str) -> list[dict[str, Any]]: ...
-    def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]: ...
+    def feed(self, text: str) -> Sequence[tuple[str, str]]: ...
+    def end(self) -> Sequence[tuple[str, str]]: ...
 
 
 @dataclass(slots=True)
@@ -56,74 +70,62 @@ class ReadAnswer:
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> ReadAnswer:
         """The pieces joined."""
-        found = cls()
+        texts: dict[type, list[str]] = {Content: [], Reasoning: []}
+        calls: list[tuple[str, list[str]]] = []
         for piece in pieces:
             match piece:
-                case Content(text):
-                    found.content += text
-                case Reasoning(text):
-                    found.reasoning += text
-                case CalledTool():
-                    found.calls.append(piece)
-        return found
+                case Content(text) | Reasoning(text):
+                    texts[type(piece)].append(text)
+                case CallBegun():
+                    calls.append((piece.name, []))
+                case CallArguments():
+                    calls[-1][1].append(piece.text)
+        called = [CalledTool(name, "".join(arguments)) for name, arguments in calls]
+        return cls("".join(texts[Content]), "".join(texts[Reasoning]), called)
 
 
 class AnswerReader:
-    """Reads the text of one choice. Without a parser all of it is content."""
+    """Reads the text of one choice. Without a parser all of it is content.
 
-    def __init__(self, parser: Parser | None = None) -> None:
-        self._parser = parser
-        self._number = 0
-        self._has_content = False
-        self._unread = ""  # text of a call that is not whole
+    `parser` makes one. Its argument says whether arguments are wanted as they come: else a call that is cut off is
+    content.
+    """
 
-    @property
-    def num_calls(self) -> int:
+    def __init__(self, parser: Callable[[bool], Parser] | None = None) -> None:
+        self._make = parser
+        self._parser: Parser | None = None
+        self.num_calls = 0
         """Calls so far."""
-        return self._number
 
     def read(self, text: str) -> list[Piece]:
-        """The pieces that this text completes."""
-        if self._parser is None:
+        """The pieces that this text of a stream adds."""
+        if self._make is None:
             return [Content(text)] if text else []
-        return self._parsed(lambda parser: parser.feed(text), text)
+        if self._parser is None:
+            self._parser = self._make(True)
+        return self._pieces(self._parser.feed(text))
 
     def end(self) -> list[Piece]:
-        """The pieces that end with the answer."""
-        if self._parser is None:
-            return []
-        return self._parsed(lambda parser: parser.finalize()[1], "")
+        """The pieces that the end of a stream adds."""
+        return [] if self._parser is None else self._pieces(self._parser.end())
 
-    def _parsed(self, step: Callable[[Parser], list[dict[str, Any]]], text: str) -> list[Piece]:
-        assert self._parser is not None
-        try:
-            events = step(self._parser)
-        except (ValueError, KeyError):  # a call that is no JSON, or lacks its name: what follows is text
-            self._parser = None
-            return [Content(self._unread + text)]
-        return [piece for event in events for piece in self._pieces(event)]
+    def whole(self, text: str) -> list[Piece]:
+        """The pieces of a whole answer."""
+        if self._make is None:
+            return [Content(text)]
+        parser = self._make(False)
+        return self._pieces([*parser.feed(text), *parser.end()])
 
-    def _pieces(self, event: dict[str, Any]) -> list[Piece]:
-        kind, name = event["type"], event["field"]
-        if name == "content" and kind == "region_chunk":
-            text = event["text"] if self._has_content else event["text"].lstrip()
-            self._has_content = self._has_content or bool(text)
-            return [Content(text)] if text else []
-        if name == "reasoning_content" and kind == "region_chunk":
-            return [Reasoning(event["text"])]
-        if name == "tool_calls":
-            self._unread = self._unread + event.get("text", "") if kind == "region_chunk" else ""
-            if kind == "region_close":
-                return [self._call(each) for each in _listed(event["value"])]
-        return []
+    def _pieces(self, parts: Iterable[tuple[str, str]]) -> list[Piece]:
+        return [self._piece(kind, text) for kind, text in parts]
 
-    def _call(self, value: dict[str, Any]) -> CalledTool:
-        function = value.get("function", value)
-        arguments = function.get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-        self._number += 1
-        return CalledTool(self._number - 1, str(function["name"]), text)
-
-
-def _listed(value: Any) -> list[dict[str, Any]]:
-    return value if isinstance(value, list) else [value]
+    def _piece(self, kind: str, text: str) -> Piece:
+        match kind:
+            case "reasoning":
+                return Reasoning(text)
+            case "call":
+                self.num_calls += 1
+                return CallBegun(self.num_calls - 1, text)
+            case "arguments":
+                return CallArguments(self.num_calls - 1, text)
+        return Content(text)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from quire.client.output import CompletionOutput, Logprob, SequenceDelta
 from quire.errors import QuireError
-from quire.serve.answer_reader import AnswerReader, CalledTool, Content, Piece, ReadAnswer, Reasoning
+from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, ReadAnswer, Reasoning
 from quire.serve.answers import ChoiceFields
 from quire.serve.errors import error_body
 from quire.serve.generation import Generation, notes
@@ -188,13 +188,13 @@ class MessageChoices:
     def whole(self, index: int, part: CompletionOutput) -> dict[str, object]:
         """The message."""
         reader = self._reader()
-        found = ReadAnswer.of([*reader.read(part.text), *reader.end()])
+        found = ReadAnswer.of(reader.whole(part.text))
         message: dict[str, object] = {"role": "assistant", "content": found.content, "refusal": None}
         if found.reasoning:
             message["reasoning_content"] = found.reasoning
         if found.calls:
             message["content"] = found.content or None
-            message["tool_calls"] = [_called(call) for call in found.calls]
+            message["tool_calls"] = [_called(call.name, call.arguments) for call in found.calls]
         return {"message": message} | _finish(part, reader)
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
@@ -207,7 +207,7 @@ class MessageChoices:
         pieces = reader.read(delta.text)
         if delta.finish_reason is not None:
             pieces += reader.end()
-        found += [{"delta": each} for piece in pieces for each in _deltas(piece)]
+        found += [{"delta": _delta(piece)} for piece in pieces]
         if at_least and (not pieces or reader.num_calls):  # clients look for the end of calls in a chunk of its own
             found.append({"delta": {}})
         if delta.finish_reason is not None:
@@ -233,20 +233,20 @@ class MessageChoices:
         return {"content": content, "refusal": None}
 
 
-def _deltas(piece: Piece) -> list[dict[str, object]]:
+def _delta(piece: Piece) -> dict[str, object]:
     match piece:
         case Content(text):
-            return [{"content": text}]
+            return {"content": text}
         case Reasoning(text):
-            return [{"reasoning_content": text}]
-        case CalledTool():
-            begun, arguments = _called(piece) | {"index": piece.number}, {"arguments": piece.arguments}
-            begun["function"] = {"name": piece.name, "arguments": ""}
-            return [{"tool_calls": [begun]}, {"tool_calls": [{"index": piece.number, "function": arguments}]}]
+            return {"reasoning_content": text}
+        case CallBegun(number, name):
+            return {"tool_calls": [{"index": number} | _called(name, "")]}
+        case CallArguments(number, text):
+            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
 
-def _called(call: CalledTool) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
+def _called(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 

@@ -88,9 +88,8 @@ class Conversation:
     def reader(self, tokenising: Tokenising, prompt: Rendered) -> Callable[[], AnswerReader] | None:
         """Makes a reader for each answer to it; None where each answer is text and nothing else."""
         tools = () if self._offers_none else [tool.for_template() for tool in self.tools]
-        if tokenising.response_parser(prompt.text, tools) is None:
-            return None
-        return lambda: AnswerReader(tokenising.response_parser(prompt.text, tools))
+        parser = tokenising.response_parser(prompt.text, tools)
+        return None if parser is None else lambda: AnswerReader(parser)
 
 
 def able_to_chat(tokenising: Tokenising | None) -> Tokenising:
