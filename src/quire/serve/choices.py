@@ -111,7 +111,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 class TextChoices:
     """Choices with a text, and OpenAI's old shape of logprobs: parallel lists, with each token's place in the text."""
 
-    kind = "cmpl"
+    kind = "cmpl-"
     answer_object = chunk_object = "text_completion"
 
     def __init__(self, num_top: int | None) -> None:
@@ -176,7 +176,7 @@ class MessageChoices:
     with the first token: before it nothing is known.
     """
 
-    kind = "chatcmpl"
+    kind = "chatcmpl-"
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 

@@ -205,7 +205,7 @@ class Generation:
                 fix="send them one by one.",
             )
         started_s = time.perf_counter()
-        request_id = f"{kind}-{uuid.uuid4().hex}"
+        request_id = f"{kind}{uuid.uuid4().hex}"
         streams: dict[int, RequestStream] = {}
 
         async def submit_one(i: int, prompt: Prompt) -> None:

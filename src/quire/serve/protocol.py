@@ -7,7 +7,7 @@ An unknown field is refused with the nearest known name: it may be a typing erro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -45,7 +45,7 @@ MOST_IDS = 1024
 MOST_VARIABLES = 64
 MOST_SALT_CHARACTERS = 1024
 
-_NOTHING: tuple[object, ...] = (None, False, [], {}, "")
+NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
 REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "custom_logit_processor",
@@ -53,17 +53,17 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "json_schema", "logits_processors", "lora_path", "mm_processor_kwargs", "no_stop_trim", "prediction",
     "prompt_embeds", "regex", "return_tokens_as_token_ids", "stop_regex", "structured_outputs", "suffix",
     "use_beam_search", "vllm_xargs", "web_search_options",
-), _NOTHING) | {
+), NOTHING) | {
     "add_generation_prompt": (None, True),
     "add_special_tokens": (None, True),
     "best_of": (None, 1),
     "dry_multiplier": (None, 0, 0.0),
-    "function_call": (*_NOTHING, "none"),
+    "function_call": (*NOTHING, "none"),
     "length_penalty": (None, 1, 1.0),
-    "modalities": (*_NOTHING, ["text"]),
+    "modalities": (*NOTHING, ["text"]),
     "prompt_logprobs": (None,),
-    "reasoning_effort": (*_NOTHING, "none"),
-    "response_format": (*_NOTHING, {"type": "text"}),
+    "reasoning_effort": (*NOTHING, "none"),
+    "response_format": (*NOTHING, {"type": "text"}),
     "sampling_seed": (None,),
     "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1, 1.0),
@@ -117,7 +117,7 @@ def _checked_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return found
 
 
-def _few_parts(messages: Any) -> Any:
+def few_parts(messages: Any) -> Any:
     """Checked before anything in them is."""
     if not isinstance(messages, list) or len(messages) > MOST_MESSAGES:
         return messages  # refused by what follows
@@ -173,22 +173,54 @@ class StreamOptions(ClosedObject):
     """Options of a stream."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-    neutral: ClassVar[tuple[object, ...]] = _NOTHING
+    neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     include_usage: bool | None = field("End with a chunk that has the `usage`.")
     continuous_usage_stats: bool | None = field("With it, every chunk has the `usage` so far.")
 
 
-class GenerationBody(BaseModel):
-    """What both endpoints share. None stands for the field's default.
+class RequestBody(BaseModel):
+    """What the bodies of all dialects share: how a request is served, and which fields of others are no error. None
+    stands for the field's default."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    cache_salt: SaltText | None = field("Prompts share cached pages only with those of the same salt.")
+    session_id: SessionId | None = field("A turn of this session: it computes only what the turn before has not.")
+    priority: Int32 | None = field("Higher goes first, and is preempted last.")
+    timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = field(
+        "Seconds in which it must be answered whole; then it ends with an error."
+    )
+    explain: bool | None = field("Say in an `explanation` why no more of the prompt was cached.")
+
+    def terms(self, deadline: float | None) -> Terms:
+        """How it is served, until that time of the event loop's clock."""
+        given = {name: getattr(self, name) for name in ("cache_salt", "session_id", "priority", "explain")}
+        return Terms(deadline=deadline, **{name: value for name, value in given.items() if value is not None})
+
+    def check(self) -> None:
+        """Refuse fields that would change the answer if they were ignored."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.refused and name not in self.ignored and value is not None:
+                raise unknown_field(name, type(self).model_fields)
+            if value not in self.refused.get(name, (value,)):
+                raise BadField(
+                    f"{name} is not supported and would change the answer.", param=name, fix=f"leave {name} out."
+                )
+
+
+class GenerationBody(RequestBody):
+    """What both endpoints of OpenAI share.
 
     With `explain`, each choice (in a stream its last chunk) has an `explanation`: why no more of its prompt was cached.
     With a `session_id` it has a `session`: what is held for the next turn.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
+    ignored: ClassVar[frozenset[str]] = IGNORED
 
     model: Text | None = field("The model that is served; no other.")
     stream: bool | None = field("Answer in events, as tokens come.")
@@ -216,14 +248,7 @@ class GenerationBody(BaseModel):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_IDS), _at_most(MOST_IDS)] | None = field(
         "Added to the logits of these token ids, -100 to 100."
     )
-    cache_salt: SaltText | None = field("Prompts share cached pages only with those of the same salt.")
-    session_id: SessionId | None = field("A turn of this session: it computes only what the turn before has not.")
-    priority: Int32 | None = field("Higher goes first, and is preempted last.")
-    timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = field(
-        "Seconds in which it must be answered whole; then it ends with an error."
-    )
     return_token_ids: bool | None = field("Give the `token_ids` of each choice.")
-    explain: bool | None = field("Say in an `explanation` why no more of the prompt was cached.")
 
     @property
     def include_usage(self) -> bool:
@@ -234,21 +259,6 @@ class GenerationBody(BaseModel):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream carries the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    def terms(self, deadline: float | None) -> Terms:
-        """How it is served, until that time of the event loop's clock."""
-        given = {name: getattr(self, name) for name in ("cache_salt", "session_id", "priority", "explain")}
-        return Terms(deadline=deadline, **{name: value for name, value in given.items() if value is not None})
-
-    def check(self) -> None:
-        """Refuse fields that would change the answer if they were ignored."""
-        for name, value in (self.model_extra or {}).items():
-            if name not in self.refused and name not in IGNORED and value is not None:
-                raise unknown_field(name, type(self).model_fields)
-            if value not in self.refused.get(name, (value,)):
-                raise BadField(
-                    f"{name} is not supported and would change the answer.", param=name, fix=f"leave {name} out."
-                )
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """How to draw; `more` are the fields that the two endpoints name differently."""
@@ -302,7 +312,7 @@ class TextPart(ClosedObject):
     """A piece of a message's content; text is the only kind there is here."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-    neutral: ClassVar[tuple[object, ...]] = _NOTHING
+    neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     type: Literal["text"]
     text: Text
@@ -334,7 +344,7 @@ class Message(ClosedObject):
     """One turn. An assistant's may have calls of tools in place of content; a tool's is the result of one."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "reasoning", *_NOT_TEXT})
-    neutral: ClassVar[tuple[object, ...]] = _NOTHING
+    neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -366,7 +376,7 @@ class Message(ClosedObject):
 
 
 Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(_few_parts)
+    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(few_parts)
 ]
 """A conversation."""
 
@@ -374,7 +384,7 @@ Messages = Annotated[
 class FunctionBody(ClosedObject):
     """A function that the model may call."""
 
-    neutral: ClassVar[tuple[object, ...]] = _NOTHING
+    neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     name: ToolName
     description: Text | None = None
@@ -417,7 +427,7 @@ class ChosenTool(ClosedObject):
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
-    refused: ClassVar[dict[str, tuple[object, ...]]] = REFUSED | {"add_special_tokens": (None, False)}
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED | {"add_special_tokens": (None, False)}
 
     messages: Messages = field("The conversation, for the model's chat template.", ...)
     tools: Annotated[list[ToolBody], Field(max_length=MOST_CALLS, fail_fast=True)] | None = field(

@@ -26,16 +26,16 @@ class ClientGone(Exception):
     """The client closed the connection before the answer was complete."""
 
 
-def event(body: object) -> bytes:
-    """One event carrying `body` as JSON."""
-    return b"data: " + _encoder.encode(body) + b"\n\n"
+def event(body: object, *, name: bytes = b"") -> bytes:
+    """One event carrying `body` as JSON, perhaps with a name."""
+    return (b"event: %b\n" % name if name else b"") + b"data: " + _encoder.encode(body) + b"\n\n"
 
 
 class EventTemplate:
     """Events that differ in one text only. `body` has `hole` in its place, which must occur nowhere else in it."""
 
-    def __init__(self, body: object, hole: str) -> None:
-        self._before, _, self._after = event(body).partition(_encoder.encode(hole))
+    def __init__(self, body: object, hole: str, *, name: bytes = b"") -> None:
+        self._before, _, self._after = event(body, name=name).partition(_encoder.encode(hole))
 
     def event(self, text: str) -> bytes:
         """The event with `text`."""
