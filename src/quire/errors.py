@@ -8,6 +8,7 @@ an `AssertionError`, never one of these.
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 
 class QuireError(Exception):
@@ -159,6 +160,14 @@ class UnknownRequest(InvalidInput):
 
     code = "QUIRE-REQUEST-01"
     status = 404
+
+
+class UnknownThread(InvalidInput):
+    """A conversation that the server does not have. Clients of Anthropic's API send it whole when they see it."""
+
+    code = "QUIRE-REQUEST-02"
+    status = 404
+    details: ClassVar[dict[str, str]] = {"error_code": "thread_not_found"}
 
 
 class WrongKey(InvalidInput):

@@ -22,6 +22,7 @@ from quire.serve.config import ServerConfig
 from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.keys import Keys
+from quire.serve.messages import messages_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
 
@@ -62,6 +63,7 @@ def create_app(
     errors.install(app)
     app.add_exception_handler(ClientGone, _client_gone)
     app.include_router(completions_router(service))
+    app.include_router(messages_router(service))
     app.include_router(_router(service))
     app.include_router(cache_router(service))
     app.include_router(insight_router(service))

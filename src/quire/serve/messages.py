@@ -1,0 +1,297 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, and the form of their answers: blocks, as Anthropic has them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, NotRequired
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from quire.client.output import CompletionOutput, SequenceDelta
+from quire.client.tokenising import Rendered, Tokenising
+from quire.errors import QuireError
+from quire.serve.answer_reader import AnswerReader, Call, Content, Piece, Reasoning
+from quire.serve.answers import generated
+from quire.serve.conversation import Conversation, able_to_chat
+from quire.serve.errors import BadField, error_body
+from quire.serve.generation import Generation, Service, answer, by
+from quire.serve.messages_protocol import CountBody, MessagesBody
+from quire.serve.sse import EventTemplate, event, while_connected
+
+ROOM = "X-Quire-Max-Tokens"
+"""Header of an answer whose max_tokens is more than the context has room for: so many tokens are possible."""
+
+SIGNATURE = "quire"
+"""Of each block of thinking: clients send back no block without one. It signs nothing."""
+
+
+class TextAnswer(TypedDict):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingAnswer(TypedDict):
+    """Reasoning."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class UseAnswer(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(TypedDict):
+    """Tokens of a request. `input_tokens` were computed, `cache_read_input_tokens` came from the cache: together they
+    are the prompt. Nothing is charged for a place in the cache, so no tokens are counted as its creation."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(TypedDict):
+    """The answer of `/v1/messages`; a stream has events with parts of it."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextAnswer | ThinkingAnswer | UseAnswer]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    explanation: NotRequired[dict[str, Any] | None]
+    session: NotRequired[dict[str, Any] | None]
+
+
+class TokenCount(TypedDict):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
+def messages_router(service: Service) -> APIRouter:
+    """The routes, for `service`. Without a tokenizer they refuse every request and say so."""
+    router = APIRouter()
+
+    async def rendered(body: CountBody, request: Request, deadline: float | None) -> tuple[Conversation, Rendered]:
+        service.check_model(body.model)
+        body.check()
+        conversation = body.conversation()
+        async with by(deadline):
+            prompt = conversation.rendered(able_to_chat(service.engine.tokenising))
+            return conversation, await while_connected(request.receive, prompt)
+
+    @router.post("/v1/messages", response_model=None, responses=generated(MessageAnswer))
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        params, terms = body.params(), body.terms(service.deadline(body.timeout_s))
+        conversation, prompt = await rendered(body, request, terms.deadline)
+        tokenising = able_to_chat(service.engine.tokenising)
+        _check_thinking(body, tokenising, prompt)
+        reader = conversation.reader(tokenising, prompt)
+        params.skip_special_tokens &= reader is None  # marks of calls are special tokens in some families
+        room = service.engine.context_length - len(prompt.token_ids)
+        is_clamped = 0 < room < body.max_tokens
+        params.max_tokens = room if is_clamped else body.max_tokens
+        form = MessageForm(body, reader, at_limit="model_context_window_exceeded" if is_clamped else "max_tokens")
+        found = await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
+        if is_clamped:
+            found.headers[ROOM] = str(room)
+        return found
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountBody, request: Request) -> TokenCount:
+        """The tokens of the prompt that these messages, system prompt and tools make."""
+        _, prompt = await rendered(body, request, service.deadline(body.timeout_s))
+        return {"input_tokens": len(prompt.token_ids)}
+
+    return router
+
+
+def _check_thinking(body: MessagesBody, tokenising: Tokenising, prompt: Rendered) -> None:
+    reasons = tokenising.response_parser(prompt.text, ()) is not None
+    if body.thinking is not None and body.thinking.type == "enabled" and not reasons:
+        raise BadField("the model does not reason before it answers.", param="thinking", fix="leave thinking out.")
+
+
+class MessageForm:
+    """The form of the answer to `body`. `reader` makes a reader for its text; None where all text is content. An answer
+    that is full stops for the reason `at_limit`."""
+
+    kind = "msg_"
+
+    def __init__(self, body: MessagesBody, reader: Callable[[], AnswerReader] | None, *, at_limit: str) -> None:
+        self._explains = bool(body.explain)
+        self._at_limit = at_limit
+        self._reader = AnswerReader() if reader is None else reader()
+        self._is_plain = reader is None
+        shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+        self._blocks = Blocks(shows_thinking=shows_thinking)
+        self._has_begun = False
+        self._template: EventTemplate | None = None  # of deltas that add text and nothing else
+        self._last: SequenceDelta | None = None
+
+    def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        """The message."""
+        [part] = outputs
+        pieces = [*self._reader.read(part.text), *self._reader.end()]
+        events = [event for piece in pieces for event in self._blocks.add(piece)] + self._blocks.end()
+        message = _message(generation) | {"content": _content(events)}
+        return message | self._end(part) | {"usage": _usage(generation)}
+
+    def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+        """The events of new text; `message_start` leaves with the first token: before it nothing is known."""
+        return b"".join([self._events(generation, delta) for _, delta in found])
+
+    def end(self, generation: Generation) -> bytes:
+        """Why it stopped, with the usage."""
+        assert self._last is not None, "a sequence ends before its stream does"
+        ended = self._end(self._last)
+        delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
+        stop = {"type": "message_delta", "delta": delta, "usage": _usage(generation)} | ended
+        return _sent([*self._blocks.end(), stop, {"type": "message_stop"}])
+
+    def failure(self, error: QuireError) -> bytes:
+        """The error."""
+        return _sent([{"type": "error"} | error_body(error)])
+
+    def _events(self, generation: Generation, delta: SequenceDelta) -> bytes:
+        self._last = delta
+        if self._template is not None and delta.finish_reason is None:
+            return self._template.event(delta.text) if delta.text else b""
+        begun: list[dict[str, Any]] = []
+        if not self._has_begun:
+            self._has_begun = True
+            head = _message(generation) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(generation)}
+            begun.append({"type": "message_start", "message": head})
+        pieces = self._reader.read(delta.text)
+        if delta.finish_reason is not None:
+            pieces += self._reader.end()
+        found = [event for piece in pieces for event in self._blocks.add(piece)]
+        if self._is_plain and found:
+            self._template = self._blocks.template()
+        return _sent([*begun, *found])
+
+    def _end(self, part: CompletionOutput) -> dict[str, Any]:
+        stopped = part.stop_reason if isinstance(part.stop_reason, str) else None
+        found: dict[str, Any] = {"stop_reason": self._reason(part), "stop_sequence": stopped}
+        if self._explains and part.explanation is not None:
+            found["explanation"] = part.explanation.for_client().to_dict()
+        if part.session is not None:
+            found["session"] = asdict(part.session)
+        return found
+
+    def _reason(self, part: CompletionOutput) -> str:
+        if part.finish_reason == "length":
+            return self._at_limit
+        if isinstance(part.stop_reason, str):
+            return "stop_sequence"
+        return "tool_use" if self._reader.num_calls else "end_turn"
+
+
+class Blocks:
+    """The blocks of an answer, as events: a piece continues the block that is open, or ends it and begins another.
+    White space between two blocks is in neither."""
+
+    def __init__(self, *, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking
+        self._index = -1
+        self._open = ""  # the type of the open block, "" if there is none
+
+    def add(self, piece: Piece) -> list[dict[str, Any]]:
+        """The events of a piece."""
+        match piece:
+            case Content(text):
+                if self._open != "text" and self._index >= 0:
+                    text = text.lstrip()
+                return [*self._in({"type": "text", "text": ""}), self._delta("text", text)] if text else []
+            case Reasoning(text):
+                begun = self._in({"type": "thinking", "thinking": "", "signature": ""})
+                return [*begun, self._delta("thinking", text)] if self._shows_thinking else begun
+            case Call():
+                called = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": piece.name, "input": {}}
+                return [*self.end(), *self._in(called), self._delta("input_json", piece.arguments, "partial_json")]
+
+    def end(self) -> list[dict[str, Any]]:
+        """The end of the open block."""
+        if not self._open:
+            return []
+        signed = [self._delta("signature", SIGNATURE)] if self._open == "thinking" else []
+        self._open = ""
+        return [*signed, {"type": "content_block_stop", "index": self._index}]
+
+    def template(self) -> EventTemplate:
+        """Of more text in the open block."""
+        hole = uuid.uuid4().hex
+        return EventTemplate(self._delta("text", hole), hole, name=b"content_block_delta")
+
+    def _in(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events after which a block of this type is open; `block` is its beginning."""
+        if self._open == block["type"]:
+            return []
+        ended = self.end()
+        self._index += 1
+        self._open = block["type"]
+        return [*ended, {"type": "content_block_start", "index": self._index, "content_block": block}]
+
+    def _delta(self, kind: str, text: str, name: str = "") -> dict[str, Any]:
+        delta = {"type": f"{kind}_delta", name or kind: text}
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _content(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks of a whole answer: what clients make of a stream of these events."""
+    found: list[dict[str, Any]] = []
+    inputs: dict[int, str] = {}
+    for each in events:
+        if each["type"] == "content_block_start":
+            found.append(dict(each["content_block"]))
+        if each["type"] == "content_block_delta":
+            for name, text in each["delta"].items():
+                if name == "partial_json":
+                    inputs[each["index"]] = inputs.get(each["index"], "") + text
+                elif name != "type":
+                    found[each["index"]][name] += text
+    for index, text in inputs.items():
+        found[index]["input"] = json.loads(text)
+    return found
+
+
+def _message(generation: Generation) -> dict[str, Any]:
+    return {
+        "id": generation.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": generation.model,
+        "content": [],
+    }
+
+
+def _usage(generation: Generation) -> MessageUsage:
+    found = generation.usage()
+    cached = found["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": found["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": found["completion_tokens"],
+    }
+
+
+def _sent(events: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join([event(each, name=each["type"].encode()) for each in events])
