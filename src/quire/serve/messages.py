@@ -151,7 +151,7 @@ class MessageForm:
         [part] = outputs
         pieces = [*self._reader.read(part.text), *self._reader.end()]
         events = [event for piece in pieces for event in self._blocks.add(piece)] + self._blocks.end()
-        message = _message(generation) | {"content": _content(events)}
+        message = _message(generation) | {"content": content_of(events)}
         return message | self._end(part) | {"usage": _usage(generation)}
 
     def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
@@ -254,7 +254,7 @@ class Blocks:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-def _content(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def content_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks of a whole answer: what clients make of a stream of these events."""
     found: list[dict[str, Any]] = []
     inputs: dict[int, str] = {}
