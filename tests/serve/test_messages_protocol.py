@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -111,11 +112,14 @@ def test_thinking_is_a_variable_of_the_template() -> None:
     ],
 )
 def test_what_would_be_lost_in_silence_is_refused(fields: Any, said: str) -> None:
-    with pytest.raises(QuireError, match=said):
+    def read() -> None:
         found = body("Hello", **fields)
         found.check()
         found.params()
         found.conversation()
+
+    with pytest.raises(QuireError, match=said):
+        read()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_blocks_of_an_answer_are_well_formed(pieces: list[Piece]) -> None:
     assert all(each["signature"] == SIGNATURE for each in found if each["type"] == "thinking")
     said = "".join(each.text for each in pieces if isinstance(each, Content))
     assert "".join("".join(each["text"].split()) for each in found if each["type"] == "text") == "".join(said.split())
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         assert before["type"] != after["type"] or before["type"] == "tool_use"
 
 
