@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quire.errors import QuireError
-from quire.serve.answer_reader import Call, Content, Piece, Reasoning
+from quire.serve.answer_reader import CalledTool, Content, Piece, Reasoning
 from quire.serve.messages import SIGNATURE, Blocks, content_of
 from quire.serve.messages_protocol import MessagesBody
 
@@ -155,7 +155,7 @@ def test_harmless_fields_are_no_error() -> None:
 PIECES = st.one_of(
     st.builds(Content, st.text(min_size=1)),
     st.builds(Reasoning, st.text(min_size=1)),
-    st.builds(Call, st.integers(0, 3), st.just("weather"), st.sampled_from(['{"a": 1}', "{}"])),
+    st.builds(CalledTool, st.integers(0, 3), st.just("weather"), st.sampled_from(['{"a": 1}', "{}"])),
 )
 
 
@@ -173,7 +173,7 @@ def test_blocks_of_an_answer_are_well_formed(pieces: list[Piece]) -> None:
     assert not is_open
     found = content_of(events)
     assert len(found) == index + 1
-    assert sum(each["type"] == "tool_use" for each in found) == sum(isinstance(each, Call) for each in pieces)
+    assert sum(each["type"] == "tool_use" for each in found) == sum(isinstance(each, CalledTool) for each in pieces)
     thought = "".join(each.text for each in pieces if isinstance(each, Reasoning))
     assert "".join(each["thinking"] for each in found if each["type"] == "thinking") == thought
     assert all(each["signature"] == SIGNATURE for each in found if each["type"] == "thinking")

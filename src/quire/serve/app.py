@@ -52,6 +52,7 @@ def create_app(
         started_at=int(time.time()),
         shares=Shares(most_open=running + server.max_queue, most_begun=2 * running, have_names=keys.have_names),
         request_timeout_s=server.request_timeout_s,
+        retains_marked=server.retain_marked,
     )
     app = FastAPI(
         title="Quire",

@@ -59,6 +59,10 @@ class ServerConfig(KeyField):
         otherwise="its own timeout_s",
         gt=0,
     )
+    retain_marked: bool = setting(
+        False,
+        "Prompts with cache_control are retained for its ttl after their answer, within the budget of retentions.",
+    )
     max_restarts: int = setting(3, "How often an engine that dies is started again within ten minutes.", ge=0)
     max_connections: int = setting(2048, "Connections that may be open.", ge=1)
     max_body: Bytes | None = setting(

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -42,6 +42,9 @@ class Service:
     started_at: int
     shares: Shares
     request_timeout_s: float | None = None
+    retains_marked: bool = False
+    after: set[asyncio.Task[object]] = field(default_factory=set)
+    """Work that follows answers."""
 
     def deadline(self, timeout_s: float | None = None) -> float | None:
         """When, by the event loop's clock, a request that came now must be answered."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal, NotRequired
 
 from fastapi import APIRouter, Request
@@ -15,13 +17,17 @@ from typing_extensions import TypedDict
 from quire.client.output import CompletionOutput, SequenceDelta
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import QuireError
-from quire.serve.answer_reader import AnswerReader, Call, Content, Piece, Reasoning
+from quire.offload.retention import Granted
+from quire.serve.answer_reader import AnswerReader, CalledTool, Content, Piece, Reasoning
 from quire.serve.answers import generated
-from quire.serve.conversation import Conversation, able_to_chat
+from quire.serve.conversation import Conversation, Terms, able_to_chat
 from quire.serve.errors import BadField, error_body
-from quire.serve.generation import Generation, Service, answer, by
+from quire.serve.generation import Generation, Service, answer, by, notes
+from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
 from quire.serve.sse import EventTemplate, event, while_connected
+
+logger = logging.getLogger(__name__)
 
 ROOM = "X-Quire-Max-Tokens"
 """Header of an answer whose max_tokens is more than the context has room for: so many tokens are possible."""
@@ -109,6 +115,8 @@ def messages_router(service: Service) -> APIRouter:
         is_clamped = 0 < room < body.max_tokens
         params.max_tokens = room if is_clamped else body.max_tokens
         form = MessageForm(body, reader, at_limit="model_context_window_exceeded" if is_clamped else "max_tokens")
+        if service.retains_marked and (seconds := body.kept_s()):
+            form.at_end = partial(_begin_retention, service, request.state.client, prompt, terms, seconds)
         found = await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
         if is_clamped:
             found.headers[ROOM] = str(room)
@@ -121,6 +129,22 @@ def messages_router(service: Service) -> APIRouter:
         return {"input_tokens": len(prompt.token_ids)}
 
     return router
+
+
+def _begin_retention(service: Service, client: Client, prompt: Rendered, terms: Terms, seconds: float) -> None:
+    """Retain a whole prompt beside what follows: its marks say how long, and which part is not worth a rendering."""
+    retaining = service.engine.retain(
+        prompt.token_ids, ttl_seconds=seconds, salt=client.salt(terms.cache_salt), owner=client.owner
+    )
+
+    def done(task: asyncio.Task[Granted]) -> None:
+        service.after.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a prompt with cache_control is not retained: %s", error)
+
+    task = asyncio.get_running_loop().create_task(retaining)
+    service.after.add(task)
+    task.add_done_callback(done)
 
 
 def _check_thinking(body: MessagesBody, tokenising: Tokenising, prompt: Rendered) -> None:
@@ -136,7 +160,6 @@ class MessageForm:
     kind = "msg_"
 
     def __init__(self, body: MessagesBody, reader: Callable[[], AnswerReader] | None, *, at_limit: str) -> None:
-        self._explains = bool(body.explain)
         self._at_limit = at_limit
         self._reader = AnswerReader() if reader is None else reader()
         self._is_plain = reader is None
@@ -145,6 +168,7 @@ class MessageForm:
         self._has_begun = False
         self._template: EventTemplate | None = None  # of deltas that add text and nothing else
         self._last: SequenceDelta | None = None
+        self.at_end: Callable[[], None] = lambda: None
 
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The message."""
@@ -188,13 +212,9 @@ class MessageForm:
         return _sent([*begun, *found])
 
     def _end(self, part: CompletionOutput) -> dict[str, Any]:
+        self.at_end()
         stopped = part.stop_reason if isinstance(part.stop_reason, str) else None
-        found: dict[str, Any] = {"stop_reason": self._reason(part), "stop_sequence": stopped}
-        if self._explains and part.explanation is not None:
-            found["explanation"] = part.explanation.for_client().to_dict()
-        if part.session is not None:
-            found["session"] = asdict(part.session)
-        return found
+        return {"stop_reason": self._reason(part), "stop_sequence": stopped, **notes(part)}
 
     def _reason(self, part: CompletionOutput) -> str:
         if part.finish_reason == "length":
@@ -223,7 +243,7 @@ class Blocks:
             case Reasoning(text):
                 begun = self._in({"type": "thinking", "thinking": "", "signature": ""})
                 return [*begun, self._delta("thinking", text)] if self._shows_thinking else begun
-            case Call():
+            case CalledTool():
                 called = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": piece.name, "input": {}}
                 return [*self.end(), *self._in(called), self._delta("input_json", piece.arguments, "partial_json")]
 

@@ -63,6 +63,11 @@ class CacheControl(ClosedObject):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
+    @property
+    def seconds(self) -> float:
+        """For how long."""
+        return 3600.0 if self.ttl == "1h" else 300.0
+
 
 class Marked(ClosedObject):
     """An object that may have such a mark."""
@@ -70,6 +75,10 @@ class Marked(ClosedObject):
     neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     cache_control: CacheControl | None = None
+
+    def kept_s(self) -> float:
+        """The longest time of a mark in it, in seconds; 0 without one."""
+        return self.cache_control.seconds if self.cache_control else 0.0
 
 
 class TextBlock(Marked):
@@ -150,6 +159,10 @@ class ResultBlock(Marked):
         BeforeValidator(_as_blocks, json_schema_input_type=Text | list[ResultPart]),
     ] = field("Text, or blocks of it.", [])
     is_error: bool | None = None
+
+    def kept_s(self) -> float:
+        """Also of the marks in its content."""
+        return max([super().kept_s(), *(part.kept_s() for part in self.content)])
 
     @property
     def text(self) -> str:
@@ -340,6 +353,12 @@ class CountBody(RequestBody):
             is_parallel=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             variables=self._variables(),
         )
+
+    def kept_s(self) -> float:
+        """The longest time of its marks, in seconds; 0 without any."""
+        blocks = (block for message in self.messages for block in message.content)
+        found: list[float] = [each.kept_s() for each in (*(self.system or ()), *(self.tools or ()), *blocks)]
+        return max([*found, self.cache_control.seconds if self.cache_control else 0.0])
 
     def _turns(self) -> list[dict[str, Any]]:
         system = [block.text for block in self.system or () if not block.text.startswith(BILLING)]
