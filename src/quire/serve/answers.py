@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired
+from typing import Any, Literal, NotRequired
 
 from fastapi import FastAPI
 from typing_extensions import TypedDict
@@ -116,6 +116,61 @@ class ChatAnswer(AnswerFields):
     """The answer of `/v1/chat/completions`; in a stream `delta` stands for `message`."""
 
     choices: list[MessageChoice]
+
+
+class TextAnswer(TypedDict):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingAnswer(TypedDict):
+    """Reasoning."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class UseAnswer(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(TypedDict):
+    """Tokens of a request. `input_tokens` were computed, `cache_read_input_tokens` came from the cache: together they
+    are the prompt. Nothing is charged for a place in the cache, so no tokens are counted as its creation."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(TypedDict):
+    """The answer of `/v1/messages`; a stream has events with parts of it."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextAnswer | ThinkingAnswer | UseAnswer]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    explanation: NotRequired[dict[str, Any] | None]
+    session: NotRequired[dict[str, Any] | None]
+
+
+class TokenCount(TypedDict):
+    """Tokens of a prompt."""
+
+    input_tokens: int
 
 
 class Health(TypedDict):

@@ -8,18 +8,17 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NotRequired
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from quire.client.output import CompletionOutput, SequenceDelta
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import QuireError
 from quire.offload.retention import Granted
 from quire.serve.answer_reader import AnswerReader, CalledTool, Content, Piece, Reasoning
-from quire.serve.answers import generated
+from quire.serve.answers import MessageAnswer, MessageUsage, TokenCount, generated
 from quire.serve.conversation import Conversation, Terms, able_to_chat
 from quire.serve.errors import BadField, error_body
 from quire.serve.generation import Generation, Service, answer, by, notes
@@ -36,61 +35,6 @@ SIGNATURE = "quire"
 """Of each block of thinking: clients send back no block without one. It signs nothing."""
 
 
-class TextAnswer(TypedDict):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingAnswer(TypedDict):
-    """Reasoning."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class UseAnswer(TypedDict):
-    """A call of a tool."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class MessageUsage(TypedDict):
-    """Tokens of a request. `input_tokens` were computed, `cache_read_input_tokens` came from the cache: together they
-    are the prompt. Nothing is charged for a place in the cache, so no tokens are counted as its creation."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class MessageAnswer(TypedDict):
-    """The answer of `/v1/messages`; a stream has events with parts of it."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[TextAnswer | ThinkingAnswer | UseAnswer]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: MessageUsage
-    explanation: NotRequired[dict[str, Any] | None]
-    session: NotRequired[dict[str, Any] | None]
-
-
-class TokenCount(TypedDict):
-    """Tokens of a prompt."""
-
-    input_tokens: int
-
-
 def messages_router(service: Service) -> APIRouter:
     """The routes, for `service`. Without a tokenizer they refuse every request and say so."""
     router = APIRouter()
@@ -105,6 +49,7 @@ def messages_router(service: Service) -> APIRouter:
 
     @router.post("/v1/messages", response_model=None, responses=generated(MessageAnswer))
     async def messages(body: MessagesBody, request: Request) -> Response:
+        """Answers messages, as Anthropic's."""
         params, terms = body.params(), body.terms(service.deadline(body.timeout_s))
         conversation, prompt = await rendered(body, request, terms.deadline)
         tokenising = able_to_chat(service.engine.tokenising)
