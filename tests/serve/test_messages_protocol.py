@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from quire.errors import QuireError
 from quire.serve.answer_reader import CalledTool, Content, Piece, Reasoning
-from quire.serve.messages import SIGNATURE, Blocks, content_of
+from quire.serve.messages import SIGNATURE, MessageBlocks, content_of
 from quire.serve.messages_protocol import MessagesBody
 
 TOOL = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object"}}
@@ -161,7 +161,7 @@ PIECES = st.one_of(
 
 @given(st.lists(PIECES, max_size=8))
 def test_blocks_of_an_answer_are_well_formed(pieces: list[Piece]) -> None:
-    blocks = Blocks()
+    blocks = MessageBlocks()
     events = [event for piece in pieces for event in blocks.add(piece)] + blocks.end()
     is_open, index = False, -1
     for event in events:
@@ -184,7 +184,7 @@ def test_blocks_of_an_answer_are_well_formed(pieces: list[Piece]) -> None:
 
 
 def test_thinking_may_be_omitted() -> None:
-    blocks = Blocks(shows_thinking=False)
+    blocks = MessageBlocks(shows_thinking=False)
     events = [*blocks.add(Reasoning("secret")), *blocks.add(Content("\n\nHello")), *blocks.end()]
     assert content_of(events) == [
         {"type": "thinking", "thinking": "", "signature": SIGNATURE},

@@ -32,7 +32,7 @@ ROOM = "X-Quire-Max-Tokens"
 """Header of an answer whose max_tokens is more than the context has room for: so many tokens are possible."""
 
 SIGNATURE = "quire"
-"""Of each block of thinking: clients send back no block without one. It signs nothing."""
+"""Signature of each block of thinking: clients send back no block without one. It signs nothing."""
 
 
 def messages_router(service: Service) -> APIRouter:
@@ -109,9 +109,9 @@ class MessageForm:
         self._reader = AnswerReader() if reader is None else reader()
         self._is_plain = reader is None
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-        self._blocks = Blocks(shows_thinking=shows_thinking)
+        self._blocks = MessageBlocks(shows_thinking=shows_thinking)
         self._has_begun = False
-        self._template: EventTemplate | None = None  # of deltas that add text and nothing else
+        self._template: EventTemplate | None = None  # for deltas that add text and nothing else
         self._last: SequenceDelta | None = None
         self.at_end: Callable[[], None] = lambda: None
 
@@ -169,7 +169,7 @@ class MessageForm:
         return "tool_use" if self._reader.num_calls else "end_turn"
 
 
-class Blocks:
+class MessageBlocks:
     """The blocks of an answer, as events: a piece continues the block that is open, or ends it and begins another.
     White space between two blocks is in neither."""
 
@@ -201,7 +201,7 @@ class Blocks:
         return [*signed, {"type": "content_block_stop", "index": self._index}]
 
     def template(self) -> EventTemplate:
-        """Of more text in the open block."""
+        """Events with more text in the open block."""
         hole = uuid.uuid4().hex
         return EventTemplate(self._delta("text", hole), hole, name=b"content_block_delta")
 

@@ -52,7 +52,7 @@ IGNORED = frozenset((
 here that is refused, and the client shortens it. `fallbacks` are models for what a model refuses."""
 
 _SAMPLING = ("temperature", "top_p", "top_k")
-_NAMES = {"stop": "stop_sequences"}  # of fields of SamplingParams
+_NAMES = {"stop": "stop_sequences"}  # key: field of SamplingParams
 
 
 class CacheControl(ClosedObject):
@@ -261,7 +261,7 @@ class ToolDefinition(Marked):
         )
 
 
-class Choice(ClosedObject):
+class ChoiceOfTools(ClosedObject):
     """Whether the model may call tools, has to call any, has to call the one of this `name`, or must not."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -334,7 +334,7 @@ class CountBody(RequestBody):
         ]
         | None
     ) = field("Tools that the model may call.")
-    tool_choice: Choice | None = field("Whether it may call tools; default auto.")
+    tool_choice: ChoiceOfTools | None = field("Whether it may call tools; default auto.")
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
@@ -363,7 +363,8 @@ class CountBody(RequestBody):
     def _turns(self) -> list[dict[str, Any]]:
         system = [block.text for block in self.system or () if not block.text.startswith(BILLING)]
         begun = [{"role": "system", "content": BETWEEN.join(system)}] if any(system) else []
-        last_user = max((at for at, each in enumerate(self.messages) if each.role == "user"), default=-1)
+        roles = [each.role for each in self.messages]
+        last_user = max((at for at, role in enumerate(roles) if role == "user"), default=-1)
         stay = (each for at, each in enumerate(self.messages) if each.clear_at != "next_user_message" or at > last_user)
         return begun + _joined(turn for each in stay for turn in each.turns())
 
