@@ -364,7 +364,7 @@ class CountBody(RequestBody):
         system = [block.text for block in self.system or () if not block.text.startswith(BILLING)]
         begun = [{"role": "system", "content": BETWEEN.join(system)}] if any(system) else []
         roles = [each.role for each in self.messages]
-        last_user = max((at for at, role in enumerate(roles) if role == "user"), default=-1)
+        last_user = max((at for at, name in enumerate(roles) if name == "user"), default=-1)
         stay = (each for at, each in enumerate(self.messages) if each.clear_at != "next_user_message" or at > last_user)
         return begun + _joined(turn for each in stay for turn in each.turns())
 
