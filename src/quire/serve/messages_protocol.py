@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from quire.errors import InvalidInput, UnknownThread
+from quire.grammar import json_schema
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.conversation import Conversation, Tool, ToolChoice, chosen_tool
 from quire.serve.errors import BadField
@@ -313,7 +314,13 @@ class CountBody(RequestBody):
     """The body of `/v1/messages/count_tokens`: a conversation."""
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
-    ignored: ClassVar[frozenset[str]] = IGNORED | {"max_tokens", "stream", "stop_sequences", *_SAMPLING}
+    ignored: ClassVar[frozenset[str]] = IGNORED | {
+        "max_tokens",
+        "output_format",
+        "stop_sequences",
+        "stream",
+        *_SAMPLING,
+    }
 
     model: Text | None = field("The model that is served; no other.")
     messages: Annotated[
@@ -396,6 +403,7 @@ class MessagesBody(CountBody):
     temperature: float | None = field("0 takes the most likely token; default 1.")
     top_p: float | None = field("Draw from the tokens that make up this probability.")
     top_k: Int32 | None = field("Draw from so many tokens; 0 or -1: from all.")
+    output_format: JsonFormat | None = field("The older name of `output_config.format`.")
     thread: ThreadBody | None = None
 
     def check(self) -> None:
@@ -407,6 +415,9 @@ class MessagesBody(CountBody):
     def params(self) -> SamplingParams:
         """How its tokens are drawn."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        form = self.output_format or (self.output_config and self.output_config.format)
+        if form is not None:
+            given["grammar"] = json_schema(form.schema_)
         try:
             return SamplingParams(max_tokens=self.max_tokens, stop=self.stop_sequences or [], **given)
         except InvalidInput as error:
