@@ -415,7 +415,7 @@ class MessagesBody(CountBody):
     def params(self) -> SamplingParams:
         """How its tokens are drawn."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        form = self.output_format or (self.output_config and self.output_config.format)
+        form = self.output_format or (self.output_config.format if self.output_config else None)
         if form is not None:
             given["grammar"] = json_schema(form.schema_)
         try:
