@@ -19,18 +19,26 @@ def few(values: Collection[Any], most: int) -> list[Any]:
 
 def covering(most: int | None = None, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize by the product of these values. Combinations beyond a diagonal, in which every value occurs, are
-    marked slow. Of the diagonal `most` are quick."""
-    values = [list(axis) for axis in axes.values()]
+    marked slow, and those with a value that is marked slow. Of the diagonal `most` are quick."""
+    values = [[_marked(value) for value in axis] for axis in axes.values()]
     longest = max(map(len, values))
     diagonal = {tuple(k % len(axis) for axis in values) for k in range(longest if most is None else min(most, longest))}
     cases = [
         pytest.param(
-            *(axis[i] for axis, i in zip(values, place, strict=True)),
-            marks=() if place in diagonal else pytest.mark.slow,
+            *(axis[i].values[0] for axis, i in zip(values, place, strict=True)),
+            marks=[
+                *(mark for axis, i in zip(values, place, strict=True) for mark in axis[i].marks),
+                *(() if place in diagonal else (pytest.mark.slow,)),
+            ],
         )
         for place in product(*(range(len(axis)) for axis in values))
     ]
     return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def _marked(value: Any) -> Any:
+    """The value as a parameter with its marks."""
+    return value if hasattr(value, "marks") else pytest.param(value)
 
 
 def each_of(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

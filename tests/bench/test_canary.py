@@ -13,7 +13,7 @@ from tests.programs import run_program
 BENCH = Path(__file__).parents[2] / "bench" / "engine" / "canary.py"
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/engine/", "bench/harness.py")
 @pytest.mark.parametrize("options", [(), ("--long",)], ids=["short", "long"])
 def test_the_measurement_runs(options: tuple[str, ...], tmp_path: Path) -> None:
     """It fails by itself where nothing is looked at."""

@@ -14,6 +14,7 @@ import pytest
 from quire.prefix.evict import POLICIES, eviction_policy
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "eviction" / "compare.py"
@@ -30,6 +31,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/")
 def test_the_comparison_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     written = tmp_path / "result.json"
     done = run_program(BENCH, "--toy", "--json", written, "--pages", "16", "--policies", "lru,sieve,density")

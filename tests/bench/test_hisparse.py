@@ -12,7 +12,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "sparse" / "hisparse.py"
 SELECTIONS = BENCH.parents[1] / "results" / "selections-dsa-0.7.npz"
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/sparse/", "bench/harness.py")
 def test_the_measurement_runs(tmp_path: Path) -> None:
     """It fails by itself where latents in host memory give other tokens."""
     written = tmp_path / "result.json"

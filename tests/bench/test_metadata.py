@@ -19,7 +19,7 @@ NAMES = {
 """Rows that goals name, at toy size."""
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/bookkeeping/", "bench/harness.py", "bench/peers/")
 def test_the_comparison_runs(tmp_path: Path) -> None:
     """It fails by itself where an operation of Quire's found something else than the work has."""
     written, bars = tmp_path / "result.json", tmp_path / "bars.svg"

@@ -11,7 +11,7 @@ from tests.programs import run_program
 BENCH = Path(__file__).parents[2] / "bench" / "serving" / "output_path.py"
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/serving/", "bench/harness.py")
 def test_the_measurement_runs(tmp_path: Path) -> None:
     """It fails by itself where a client misses a token."""
     written = tmp_path / "result.json"

@@ -12,7 +12,7 @@ from tests.programs import run_program
 BENCH = Path(__file__).parents[2] / "bench" / "serving" / "compare.py"
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/serving/", "bench/harness.py")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """It fails by itself where a request fails or an answer has another length than was asked for."""
     written = tmp_path / "runs.json"

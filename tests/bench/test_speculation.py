@@ -11,7 +11,7 @@ from tests.programs import run_program
 BENCH = Path(__file__).parents[2] / "bench" / "engine" / "speculation.py"
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/engine/", "bench/harness.py")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """It fails by itself where an answer is not the given one."""
     written, document = tmp_path / "rows.json", tmp_path / "table.md"

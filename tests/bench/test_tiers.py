@@ -11,7 +11,7 @@ from tests.programs import run_program
 BENCH = Path(__file__).parents[2] / "bench" / "storage" / "tiers.py"
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/storage/", "bench/harness.py")
 def test_the_measurement_runs(tmp_path: Path) -> None:
     written = tmp_path / "result.json"
     done = run_program(BENCH, "--toy", "--folder", tmp_path, "--json", written)

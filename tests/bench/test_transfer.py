@@ -12,7 +12,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "transfer" / "connectors.py"
 ROLES = BENCH.with_name("engines.py")
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/transfer/", "bench/harness.py")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """It fails by itself where a byte is wrong."""
     written, document = tmp_path / "rows.json", tmp_path / "table.md"
@@ -31,7 +31,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert len([line for line in lines if "KiB |" in line]) == len(result["connectors"])
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/transfer/", "bench/harness.py")
 def test_the_benchmark_of_roles_runs(tmp_path: Path) -> None:
     """It fails by itself where answers differ."""
     written, document = tmp_path / "rows.json", tmp_path / "table.md"

@@ -14,7 +14,10 @@ from quire.errors import OutOfPages
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
 from quire.testing.choices import Choices
+from tests.changes import CORE, unless_changed
 from tests.covering import each_of
+
+pytestmark = unless_changed(__name__, *CORE)
 
 
 @pytest.fixture(autouse=True, params=[4, 1 << 15])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from quire.testing.choices import Choices
+from tests.changes import CORE, slow_unless_changed
 from tests.choices import drawn
 from tests.fuzz.cache_machine import CacheMachine
 from tests.fuzz.run import run_life
@@ -48,6 +49,7 @@ def check_seeds(seeds: range, operations: int) -> Counter[str]:
     return happened
 
 
+@slow_unless_changed(*CORE)
 def test_twenty_thousand_operations() -> None:
     check_seeds(range(40), 500)
 

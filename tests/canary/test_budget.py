@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.canary.budget import LEAST_S, Budget
+from tests.changes import CANARY, slow_unless_changed
 
 SHARE = 0.01
 SLICE_S = 0.02  # of savings, the most
@@ -27,6 +28,7 @@ def live(budget: Budget, steps: list[tuple[float, float]]) -> tuple[float, float
     return now, looked, needed
 
 
+@slow_unless_changed(*CANARY)
 @given(st.lists(st.tuples(st.floats(0.001, 0.05), st.floats(0, 0.001)), min_size=200, max_size=400))
 def test_the_share_bounds_everything_and_a_quarter_is_for_pages(steps: list[tuple[float, float]]) -> None:
     budget = Budget(SHARE)

@@ -14,6 +14,7 @@ from bench.sparse.drawn import drifting_selections
 from quire.cache.running import RunningTables
 from quire.prefix.evict import POLICIES
 from quire.sim.workloads import WORKLOADS
+from tests.changes import SIMULATOR, TRANSFER, slow_unless_changed
 from tests.cli.conftest import Run
 
 KEYS = {
@@ -71,6 +72,7 @@ def test_speculation_is_replayed(run: Run) -> None:
 HOT = ("chat", "--limit", 6, "-m", "deepseek-v3.2", "--policy", "lru", "--pool-tokens", "64k", "--hisparse", "{}")
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/sparse/", "src/quire/cli/")
 def test_latents_in_host_memory_are_replayed(run: Run, tmp_path: Path) -> None:
     """Beside latents on the device. Drawn selections follow the drift and the seed, recorded ones the file."""
     resident, hot = runs(run, *HOT, "--check", "reads")
@@ -322,6 +324,7 @@ def test_a_replay_loads_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@slow_unless_changed(*SIMULATOR, *TRANSFER, "src/quire/cli/")
 def test_roles_are_beside_as_many_engines_without(run: Run) -> None:
     arguments = ("chat", "--limit", 12, "--prefill", 1, "--decode", 2, "--link", "2GB/s", "--check", "reads")
     apart, same = runs(run, *arguments)

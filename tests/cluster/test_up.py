@@ -26,6 +26,7 @@ from quire.cluster.upstream import Upstream
 from quire.errors import ConnectorError, InvalidInput, NoServer
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind
+from tests.changes import TRANSFER, slow_unless_changed
 from tests.cli.conftest import Run
 from tests.cluster.live_router import wait_until
 from tests.serve.live_server import LiveServer
@@ -91,6 +92,7 @@ def received(cluster: LiveCluster) -> int:
     return sum(cluster.statistics_of(f"decode-{index}")["transfer"]["received_tokens"] for index in range(2))
 
 
+@slow_unless_changed("src/quire/cluster/", "src/quire/serve/", *TRANSFER, "tests/serve/live_server.py")
 def test_tokens_are_those_of_one_server(cluster: LiveCluster, expected: dict[int, list[int]]) -> None:
     assert [row["role"] for row in cluster.rows] == ["prefill", "decode", "decode", "router"]
     assert len({row["pid"] for row in cluster.rows}) == 4
@@ -140,6 +142,7 @@ def test_a_decode_engine_that_is_killed_is_replaced(cluster: LiveCluster, expect
     wait_until(cluster.is_whole, 120)
 
 
+@slow_unless_changed("src/quire/cluster/", "src/quire/serve/", *TRANSFER, "tests/serve/live_server.py")
 def test_the_secret_is_in_no_command_line(cluster: LiveCluster) -> None:
     for row in cluster.rows[:3]:
         process = psutil.Process(cluster.health()[row["name"]]["pid"])
@@ -184,6 +187,7 @@ def test_a_signal_during_the_start_ends_it() -> None:
         assert b"Traceback" not in up.stderr.read()
 
 
+@slow_unless_changed("src/quire/cluster/", "src/quire/cli/")
 def test_the_error_of_a_process_is_that_of_the_cluster(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = [sys.executable, "-m", "quire", "up", "--json", "--port", "0", *SMALL, "--storage", f"{tmp_path}/file"]

@@ -18,6 +18,7 @@ from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
+from tests.changes import DRAFTS, TIERS, slow_unless_changed
 from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_model import (
@@ -109,12 +110,13 @@ def check_always_right(bigrams: LoadedModel, rigged: LoadedHead, page_size: int)
     check_right(core)
 
 
+@slow_unless_changed(*DRAFTS)
 @pytest.mark.parametrize("page_size", PAGES)
 def test_a_rigged_head_is_always_right(bigrams: LoadedModel, rigged: LoadedHead, page_size: int) -> None:
     check_always_right(bigrams, rigged, page_size)
 
 
-@covering(2, page_size=PAGES, params=sorted(PARAMS))
+@covering(1, page_size=PAGES, params=sorted(PARAMS))
 def test_the_same_tokens(target: LoadedModel, head: LoadedHead, kind: str, page_size: int, params: str) -> None:
     """Of random heads few drafts are right."""
     expected = undrafted(target, page_size, params)
@@ -125,6 +127,7 @@ def test_the_same_tokens(target: LoadedModel, head: LoadedHead, kind: str, page_
     check_some_right(core, accepted=False)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(name=["gemma3_text", "falcon_h1", "qwen3_next", "deepseek_v3", "llama4_text"], kind=KINDS)
 def test_targets_of_other_kinds(name: str, kind: str, tmp_path: Path) -> None:
     """Windows, chunks, states and latents beside the pages that the head shares."""
@@ -179,6 +182,7 @@ def check_heads(page_size: int) -> None:
         check_always_right(bigrams, rigged_head(bigrams, Path(folder, "rigged")), page_size)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(page_size=[1, 4, 16], governed=[False, True])
 def test_cached_pages_are_complete(
     target: LoadedModel, head: LoadedHead, kind: str, page_size: int, governed: bool
@@ -187,6 +191,7 @@ def test_cached_pages_are_complete(
     check_pages_are_complete(target, head, config_of(kind), page_size, governed=governed)
 
 
+@slow_unless_changed(*DRAFTS)
 def test_starved(target: LoadedModel, head: LoadedHead, kind: str) -> None:
     """Preempted with drafts, and evicted between."""
     expected = undrafted(target, 4, "seeded")
@@ -206,10 +211,12 @@ def test_starved(target: LoadedModel, head: LoadedHead, kind: str) -> None:
     assert found["preemptions"] > 0 and found["evicted_pages"] > 0 and found["hit_tokens"] > 0
 
 
+@slow_unless_changed(*DRAFTS, *TIERS)
 def test_tiers_move_both(bigrams: LoadedModel, rigged: LoadedHead) -> None:
     check_tiers(bigrams, rigged, config_of("eagle"), PARAMS["greedy"], 4)
 
 
+@slow_unless_changed(*DRAFTS)
 def test_as_much_is_reused_as_without(target: LoadedModel, head: LoadedHead, kind: str) -> None:
     """Conversations that go on: hits are those of an engine without drafts."""
     hits = []

@@ -24,6 +24,7 @@ from quire.scheduler.step import Places
 from quire.spec.events import Namespace
 from quire.spec.ids import Tier
 from quire.spec.pages import pages_for
+from tests.changes import DRAFTS, TIERS, slow_unless_changed
 from tests.covering import covering, few
 from tests.engine.running import core_for, run, tiered_core, tight_core
 from tests.engine.test_hybrid_tokens import GREEDY, PROMPTS, case_of
@@ -106,6 +107,7 @@ def test_a_model_drafts_for_itself(target: LoadedModel, page_size: int, params: 
     check_drafts_for_itself(target, page_size, params)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(page_size=PAGES, params=["greedy", "seeded"])
 def test_a_smaller_model_drafts(target: LoadedModel, small: LoadedModel, page_size: int, params: str) -> None:
     """Of other weights and another shape: few drafts are right, and the tokens are the same."""
@@ -117,6 +119,7 @@ def test_a_smaller_model_drafts(target: LoadedModel, small: LoadedModel, page_si
     check_some_right(core)
 
 
+@slow_unless_changed(*DRAFTS)
 @pytest.mark.parametrize(
     ("name", "page_size"), [("gemma3_text", 4), ("falcon_h1", 16), ("qwen3_next", 1), ("deepseek_v3", 64)]
 )
@@ -183,6 +186,7 @@ def check_tiers(model: LoadedModel, draft: Any, config: dict[str, Any], params: 
         core.close()
 
 
+@slow_unless_changed(*DRAFTS, *TIERS)
 @pytest.mark.parametrize("page_size", few([4, 1, 16], 1))
 def test_tiers_move_both(target: LoadedModel, page_size: int) -> None:
     check_tiers(target, target, DRAFT, PARAMS["seeded"], page_size)
@@ -255,11 +259,13 @@ def check_pages_are_complete(target: LoadedModel, page_size: int, config: dict[s
             torch.testing.assert_close(tensor[:half, frames], tensor[half:, frames], atol=1e-4, rtol=1e-4)
 
 
+@slow_unless_changed(*DRAFTS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_cached_pages_are_complete(target: LoadedModel, page_size: int) -> None:
     check_pages_are_complete(target, page_size)
 
 
+@slow_unless_changed(*DRAFTS)
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_as_much_is_reused_as_without(target: LoadedModel, small: LoadedModel, page_size: int) -> None:
     """Conversations that go on: hits are those of an engine without drafts."""

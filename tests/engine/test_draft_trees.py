@@ -16,6 +16,7 @@ from quire.errors import UnsupportedModel
 from quire.models.hf import LoadedModel
 from quire.spec.pages import pages_for
 from quire.spec.speculation import SpeculativeConfig, get_alloc_reserve_per_decode
+from tests.changes import DRAFTS, slow_unless_changed
 from tests.covering import covering, few
 from tests.engine import test_draft_head, test_draft_model
 from tests.engine.running import core_for, run, tight_core
@@ -81,6 +82,7 @@ def check_the_same_tokens(kind: str, target: LoadedModel, draft: Any, topk: int,
     assert found[0]["accepted_tokens_per_position"][1] > 0 and found[0]["draft_tokens"] > 5 * found[0]["drafts"]
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(2, kind=KINDS, topk=[4, 2])
 def test_the_same_tokens(kind: str, topk: int) -> None:
     check_the_same_tokens(*models_of(kind), topk, (1, 16) if topk == 4 else (4, 64))
@@ -102,6 +104,7 @@ def check_pages_are_complete(kind: str, target: LoadedModel, draft: Any, page_si
             test_draft_head.check_pages_are_complete(target, draft, config, page_size, governed=governed)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(kind=KINDS, page_size=[4, 1, 16])
 def test_cached_pages_are_complete(kind: str, page_size: int) -> None:
     check_pages_are_complete(*models_of(kind), page_size)
@@ -122,6 +125,7 @@ def test_starved(models: tuple[str, LoadedModel, Any]) -> None:
     check_some_right(core)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(page_size=PAGES, kind=KINDS)
 def test_the_longest_request_in_a_pool_of_its_size(kind: str, page_size: int) -> None:
     """The rows of each tree are in what the plan reserves, to the last token."""
@@ -148,6 +152,7 @@ def test_targets_with_states_are_refused(models: tuple[str, LoadedModel, Any], n
             core_for(case_of(name)[0], draft=draft, speculative_config=config_of(kind, 2), **BOUNDS)
 
 
+@slow_unless_changed(*DRAFTS)
 def test_a_target_with_windows(models: tuple[str, LoadedModel, Any]) -> None:
     """Beside pages of windows and of latents."""
     kind, _, draft = models

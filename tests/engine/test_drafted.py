@@ -11,6 +11,7 @@ from quire.counters import plain
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, prompt_bytes
+from tests.changes import DRAFTS, TIERS, slow_unless_changed
 from tests.covering import covering
 from tests.engine.drafted import (
     CHAIN,
@@ -39,6 +40,7 @@ def test_reserves_are_those_of_the_plan(page_size: int) -> None:
     check_reserves(page_size)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(page_size=[1, 4, 16], speculation=[CHAIN, TREE])
 def test_to_the_end_of_the_context(page_size: int, speculation: dict[str, object]) -> None:
     check_the_context_end(page_size, speculation)
@@ -69,6 +71,7 @@ def test_a_flush_deletes_the_history() -> None:
     check_flush()
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(page_size=[1, 4, 16, 64], speculation=[TREE, CHAIN])
 def test_follow_up_turns_hit_as_much(page_size: int, speculation: dict[str, object]) -> None:
     """Pages that end with an accepted draft are cached as others are, and no page is kept back or held for drafts."""
@@ -84,6 +87,7 @@ def test_follow_up_turns_hit_as_much(page_size: int, speculation: dict[str, obje
     check_at_rest(core)
 
 
+@slow_unless_changed(*DRAFTS, *TIERS)
 @pytest.mark.usefixtures("threads_end")
 @pytest.mark.parametrize(("name", "storage"), [("llama_gqa", True), ("gemma3_text", False), ("falcon_h1", True)])
 def test_with_tiers(name: str, storage: bool, tmp_path: Path) -> None:
@@ -116,6 +120,7 @@ ASKED = {
 }
 
 
+@slow_unless_changed(*DRAFTS)
 def test_texts_are_the_same() -> None:
     """Of the bundled model: stop strings inside a draft, several sequences of a prompt, seeds, penalties."""
     undrafted = LLM(dtype="float32", kv_memory="8MiB", max_model_len=512)

@@ -20,6 +20,7 @@ from quire.engine.messages import EngineRequest, TokenLogprobs
 from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import Step
+from tests.changes import DEVICE, in_turns
 from tests.engine.running import core_for, run, shared_prompts
 from tests.engine.test_sampler import places, request
 from tests.fake_cuda import POISON, FakeCuda
@@ -103,7 +104,7 @@ def check_family(name: str) -> None:
     assert ours(cuda) == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", in_turns(FAMILIES, 3, *DEVICE, "tests/fake_cuda.py"))
 def test_same_tokens_and_no_wait(name: str) -> None:
     check_family(name)
 

@@ -35,6 +35,7 @@ from quire.tiers.executor import TransferExecutor
 from quire.tiers.mover import ThreadMover
 from quire.tiers.transfer import Lane, Transfer, Units
 from quire.upload import to_device
+from tests.changes import DEVICE, TIERS, slow_unless_changed
 from tests.engine.running import run
 from tests.engine.test_fake_cuda import on_device, ours, watched
 from tests.engine.tiered import GREEDY, OTHERS, PROMPTS, Case, case_of, small
@@ -71,6 +72,7 @@ def test_staged_frames_are_the_same_bytes(
     check_staged(TORCH, layout, order, one_by_one=one_by_one, by_layer=by_layer, sliced=sliced)
 
 
+@slow_unless_changed("src/quire/kernels/", *TIERS)
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
 @given(odd_layouts(), orders(), st.booleans(), st.booleans())
 def test_kernels_stage_the_same_bytes(
@@ -248,6 +250,7 @@ def check_tiers(name: str = "llama_gqa", **settings: Any) -> None:
     assert ours(cuda) == []
 
 
+@slow_unless_changed(*DEVICE, *TIERS, "src/quire/canary/")
 @pytest.mark.parametrize("canary", ["off", "all"])
 def test_engines_over_tiers_have_no_race(canary: str) -> None:
     """With a canary that reads each cached frame after each step, too."""

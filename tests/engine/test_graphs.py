@@ -22,7 +22,7 @@ from quire.models.forward import RunningForward
 from quire.plan.devices import GRAPH_BYTES, LEAST_GRAPHS, graph_bytes, sampling_bytes
 from quire.scheduler.sampling_params import SamplingParams
 from quire.upload import to_device
-from tests.changes import slow_unless_changed
+from tests.changes import TIERS, slow_unless_changed
 from tests.emulated_attention import emulated_kernels
 from tests.engine.running import core_for, run, shared_prompts
 from tests.engine.test_fake_cuda import on_cpu, on_device, ours, watched
@@ -220,6 +220,7 @@ def check_weights() -> None:
         assert len({str(before), str(in_place), str(replaced)}) == 3
 
 
+@slow_unless_changed(*GRAPHS)
 def test_graphs_are_captured_anew() -> None:
     check_weights()
 
@@ -242,6 +243,7 @@ def check_tiers() -> None:
     assert cuda.races.found == [] and ours(cuda) == []
 
 
+@slow_unless_changed(*GRAPHS, *TIERS, "src/quire/canary/")
 def test_replays_beside_tiers_have_no_race() -> None:
     check_tiers()
 
@@ -282,6 +284,7 @@ def _growing() -> Any:
     return np.zeros(len(_lengths))
 
 
+@slow_unless_changed(*GRAPHS)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_graph_cannot_follow_stays_eager(kind: str) -> None:
     """And is named. Steps stay on their stream, which a capture that has failed does not restore."""
@@ -297,6 +300,7 @@ def test_what_a_graph_cannot_follow_stays_eager(kind: str) -> None:
         assert core.statistics()["cuda_graphs"]["eager"] == {"prompts": 1, "no graph of this size": 2}
 
 
+@slow_unless_changed(*GRAPHS)
 def test_graphs_share_their_logits_and_their_stream() -> None:
     """Logits that are kept are memory that no other graph can use, and libraries keep memory for each stream. Torch's
     own stream of captures is of the current device, which need not be that of the model."""
@@ -313,6 +317,7 @@ def test_graphs_share_their_logits_and_their_stream() -> None:
         assert torch.cuda.current_stream() is torch.cuda.default_stream()
 
 
+@slow_unless_changed(*GRAPHS)
 @pytest.mark.parametrize("name", ["deepseek_v2", "llama4_text"])
 def test_graphs_keep_no_tensors_of_eager_passes(name: str) -> None:
     """What layers derive from batches is kept with a graph, and with it all that it refers to."""
@@ -330,6 +335,7 @@ def test_graphs_keep_no_tensors_of_eager_passes(name: str) -> None:
         assert len(builds) > 2 and not any(isinstance(value, torch.Tensor) for value in held)
 
 
+@slow_unless_changed(*GRAPHS, "src/quire/plan/")
 def test_memory_of_graphs_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools get what graphs leave; a graph that takes more than was planned is dropped."""
     assert [graph_bytes(most) for most in (0, 1, 100)] == [0, LEAST_GRAPHS, 100 * GRAPH_BYTES]

@@ -20,6 +20,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.hisparse import HotBuffers
+from tests.changes import HISPARSE, slow_unless_changed
 from tests.covering import covering
 from tests.engine.hosted import TOP_K, HostedOracle, hosted_core
 from tests.engine.running import core_for, generated, run
@@ -56,6 +57,7 @@ def lengths_around(buffer_size: int) -> list[int]:
     return [*sorted(near), 8 * buffer_size]
 
 
+@slow_unless_changed(*HISPARSE)
 @covering(2, sizes=[(1, TOP_K), (16, 16), (64, 30)], kind=KINDS)
 def test_tokens_are_those_of_latents_on_the_device(kind: str, sizes: tuple[int, int]) -> None:
     """Mixed batches in chunks, cold, then cached."""
@@ -76,6 +78,7 @@ def test_tokens_are_those_of_latents_on_the_device(kind: str, sizes: tuple[int, 
     core.close()
 
 
+@slow_unless_changed(*HISPARSE)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernels_swap_in_the_same_tokens() -> None:
     """By the interpreter; all else is computed by torch."""
@@ -113,6 +116,7 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
     core.close()
 
 
+@slow_unless_changed(*HISPARSE)
 @covering(2, stored=[(4, "fp8_e4m3"), (16, "fp8_e4m3"), (16, "bfloat16")], kind=KINDS)
 def test_encoded_latents(kind: str, stored: tuple[int, str]) -> None:
     """Scales are swapped in with their rows."""
@@ -127,6 +131,7 @@ def test_encoded_latents(kind: str, stored: tuple[int, str]) -> None:
     core.close()
 
 
+@slow_unless_changed(*HISPARSE)
 def test_drafts_are_verified_in_host_memory(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rejected draft is in no hot buffer."""
     prompts = prompts_of(5, 12, 40)
@@ -142,6 +147,7 @@ def test_drafts_are_verified_in_host_memory(model: LoadedModel, monkeypatch: pyt
     core.close()
 
 
+@slow_unless_changed(*HISPARSE)
 def test_a_prompt_is_longer_than_all_hot_buffers(model: LoadedModel) -> None:
     prompt = prompts_of(400)[0]
     core = hosted_core(model, TOP_K, page_size=1, max_running_requests=1, max_num_batched_tokens=64)
@@ -173,6 +179,7 @@ PROMPTS = prompts_of(30, 9, 17)
 STEPS = range(11)
 
 
+@slow_unless_changed(*HISPARSE)
 @covering(1, what=["preemption", "abort"], tiers=[{}, {"host_memory": "4MiB", "load": "always"}])
 def test_at_every_step(model: LoadedModel, what: str, tiers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Others go on as they would, rows are used again, and no row reads what the last request left in its buffer. With
@@ -207,6 +214,7 @@ def test_at_every_step(model: LoadedModel, what: str, tiers: dict[str, str], mon
     core.close()
 
 
+@slow_unless_changed(*HISPARSE)
 def test_a_pool_that_is_full_while_requests_decode(model: LoadedModel) -> None:
     """They wait, and lose nothing."""
     prompts = prompts_of(20, 21, 30, 9)
@@ -268,6 +276,7 @@ def check_buffers(kind: str, page_size: int) -> None:
         core.close()
 
 
+@slow_unless_changed(*HISPARSE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_row_reads_what_it_selects(kind: str, page_size: int) -> None:

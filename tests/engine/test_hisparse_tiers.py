@@ -20,6 +20,7 @@ from quire.plan.plan import Plan
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids, Tier
+from tests.changes import HISPARSE, TIERS, slow_unless_changed
 from tests.covering import covering, few
 from tests.engine import apart
 from tests.engine.running import core_for, run
@@ -72,6 +73,7 @@ GRID = (
 """Page size, when a page is saved."""
 
 
+@slow_unless_changed(*HISPARSE, *TIERS)
 @covering(3, point=GRID, name=SPARSE)
 def test_index_keys_are_loaded_and_latents_are_not(name: str, point: tuple[int, str]) -> None:
     case, (page_size, write) = case_of(name), point
@@ -90,6 +92,7 @@ def test_index_keys_are_loaded_and_latents_are_not(name: str, point: tuple[int, 
     assert core.statistics()["hisparse"]["swapped_tokens"] > 0
 
 
+@slow_unless_changed(*HISPARSE, *TIERS)
 def test_what_is_stored_comes_back_after_a_restart(case: Case, tmp_path: Path) -> None:
     settings = {"storage": str(tmp_path), "page_size": 4}
     with latents_on_host():
@@ -102,6 +105,7 @@ def test_what_is_stored_comes_back_after_a_restart(case: Case, tmp_path: Path) -
     assert found["storage_hit_tokens"] > 0 and found["fetched_frames"] > 0 and not found["defects"]
 
 
+@slow_unless_changed(*HISPARSE, *TIERS)
 def test_a_damaged_record_is_found_before_it_is_read(case: Case) -> None:
     """The page is computed again, and its id is not allocated any more."""
     with latents_on_host():
@@ -121,6 +125,7 @@ def test_a_damaged_record_is_found_before_it_is_read(case: Case) -> None:
     assert cache.pages.ids.is_out(np.array(latents.quarantined)).all()
 
 
+@slow_unless_changed(*HISPARSE, *TIERS)
 def test_latents_of_a_prompt_arrive_on_the_host_and_stay_there(case: Case) -> None:
     settings = {"page_size": 4, "num_tokens": 256, "max_num_batched_tokens": 17, "max_running_requests": 3}
     with latents_on_host():

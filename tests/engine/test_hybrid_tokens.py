@@ -13,6 +13,7 @@ from quire.models.registry import REFUSED
 from quire.scheduler.chunk_budget import LEAST_TOKENS
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from tests.changes import CORE, MODELS, in_turns, slow_unless_changed
 from tests.covering import covering, few
 from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
@@ -46,7 +47,7 @@ def case_of(name: str, **overrides: Any) -> Case:
     return LoadedModel(build(name, **overrides), name=name), expected
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=in_turns(SERVED, 4, *MODELS))
 def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
@@ -70,7 +71,9 @@ def test_cold_then_warm(case: Case) -> None:
     check_cold_then_warm(case, *GRID[SERVED.index(case[0].name) % len(GRID)])
 
 
-@pytest.mark.parametrize("case", few([*SERVED[::3], *SERVED[1::3], *SERVED[2::3]], 13), indirect=True)
+@pytest.mark.parametrize(
+    "case", in_turns(few([*SERVED[::3], *SERVED[1::3], *SERVED[2::3]], 13), 3, *MODELS), indirect=True
+)
 def test_the_least_chunks_beside_decodes(case: Case) -> None:
     """A target that no step meets: beside requests that decode, a prompt goes on by the least chunk."""
     model, expected = case
@@ -99,10 +102,12 @@ KINDS = (
     "qwen3_next",
 )
 """A model of every combination of groups."""
+OTHERS = sorted(set(SERVED) - set(KINDS))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in SERVED]
+    "name",
+    [*in_turns(KINDS, 2, *MODELS, *CORE), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
 )
 def test_starved(name: str) -> None:
     """Pools for little more than one request, one window and four states: all is dropped, evicted, skipped or preempted
@@ -135,6 +140,7 @@ def check_starved(model: LoadedModel, expected: list[list[int]], *, page_size: i
     assert all(owners["private"] == 0 for owners in found["frames"].values())
 
 
+@slow_unless_changed(*MODELS, "src/quire/memory/", "src/quire/cache/")
 @covering(window=[15, 16, 17, 64], kind=[("gpt_oss", "sliding_window"), ("llama4_text", "attention_chunk_size")])
 def test_windows_around_a_page(kind: tuple[str, str], window: int) -> None:
     """Windows and chunks of a page less one, a page, a page and one, and four pages, in a pool of little more."""
@@ -197,6 +203,7 @@ def test_hits_do_not_depend_on_where_a_shared_prefix_ends(name: str) -> None:
         assert core.statistics()["hit_tokens"] - before[2] == 160 + shift
 
 
+@slow_unless_changed(*MODELS, "src/quire/memory/", "src/quire/cache/")
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1", "glm_moe_dsa"])
 def test_measured_differences_still_hold(name: str) -> None:
     """What the table in docs/guides/hybrids.md says was measured is measured now, up to a machine's rounding."""

@@ -10,6 +10,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import PagesStored
 from quire.spec.pages import pages_for
+from tests.changes import CORE, MODELS, in_turns, slow_unless_changed
 from tests.engine.running import core_for, run, shared_prompts, tight_core
 from tests.tiny_hybrids import build_hybrid
 from tests.tiny_latents import SPARSE, build_latent
@@ -44,11 +45,12 @@ def check_any_chunks(model: LoadedModel, name: str) -> list[list[int]]:
     return found[0]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", in_turns(FORMATS, 3, *MODELS))
 def test_cold_warm_and_in_other_chunks(model: LoadedModel, name: str) -> None:
     check_any_chunks(model, name)
 
 
+@slow_unless_changed(*MODELS, *CORE)
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [
@@ -65,6 +67,7 @@ def test_other_kinds_of_layers(architecture: str, name: str) -> None:
     assert check_any_chunks(model, name) != plain  # these weights are wide, so that any rounding shows
 
 
+@slow_unless_changed(*MODELS, *CORE)
 @pytest.mark.parametrize("architecture", ["llama_gqa", "gpt_oss"])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_starved(architecture: str, name: str) -> None:

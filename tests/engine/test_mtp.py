@@ -23,6 +23,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.models.mtp import load_mtp
 from quire.spec.kv_format import plain_format
 from quire.speculative.drafter import Drafting, Drafts
+from tests.changes import DRAFTS, TIERS, slow_unless_changed
 from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.test_draft_head import check_pages_are_complete
@@ -64,7 +65,7 @@ def rigged(folder: Path, name: str) -> str:
     return save_predicting(folder, name, model, mtp)
 
 
-@covering(2, name=NAMES, page_size=[1, 16])
+@covering(1, name=NAMES, page_size=[1, 16])
 def test_the_same_tokens(name: str, page_size: int) -> None:
     """Of random layers few drafts are right. Cold, warm, and behind prompts in chunks."""
     target, head = case_of(name)
@@ -78,6 +79,7 @@ def test_the_same_tokens(name: str, page_size: int) -> None:
     check_some_right(core, accepted=False)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(1, name=BRANCHING, page_size=[1, 4, 16])
 def test_trees(tmp_path: Path, name: str, page_size: int) -> None:
     """Of a layer that is often right: rows that were right are moved down, those of the layer too."""
@@ -103,11 +105,13 @@ def test_trees_on_a_model_with_states_are_refused() -> None:
         core_for(target, page_size=16, draft=head, speculative_config=TREE, **BOUNDS)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(page_size=[1, 4], governed=[False, True])
 def test_cached_pages_of_trees_are_complete(page_size: int, governed: bool) -> None:
     check_pages_are_complete(*case_of("mellum"), TREE, page_size, governed=governed)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(2, name=NAMES, page_size=[1, 16])
 def test_a_rigged_layer_is_always_right(tmp_path: Path, name: str, page_size: int) -> None:
     """Loaded by the engine itself, from the checkpoint of its target."""
@@ -163,6 +167,7 @@ def check_drafts(name: str) -> None:
     assert len({tuple(drafts) for _, drafts in proposed}) > 10
 
 
+@slow_unless_changed(*DRAFTS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in NAMES]
 )
@@ -170,6 +175,7 @@ def test_drafts_are_those_of_transformers(name: str) -> None:
     check_drafts(name)
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(page_size=[1, 16], governed=[False, True])
 def test_cached_pages_are_complete(page_size: int, governed: bool) -> None:
     """Whether steps draft or not."""
@@ -196,6 +202,7 @@ def test_starved() -> None:
     assert core.statistics()["preemptions"] > 0
 
 
+@slow_unless_changed(*DRAFTS, *TIERS)
 def test_tiers_move_both(tmp_path: Path) -> None:
     """Latents of the model and of its layer."""
     target = load_model(rigged(tmp_path, "deepseek_v3"))
@@ -213,6 +220,7 @@ def test_a_page_has_the_layer_too(name: str) -> None:
     assert core.plan.groups[0].layout.bytes_per_frame - plain.plan.groups[0].layout.bytes_per_frame == 4 * own
 
 
+@slow_unless_changed(*DRAFTS)
 def test_from_python(tmp_path: Path) -> None:
     """By the names of vLLM, without a path: the layer is that of the model."""
     folder = rigged(tmp_path, "deepseek_v3")

@@ -21,6 +21,7 @@ from quire.models import attention
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.hisparse import PAGE_BOUNDS, HiSparseConfig
+from tests.changes import HISPARSE, slow_unless_changed
 from tests.engine.drafted import drafts_freely
 from tests.engine.page_reference import page_logits
 from tests.engine.running import core_for, run
@@ -97,6 +98,7 @@ def test_tokens_are_those_of_the_same_selection(model: LoadedModel) -> None:
     check_selection(model, 16)
 
 
+@slow_unless_changed(*HISPARSE)
 @pytest.mark.parametrize(
     ("page_size", "dtype", "share"),
     [
@@ -135,6 +137,7 @@ def bounds_checked(*, exact: bool) -> Iterator[list[int]]:
         yield compared
 
 
+@slow_unless_changed(*HISPARSE)
 def test_bounds_follow_pages_through_preemption_and_reuse(model: LoadedModel) -> None:
     engine = selecting_core(model, 32, 37, tokens=256)
     with bounds_checked(exact=True) as compared:

@@ -21,6 +21,7 @@ from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
+from tests.changes import DRAFTS, slow_unless_changed
 from tests.engine.drafted import CHAIN, REPEATING
 from tests.engine.running import core_for, run
 from tests.engine.test_draft_head import bigram_target, rigged_head
@@ -134,6 +135,7 @@ def sequences_of(core: EngineCore, params: SamplingParams, times: int) -> Counte
     return Counter(map(tuple, run(core, [PROMPT] * times, many)))
 
 
+@slow_unless_changed(*DRAFTS)
 @pytest.mark.parametrize("drafted", [drafted_by_a_head, pytest.param(drafted_by_a_model, marks=pytest.mark.slow)])
 def test_outputs_of_an_engine(drafted: Callable[[Path], Any], tmp_path: Path) -> None:
     """Whole outputs have the probability that the target gives them, penalties and filters among it."""
@@ -167,6 +169,7 @@ def after(target: LoadedModel, outputs: tuple[int, ...], params: SamplingParams)
     return exact(logits, request(params, prompt=tuple(PROMPT), outputs=outputs))
 
 
+@slow_unless_changed(*DRAFTS)
 def test_a_run_can_be_repeated() -> None:
     """With the same drafts a seed draws the same tokens, whatever the page size and the neighbours."""
     target, draft, method = drafted_by_a_model(Path())
@@ -182,6 +185,7 @@ def test_a_run_can_be_repeated() -> None:
     assert found[0] != run(core_for(target, **BOUNDS), REPEATING, PARAMS["seeded"])
 
 
+@slow_unless_changed(*DRAFTS)
 def test_greedy_requests_and_n_grams_draw_what_they_draw_without() -> None:
     """A draft that is certain is accepted while it equals the draw: that is rejection sampling too."""
     target, draft, method = drafted_by_a_model(Path())

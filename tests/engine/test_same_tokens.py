@@ -11,6 +11,7 @@ import pytest
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from tests.changes import MODELS, in_turns
 from tests.covering import covering, few
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
@@ -32,12 +33,12 @@ def case_of(name: str) -> tuple[LoadedModel, list[list[int]]]:
     return load_model(str(folder)), [generated(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.fixture(params=few(SPREAD, 13))
+@pytest.fixture(params=in_turns(few(SPREAD, 13), 2, *MODELS))
 def case(request: pytest.FixtureRequest) -> tuple[LoadedModel, list[list[int]]]:
     return case_of(request.param)
 
 
-@covering(name=NAMES, point=[(1, 23, False), (16, 50, True), (64, 2048, False)])
+@covering(name=in_turns(NAMES, 3, *MODELS), point=[(1, 23, False), (16, 50, True), (64, 2048, False)])
 def test_cold_then_warm(name: str, point: tuple[int, int, bool]) -> None:
     """Mixed batches on an ample pool; the second time the prompts are found in the cache."""
     (model, expected), (page_size, chunk, overlap) = case_of(name), point

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.changes import STORES, TIERS, slow_unless_changed
 from tests.engine.running import shared_prompts
 from tests.tiers.stores.directory_medium import DirectoryMedium
 from tests.tiers.stores.servers import started, valkey
@@ -112,6 +113,7 @@ def two() -> Iterator[tuple[Worker, Worker]]:
         each.close()
 
 
+@slow_unless_changed(*STORES, *TIERS)
 def test_the_second_finds_what_the_first_has_stored_and_nothing_else(two: tuple[Worker, Worker], url: str) -> None:
     first, second = two
     stored = first.ask(url)

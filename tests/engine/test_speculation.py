@@ -16,6 +16,7 @@ from quire.spec.pages import pages_for
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
+from tests.changes import DRAFTS, in_turns, slow_unless_changed
 from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
 from tests.engine.scripted import SCRIPTS, follow_script
@@ -63,12 +64,12 @@ def check_script(case: Case, page_size: int, script: str, chunk: int = 50) -> No
     assert all(frames["private"] == 0 for frames in found["frames"].values())
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=in_turns(KINDS, 3, *DRAFTS))
 def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
-@covering(name=KINDS, script=sorted(SCRIPTS))
+@covering(name=in_turns(KINDS, 3, *DRAFTS), script=sorted(SCRIPTS))
 def test_same_tokens(name: str, script: str) -> None:
     place = KINDS.index(name) + sorted(SCRIPTS).index(script)
     check_script(case_of(name), PAGES[place // 2 % len(PAGES)], script)
@@ -123,6 +124,7 @@ def llama() -> LoadedModel:
     return LoadedModel(build_tiny("llama_gqa"), name="llama_gqa")
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(params=sorted(MANY), page_size=[1, 4])
 def test_every_kind_of_draw(llama: LoadedModel, params: str, page_size: int) -> None:
     """Of n-grams, and of a script that knows the draws."""
@@ -140,6 +142,7 @@ TREE = {**NGRAM, "num_speculative_tokens": 4, "topk": 3, "num_draft_tokens": 12}
 BRANCHING = ["llama_gqa", "gemma3_text", "gpt_oss", "deepseek_v3"]
 
 
+@slow_unless_changed(*DRAFTS)
 @covering(name=BRANCHING, script=sorted(SCRIPTS))
 def test_trees(name: str, script: str, tree_cases: dict[str, Case]) -> None:
     """Drafts that branch, in the middle of pages, of several requests at once: rows that were right are moved down."""
@@ -161,6 +164,7 @@ def tree_cases() -> dict[str, Case]:
     return {name: case_of(name) for name in BRANCHING if name != "llama_gqa"} | {"llama_gqa": (llama, expected)}
 
 
+@slow_unless_changed(*DRAFTS)
 @pytest.mark.parametrize("params", ["greedy", "penalties", "seeded", "stop"])
 def test_trees_of_n_grams(llama: LoadedModel, params: str) -> None:
     expected = run(core_for(llama, page_size=4, **BOUNDS), REPEATING, MANY[params])

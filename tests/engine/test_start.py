@@ -19,6 +19,7 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
+from tests.changes import slow_unless_changed
 from tests.cluster.live_router import wait_until
 
 PROMPT = list(range(40, 90))
@@ -49,6 +50,7 @@ import torch
     assert "Bath" in said and loaded == "[]"
 
 
+@slow_unless_changed("src/quire/engine/lean_imports.py", "src/quire/client/", "src/quire/serve/", "constraints.txt")
 def test_an_engine_process_draws_the_same_without_the_compiler() -> None:
     script = f"""
 import sys
@@ -101,6 +103,7 @@ def _has_text(file: Path) -> bool:
     return file.exists() and bool(file.read_text())
 
 
+@slow_unless_changed("src/quire/engine/lean_imports.py", "src/quire/client/", "src/quire/serve/", "constraints.txt")
 def test_processes_of_a_server_have_what_they_use(tmp_path: Path) -> None:
     server, engine = _loaded_when_ready(tmp_path)
     assert {"fastapi", "tokenizers", "transformers"} <= server and {"torch", "transformers"} <= engine
@@ -134,6 +137,7 @@ def test_an_engine_on_a_loaded_model_computes_with_as_many_threads_as_asked_for(
         torch.set_num_threads(before)
 
 
+@slow_unless_changed("src/quire/engine/lean_imports.py", "src/quire/client/", "src/quire/serve/", "constraints.txt")
 def test_a_transformers_of_another_shape_is_imported_as_it_is() -> None:
     script = """
 import sys

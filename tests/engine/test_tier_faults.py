@@ -12,6 +12,7 @@ import pytest
 from quire.testing.stores import Fault, FaultyStore, SlowStore
 from quire.testing.stores.faulty_store import LIES
 from quire.tiers.store import Store
+from tests.changes import TIERS, slow_unless_changed
 from tests.engine.running import run
 from tests.engine.tiered import (
     GREEDY,
@@ -32,6 +33,7 @@ from tests.tiers.stores.directory_medium import DirectoryMedium
 pytestmark = pytest.mark.usefixtures("threads_end")
 
 
+@slow_unless_changed(*TIERS)
 @pytest.mark.parametrize(
     ("name", "group"),
     [
@@ -114,6 +116,7 @@ STORES: dict[str, Callable[[], Store]] = {
 }
 
 
+@slow_unless_changed(*TIERS)
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("prefetch", ["wait_complete", pytest.param("break_even", marks=pytest.mark.slow)])
 def test_a_store_that(kind: str, prefetch: str, dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.spec.ids import Ids
 from quire.testing.stores import SlowStore
+from tests.changes import TIERS, slow_unless_changed
 from tests.engine import running
 from tests.engine.running import run, tight_core
 from tests.engine.tiered import (
@@ -37,6 +38,7 @@ from tests.tiers.scripted_store import ScriptedStore
 pytestmark = pytest.mark.usefixtures("threads_end")
 
 
+@slow_unless_changed(*TIERS, "src/quire/scheduler/")
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
@@ -60,6 +62,7 @@ def test_encoded_pages(name: str, kv_dtype: str) -> None:
     assert found["saved_bytes"] > 0 and found["loaded_bytes"] > 0 and not found["defects"]
 
 
+@slow_unless_changed(*TIERS, "src/quire/scheduler/")
 @pytest.mark.parametrize(
     ("name", "write"),
     [
@@ -96,6 +99,7 @@ def test_several_answers_to_one_prompt(dense: Case) -> None:
     assert closed(core)["loaded_bytes"] > 0
 
 
+@slow_unless_changed(*TIERS, "src/quire/scheduler/")
 @pytest.mark.parametrize(
     "write", [pytest.param("write_through", marks=pytest.mark.slow), "write_through_selective", "write_back"]
 )

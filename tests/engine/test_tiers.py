@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.models.hf import LoadedModel
+from tests.changes import TIERS, in_turns
 from tests.covering import few
 from tests.engine.running import run
 from tests.engine.tiered import GREEDY, PROMPTS, Case, build, case_of, closed, small
@@ -29,7 +30,7 @@ MODELS = {
 NAMES = sorted(MODELS)
 
 
-@pytest.fixture(scope="module", params=few(NAMES, 5))
+@pytest.fixture(scope="module", params=in_turns(few(NAMES, 5), 2, *TIERS))
 def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 

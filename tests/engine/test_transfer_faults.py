@@ -24,6 +24,7 @@ from quire.tiers.transfer import Lane, Transfer
 from quire.transfer.connector import Write
 from quire.transfer.control import Arrived
 from quire.transfer.messages import Ask, Cancel, Gone, Message, Release, Send, Want, tag_of
+from tests.changes import TRANSFER, slow_unless_changed
 from tests.covering import covering
 from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
 from tests.engine.running import core_for, run
@@ -80,6 +81,7 @@ def until(is_so: object, *cores: EngineCore, seconds: float = LONG_S) -> dict[st
     return found
 
 
+@slow_unless_changed(*TRANSFER)
 @covering(2, name=MODELS, connector=["memory", "tcp"])
 def test_runs_with_faults(name: str, connector: str) -> None:
     assert run_pairs(tiny(name), 5000, 10, connector)["received_tokens"] > 0
@@ -115,18 +117,22 @@ def check_cuts() -> None:
     assert run_pairs(tiny(), 400, 12, events=(cut, flush), rates=(0.0,))["cut"]
 
 
+@slow_unless_changed(*TRANSFER)
 def test_what_lands_in_the_wrong_place_is_not_read() -> None:
     check_swapped_pages()
 
 
+@slow_unless_changed(*TRANSFER)
 def test_a_late_write_lands_in_held_frames() -> None:
     check_late_writes()
 
 
+@slow_unless_changed(*TRANSFER)
 def test_pages_of_other_weights_are_not_sent() -> None:
     check_new_weights()
 
 
+@slow_unless_changed(*TRANSFER)
 def test_lost_connections_leave_nothing() -> None:
     check_cuts()
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from quire.cli.server import server_process
 from quire.errors import start_error
+from tests.changes import slow_unless_changed
 from tests.cli.conftest import Run
 
 
@@ -33,6 +34,7 @@ def test_the_plain_model_shows_reuse_eviction_refusal_and_no_leak(run: Run) -> N
     check_plain(act_of(run, "--scene", "plain", "--turns", 2)["plain"])
 
 
+@slow_unless_changed("examples/", "src/quire/serve/", "src/quire/models/")
 @pytest.mark.parametrize("name", ["window", "recurrent"])
 def test_hybrids_show_their_pools(run: Run, name: str) -> None:
     check_hybrid(name, act_of(run, "--scene", name)[name])

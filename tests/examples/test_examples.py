@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.server import server_process
+from tests.changes import in_turns
 from tests.covering import each_of
 from tests.examples.generated_sections import DOCUMENTS, ROOT, SECTIONS, document_with, generated
 from tests.examples.shown_outputs import PLANS, output_of
@@ -57,7 +58,7 @@ def test_plans_shown_are_what_is_printed(name: str) -> None:
     assert shown == output_of(*PLANS[name].split())
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", in_turns(EXAMPLES, 3, "examples/"), ids=lambda path: path.name)
 def test_example_runs(path: Path) -> None:
     done = run_program(path, cwd=ROOT)
     assert done.returncode == 0, done.stderr

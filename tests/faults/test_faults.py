@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests import changes
+from tests.changes import slow_unless_changed
 from tests.faults.cases import LOADS, MOMENTS, SIGNALS, TIERS, case
 from tests.faults.clients import SLACK_S, Client, Load, Told, wrong
 from tests.faults.run import Matrix
@@ -26,6 +28,7 @@ def numbers(count: int, *wanted: tuple[str, str]) -> list[int]:
     return sorted(found.values())[:count]
 
 
+@slow_unless_changed("src/quire/engine/", "src/quire/client/", "src/quire/serve/", *changes.TIERS, "tests/faults/")
 def test_two_runs() -> None:
     wanted = [("engine", "KILL"), ("front", "STOP")]
     with Matrix(SEED) as matrix:

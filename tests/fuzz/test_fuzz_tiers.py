@@ -9,6 +9,7 @@ import pytest
 from quire.cache.request_kv import RequestKV
 from quire.testing.choices import Choices
 from quire.testing.plans import small_plan
+from tests.changes import TIERS, slow_unless_changed
 from tests.fuzz.device import Part, Step, ids
 from tests.fuzz.parallel import Task, fuzz
 from tests.fuzz.run import Tally, run_life, run_lives
@@ -53,6 +54,7 @@ def test_nothing_is_found_without_faults() -> None:
     assert not rare, "never happened, so this run shows little"
 
 
+@slow_unless_changed(*TIERS, "tests/fuzz/")
 def test_whatever_is_damaged_is_named_and_never_read() -> None:
     found = lives(30_000, 40, TierAsk(None, FAULTS))
     names = {fault: {name for other, name in found.met if other == fault} for fault in DAMAGING}

@@ -21,6 +21,7 @@ from quire.errors import OutOfPages
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.testing import small_plan
+from tests.changes import CORE, slow_unless_changed
 from tests.golden.recorded import ids, load, needs_golden, result_of
 
 pytestmark = needs_golden
@@ -106,6 +107,7 @@ class Replay:
         return found
 
 
+@slow_unless_changed(*CORE, "tests/golden/")
 @pytest.mark.parametrize(
     ("name", "impl", "hits", "num_differing", "num_differing_exact"),
     [

@@ -17,10 +17,13 @@ from quire.errors import InvalidInput
 from quire.kernels.codec import decode, encode
 from quire.spec.kv_format import KV_FORMATS, KVFormat
 from quire.spec.layout import DType
+from tests.changes import KERNELS, unless_changed
 from tests.covering import each_of
 
 ROW_FP8 = KVFormat(name="row", element=DType.FLOAT8_E4M3, bits=8, block=128, scale=DType.FLOAT32)
 COMPRESSED_FP8 = KVFormat(name="compressed", element=DType.FLOAT8_E4M3, bits=8, block=64, scale=DType.UINT8)
+pytestmark = unless_changed(__name__, *KERNELS)
+
 FORMATS = {**KV_FORMATS, ROW_FP8.name: ROW_FP8, COMPRESSED_FP8.name: COMPRESSED_FP8}
 BLOCKED = [name for name, kv_format in FORMATS.items() if kv_format.block]
 PLAIN_FP8 = ["fp8_e4m3", "fp8_e5m2"]

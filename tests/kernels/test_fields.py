@@ -13,6 +13,7 @@ from quire.kernels.codec import encode
 from quire.kernels.fields import KVFields, PagedField
 from quire.models.forward import paged_field
 from quire.spec.kv_format import KV_FORMATS
+from tests.changes import KERNELS, unless_changed
 from tests.covering import each_of
 from tests.kernels.paged_case import PagedCase, Shape, both_backends  # noqa: F401
 from tests.kernels.stored_case import (
@@ -25,6 +26,8 @@ from tests.kernels.stored_case import (
     pool_of,
     round_trip,
 )
+
+pytestmark = unless_changed(__name__, *KERNELS)
 
 
 def read(stored: PagedField, frame: int) -> Tensor:

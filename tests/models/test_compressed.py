@@ -16,10 +16,13 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import CompressedCall
 from quire.spec.layout import DType
+from tests.changes import MODELS, unless_changed
 from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
 from tests.models.schedule import Schedule, Step, long_steps
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_models import VOCAB_SIZE, save_tiny
+
+pytestmark = unless_changed(__name__, *MODELS)
 
 HEADS: dict[str, Any] = {"index_n_heads": 8}
 """Enough that no two keys of the indexer score alike, as they do where all scores of both are cut off at zero."""

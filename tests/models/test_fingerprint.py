@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.models import linear
 from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.hf import load_model
+from tests.changes import slow_unless_changed
 from tests.tiny_models import save_tiny
 
 GOLDEN = "20f6fcfdb04199acc55c845a7afbf923496f3bbafb9aba4b192ff9b3612d3a1e"
@@ -130,6 +131,7 @@ def test_a_copy_in_shards_is_the_same_model(folder: Path, tmp_path: Path) -> Non
     assert one.identity() != two.identity(), "without reading the weights, a name is all there is"
 
 
+@slow_unless_changed("src/quire/models/", "src/quire/spec/")
 def test_another_process_finds_the_same(folder: Path) -> None:
     code = (
         "import sys; from quire.models.hf import load_model; "

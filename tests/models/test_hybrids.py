@@ -22,9 +22,12 @@ from quire.models.hf import LoadedModel, load_model
 from quire.models.mixers import install_mixers
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
+from tests.changes import MODELS, unless_changed
 from tests.covering import covering
 from tests.tiny_hybrids import WITH_STATES, build_hybrid, published
 from tests.tiny_models import VOCAB_SIZE, draw_weights
+
+pytestmark = unless_changed(__name__, *MODELS)
 
 LATENT = ("kimi_linear", "bailing_hybrid")
 UNLIMITED: Mapping[str, Any] = {"time_step_min": 1e-9}

@@ -17,12 +17,15 @@ from quire.models.latent import LatentAttention
 from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.layers import LatentCall
+from tests.changes import MODELS, unless_changed
 from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.engine.test_hybrid_tokens import SERVED
 from tests.models.schedule import STEPS, Schedule, long_steps
 from tests.tiny_latents import LATENTS, SPARSE, build_latent, save_latent
 from tests.tiny_models import VOCAB_SIZE
+
+pytestmark = unless_changed(__name__, *MODELS)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)

@@ -10,12 +10,13 @@ from quire.kernels.fields import PagedField
 from quire.memory.pool import Pool
 from quire.models import attention
 from quire.models.hf import load_model
+from tests.changes import MODELS, in_turns
 from tests.covering import covering
 from tests.models.schedule import Schedule
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, build_tiny, save_tiny
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_turns(ARCHITECTURES, 3, *MODELS))
 def test_mixed_schedule_equals_the_plain_model(architecture, tmp_path):
     model = load_model(str(save_tiny(architecture, tmp_path)))
     reference = build_tiny(architecture, attn_implementation="eager")

@@ -12,11 +12,14 @@ from quire.kernels.moves import TORCH
 from quire.memory.pool import Pool
 from quire.models.forward import slots_of
 from quire.models.hf import LoadedModel
+from tests.changes import MODELS, unless_changed
 from tests.covering import few
 from tests.memory.layouts import PAGE_SIZES, layouts
 from tests.tiny_hybrids import build_hybrid
 from tests.tiny_latents import build_latent
 from tests.tiny_models import VOCAB_SIZE, build_tiny
+
+pytestmark = unless_changed(__name__, *MODELS)
 
 PROMPT = 70
 TREE = [-1, *(-(-row // 3) - 1 for row in range(1, 24))]  # three drafts behind each

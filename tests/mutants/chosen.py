@@ -7,7 +7,6 @@ history, as in an archive of the sources, no change is known, and the tenth is a
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -17,14 +16,12 @@ from typing import Any
 from tests import changes
 from tests.changes import ROOT
 
-PARTS = 10
 KERNELS = ("native", "triton")
 
 
 def is_chosen(name: str, files: Iterable[str]) -> bool:
     """Whether `make test` runs this mutant, which these files concern."""
-    part = int(changes.commit()[:8] or "0", 16) % PARTS
-    return not changes.changed().isdisjoint(files) or zlib.crc32(name.encode()) % PARTS == part
+    return not changes.changed().isdisjoint(files) or changes.has_turn(name)
 
 
 def files_of(*runs: object) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 from tests import changes
 from tests import mutants as shipped
 from tests.changes import ROOT
-from tests.mutants import chosen
+from tests.covering import covering
 from tests.mutants.chosen import files_of, is_chosen
 from tests.mutants.mutants import MUTANTS
 from tests.mutants.test_mutants import concerned
@@ -70,7 +70,7 @@ def test_a_change_of_the_patched_module_or_of_the_check_chooses_a_mutant(monkeyp
 
 def test_each_mutant_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
-    for part in range(chosen.PARTS):
+    for part in range(changes.PARTS):
         monkeypatch.setattr(changes, "_git", lambda *arguments, part=part: f"{part:08x}")
         turns.append({mutant.name for mutant in MUTANTS if is_chosen(mutant.name, ())})
     assert sum(map(len, turns)) == len(set().union(*turns)) == len(MUTANTS)
@@ -86,7 +86,36 @@ def test_without_a_history_a_tenth_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
         changes.changed.cache_clear()
 
 
-def test_long_tests_of_what_has_changed_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "changed", lambda: frozenset(["src/quire/kernels/triton/moves.py"]))
-    assert changes.slow_unless_changed("src/quire/kernels/native/") == pytest.mark.slow
-    assert changes.slow_unless_changed("src/quire/kernels/native/", "src/quire/kernels/triton/") != pytest.mark.slow
+def marks(test: Any) -> list[str]:
+    return [mark.name for mark in getattr(test, "marks", getattr(test, "pytestmark", ()))]
+
+
+def test_long_tests_are_quick_where_something_changed_and_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = "src/quire/kernels/"
+
+    def marked(*paths: str) -> list[str]:
+        def test_something() -> None: ...
+
+        return marks(changes.slow_unless_changed(*paths)(test_something))
+
+    monkeypatch.setattr(changes, "changed", lambda: frozenset([f"{kernels}triton/moves.py"]))
+    tests, modules, values = [], [], []
+    for part in range(changes.PARTS):
+        monkeypatch.setattr(changes, "commit", lambda part=part: f"{part:08x}")
+        tests.append(marked(f"{kernels}native/"))
+        modules.append([mark.name for mark in changes.unless_changed("tests.test_something", f"{kernels}native/")])
+        values.append([value for value in changes.in_turns(range(5), 5, f"{kernels}native/") if not marks(value)])
+        assert marked(f"{kernels}native/", f"{kernels}triton/") == changes.unless_changed("x", f"{kernels}tri") == []
+        assert changes.in_turns(range(5), 5, kernels) == [*range(5)]
+    assert sorted(tests) == sorted(modules) == [[], *[["slow"]] * (changes.PARTS - 1)]
+    assert values == [[part % 5] for part in range(changes.PARTS)]
+    monkeypatch.setattr(changes, "changed", lambda: frozenset(["tests/mutants/test_chosen.py"]))
+    assert marked() == [], "its own module has changed"
+
+
+def test_a_product_has_the_marks_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "changed", frozenset)
+    monkeypatch.setattr(changes, "commit", lambda: "00000001")
+    _, cases = covering(name=changes.in_turns("abc", 3), size=[1, 2]).args
+    assert [case.values for case in cases if not marks(case)] == [("b", 2)]
+    assert len(cases) == 6

@@ -25,6 +25,7 @@ from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store
 from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import Lane, Transfer
+from tests.changes import TIERS, unless_changed
 from tests.forked import ForkServer
 from tests.offload.killed_cache import open_killed
 from tests.offload.random_life import EPOCHS, RandomLife
@@ -39,6 +40,8 @@ from tests.offload.threaded_cache import (
 )
 from tests.tiers.stores.directory_medium import DirectoryMedium
 from tests.tiers.stores.servers import Server, started, valkey
+
+pytestmark = unless_changed(__name__, *TIERS)
 
 LIVES = 4
 """Of caches on one store. The last one ends well."""

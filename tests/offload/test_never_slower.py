@@ -18,6 +18,7 @@ from quire.spec.ids import Ids
 from quire.tiers.break_even import BreakEven
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.transfer import Lane
+from tests.changes import TIERS, slow_unless_changed
 from tests.covering import few
 from tests.offload.cached_bytes import ALICE, PAGE, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
@@ -207,11 +208,13 @@ class Clients:
         return cached, compute
 
 
+@slow_unless_changed(*TIERS)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_link_never_costs_more_than_it_may(seed: int) -> None:
     check_link(seed)
 
 
+@slow_unless_changed(*TIERS)
 @pytest.mark.parametrize("seed", few(range(12), 4))
 def test_a_cache_with_tiers_never_costs_more_than_it_may(seed: int) -> None:
     Clients(seed).run()

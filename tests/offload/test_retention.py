@@ -20,6 +20,7 @@ from quire.plan.budget import MemoryPlan
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.testing.plans import small_plan
+from tests.changes import TIERS, slow_unless_changed
 from tests.clear import clear
 
 PAGE = 4
@@ -592,6 +593,7 @@ def draw(choices: random.Random, machine: RetentionMachine) -> None:
             machine.clear()
 
 
+@slow_unless_changed(*TIERS)
 def test_two_hundred_lives() -> None:
     happened = Counter[str]()
     for seed in range(200):

@@ -15,6 +15,7 @@ from quire.settings.fields import WritePolicy
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids, Tier
+from tests.changes import TIERS, slow_unless_changed
 from tests.clear import clear
 from tests.offload.cached_bytes import ALICE, BOB, FULL, PAGE, STATE, WINDOW, asking, tokens_of
 from tests.offload.tiered_cache import TieredCache
@@ -337,6 +338,7 @@ class Life:
         self.tiered.close()
 
 
+@slow_unless_changed(*TIERS)
 def test_long_lives() -> None:
     happened: Counter[str] = Counter()
     for seed in range(100):

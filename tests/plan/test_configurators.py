@@ -34,6 +34,7 @@ from quire.spec.layout import DType
 from quire.spec.model import Layer, ModelSpec
 from quire.spec.record_size import records_bytes
 from quire.spec.speculation import SpeculativeConfig
+from tests.changes import SPECS, slow_unless_changed
 from tests.plan.check import pool_settings
 
 GIB = 2**30
@@ -358,6 +359,7 @@ def solved(solve: MemoryPoolConfigurator, size: int, page_size: int) -> MemoryPo
 budgets = st.integers(1, 2**42)
 
 
+@slow_unless_changed(*SPECS)
 @given(solvers(), budgets, budgets)
 @settings(max_examples=400)
 def test_more_bytes_never_hold_less_and_pools_never_exceed_them(
@@ -379,6 +381,7 @@ def test_more_bytes_never_hold_less_and_pools_never_exceed_them(
         assert all(frames(large)[name] >= count for name, count in frames(small).items())
 
 
+@slow_unless_changed(*SPECS)
 @given(solvers(), st.integers(1, 2**22))
 @settings(max_examples=400)
 def test_tokens_to_bytes_to_tokens_is_exact(drawn: tuple[MemoryPoolConfigurator, int, int], pages: int) -> None:

@@ -40,6 +40,7 @@ from quire.spec.kv_format import KV_FORMATS, KVFormat, plain_format
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall, StateCall
 from quire.spec.layout import DType
 from quire.spec.model import Layer, ModelSpec
+from tests.changes import MODELS, SPECS, slow_unless_changed
 from tests.covering import each_of
 from tests.tiny_hybrids import HYBRIDS, build_hybrid, published
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
@@ -138,6 +139,7 @@ def plan_of(name: str, **changes: Any) -> Plan:
 # -- the plan and its pools
 
 
+@slow_unless_changed(*SPECS, *MODELS)
 @each_of("kv_dtype", KV_DTYPES)
 @each_of("name", FAMILIES)
 def test_pools_take_the_bytes_that_were_planned(name: str, kv_dtype: str) -> None:

@@ -45,6 +45,7 @@ from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig
 from quire.spec.weights import read_weights
 from quire.testing import small_plan
+from tests.changes import SPECS, slow_unless_changed
 from tests.covering import each_of
 from tests.plan.check import random_case, spec_of
 
@@ -75,6 +76,7 @@ def test_all_published_configurations_are_there() -> None:
     assert len(CONFIGS) == 74
 
 
+@slow_unless_changed(*SPECS)
 @needs_shared
 @each_of("path", CONFIGS)
 def test_a_published_configuration_plans(path: Path) -> None:
@@ -309,6 +311,7 @@ def test_the_stage_with_the_least_room_decides() -> None:
     assert uneven.config.max_total_num_tokens < even.config.max_total_num_tokens
 
 
+@slow_unless_changed(*SPECS)
 @pytest.mark.parametrize(
     "name", ["llama-3.1-8b", "gemma-3-27b", "qwen3-next-80b-a3b", "deepseek-v4-flash", "jamba-1.5-mini"]
 )
@@ -474,6 +477,7 @@ models = st.sampled_from(
 )
 
 
+@slow_unless_changed(*SPECS)
 @given(models, st.integers(8, 200), st.integers(8, 200), st.integers(1, 131_072))
 @settings(max_examples=60)
 def test_more_memory_never_serves_less(name: str, one: int, other: int, context: int) -> None:
@@ -487,6 +491,7 @@ def test_more_memory_never_serves_less(name: str, one: int, other: int, context:
     assert not small.fits or large.fits
 
 
+@slow_unless_changed(*SPECS)
 @given(models, st.integers(1, 131_072), st.integers(1, 131_072))
 @settings(max_examples=60)
 def test_longer_requests_never_fit_more_often(name: str, one: int, other: int) -> None:
@@ -496,6 +501,7 @@ def test_longer_requests_never_fit_more_often(name: str, one: int, other: int) -
     assert plan.requests_at(short) >= plan.requests_at(long) >= 0
 
 
+@slow_unless_changed(*SPECS)
 @given(models, st.integers(1, 2_000), st.integers(1, 2_000), st.sampled_from([1024, 8192, 32768]))
 @settings(max_examples=60)
 def test_more_requests_never_fit_where_fewer_do_not(name: str, one: int, other: int, context: int) -> None:
@@ -535,6 +541,7 @@ def check_budget(seed: int) -> bool:
     return True
 
 
+@slow_unless_changed(*SPECS)
 def test_budgets_of_random_models() -> None:
     assert sum(check_budget(seed) for seed in range(600)) > 500
 
@@ -585,6 +592,7 @@ def check_limits(seed: int) -> bool:
     return True
 
 
+@slow_unless_changed(*SPECS)
 def test_limits_of_random_models() -> None:
     assert sum(check_limits(seed) for seed in range(400)) > 250
 
@@ -594,6 +602,7 @@ def test_limits_of_a_hundred_thousand_random_models() -> None:
     assert sum(check_limits(seed) for seed in range(100_000)) > 60_000
 
 
+@slow_unless_changed(*SPECS)
 @given(models, st.integers(1, 300), st.sampled_from([1024, 8192, 32768]), st.sampled_from(["bytes", "cap", "device"]))
 @settings(max_examples=40)
 def test_advice_works_when_it_is_followed(name: str, concurrency: int, context: int, where: str) -> None:

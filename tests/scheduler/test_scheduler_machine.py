@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.changes import CORE, slow_unless_changed
 from tests.choices import drawn
 from tests.fuzz.run import run_life
 from tests.fuzz.scheduler_machine import SchedulerMachine
@@ -40,6 +41,7 @@ def check_lives(seeds: range) -> None:
     assert not missing, f"never happened, so this run shows little: {missing}"
 
 
+@slow_unless_changed(*CORE)
 def test_forty_lives() -> None:
     check_lives(range(40))
 
@@ -50,6 +52,7 @@ def test_a_thousand_lives() -> None:
     check_lives(range(10_000, 11_000))
 
 
+@slow_unless_changed(*CORE)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_life(data: st.DataObject) -> None:

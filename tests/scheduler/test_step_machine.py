@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from tests.changes import CORE, slow_unless_changed
 from tests.choices import drawn
 from tests.scheduler.step_machine import StepMachine, run_steps
 
@@ -37,6 +38,7 @@ def check_lives(seeds: range) -> None:
     assert not missing, f"never happened, so this run shows little: {missing}"
 
 
+@slow_unless_changed(*CORE)
 def test_forty_lives() -> None:
     check_lives(range(40))
 

@@ -13,6 +13,7 @@ from quire.sim.comparison import Grid, SimulatedModel, replay_one
 from quire.sim.replay import ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import open_trace
+from tests.changes import SIMULATOR, in_turns, slow_unless_changed
 from tests.covering import covering, few
 from tests.sim.replays import COST, HYBRIDS, run
 
@@ -56,7 +57,7 @@ def check(result: ReplayResult) -> Counter[str]:
     return Counter(causes)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", in_turns(WORKLOADS, 3, *SIMULATOR))
 def test_causes_add_up_and_evictions_have_a_culprit_and_a_time(workload: str) -> None:
     causes = check(replayed(workload))
     expected = {"same-text-other-namespace": "namespace", "match-unit": "page"} | dict.fromkeys(
@@ -65,6 +66,7 @@ def test_causes_add_up_and_evictions_have_a_culprit_and_a_time(workload: str) ->
     assert causes[expected.get(workload, "evicted")] > 0
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/observe/")
 @covering(groups=[name for name in HYBRIDS if name != "full"], overlap=[False, True])
 def test_groups_that_keep_less_than_everything_add_up_too(groups: str, overlap: bool) -> None:
     frames = {"window": (700, 90), "chunk": (700, 90), "state": (700, 40)}[groups]

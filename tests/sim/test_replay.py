@@ -13,6 +13,7 @@ from quire.errors import InvalidInput
 from quire.sim.hit_bounds import HitBounds
 from quire.sim.trace import TraceRequest, open_trace
 from quire.sim.workloads import WORKLOADS
+from tests.changes import SIMULATOR, in_turns, slow_unless_changed
 from tests.sim.replays import COST, HYBRIDS, SLOW, replay_of, requests, run
 from tests.sim.tiny_traces import trace_of
 
@@ -150,7 +151,7 @@ def test_no_more_run_than_are_allowed() -> None:
     assert result.count("length") == 12
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", in_turns(WORKLOADS, 3, *SIMULATOR))
 def test_every_workload_replays_with_all_checks(name: str) -> None:
     trace = open_trace(name, limit=16, seed=2)
     longest = max(sum(lengths) for lengths in trace.lengths)
@@ -167,6 +168,7 @@ def test_every_workload_replays_with_all_checks(name: str) -> None:
     assert result.count("refused") == 0
 
 
+@slow_unless_changed(*SIMULATOR)
 @pytest.mark.parametrize("name", ["over-commit", "abort-storm"])
 def test_steps_overlap_where_little_fits(name: str) -> None:
     """The last running request may end while others wait and nothing was launched: the next step takes them."""

@@ -13,6 +13,7 @@ from quire.sim.roles import Roles, RolesResult
 from quire.sim.tier_settings import SimulatedTiers
 from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
+from tests.covering import covering
 from tests.sim.replays import COST, HYBRIDS, requests
 
 TRACE = requests([(60 + 7 * at % 40, 12) for at in range(20)], shared=24, gap=0.004)
@@ -37,15 +38,14 @@ def run(
     return Roles(plan, COST, settings, SimulatedLink(**link), num_prefill=num_prefill, num_decode=num_decode).run(trace)
 
 
-@pytest.mark.parametrize("groups", HYBRIDS)
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (2, 3)])
-def test_prompts_arrive_from_prefill_engines(groups: str, num_prefill: int, num_decode: int) -> None:
+@covering(groups=HYBRIDS, engines=[(1, 1), (2, 3)])
+def test_prompts_arrive_from_prefill_engines(groups: str, engines: tuple[int, int]) -> None:
     """Every read of every step is compared with what it has to hold, also of pages that came over the link."""
-    result = run(num_prefill, num_decode, groups=groups)
+    result = run(*engines, groups=groups)
     assert result.requests == len(TRACE) and result.asks > 0
     assert result.received_tokens > 0 and result.received_bytes > 0 and not result.fallbacks
     assert result.hit_tokens + result.received_tokens < result.prompt_tokens
-    again = run(num_prefill, num_decode, groups=groups)
+    again = run(*engines, groups=groups)
     assert again == result
 
 

@@ -14,7 +14,8 @@ from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import open_trace
 from quire.spec.speculation import SpeculativeConfig
-from tests.covering import few
+from tests.changes import SIMULATOR, slow_unless_changed
+from tests.covering import covering, few
 from tests.sim.replays import COST, HYBRIDS, replay_of, requests, run
 
 FASTER = CostModel.from_flags(prefill_rate=20_000, decode_ms=2.5, key_ns=10)
@@ -30,8 +31,7 @@ def counts(result: ReplayResult) -> tuple[int, int]:
     return result.speculation["accepted_tokens"], result.speculation["draft_tokens"]
 
 
-@pytest.mark.parametrize("groups", HYBRIDS)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@covering(groups=HYBRIDS, page_size=[1, 4, 16])
 def test_a_starved_replay_draws_the_same(groups: str, page_size: int) -> None:
     """Every read is checked, and what a wrong draft wrote is wrong."""
     trace = requests([(20, 30)] * 6 + [(40, 9)], shared=4)
@@ -43,6 +43,7 @@ def test_a_starved_replay_draws_the_same(groups: str, page_size: int) -> None:
     assert 0 < accepted < drafted
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/speculative/")
 @pytest.mark.parametrize("groups", few(HYBRIDS, 2))
 def test_prefixes_are_hit_as_often(groups: str) -> None:
     """One request after the other, so that only what drafts reserve and drop could make a difference."""
@@ -59,6 +60,7 @@ def test_prefixes_are_hit_as_often(groups: str) -> None:
     assert 0.5 < accepted / drafted < 0.8, "a draft after a wrong one is not accepted"
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/speculative/")
 def test_prefixes_of_requests_that_run_together_are_hit_as_often() -> None:
     """Requests end earlier, so others are beside them, as on a device that decodes as fast without drafts."""
     settings = {"num_pages": 1000, "page_size": 16, "context": 40_000, "chunk": 2048, "check": "off"}

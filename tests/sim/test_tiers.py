@@ -21,6 +21,7 @@ from quire.sim.trace import Trace, open_trace
 from quire.sim.workloads import WORKLOADS
 from quire.spec.ids import Ids
 from quire.tiers.store import Answer, StoreKey
+from tests.changes import SIMULATOR, TIERS, in_turns, slow_unless_changed
 from tests.covering import covering, each_of, few
 from tests.sim.replays import HYBRIDS, replay_of, requests
 
@@ -58,7 +59,7 @@ def use_of(result: ReplayResult) -> TierUse:
     return result.tiers
 
 
-@covering(name=WORKLOADS, host_bandwidth=[2.0, 8.0, 40.0])
+@covering(name=in_turns(WORKLOADS, 3, *SIMULATOR, *TIERS), host_bandwidth=[2.0, 8.0, 40.0])
 def test_tiers_make_no_workload_slower(name: str, host_bandwidth: float) -> None:
     tiers = SimulatedTiers(host_tokens=1_000_000, host_bandwidth=host_bandwidth)
     without, beside = both(name, tiers, limit=32)
@@ -68,6 +69,7 @@ def test_tiers_make_no_workload_slower(name: str, host_bandwidth: float) -> None
     assert [record.output_tokens for record in beside.records if record.end == "length"]
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS)
 @pytest.mark.parametrize("name", few(["sessions", "chat", "agents", "alternating"], 2))
 def test_storage_behind_a_small_host_makes_nothing_slower(name: str) -> None:
     tiers = SimulatedTiers(host_tokens=20_000, storage_tokens=1_000_000, host_bandwidth=40, storage_bandwidth=7)
@@ -78,6 +80,7 @@ def test_storage_behind_a_small_host_makes_nothing_slower(name: str) -> None:
     assert use_of(beside).measured["archive"] == pytest.approx(7e9, rel=0.2), "bytes of the records that rows stand for"
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS)
 def test_a_slow_host_loads_nothing_and_says_why() -> None:
     without, beside = both("chat", SimulatedTiers(host_tokens=1_000_000, host_bandwidth=2), limit=100)
     use = use_of(beside)
@@ -97,6 +100,7 @@ def test_a_fast_host_loads() -> None:
     assert not use.changes
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS)
 @pytest.mark.parametrize("write", few(WritePolicy, 1))
 def test_sessions_that_come_back_wait_a_third_at_most(write: WritePolicy) -> None:
     host = SimulatedTiers(host_tokens=400_000, host_bandwidth=25, write_policy=write)
@@ -122,6 +126,7 @@ def test_sessions_come_back_from_storage_where_the_host_is_small() -> None:
     assert without.first_token_seconds((50,))[0] >= 3 * beside.first_token_seconds((50,))[0]
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS)
 @each_of("overlap", [False, True])
 @each_of("write", WritePolicy)
 @each_of("groups", HYBRIDS)
@@ -158,6 +163,7 @@ def test_a_load_that_brings_other_names_is_found(monkeypatch: pytest.MonkeyPatch
         replay_of(num_pages=64, page_size=16, context=1_000, chunk=128, tiers=tiers).run(trace)
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS)
 def test_the_same_replay_twice_is_the_same_and_checks_change_nothing() -> None:
     tiers = SimulatedTiers(host_tokens=30_000, storage_tokens=100_000, host_bandwidth=25, storage_bandwidth=5)
     first, second = (both("agents", tiers, limit=60)[1] for _ in range(2))

@@ -15,7 +15,10 @@ from quire.spec.catalogue import CATALOGUE
 from quire.spec.config_reader import ConfigReader
 from quire.spec.model import ModelSpec
 from quire.spec.weights import read_weights
+from tests.changes import SPECS, unless_changed
 from tests.covering import each_of, few
+
+pytestmark = unless_changed(__name__, *SPECS)
 
 ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 10**30, 0.5, 128.0, math.nan, math.inf, -math.inf, "", "128", "abc", [], [1], {},

@@ -18,6 +18,7 @@ from quire.spec.config_reader import ConfigReader
 from quire.spec.layout import DType
 from quire.spec.weights import WeightEstimate, read_weights
 from quire.spec.weights.estimate import LayerWeights
+from tests.changes import SPECS, slow_unless_changed
 from tests.covering import each_of
 from tests.tiny_models import _SIZES, ARCHITECTURES
 
@@ -108,6 +109,7 @@ PUBLISHED = {
 """Parameters by the model's card, rounded as there."""
 
 
+@slow_unless_changed(*SPECS)
 @needs_configs
 @each_of("name", FILES)
 def test_every_real_configuration_is_estimated(name: str) -> None:
@@ -152,6 +154,7 @@ EXACT = (
 )
 
 
+@slow_unless_changed(*SPECS)
 @needs_configs
 @pytest.mark.parametrize("name", EXACT)
 def test_real_language_models_have_the_parameters_of_transformers(name: str) -> None:
@@ -302,6 +305,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+@slow_unless_changed(*SPECS)
 @each_of("name", TINY)
 def test_tiny_models_have_the_parameters_of_transformers(name: str) -> None:
     """Within 2 %: in a model 64 wide, biases and vectors are that many."""

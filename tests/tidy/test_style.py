@@ -33,8 +33,17 @@ def name(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees_end() -> Iterator[None]:
+    """Trees of all files take memory, which the collector of other tests would walk."""
+    yield
+    tree_of.cache_clear()
+    _classes.cache_clear()
 
 
 def functions(path: Path) -> Iterator[Function]:

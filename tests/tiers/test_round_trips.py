@@ -19,6 +19,7 @@ from quire.tiers.mover import ThreadMover
 from quire.tiers.store import Store
 from quire.tiers.stores.registry import open_store
 from quire.tiers.transfer import Lane, Transfer, Units
+from tests.changes import STORES, TIERS, slow_unless_changed
 from tests.covering import few
 from tests.memory.frame_bytes import assert_frames, fill, ids, pieces_of
 from tests.memory.layouts import PAGE_SIZES, layouts
@@ -72,6 +73,7 @@ def check_round_trips(store: Store, page_size: int, first: int, step: int) -> No
         check_round_trip(name, layout, store, count)
 
 
+@slow_unless_changed(*STORES, *TIERS)
 @pytest.mark.parametrize("page_size", few(PAGE_SIZES, 2))
 def test_every_layout_comes_back_from_storage(store: Store, page_size: int) -> None:
     """Each at one page size."""

@@ -1,6 +1,6 @@
 """ConnectorContract: tests that every connector must pass, with a peer in another process.
 
-The test of a connector subclasses it and says how to make one. Peers make theirs in processes that are spawned:
+The test of a connector subclasses it and says how to make one. Peers make theirs in other processes, which are forked:
 
     class TestTcp(ConnectorContract):
         @staticmethod
@@ -12,7 +12,6 @@ Class attributes say what the connector can prove.
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import signal
 import threading
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import pytest
 from quire.errors import ConnectorError, InvalidInput
 from quire.transfer.connector import Connector, Progress, Write
 from quire.transfer.spans import Memory, Spans, pack_target
+from tests.programs import ForkedContext
 
 MIB = 1 << 20
 MEMORY_BYTES = 64 * MIB
@@ -88,9 +88,8 @@ class Peer:
         self.memory: Memory = np.frombuffer(mmap.mmap(self._file, MEMORY_BYTES), dtype=np.uint8)
         self.side: Side | None = None
         if separate:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self.process = context.Process(target=serve_side, args=(make, self.name, path, theirs), daemon=True)
+            self._pipe, theirs = Pipe()
+            self.process = ForkedContext().Process(target=serve_side, args=(make, self.name, path, theirs))
             self.process.start()
             theirs.close()
             assert self._pipe.recv() == "ready"

@@ -30,6 +30,7 @@ from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.handshake import VERSION, SecretProof
 from quire.transfer.spans import Memory, Runs, Spans, batches, join
+from tests.changes import TRANSFER, slow_unless_changed
 from tests.transfer.connector_contract import ConnectorContract
 from tests.transfer.memory_connector import Fault, MemoryConnector
 
@@ -48,6 +49,7 @@ def can_import(*names: str) -> bool:
     return False
 
 
+@slow_unless_changed(*TRANSFER, "tests/transfer/")
 class TestMemory(ConnectorContract):
     separate = False
 
@@ -70,6 +72,7 @@ NEEDS_NIXL = pytest.mark.skipif(
 )
 
 
+@slow_unless_changed(*TRANSFER, "tests/transfer/")
 @NEEDS_NIXL
 class TestNixl(ConnectorContract):
     checks_tags = False
@@ -79,6 +82,7 @@ class TestNixl(ConnectorContract):
         return open_connector("nixl", memory, name=name)
 
 
+@slow_unless_changed(*TRANSFER, "tests/transfer/")
 @pytest.mark.skipif(
     not can_import("mooncake.engine"),
     reason="`pip install --no-deps mooncake-transfer-engine-non-cuda` and libibverbs1 bring Mooncake",

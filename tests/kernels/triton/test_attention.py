@@ -10,7 +10,7 @@ from quire.kernels.attention import attend_selected, paged_attention, paged_atte
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.fields import KVFields, LatentFields, PagedField
 from quire.kernels.page_arrays import shared_runs
-from tests.changes import slow_unless_changed
+from tests.changes import KERNELS, unless_changed
 from tests.covering import covering, few
 from tests.kernels.paged_case import PagedCase, Shape
 from tests.kernels.stored_case import FORMATS, PAGE
@@ -27,9 +27,8 @@ from tests.kernels.triton.triton_case import (
 )
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [*unless_changed(__name__, *KERNELS), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-LONG = slow_unless_changed("src/quire/kernels/triton/", "tests/kernels/triton/")
 MIXED = [(90, 1), (70, 20), (20, 20), (310, 1)]
 
 
@@ -111,7 +110,6 @@ def test_drafts_that_branch(past, window):
     assert (chains.attend(scale=0.3) - case.attend(scale=0.3)).abs().max() > 1e-2
 
 
-@LONG
 def test_a_prefix_of_a_prefix_is_shared_in_levels():
     """Two families of decodes below one prompt, in rows that are not consecutive, and a chunk; tasks are cut."""
     case = PagedCase([(700, 1), (650, 1), (640, 1), (660, 30), (900, 1)], page_size=16, shared=320)
@@ -123,7 +121,6 @@ def test_a_prefix_of_a_prefix_is_shared_in_levels():
     check_case(case, 60)
 
 
-@LONG
 def test_a_shared_run_is_read_once():
     """By programs that count what they read: tasks of keys, times keys."""
     from quire.kernels.triton.tasks import Blocks, plan_tasks

@@ -12,9 +12,12 @@ import pytest
 from quire.testing.contracts.records import make_key, make_record, read, write
 from quire.tiers.store import Answer
 from quire.tiers.stores.directory import DirectoryStore
+from tests.changes import STORES, unless_changed
 from tests.forked import Ended, ForkServer
 from tests.tiers.stores.directory_medium import DirectoryMedium
 from tests.tiers.stores.directory_writer import CAPACITY, NUM_KEYS, size_of
+
+pytestmark = unless_changed(__name__, *STORES)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from quire.testing.contracts.records import make_key, make_keys, make_record, re
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
 from quire.tiers.stores import mooncake as mooncake_store
+from tests.changes import STORES, unless_changed
 from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
 from tests.tiers.stores.servers import NotHere, Server, free_port, mooncake, mooncake_master, mooncake_node
 
@@ -25,6 +26,8 @@ except NotHere as reason:
     pytest.skip(f"{reason}; `pip install 'quire[mooncake]'` brings it", allow_module_level=True)
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
+pytestmark = unless_changed(__name__, *STORES)
+
 MIB = 1 << 20
 POOL_BYTES = 128 * MIB
 

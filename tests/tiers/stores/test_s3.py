@@ -14,6 +14,7 @@ from quire.testing.contracts.records import make_key, make_keys, make_record, re
 from quire.testing.contracts.store import StoreContract
 from quire.tiers.store import Answer, StoreKey
 from tests import waits
+from tests.changes import STORES, unless_changed
 from tests.tiers.stores.server_cases import check_first_stays, kill_while_written, read_right
 from tests.tiers.stores.servers import Server, free_port, s3, started
 
@@ -21,6 +22,7 @@ obstore = pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
 from quire.tiers.stores import s3 as s3_store  # noqa: E402
 
+pytestmark = unless_changed(__name__, *STORES)
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
 BUCKET = "quire-records"
 
