@@ -43,9 +43,15 @@ class RefusedCombination(InvalidInput):
 
 
 class ContextTooLong(InvalidInput):
-    """A request longer than the model's context, whatever the memory."""
+    """A request longer than the model's context, whatever the memory. It has `tokens`, prompt and output together, or
+    more, and the model has a `context` of fewer."""
 
     code = "QUIRE-CONTEXT-01"
+
+    def __init__(self, message: str, *, tokens: int, context: int, fix: str = "") -> None:
+        self.tokens = tokens
+        self.context = context
+        super().__init__(message, fix=fix)
 
 
 class RequestTooLarge(InvalidInput):
@@ -168,6 +174,11 @@ class UnknownThread(InvalidInput):
     code = "QUIRE-REQUEST-02"
     status = 404
     details: ClassVar[dict[str, str]] = {"error_code": "thread_not_found"}
+class UnknownRoute(InvalidInput):
+    """A path or method that no route of this server has."""
+
+    code = "QUIRE-SERVE-05"
+    status = 404
 
 
 class WrongKey(InvalidInput):

@@ -82,7 +82,7 @@ def test_the_id_of_a_request_is_the_same_everywhere(router: LiveRouter) -> None:
 
 def test_a_body_may_be_as_large_as_a_servers(router: LiveRouter) -> None:
     status, answer = router.request("/v1/completions", {"prompt": "a" * (LEAST_BODY_BYTES - 100)})
-    assert (status, answer["error"]["code"]) == (400, "QUIRE-CONTEXT-01"), "the server got it, and refused it"
+    assert (status, answer["error"]["quire_code"]) == (400, "QUIRE-CONTEXT-01"), "the server got it, and refused it"
     for num_bytes in (LEAST_BODY_BYTES, MOST_BODY_BYTES):  # too much for the servers, and for the router
         status, answer = router.request("/v1/completions", {"prompt": "a" * num_bytes})
         assert (status, answer["error"]["code"]) == (413, "QUIRE-BODY-01")

@@ -41,7 +41,8 @@ class EchoCore:
     def add(self, request: EngineRequest) -> None:
         tokens = request.tokens().tolist()
         if len(tokens) >= CONTEXT:
-            raise ContextTooLong(f"{len(tokens)} tokens; the context is {CONTEXT}.", fix="shorten it.")
+            message = f"{len(tokens)} tokens; the context is {CONTEXT}."
+            raise ContextTooLong(message, tokens=len(tokens) + 1, context=CONTEXT, fix="shorten it.")
         if b"defect" in bytes(tokens):
             raise RuntimeError("a defect in add")
         assert b"broken law" not in bytes(tokens), "a law does not hold"

@@ -116,7 +116,7 @@ class LiveServer:
             response = connection.getresponse()
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
-            return response.status, response.headers, json.loads(text) if is_json else text
+            return response.status, response.headers, json.loads(text) if is_json and text else text
         finally:
             connection.close()
 

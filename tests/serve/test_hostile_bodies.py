@@ -73,7 +73,8 @@ def refused(live: LiveServer, path: str, body: object = None, *, raw: bytes | No
     ],
 )
 def test_values_that_cannot_be_sent_to_the_engine(echo: LiveServer, field: str, value: object) -> None:
-    assert refused(echo, COMPLETIONS, {"prompt": "ab", "max_tokens": 3} | {field: value})["param"] == field
+    param = refused(echo, COMPLETIONS, {"prompt": "ab", "max_tokens": 3} | {field: value})["param"]
+    assert param.partition("[")[0] == field
 
 
 MANY = 200_000
@@ -117,7 +118,7 @@ def test_a_prompt_of_text_is_refused_by_its_length(echo: LiveServer) -> None:
 def test_text_that_has_no_utf_8_in_a_conversation(echo: LiveServer) -> None:
     for content in ("\ud800", [{"type": "text", "text": "\ud800"}]):
         error = refused(echo, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
-        assert error["param"] == "messages"
+        assert error["param"].startswith("messages[0].content")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_client_sets_variables_of_the_template_and_nothing_else(
 ) -> None:
     body = {"messages": CHAT, "max_tokens": 2, "chat_template_kwargs": variables}
     status, answer = server.request("/v1/chat/completions", body)
-    assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
+    assert status == 400 and answer["error"]["param"].startswith("chat_template_kwargs")
 
 
 def test_plain_variables_reach_the_template(server: LiveServer) -> None:

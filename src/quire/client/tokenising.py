@@ -120,6 +120,8 @@ class Tokenising:
             raise ContextTooLong(
                 f"the prompt has {num_characters:,} characters; the context has {self._most_tokens:,} tokens, of at "
                 f"most {self.most_characters:,} characters.",
+                tokens=-(-num_characters * self._most_tokens // self.most_characters),
+                context=self._most_tokens,
                 fix="shorten it.",
             )
 

@@ -29,10 +29,11 @@ from starlette.types import Receive, Scope, Send
 from quire.cluster.upstream import Upstream, beginning, preferred
 from quire.errors import InvalidInput, NoServer
 from quire.serve import errors
-from quire.serve.errors import error_body, error_response
+from quire.serve.error_forms import form_of
+from quire.serve.errors import error_response
 from quire.serve.gate import REQUEST_ID, add_gate
 from quire.serve.keys import Keys
-from quire.serve.sse import DONE, ClientGone, event, while_connected
+from quire.serve.sse import ClientGone, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Router:
                 num_receivers += failed.was_received
             if num_receivers == _MOST_RECEIVERS:
                 break
-        response = said or error_response(self._none_answers())
+        response = said or error_response(self._none_answers(), request.scope)
         await response(request.scope, request.receive, send)
 
     async def _exchange(self, upstream: Upstream, request: Request, body: bytes, send: Send) -> None:
@@ -157,7 +158,9 @@ class Router:
                 was_received = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 raise _NoAnswer(None, was_received=was_received) from error
             broken = NoServer(f"{upstream.name} ended while it answered.", fix="send the request again.")
-            await send({"type": "http.response.body", "body": event(error_body(broken)) + DONE, "more_body": False})
+            form = form_of(request.scope["path"])
+            told = form.last_events(form.body(broken, request.state.request_id))
+            await send({"type": "http.response.body", "body": told, "more_body": False})
         finally:
             upstream.in_flight -= 1
 
@@ -209,7 +212,8 @@ class Router:
                 seconds = _ANSWER_TIMEOUT_S if upstream.is_healthy else _CHECK_TIMEOUT_S
                 answer = await self._client.request(**asked, timeout=seconds)
             except httpx.TransportError:
-                return error_response(NoServer(f"{upstream.name} does not answer.", fix="send the request again."))
+                silent = NoServer(f"{upstream.name} does not answer.", fix="send the request again.")
+                return error_response(silent, request.scope)
             return _response(answer, answer.content)
 
         return await asyncio.gather(*map(ask, self._upstreams))

@@ -165,13 +165,17 @@ class WireError(msgspec.Struct, kw_only=True):
     message: str
     fix: str = ""
     details: str = ""  # the traceback, for the log
+    numbers: dict[str, int | float] = {}  # its attributes that are numbers
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
         """The message form of a caught exception."""
         details = "".join(traceback.format_exception(error))
         if isinstance(error, QuireError):
-            return cls(kind=type(error).__name__, message=error.message, fix=error.fix, details=details)
+            numbers = {name: value for name, value in vars(error).items() if isinstance(value, int | float)}
+            return cls(
+                kind=type(error).__name__, message=error.message, fix=error.fix, details=details, numbers=numbers
+            )
         return cls(
             kind="",
             message=f"{type(error).__name__} in the engine process: {error}",
@@ -188,6 +192,7 @@ class WireError(msgspec.Struct, kw_only=True):
             found.args = (str(found).replace(QuireError.code, kind.code, 1),)
             return found
         error: QuireError = kind.__new__(kind)
+        vars(error).update(self.numbers)
         QuireError.__init__(error, self.message, fix=self.fix)
         if not self.kind:
             error.exit_code = EXIT_DEFECT

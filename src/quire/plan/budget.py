@@ -195,6 +195,8 @@ class MemoryPlan:
             raise ContextTooLong(
                 f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} make {total:,}; the "
                 f"context is {self.context:,} tokens.",
+                tokens=total,
+                context=self.context,
                 fix=f"{self._smaller(prompt, max_tokens)}.",
             )
         if self.pages_of(total) > self.num_pages:

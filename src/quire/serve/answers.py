@@ -9,18 +9,36 @@ from typing_extensions import TypedDict
 
 
 class ErrorDetail(TypedDict):
-    """What failed, and how to mend it."""
+    """What failed, and how to mend it. If OpenAI has a `code` for it, Quire's own is the `quire_code`."""
 
     message: str
     type: str
     param: str | None
     code: str
+    quire_code: NotRequired[str]
 
 
 class ErrorAnswer(TypedDict):
     """Every failure."""
 
     error: ErrorDetail
+
+
+class MessageErrorDetail(TypedDict):
+    """What failed, and how to mend it, with Quire's code."""
+
+    type: str
+    message: str
+    code: str
+    details: NotRequired[dict[str, str]]
+
+
+class MessageError(TypedDict):
+    """Every failure below `/v1/messages`."""
+
+    type: str
+    error: MessageErrorDetail
+    request_id: str
 
 
 class PromptDetails(TypedDict):
@@ -211,16 +229,21 @@ def generated(answer: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": answer, "content": {"text/event-stream": events}}}
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorAnswer, "description": "The request is wrong; the message says which field, and what to do."},
-    401: {"model": ErrorAnswer, "description": "The API key is missing or wrong."},
-    403: {"model": ErrorAnswer, "description": "The API key may not do this."},
-    404: {"model": ErrorAnswer, "description": "No such model, request or route."},
-    408: {"model": ErrorAnswer, "description": "The request was not sent, or not answered, by its deadline."},
-    413: {"model": ErrorAnswer, "description": "More than this server has memory for, or a body that is too large."},
-    429: {"model": ErrorAnswer, "description": "More than the server takes at once; `Retry-After` says when to come."},
-    503: {"model": ErrorAnswer, "description": "No engine, or the server shuts down; `Retry-After` says when to come."},
+_FAILURES = {
+    400: "The request is wrong; the message says which field, and what to do.",
+    401: "The API key is missing or wrong.",
+    403: "The API key may not do this.",
+    404: "No such model, request or route.",
+    408: "The request was not sent, or not answered, by its deadline.",
+    413: "More than this server has memory for, or a body that is too large.",
+    429: "More than the server takes at once; `Retry-After` says when to come.",
+    503: "No engine, or the server shuts down; `Retry-After` says when to come.",
 }
+
+
+def failures(answer: type) -> dict[int | str, dict[str, Any]]:
+    """The failures of routes that tell of them by such an answer."""
+    return {status: {"model": answer, "description": about} for status, about in _FAILURES.items()}
 
 
 def describe(app: FastAPI) -> None:

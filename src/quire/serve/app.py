@@ -15,7 +15,7 @@ from quire.client.async_engine import AsyncEngine
 from quire.errors import EngineDead, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
-from quire.serve.answers import ERRORS, Health, ModelCard, ModelList, Version, describe
+from quire.serve.answers import ErrorAnswer, Health, ModelCard, ModelList, Version, describe, failures
 from quire.serve.cache_routes import cache_router, insight_router
 from quire.serve.completions import completions_router
 from quire.serve.config import ServerConfig
@@ -58,7 +58,7 @@ def create_app(
         title="Quire",
         summary="OpenAI-compatible server on a paged, prefix-shared KV cache.",
         version=__version__,
-        responses=ERRORS,
+        responses=failures(ErrorAnswer),
     )
     describe(app)
     errors.install(app)

@@ -10,7 +10,7 @@ from quire.client.output import CompletionOutput, Logprob, SequenceDelta
 from quire.errors import QuireError
 from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, ReadAnswer, Reasoning
 from quire.serve.answers import ChoiceFields
-from quire.serve.errors import error_body
+from quire.serve.error_forms import openai_error
 from quire.serve.generation import Generation, notes
 from quire.serve.protocol import GenerationBody
 from quire.serve.sse import DONE, EventTemplate, event
@@ -61,7 +61,7 @@ class ChoiceForm:
 
     def failure(self, error: QuireError) -> bytes:
         """The error."""
-        return event(error_body(error)) + DONE
+        return event(openai_error(error)) + DONE
 
     def _head(self, generation: Generation) -> dict[str, Any]:
         head = _head(generation, self._shape.chunk_object)

@@ -20,7 +20,8 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.errors import HeaderTooLarge, InvalidInput, Overloaded, QuireError, TooSlow
-from quire.serve.errors import COME_AGAIN, error_body
+from quire.serve.error_forms import form_of
+from quire.serve.errors import COME_AGAIN
 
 BODY_BYTES_PER_S = 128 * 1024
 """A body may take a second more for so many bytes."""
@@ -158,6 +159,11 @@ class HttpConnection(HttpToolsProtocol):
             return self._is_in_head
         return not self._is_in_head and self.cycle.more_body and not self.cycle.response_started
 
+    def _path(self) -> str:
+        """The path of the request that arrives, "" before there is one."""
+        path: bytes = vars(self).get("url", b"").partition(b"?")[0]
+        return path.decode("latin-1")
+
     def _refuse(self, error: QuireError) -> None:
         """Answer, unless an answer has begun, and close."""
         if self._is_refused or self.transport.is_closing():
@@ -165,7 +171,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_refused = True
         self._stop_waiting()
         if self._may_answer():
-            body = json.dumps(error_body(error)).encode()
+            body = json.dumps(form_of(self._path()).body(error, "")).encode()
             head = (
                 f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
                 "content-type: application/json",

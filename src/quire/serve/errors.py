@@ -1,11 +1,12 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Failures of routes, and their answers in the form of the clients' dialect."""
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,24 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
-from quire.errors import InvalidInput, QuireError
-from quire.serve.answers import ErrorAnswer
+from quire.errors import InvalidInput, QuireError, TooSlow, UnknownRoute
+from quire.serve.error_forms import form_of
 
 logger = logging.getLogger(__name__)
-
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "request_timeout",
-    413: "request_too_large",
-    431: "request_too_large",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
 
 COME_AGAIN = (429, 503)
 """Statuses of answers that have a `Retry-After`."""
@@ -60,7 +49,7 @@ class BadField(InvalidInput):
 
 def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) -> BadField:
     """The error for an unknown field, with the nearest known name."""
-    near = [_SAME[name]] if name in _SAME else get_close_matches(name[:60], known, n=1)
+    near = [_SAME[name]] if name in _SAME else get_close_matches(name[:60], known, n=1, cutoff=0.8)
     return BadField(
         f"{name[:60]} is no field of this request.",
         param=(param or name)[:120],
@@ -68,56 +57,64 @@ def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) 
     )
 
 
-def error_body(error: QuireError, *, param: str | None = None) -> ErrorAnswer:
-    """The JSON body that tells a client about `error`."""
-    message = error.message + (f" Fix: {error.fix}" if error.fix else "")
-    return {
-        "error": {
-            "message": message.encode(errors="backslashreplace").decode(),  # may quote text that has no UTF-8
-            "type": _TYPES.get(error.status, "server_error"),
-            "param": param or getattr(error, "param", None),
-            "code": error.code,
-        }
-    }
-
-
-def error_response(error: QuireError) -> JSONResponse:
-    """`error` as a whole response. One that may succeed later says when."""
-    wait_s = getattr(error, "retry_after_s", None)
-    headers = None if wait_s is None else {"Retry-After": str(max(1, math.ceil(wait_s)))}
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+def error_response(error: QuireError, scope: Scope) -> JSONResponse:
+    """`error` as the whole answer to a request. One that may succeed later says when; one whose time is up need not be
+    sent again."""
+    headers = {}
+    if (wait_s := getattr(error, "retry_after_s", None)) is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+    if isinstance(error, TooSlow):
+        headers["X-Should-Retry"] = "false"
+    body = form_of(scope["path"]).body(error, scope.get("state", {}).get("request_id", ""))
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
     """Make every failure of `app`'s routes answer in this shape."""
 
-    def on_http_error(error: HTTPException) -> Response:
-        if isinstance(error.__cause__, QuireError):  # raised while the body was being received
-            return error_response(error.__cause__)
-        wrapped = _unreadable(error.__cause__) or _no_route(error) or InvalidInput(f"{error.detail}.")
-        wrapped.status = error.status_code
-        return JSONResponse(error_body(wrapped), status_code=error.status_code, headers=error.headers)
-
-    def on_defect(error: Exception) -> Response:
-        logger.error("a request failed", exc_info=error)
-        return error_response(QuireError(f"{type(error).__name__} while serving the request; see the server's log."))
-
-    def add(kind: type[Exception], answer: Callable[[Any], Response]) -> None:
-        async def handler(_: Request, error: Exception) -> Response:
-            return answer(error)
+    def add(kind: type[Exception], told: Callable[[Any, Request], QuireError]) -> None:
+        async def handler(request: Request, error: Exception) -> Response:
+            return error_response(told(error, request), request.scope)
 
         app.add_exception_handler(kind, handler)
 
-    add(QuireError, error_response)
-    add(RequestValidationError, lambda error: error_response(_bad_body(error)))
-    add(HTTPException, on_http_error)
-    add(Exception, on_defect)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        methods = (error.headers or {}).get("Allow", "")
+        allowed = {"Allow": ", ".join(_allowed(methods))} if methods else {}
+        if methods and request.method == "OPTIONS":
+            return Response(status_code=204, headers=allowed)
+        response = error_response(_http_error(error, request), request.scope)
+        response.headers.update({**(error.headers or {}), **allowed})
+        return response
+
+    add(QuireError, lambda error, _: error)
+    add(RequestValidationError, _bad_body)
+    add(Exception, _defect)
+    app.add_exception_handler(HTTPException, on_http_error)  # type: ignore[arg-type]
 
 
-def _no_route(error: HTTPException) -> InvalidInput | None:
-    if error.status_code != 404:
-        return None
-    return InvalidInput("this server has no such route.", fix="GET /docs lists its routes.")
+def _defect(error: Exception, _request: Request) -> QuireError:
+    logger.error("a request failed", exc_info=error)
+    return QuireError(f"{type(error).__name__} while serving the request; see the server's log.")
+
+
+def _allowed(methods: str) -> list[str]:
+    """The methods of a route, with those that the server answers of itself."""
+    found = [each.strip() for each in methods.split(",")]
+    return sorted({*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"})
+
+
+def _http_error(error: HTTPException, request: Request) -> QuireError:
+    if isinstance(error.__cause__, QuireError):  # raised while the body was being received
+        return error.__cause__
+    if error.status_code == 404:
+        return UnknownRoute("this server has no such route.", fix="GET /docs lists its routes.")
+    if error.status_code == 405:
+        found: QuireError = UnknownRoute(f"{request.method} is no method of this route.", fix="see GET /docs.")
+    else:
+        found = _unreadable(error.__cause__) or InvalidInput(f"{error.detail}.")
+    found.status = error.status_code
+    return found
 
 
 def _unreadable(cause: BaseException | None) -> InvalidInput | None:
@@ -132,30 +129,66 @@ def _unreadable(cause: BaseException | None) -> InvalidInput | None:
     return None
 
 
-def _bad_body(error: RequestValidationError) -> BadField | InvalidInput:
-    """Name the first wrong field; for a field with several types, list what each of them requires."""
+def _bad_body(error: RequestValidationError, request: Request) -> QuireError:
+    """Name the first wrong field, and where in it the fault is."""
     problems = error.errors()
     for problem in problems:
         if problem["type"] == UNKNOWN_FIELD:
             name, known = problem["ctx"]["name"], problem["ctx"]["known"]
-            return unknown_field(name, known, param=_path([*problem["loc"][1:], name]))
+            return unknown_field(name, known, param=f"{_path(problem['loc'])}.{name}".removeprefix("."))
     first = problems[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return InvalidInput(f"the body is not JSON: {reason} at character {first['loc'][-1]}.")
     if len(first["loc"]) < 2:
-        return InvalidInput(f"the body must be a JSON object, sent as application/json: {first['msg']}.")
-    field = str(first["loc"][1])
-    if first["type"] == "missing":
-        return BadField(f"{field} is required.", param=field)
-    reasons = dict.fromkeys(str(p["msg"]).removeprefix("Input should be ") for p in problems if p["loc"][1] == field)
-    got = _REPR.repr(first.get("input"))
+        return _no_object(first, request.headers.get("content-type", ""))
+    return _wrong_field([each for each in problems if each["loc"][1] == first["loc"][1]])
+
+
+def _no_object(problem: Mapping[str, Any], content_type: str) -> InvalidInput:
+    if isinstance(problem.get("input"), bytes):
+        sent = f"as {content_type[:60]}" if content_type else "without a Content-Type"
+        return InvalidInput(f"the body was sent {sent}.", fix="send JSON, with 'Content-Type: application/json'.")
+    return InvalidInput("the body must be a JSON object, sent as application/json.")
+
+
+def _wrong_field(problems: Sequence[Mapping[str, Any]]) -> BadField:
+    """The error for a field. Of the types that it may have, the one that fits furthest says what is wrong; of those
+    that fit equally far, each says what it requires."""
+    paths = [_path(each["loc"]) for each in problems]
+    deepest = max(range(len(problems)), key=lambda at: (_depth(problems[at]["loc"]), -at))
+    path, worst = paths[deepest], problems[deepest]
+    if worst["type"] == "missing":
+        return BadField(f"{path} is required.", param=path)
+    parent, _, name = path.rpartition(".")
+    if name == "type" and parent and worst["type"] == "literal_error" and isinstance(worst["input"], str):
+        kind, known = worst["input"][:40], worst["ctx"]["expected"]
+        return BadField(f"{parent}: type '{kind}' is not supported here; it should be {known}.", param=path)
+    messages = dict.fromkeys(str(each["msg"]) for each, at in zip(problems, paths, strict=True) if at == path)
+    reasons = [_GARBLED.sub("", each) for each in list(messages)[:4]]
+    if all(each.startswith("be ") for each in reasons):
+        reasons = [reasons[0], *(each.removeprefix("be ") for each in reasons[1:])]
+    got = _REPR.repr(worst.get("input"))
     got = got if len(got) <= 60 else got[:57] + "..."
-    return BadField(f"{field} should be {', or '.join(list(reasons)[:4])}; got {got}.", param=field)
+    return BadField(f"{path} should {', or '.join(reasons)}; got {got}.", param=path)
+
+
+_GARBLED = re.compile(r"^\w+ should | after validation")
+
+
+def _steps(loc: Sequence[int | str]) -> list[int | str]:
+    """The fields and indices of a place in a body, without what pydantic adds to tell the types of a union apart."""
+    return [step for step in loc[1:] if isinstance(step, int) or (_FIELD.fullmatch(step) and step not in _KINDS)]
+
+
+_FIELD = re.compile(r"[a-z_][a-z0-9_]*")
+_KINDS = ("str", "int", "bool", "float")
+
+
+def _depth(loc: Sequence[int | str]) -> int:
+    return len(_steps(loc))
 
 
 def _path(loc: Sequence[int | str]) -> str:
-    """`messages[0].content`; what pydantic adds to tell the types of a union apart is left out."""
-    fields = [step for step in loc[:-1] if isinstance(step, int) or step.isidentifier()]
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in fields]
-    return "".join([*steps, f".{loc[-1]}"]).removeprefix(".")
+    """`messages[0].content` for ("body", "messages", 0, "content")."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in _steps(loc)).removeprefix(".")[:120]

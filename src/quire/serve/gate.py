@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import BodyTooLarge
 from quire.serve.config import MOST_BODY_BYTES
+from quire.serve.error_forms import form_of
 from quire.serve.errors import COME_AGAIN, RETRY_AFTER_S, error_response
 from quire.serve.keys import Keys
 
@@ -46,31 +47,33 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET; the server sends no body
+            scope = {**scope, "method": "GET"}
 
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         request_id = given if _IS_ID.fullmatch(given) else uuid.uuid4().hex
+        id_header = form_of(scope["path"]).id_header
 
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route, status = getattr(scope.get("route"), "path", "other"), str(message["status"])
                 self._responses[route, status] += 1
                 answered = MutableHeaders(scope=message)
-                answered[REQUEST_ID] = request_id
+                answered[REQUEST_ID] = answered[id_header] = request_id
                 if message["status"] in COME_AGAIN:
                     answered.setdefault(RETRY_AFTER, str(RETRY_AFTER_S))
                 if message["status"] >= 400:
                     logger.info("%s %s: %s [%s]", scope["method"], route, status, request_id)
             await send(message)
 
-        given_key = next((value for name, value in headers.raw if name == b"authorization"), b"")  # bytes, as they came
-        client, refusal = self._keys.refusal(scope["path"], given_key)
+        client, refusal = self._keys.refusal(scope["path"], _given_key(headers.raw))
         scope.setdefault("state", {}).update(request_id=request_id, client=client)
         length = headers.get("content-length", "0")
         if refusal is None and length.isdecimal() and int(length) > self._most_body_bytes:
             refusal = _too_large(int(length), self._most_body_bytes)
         if refusal is not None:
-            await error_response(refusal)(scope, receive, counted_send)
+            await error_response(refusal, scope)(scope, receive, counted_send)
             return
         await self._app(scope, _limited(receive, self._most_body_bytes), counted_send)
 
@@ -93,6 +96,12 @@ def add_gate(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, RETRY_AFTER],
         )
+
+
+def _given_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The key in either header that clients send, in the form of `Authorization`, as the bytes that came."""
+    given = dict(headers)
+    return given.get(b"authorization") or b"Bearer " + given.get(b"x-api-key", b"")
 
 
 def _limited(receive: Receive, most_bytes: int) -> Receive:

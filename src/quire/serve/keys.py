@@ -129,7 +129,9 @@ class Keys:
         else:
             return client or Client(), None
         if client is None:
-            return Client(), WrongKey("the API key is missing or wrong.", fix="send 'Authorization: Bearer <key>'.")
+            return Client(), WrongKey(
+                "the API key is missing or wrong.", fix="send 'Authorization: Bearer <key>', or 'X-Api-Key: <key>'."
+            )
         if needs_admin and not client.is_admin:
             return client, not_allowed(path)
         return client, None
