@@ -174,6 +174,8 @@ class UnknownThread(InvalidInput):
     code = "QUIRE-REQUEST-02"
     status = 404
     details: ClassVar[dict[str, str]] = {"error_code": "thread_not_found"}
+
+
 class UnknownRoute(InvalidInput):
     """A path or method that no route of this server has."""
 

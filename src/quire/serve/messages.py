@@ -18,9 +18,10 @@ from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import QuireError
 from quire.offload.retention import Granted
 from quire.serve.answer_reader import AnswerReader, CalledTool, Content, Piece, Reasoning
-from quire.serve.answers import MessageAnswer, MessageUsage, TokenCount, generated
+from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
 from quire.serve.conversation import Conversation, Terms, able_to_chat
-from quire.serve.errors import BadField, error_body
+from quire.serve.error_forms import ANTHROPIC
+from quire.serve.errors import BadField
 from quire.serve.generation import Generation, Service, answer, by, notes
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
@@ -37,7 +38,7 @@ SIGNATURE = "quire"
 
 def messages_router(service: Service) -> APIRouter:
     """The routes, for `service`. Without a tokenizer they refuse every request and say so."""
-    router = APIRouter()
+    router = APIRouter(responses=failures(MessageError))
 
     async def rendered(body: CountBody, request: Request, deadline: float | None) -> tuple[Conversation, Rendered]:
         service.check_model(body.model)
@@ -57,9 +58,10 @@ def messages_router(service: Service) -> APIRouter:
         reader = conversation.reader(tokenising, prompt)
         params.skip_special_tokens &= reader is None  # marks of calls are special tokens in some families
         room = service.engine.context_length - len(prompt.token_ids)
-        is_clamped = 0 < room < body.max_tokens
-        params.max_tokens = room if is_clamped else body.max_tokens
-        form = MessageForm(body, reader, at_limit="model_context_window_exceeded" if is_clamped else "max_tokens")
+        is_clamped = room < body.max_tokens
+        params.max_tokens = max(1, min(room, body.max_tokens))  # without room for one, the prompt is too long
+        limit = "model_context_window_exceeded" if is_clamped else "max_tokens"
+        form = MessageForm(body, reader, at_limit=limit, request_id=request.state.request_id)
         if service.retains_marked and (seconds := body.kept_s()):
             form.at_end = partial(_begin_retention, service, request.state.client, prompt, terms, seconds)
         found = await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
@@ -104,8 +106,11 @@ class MessageForm:
 
     kind = "msg_"
 
-    def __init__(self, body: MessagesBody, reader: Callable[[], AnswerReader] | None, *, at_limit: str) -> None:
+    def __init__(
+        self, body: MessagesBody, reader: Callable[[], AnswerReader] | None, *, at_limit: str, request_id: str
+    ) -> None:
         self._at_limit = at_limit
+        self._request_id = request_id
         self._reader = AnswerReader() if reader is None else reader()
         self._is_plain = reader is None
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
@@ -137,7 +142,7 @@ class MessageForm:
 
     def failure(self, error: QuireError) -> bytes:
         """The error."""
-        return _sent([{"type": "error"} | error_body(error)])
+        return ANTHROPIC.last_events(ANTHROPIC.body(error, self._request_id))
 
     def _events(self, generation: Generation, delta: SequenceDelta) -> bytes:
         self._last = delta
