@@ -62,6 +62,7 @@ class AnswerParser:
         self._held = ""  # text that was not read: it may be the beginning of a marker
         self._space = ""  # white space at the end of what was read of the region
         self._begins = True  # no text of the region was shown
+        self._is_after_call = False  # and no text was shown since
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that this text adds."""
@@ -73,7 +74,7 @@ class AnswerParser:
         parts = list(self._read(at_end=True))
         if self._call is not None:
             parts += self._end_call("")
-        if self._region is None and self._space and not self._begins:
+        if self._region is None and self._space and not self._begins and not self._is_after_call:
             parts.append(AnswerPart("content", self._space))
         return parts
 
@@ -146,7 +147,7 @@ class AnswerParser:
         self._space = text[len(kept) :]
         if kept:
             yield AnswerPart(kind, kept.lstrip() if self._begins else kept)
-            self._begins = False
+            self._begins = self._is_after_call = False
 
     def _end_call(self, marker: str) -> Iterator[AnswerPart]:
         call, self._call, self._region = self._call, None, None
@@ -158,7 +159,7 @@ class AnswerParser:
             if not found:
                 yield from self._shown("content", "".join(call.raw) + marker)
                 return
-        self._space, self._begins = "", True
+        self._is_after_call = True
         yield from found
 
     def _parsed(self, call: _CallText, marker: str) -> list[AnswerPart]:
