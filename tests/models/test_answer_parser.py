@@ -22,7 +22,7 @@ TOOLS = [
         },
     }
 ]
-FIRST, SECOND = {"city": "Paris, \"x\" {", "days": 3}, {"city": "Nîmes", "tags": ["a", "b"]}
+FIRST, SECOND = {"city": 'Paris, "x" {', "days": 3}, {"city": "Nîmes", "tags": ["a", "b"]}
 ONE, TWO = json.dumps(FIRST), json.dumps(SECOND, ensure_ascii=False)
 
 # Answers with reasoning, content and two calls where the family has them.
@@ -83,10 +83,10 @@ ONLY_CALLS = ("llama3",)
 NO_REASONING = ("llama3", "mistral")
 
 CHAT_TEMPLATES = {
-    "hermes": "<|im_start|> <tool_call>\n{\"name\"",
+    "hermes": '<|im_start|> <tool_call>\n{"name"',
     "qwen3_coder": "<|im_start|> <tool_call>\n<function=example",
     "glm": "<|assistant|> <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
-    "llama3": "<|start_header_id|> \"parameters\": dictionary of argument name and its value}",
+    "llama3": '<|start_header_id|> "parameters": dictionary of argument name and its value}',
     "mistral": "[INST] [TOOL_CALLS] [",
     "mistral_args": "[INST] [TOOL_CALLS]name[ARGS]",
     "deepseek_v3": "<｜tool▁calls▁begin｜> '```json'",
@@ -160,7 +160,9 @@ def test_an_answer_cut_off_anywhere_loses_nothing(family: str) -> None:
             assert (name, arguments) == ("get_weather", first)
 
 
-@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm", "deepseek_v3", "kimi_k2", "harmony", "mistral_args"])
+@pytest.mark.parametrize(
+    "family", ["hermes", "qwen3_coder", "glm", "deepseek_v3", "kimi_k2", "harmony", "mistral_args"]
+)
 def test_a_whole_answer_cut_off_in_its_last_call_shows_it(family: str) -> None:
     """As content, with its marker."""
     answer = ANSWERS[family]
