@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
@@ -73,7 +72,8 @@ ANSWERS = {
         "<|tool_calls_section_end|>"
     ),
     "harmony": (
-        "<|channel|>analysis<|message|>Which city?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|channel|>analysis<|message|>Which city?<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ONE}<|call|>"
         f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{TWO}"
     ),

@@ -128,3 +128,9 @@ class ByteTokenizer:
 
     def response_parser(self, prompt: str, tools: Sequence[Any]) -> None:
         return None
+
+    def call_grammar(self, prompt: str, tools: Sequence[Any], **choice: bool) -> None:
+        return None
+
+    def check_tools(self) -> None:
+        pass

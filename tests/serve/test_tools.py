@@ -102,3 +102,78 @@ def test_what_is_no_call_is_content(scripted: LiveServer, answer: str) -> None:
     found = choice(scripted, asked(answer))
     assert (found["finish_reason"], found["message"]["content"]) == ("stop", answer)
     assert "tool_calls" not in found["message"]
+
+
+def refused(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:
+    status, found = server.request(CHAT, body)
+    assert status == 400, found
+    return dict(found["error"])
+
+
+def test_tools_that_cannot_be_used_are_refused(scripted: LiveServer) -> None:
+    equal = refused(scripted, asked("", tools=[tool("a"), tool("b"), tool("a")]))
+    assert (equal["param"], "2 tools have the name 'a'" in equal["message"]) == ("tools", True)
+    unknown = refused(scripted, asked("", tool_choice={"type": "function", "function": {"name": "b"}}))
+    assert unknown["param"] == "tool_choice"
+    odd = tool(city={"type": "string", "fancy": 1})
+    wrong = refused(scripted, asked("", tools=[tool("a"), odd], tool_choice="required"))
+    assert wrong["param"] == "tools[1].function.parameters"
+    assert "fancy" in wrong["message"]
+    assert choice(scripted, asked("fine", tools=[odd]))["message"]["content"] == "fine"
+
+
+def test_a_model_that_is_shown_no_tools_refuses_them(server: LiveServer) -> None:
+    error = refused(server, {"messages": [{"role": "user", "content": "a"}], "tools": [tool()]})
+    assert error["param"] == "tools"
+    assert "--response-template" in error["message"]
+    plain = {"messages": [{"role": "user", "content": "a"}], "tools": [tool()], "tool_choice": "none", "max_tokens": 1}
+    assert choice(server, plain)["finish_reason"] == "length"
+
+
+def test_without_a_choice_of_tools_a_call_is_text(scripted: LiveServer) -> None:
+    answer = called("get_weather", {})
+    assert choice(scripted, asked(answer, tool_choice="none"))["message"]["content"] == answer
+
+
+def test_reasoning_has_a_field_of_its_own(client: OpenAI) -> None:
+    body = asked("why\n</think>\n\nso", chat_template_kwargs={"enable_thinking": True})
+    more = {"chat_template_kwargs": body["chat_template_kwargs"]}
+    stream = client.chat.completions.create(model="scripted", messages=body["messages"], stream=True, extra_body=more)
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(each.content or "" for each in deltas) == "so"
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(getattr(each, name, None) or "" for each in deltas) == "why"
+
+
+def test_histories(scripted: LiveServer) -> None:
+    """No content, results in a row, as parts, before the assistant speaks again; a system message in between."""
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call | {"id": "1"}, call | {"id": "2"}]},
+        {
+            "role": "tool",
+            "tool_call_id": "2",
+            "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "z"},
+        {"role": "system", "content": "be brief"},
+        {"role": "assistant", "tool_calls": [call | {"id": "3"}], "reasoning": "why"},
+        {"role": "tool", "tool_call_id": "3", "content": "@@@end@@@"},
+    ]
+    assert choice(scripted, {"messages": messages, "tools": [tool()]})["message"]["content"] == "end"
+    results = [{"role": "tool", "tool_call_id": str(i), "content": f"result {i}"} for i in range(1000)]
+    messages = [*messages[:2], *results, messages[-1]]
+    assert choice(scripted, {"messages": messages, "tools": [tool()]})["message"]["content"] == "end"
+
+
+def test_several_choices_logprobs_and_stops(scripted: LiveServer) -> None:
+    answer = f"{called('a', {'x': 1})}"
+    status, found = scripted.request(CHAT, asked(answer, n=3))
+    assert status == 200
+    assert [each["finish_reason"] for each in found["choices"]] == ["tool_calls"] * 3
+    assert len({each["message"]["tool_calls"][0]["id"] for each in found["choices"]}) == 3
+    stopped = choice(scripted, asked(f"so{answer}", stop="<tool_call>"))
+    assert (stopped["finish_reason"], stopped["message"]["content"]) == ("stop", "so")
+    cut = choice(scripted, asked(answer, max_tokens=30))
+    assert (cut["finish_reason"], cut["message"]["content"]) == ("length", answer[:30])

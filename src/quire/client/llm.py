@@ -111,16 +111,20 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        """Answer one conversation (a list of messages) or several, through the model's chat template, which gets the
+        `tools`. The text of an output has calls as the model writes them."""
         if self.tokenizer is None:
             raise InvalidInput("chat needs a tokenizer.", fix="leave skip_tokenizer_init out.")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        more = {} if tools is None else {"tools": list(tools)}
         prompts: list[Prompt] = [
-            {"prompt_token_ids": self.tokenizer.apply_chat_template(conversation)}  # type: ignore[arg-type]
+            {"prompt_token_ids": self.tokenizer.apply_chat_template(conversation, **more)}  # type: ignore[arg-type]
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, **options)

@@ -50,7 +50,8 @@ class ServingTokenizer(Decoder, Protocol):
     """The methods of a tokenizer that the engine and the server use. `longest_token` is the most characters of a text
     that one token can stand for. `portable` is the JSON of the tokenizers library that gives the same token ids, or
     None where nothing but this object does. `response_parser` makes parsers of answers to a prompt by the template
-    of the model's family, or is None where each answer is text."""
+    of the model's family, or is None where each answer is text. `call_grammar` is the grammar of answers that call
+    tools, None where it is not known. `check_tools` raises InvalidInput where tools would change nothing."""
 
     @property
     def longest_token(self) -> int: ...
@@ -58,6 +59,8 @@ class ServingTokenizer(Decoder, Protocol):
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str: ...
     def portable(self) -> str | None: ...
     def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[bool], Any] | None: ...
+    def call_grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], **choice: bool) -> str | None: ...
+    def check_tools(self) -> None: ...
 
 
 class Tokenising:
@@ -105,6 +108,14 @@ class Tokenising:
         """Makes parsers of answers to this prompt (`ServingTokenizer`). The argument says whether arguments of calls
         are wanted as they come."""
         return self._tokenizer.response_parser(prompt, tools)
+
+    def call_grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], **choice: bool) -> str | None:
+        """The grammar of answers to this prompt that call tools (`ServingTokenizer`)."""
+        return self._tokenizer.call_grammar(prompt, tools, **choice)
+
+    async def check_tools(self) -> None:
+        """Raise InvalidInput where tools would change nothing."""
+        await self._in_thread(self._tokenizer.check_tools)
 
     def close(self) -> None:
         """End all work; the threads end with the text that they have, the processes now."""

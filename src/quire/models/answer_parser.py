@@ -30,6 +30,16 @@ _TAIL = 256
 """Characters at the end of a prompt that may open a region."""
 
 
+def opened(form: ResponseForm, prompt: str) -> FormField | None:
+    """The region, such as reasoning, with whose opening marker a prompt ends."""
+    tail = prompt.rstrip()[-_TAIL:]
+    for field in form.fields.values():
+        found = field.open_re.finditer(tail) if field.open_re is not None and field.name != CALLS else ()
+        if any(match.end() == len(tail) > match.start() for match in found):
+            return field
+    return None
+
+
 class AnswerPart(NamedTuple):
     """A part of an answer. `kind` is "content" or "reasoning", or "call" (then `text` is a name), or "arguments": JSON
     of the last call's arguments, or more of it."""
@@ -54,9 +64,7 @@ class AnswerParser:
         fields = form.fields
         self._outside = [each for each in fields.values() if each.open_re is None]
         self._inside = [each for each in fields.values() if each.open_re and (tools or each.name != CALLS)]
-        tail = prompt.rstrip()[-_TAIL:]
-        opened = (field for field in self._inside if field.name != CALLS and _ends(field, tail))
-        self._region: FormField | None = next(opened, None)
+        self._region = opened(form, prompt)
         self._call: _CallText | None = None
         self._last = ""  # the character before `_held`
         self._held = ""  # text that was not read: it may be the beginning of a marker
@@ -250,11 +258,6 @@ class _Object:
                     self.has_ended = True
                     return text[: match.end()]
         return text
-
-
-def _ends(field: FormField, text: str) -> bool:
-    """Whether a text ends with the opening marker of a field."""
-    return any(match.end() == len(text) > match.start() for match in field.open_re.finditer(text))
 
 
 def _may_grow(field: FormField, match: Any, length: int, *, opens: bool) -> bool:

@@ -6,33 +6,42 @@ that occur in the chat templates of the family.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate as ResponseForm
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from quire.errors import ModelLoadError
-from quire.models.answer_parser import CALLS, AnswerParser
+from quire.models.answer_parser import CALLS, AnswerParser, opened
+from quire.models.call_grammar import CallForm, Calling, call_grammar
 
 FOLDER = Path(__file__).with_name("response_templates")
 
 
 @dataclass(frozen=True)
 class ResponseTemplate:
-    """The form of a family's answers, under the family's name."""
+    """The form of a family's answers, under the family's name. `calls` says how to write one, where that is known.
+
+    `ids` says which ids of calls its chat templates take: "nine" letters and digits, "numbered" by tool, or any. Those
+    that `takes_text` want arguments as JSON, not as objects.
+    """
 
     name: str
     form: ResponseForm
+    calls: CallForm | None = None
+    ids: Literal["any", "nine", "numbered"] = "any"
+    takes_text: bool = False
 
     @classmethod
-    def of(cls, name: str, spec: Mapping[str, Any]) -> ResponseTemplate:
+    def of(cls, name: str, spec: Mapping[str, Any], **more: Any) -> ResponseTemplate:
         """`spec` is as transformers defines it. Raises ValueError where it is not."""
-        return cls(name, load_response_template(dict(spec)))
+        return cls(name, load_response_template(dict(spec)), **more)
 
     @property
     def has_calls(self) -> bool:
@@ -43,6 +52,44 @@ class ResponseTemplate:
     def reasons(self) -> bool:
         """Whether an answer may have other parts than content and calls."""
         return bool(self.form.fields.keys() - {"content", CALLS})
+
+    def grammar(self, prompt: str, calling: Calling, added: Mapping[str, int], special: Collection[str]) -> str | None:
+        """The grammar of answers to this prompt (`call_grammar`), where it is known how a call is written."""
+        if self.calls is None:
+            return None
+        reasons = opened(self.form, prompt) is not None
+        return call_grammar(self.calls, replace(calling, reasons=reasons), added, special)
+
+    def turns(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Messages with calls as the chat templates of the family take them."""
+        if self.ids == "any" and not self.takes_text:
+            return list(messages)
+        ids: dict[str, str] = {}
+        found: list[Mapping[str, Any]] = []
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                found.append({**message, "tool_calls": [self._turned(call, ids) for call in calls]})
+            elif "tool_call_id" in message:
+                call_id = message["tool_call_id"]
+                found.append({**message, "tool_call_id": ids.get(call_id) or self._id(call_id, "", len(ids))})
+            else:
+                found.append(message)
+        return found
+
+    def _turned(self, call: Mapping[str, Any], ids: dict[str, str]) -> dict[str, Any]:
+        """The call, whose id is added to `ids`: by that which the client has for it, in order."""
+        function = call["function"]
+        ids[call["id"]] = self._id(call["id"], function["name"], len(ids))
+        if self.takes_text and not isinstance(function["arguments"], str):
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        return {**call, "id": ids[call["id"]], "function": function}
+
+    def _id(self, call_id: str, name: str, number: int) -> str:
+        if self.ids == "numbered":
+            return f"functions.{name}:{number}"
+        if self.ids == "any" or (len(call_id) == 9 and call_id.isascii() and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]], *, streams: bool) -> AnswerParser:
         """A parser of one answer to this prompt, which offered these tools."""
@@ -63,7 +110,10 @@ def families() -> dict[str, Family]:
     found = {}
     for file in sorted(FOLDER.glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
-        found[file.stem] = Family(content["recognised_by"], ResponseTemplate.of(file.stem, content["template"]))
+        more = {name: content[name] for name in ("ids", "takes_text") if name in content}
+        calls = CallForm(**content["call"]) if "call" in content else None
+        template = ResponseTemplate.of(file.stem, content["template"], calls=calls, **more)
+        found[file.stem] = Family(content["recognised_by"], template)
     return found
 
 

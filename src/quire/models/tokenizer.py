@@ -15,6 +15,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from quire.errors import InvalidInput, ModelLoadError
 from quire.models.answer_parser import AnswerParser
+from quire.models.call_grammar import Calling
 from quire.models.response_template import ResponseTemplate, find
 from quire.models.source import ModelSource, quiet, reading
 from quire.plan.source import check_tokenizer
@@ -36,6 +37,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._longest: int | None = None
         self._response_template = _response_template(tokenizer, response_template)
+        self._shows_tools: bool | None = None
         self._token_texts: dict[bool, TokenTexts | None] = {}  # key: whether special tokens are skipped
 
     @property
@@ -116,6 +118,41 @@ class Tokenizer:
             return None
         return lambda streams: template.parser(prompt, tools, streams=streams)
 
+    def call_grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], **choice: bool) -> str | None:
+        """The grammar, in Lark's syntax, of answers to this prompt that call these tools; `choice` is as in `Calling`.
+        None where it is not known how a call is written."""
+        if self._response_template is None:
+            return None
+        calling = Calling(functions=[tool["function"] for tool in tools], **choice)
+        tokens = self._tokenizer.added_tokens_decoder
+        added = {token.content: token_id for token_id, token in tokens.items()}
+        special = {token.content for token in tokens.values() if token.special}
+        return self._response_template.grammar(prompt, calling, added, special)
+
+    def check_tools(self) -> None:
+        """Raise InvalidInput where tools would change nothing: their calls could not be read, or the chat template
+        shows none of them."""
+        if self._response_template is None or not self._response_template.has_calls:
+            raise InvalidInput(
+                f"'{self.name}' has no response template, so calls of tools could not be found in its answers.",
+                fix="choose one by --response-template.",
+            )
+        if self._shows_tools is None:
+            self._shows_tools = self._finds_tools()
+        if not self._shows_tools:
+            raise InvalidInput(
+                f"the chat template of '{self.name}' shows no tools to the model.",
+                fix="give one that does, by --chat-template.",
+            )
+
+    def _finds_tools(self) -> bool:
+        tool = {"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}
+        messages = [{"role": "user", "content": "c"}]
+        try:
+            return self.chat_text(messages) != self.chat_text(messages, tools=[tool])
+        except InvalidInput:
+            return True  # the request's own messages decide
+
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
@@ -125,10 +162,14 @@ class Tokenizer:
                 f"tokenizer '{self.name}' has no chat template.",
                 fix="use plain completions, or add 'chat_template' to tokenizer_config.json.",
             )
+        template = self._response_template
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+                    list(messages) if template is None else template.turns(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **variables,
                 )
             )
         except Exception as error:  # templates raise exceptions of their authors' choice

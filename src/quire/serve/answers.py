@@ -105,6 +105,7 @@ class AnswerMessage(TypedDict):
     content: str | None
     refusal: str | None
     reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
     tool_calls: NotRequired[list[AnswerCall] | None]
 
 

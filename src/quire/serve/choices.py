@@ -191,7 +191,7 @@ class MessageChoices:
         found = ReadAnswer.of(reader.whole(part.text))
         message: dict[str, object] = {"role": "assistant", "content": found.content, "refusal": None}
         if found.reasoning:
-            message["reasoning_content"] = found.reasoning
+            message |= _reasoning(found.reasoning)
         if found.calls:
             message["content"] = found.content or None
             message["tool_calls"] = [_called(call.name, call.arguments) for call in found.calls]
@@ -238,11 +238,16 @@ def _delta(piece: Piece) -> dict[str, object]:
         case Content(text):
             return {"content": text}
         case Reasoning(text):
-            return {"reasoning_content": text}
+            return _reasoning(text)
         case CallBegun(number, name):
             return {"tool_calls": [{"index": number} | _called(name, "")]}
         case CallArguments(number, text):
             return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+
+
+def _reasoning(text: str) -> dict[str, object]:
+    """Under both names that clients read: that of DeepSeek, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _called(name: str, arguments: str) -> dict[str, Any]:

@@ -32,8 +32,7 @@ def completions_router(service: Service) -> APIRouter:
         tokenising = able_to_chat(service.engine.tokenising)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising))
-        reader = conversation.reader(tokenising, prompt)
-        params.skip_special_tokens &= reader is None  # marks of calls are special tokens in some families
+        reader = conversation.reader(tokenising, prompt, params)
         form = ChoiceForm(body, MessageChoices(body.top_logprobs or 0, reader))
         return await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import InvalidInput
+from quire.grammar import json_schema, lark
+from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader
 from quire.serve.errors import BadField
+from quire.spec.grammar import Grammar
 
 TEMPLATE_ARGUMENTS = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
@@ -78,18 +82,76 @@ class Conversation:
                     param="chat_template_kwargs",
                     fix=f"leave {name} out.",
                 )
-        tools = {} if self._offers_none else {"tools": [tool.for_template() for tool in self.tools]}
-        return await tokenising.chat(self.messages, {**self.variables, **tools})
+        if not self._offered:
+            return await tokenising.chat(self.messages, self.variables)
+        for name, count in Counter(tool.name for tool in self.tools).items():
+            if count > 1:
+                raise BadField(f"{count} tools have the name '{name}'.", param="tools", fix="give each its own name.")
+        try:
+            await tokenising.check_tools()
+        except InvalidInput as error:
+            raise BadField(error.message, param="tools", fix=error.fix) from None
+        tools = [tool.for_template() for tool in self._offered]
+        return await tokenising.chat(self.messages, {**self.variables, "tools": tools})
+
+    def reader(
+        self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams
+    ) -> Callable[[], AnswerReader] | None:
+        """Makes a reader for each answer to it; None where each answer is text and nothing else. `params` get what it
+        needs: special tokens are shown, which mark calls in some families, and calls have the form that was asked for.
+
+        Raises BadField for a schema that cannot be enforced.
+        """
+        tools = [tool.for_template() for tool in self._offered]
+        parser = tokenising.response_parser(prompt.text, tools)
+        if parser is None:
+            return None
+        params.skip_special_tokens = False
+        if self._offered and self._is_enforced:
+            params.grammar = self._grammar(tokenising, prompt, params)
+        return lambda: AnswerReader(parser)
 
     @property
-    def _offers_none(self) -> bool:
-        return not self.tools or self.choice.mode == "none"
+    def _offered(self) -> Sequence[Tool]:
+        return () if self.choice.mode == "none" else self.tools
 
-    def reader(self, tokenising: Tokenising, prompt: Rendered) -> Callable[[], AnswerReader] | None:
-        """Makes a reader for each answer to it; None where each answer is text and nothing else."""
-        tools = () if self._offers_none else [tool.for_template() for tool in self.tools]
-        parser = tokenising.response_parser(prompt.text, tools)
-        return None if parser is None else lambda: AnswerReader(parser)
+    @property
+    def _is_enforced(self) -> bool:
+        return self.choice.mode == "required" or any(tool.strict for tool in self.tools)
+
+    def _grammar(self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams) -> Grammar:
+        is_required = self.choice.mode == "required"
+        if params.grammar is not None:
+            raise BadField(
+                "an answer cannot have a form of its own and that of calls of tools.",
+                param="tool_choice" if is_required else "tools",
+                fix="leave out response_format, or strict and tool_choice.",
+            )
+        called = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
+        for number, tool in enumerate(self.tools):
+            if tool in called and (is_required or tool.strict):
+                _check_parameters(number, tool)
+        offered = [
+            {"type": "function", "function": {**tool.for_template()["function"], "strict": tool.strict}}
+            for tool in called
+        ]
+        choice = {"is_required": is_required, "is_parallel": self.is_parallel}
+        text = tokenising.call_grammar(prompt.text, offered, **choice)
+        if text is None:
+            raise BadField(
+                "the form of calls of tools cannot be enforced for this model: it is not known how it writes one.",
+                param="tool_choice" if is_required else "tools",
+                fix="use tool_choice auto without strict, or choose a family by --response-template.",
+            )
+        return lark(text)
+
+
+def _check_parameters(number: int, tool: Tool) -> None:
+    try:
+        json_schema({"type": "object", **tool.parameters})
+    except InvalidInput as error:
+        message = f"the parameters of tool '{tool.name}' cannot be enforced: {error.message}"
+        raise BadField(message, param=f"tools[{number}].function.parameters", fix=error.fix) from None
 
 
 def able_to_chat(tokenising: Tokenising | None) -> Tokenising:

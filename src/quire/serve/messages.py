@@ -55,8 +55,7 @@ def messages_router(service: Service) -> APIRouter:
         conversation, prompt = await rendered(body, request, terms.deadline)
         tokenising = able_to_chat(service.engine.tokenising)
         _check_thinking(body, tokenising, prompt)
-        reader = conversation.reader(tokenising, prompt)
-        params.skip_special_tokens &= reader is None  # marks of calls are special tokens in some families
+        reader = conversation.reader(tokenising, prompt, params)
         room = service.engine.context_length - len(prompt.token_ids)
         is_clamped = room < body.max_tokens
         params.max_tokens = max(1, min(room, body.max_tokens))  # without room for one, the prompt is too long

@@ -343,7 +343,7 @@ _NOT_TEXT = ("function_call", "audio", "refusal")
 class Message(ClosedObject):
     """One turn. An assistant's may have calls of tools in place of content; a tool's is the result of one."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "reasoning", *_NOT_TEXT})
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", *_NOT_TEXT})
     neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -352,6 +352,7 @@ class Message(ClosedObject):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = field("A newer name of `reasoning_content`.")
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -371,6 +372,8 @@ class Message(ClosedObject):
                 call_of(each.id, each.function.name, each.function.arguments) for each in self.tool_calls
             ]
         more = {name: getattr(self, name) for name in _TURN_FIELDS.get(found["role"], ())}
+        if found["role"] == "assistant" and self.reasoning:
+            more["reasoning_content"] = more["reasoning_content"] or self.reasoning
         found |= {name: value for name, value in more.items() if value}
         return found
 

@@ -1,0 +1,152 @@
+"""Grammars, in Lark's syntax, of answers that call tools: calls alone, or text and calls whose arguments are strict.
+
+A family says as data how it writes a call (`call` in its file). Texts that are tokens of their own stand as token ids:
+in llguidance the letters of such a token are another text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_ANY = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """How a family writes calls. `begin` has `{name}` for the name of the tool, and perhaps `{number}`. Arguments
+    follow as JSON, or by `parameter`: then a text before each value, with `{name}` for that of the parameter, and one
+    after it. `section` and `section_end` are around all calls, the two of `reasoning` around what comes before."""
+
+    begin: str
+    end: str
+    between: str = ""
+    section: str = ""
+    section_end: str = ""
+    parameter: Mapping[str, str] | None = None
+    reasoning: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calling:
+    """What an answer may call: functions with a `name`, `parameters` and `strict`, as chat templates take tools. With
+    `is_required`, at least one of them. `reasons` says that the prompt has begun with reasoning."""
+
+    functions: Sequence[Mapping[str, Any]]
+    is_required: bool
+    is_parallel: bool
+    reasons: bool = False
+
+
+def call_grammar(form: CallForm, calling: Calling, added: Mapping[str, int], special: Collection[str]) -> str:
+    """The grammar. `added` are the tokens that stand for a text of their own, with their ids. Those that are `special`
+    are not in free text: some of them end a sequence."""
+    return _CallGrammar(form, calling, added, special).text()
+
+
+class _CallGrammar:
+    def __init__(self, form: CallForm, calling: Calling, added: Mapping[str, int], special: Collection[str]) -> None:
+        self._form = form
+        self._calling = calling
+        self._added = added
+        self._in_text = [text for text in added if text not in special or text in form.reasoning]
+        longest_first = sorted(added, key=len, reverse=True)
+        self._tokens = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if added else r"(?!)")
+        self._rules: list[str] = []
+
+    def text(self) -> str:
+        form = self._form
+        first = form.section or form.begin
+        found = re.match(r"[^\n{]+", first)
+        marker = found[0] if found else first.partition("{name}")[0]
+        if self._calling.is_required or self._tokens.match(first):
+            marker = ""  # nothing else begins so
+        section, begin = form.section.removeprefix(marker), form.begin
+        if not form.section:
+            begin = begin.removeprefix(marker)
+        names = [self._call(number, begin, each) for number, each in enumerate(self._calling.functions)]
+        self._rules.append("call: " + " | ".join(names))
+        more = (
+            f"({self._said(form.between)} call)*" if self._calling.is_parallel and (form.section or not marker) else ""
+        )
+        self._rules.append(f"calls: {self._said(section)} call {more} {self._said(form.section_end)}")
+        start = self._required() if self._calling.is_required else self._free(marker, first)
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def _required(self) -> str:
+        if not self._form.reasoning:
+            return "calls"
+        opening, closing = map(self._said, self._form.reasoning)
+        if closing.startswith("<["):
+            self._rules.append(f"ANY: {_ANY}")
+            self._rules.append(f"reasoned: {self._with_others('ANY', self._form.reasoning[1])} {closing} /\\s*/")
+        else:
+            self._rules.append(f"until[suffix={json.dumps(self._form.reasoning[1])}]: {_ANY}")
+            self._rules.append("reasoned: until /\\s*/")
+        return "reasoned calls" if self._calling.reasons else f"({opening} reasoned)? calls"
+
+    def _free(self, marker: str, first: str) -> str:
+        """Text, and calls, which begin with the marker, or else with a token of their own: that in `first`."""
+        often = "*" if self._calling.is_parallel else "?"
+        if not marker:
+            self._rules.append(f"ANY: {_ANY}")
+            self._rules.append(f"free: {self._with_others('ANY', first)}")
+            return f"free (calls free){often}"
+        escaped = re.escape(marker).replace("\\ ", " ").replace("/", "\\/")
+        self._rules.append(f"TEXT: {_ANY} & ~/(.|\\n)*{escaped}(.|\\n)*/")
+        self._rules.append(f"begun[suffix={json.dumps(marker, ensure_ascii=False)}]: {_ANY}")
+        return f"(begun calls){often} TEXT"
+
+    def _with_others(self, rule: str, end: str) -> str:
+        """Text of this rule and added tokens, but for the one with which `end` begins."""
+        begun = self._tokens.match(end)
+        ids = ",".join(str(self._added[text]) for text in self._in_text if begun is None or text != begun[0])
+        return f"{rule} (<[{ids}]> {rule})*" if ids else rule
+
+    def _call(self, number: int, begin: str, function: Mapping[str, Any]) -> str:
+        """The rule of calls of this function, which begin so: its name."""
+        schema = {"type": "object", **function.get("parameters", {})}
+        if not (self._calling.is_required or function.get("strict")):
+            schema = {"type": "object"}
+        begin = self._said(begin, function["name"])
+        if self._form.parameter is None:
+            arguments = f"arguments_{number}"
+            self._rules.append(f"{arguments}: %json {json.dumps(schema, ensure_ascii=False)}")
+        else:
+            arguments = self._parameters(number, schema, self._form.parameter)
+        self._rules.append(f"call_{number}: {begin} {arguments} {self._said(self._form.end)}")
+        return f"call_{number}"
+
+    def _parameters(self, number: int, schema: Mapping[str, Any], around: Mapping[str, str]) -> str:
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        found = []
+        for place, (name, one) in enumerate(schema.get("properties", {}).items()):
+            rule, after = f"value_{number}_{place}", around["end"]
+            if isinstance(one, Mapping) and one.get("type") == "string" and "enum" not in one:
+                self._rules.append(f"{rule}[suffix={json.dumps(after)}]: {_ANY}")
+            elif isinstance(one, Mapping) and one.get("type") == "string":
+                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in one["enum"])
+                self._rules.append(f"{rule}: ({texts}) {self._said(after)}")
+            else:
+                inner = {**one, **shared} if isinstance(one, Mapping) else one
+                self._rules.append(f"{rule}_json: %json {json.dumps(inner, ensure_ascii=False)}")
+                self._rules.append(f"{rule}: {rule}_json {self._said(after)}")
+            mark = "" if name in schema.get("required", ()) else "?"
+            found.append(f"({self._said(around['begin'], name)} {rule}){mark}")
+        return " ".join(found)
+
+    def _said(self, text: str, name: str = "") -> str:
+        """The text as Lark has it."""
+        parts = re.split(r"(\{number\})", text.replace("{name}", name))
+        return " ".join("/[0-9]+/" if part == "{number}" else self._literal(part) for part in parts if part)
+
+    def _literal(self, text: str) -> str:
+        pieces = self._tokens.split(text)
+        return " ".join(
+            f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )
