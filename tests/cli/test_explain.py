@@ -11,6 +11,7 @@ import pytest
 
 from quire.cli.explain import _sum_of, merged_evictions
 from quire.cli.report import drafts_remark
+from tests.changes import SIMULATOR, slow_unless_changed
 from tests.cli.conftest import Run
 from tests.serve.live_server import LiveServer
 
@@ -62,6 +63,7 @@ def test_tables_fit_a_terminal(run: Run) -> None:
     assert max(map(len, (summary.stdout + one.stdout).splitlines())) <= 80
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/cli/", "src/quire/observe/")
 @pytest.mark.parametrize("model", ["gemma-3-1b", "qwen3-next-80b-a3b"])
 def test_models_with_several_groups(run: Run, model: str) -> None:
     asked = (*TRACE, "--model", model, "--pool-tokens", "1/4")
@@ -76,6 +78,7 @@ def test_models_with_several_groups(run: Run, model: str) -> None:
         )
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/cli/", "src/quire/observe/")
 def test_what_was_lost_to_namespaces_and_groups_is_listed(run: Run) -> None:
     same = run("explain", "same-text-other-namespace", "--limit", 40, env={"COLUMNS": "80"})
     assert "namespace" in next(line for line in same.stdout.splitlines() if line.startswith("request "))

@@ -14,7 +14,7 @@ from bench.sparse.drawn import drifting_selections
 from quire.cache.running import RunningTables
 from quire.prefix.evict import POLICIES
 from quire.sim.workloads import WORKLOADS
-from tests.changes import SIMULATOR, TRANSFER, slow_unless_changed
+from tests.changes import SIMULATOR, TIERS, TRANSFER, slow_unless_changed
 from tests.cli.conftest import Run
 
 KEYS = {
@@ -128,6 +128,7 @@ def test_the_same_words_give_the_same_digest(run: Run) -> None:
     assert runs(run, "chat", "--limit", 8, "--seed", 4)[0]["digest"] != first["digest"]
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/cli/")
 @pytest.mark.parametrize(
     "model", ["gemma-3-1b", "qwen3-next-80b-a3b", "quire-bundled-window", "quire-bundled-recurrent"]
 )
@@ -256,6 +257,7 @@ def test_tiers_stand_beside_the_same_replay_without_them(run: Run) -> None:
     assert (same["digest"], same["tiers"]) == (without["digest"], None)
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS, "src/quire/cli/")
 def test_tables_say_what_tiers_were_worth_and_which_links_lost(run: Run) -> None:
     done = run("replay", *TIERED, "--storage-tokens", "8k", env={"COLUMNS": "120"})
     assert done.exit_code == 0, done.stderr
@@ -286,6 +288,7 @@ def test_tables_say_what_tiers_were_worth_and_which_links_lost(run: Run) -> None
     assert "; measured " in done.stdout
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS, "src/quire/cli/")
 def test_a_host_of_so_many_bytes_and_a_model_with_a_window(run: Run) -> None:
     _, beside = runs(
         run, *SHORT, "--model", "gemma-3-1b", "--pool-tokens", "1/2", "--policy", "lru", "--host-memory", "256MiB",

@@ -16,6 +16,7 @@ from quire.client.llm import LLM
 from quire.errors import EngineDead, HostMemoryError
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.stores.directory import DirectoryStore
+from tests.changes import TIERS, slow_unless_changed
 from tests.serve.tiny_model import make_tiny_model
 
 PROMPT = list(range(1, 101))
@@ -66,6 +67,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread not in before and "quire" in thread.name]
 
 
+@slow_unless_changed("src/quire/engine/", "src/quire/client/", *TIERS)
 @pytest.mark.parametrize("end", [pytest.param("ends", marks=pytest.mark.slow), "raises"])
 def test_a_script_that_just_ends_leaves_all_it_cached(end: str, model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(model), str(tmp_path / "store"), end]

@@ -17,6 +17,7 @@ from quire.engine.device.sampler import Sampler
 from quire.plan import devices
 from quire.plan.devices import sampling_bytes
 from quire.scheduler.sampling_params import SamplingParams
+from tests.changes import DEVICE, slow_unless_changed
 from tests.engine.test_sampler import places, request
 from tests.fake_cuda import FakeCuda
 
@@ -58,6 +59,7 @@ def test_counting_keeps_what_sorting_keeps(seed: int) -> None:
     check_counting(seed)
 
 
+@slow_unless_changed(*DEVICE)
 def test_draws_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2,000 rows, of which most are looked at as a whole, in blocks of few rows."""
     monkeypatch.setattr(filters, "_MOST_CANDIDATES", 20)
@@ -103,6 +105,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
 
 
+@slow_unless_changed(*DEVICE)
 @pytest.mark.parametrize("rows", [3, 16, 40])
 def test_draws_take_the_memory_that_is_planned(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each row has filters and reports log-probabilities; and not much less."""

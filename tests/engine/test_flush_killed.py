@@ -17,6 +17,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers import tombstones
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.tombstones import tombstone_scope
+from tests.changes import STORES, TIERS, slow_unless_changed
 from tests.serve.tiny_model import make_tiny_model
 
 PROMPTS = [[first, *range(1, 100)] for first in range(1, 7)]
@@ -111,6 +112,7 @@ def killed(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple
     return tmp_path / "store", what
 
 
+@slow_unless_changed(*STORES, *TIERS)
 @pytest.mark.parametrize(
     "killed",
     [

@@ -64,6 +64,7 @@ def _inner(pieces: Pieces, *tensors: Any) -> Any:
     return own, *(tensor.inner for tensor in tensors)
 
 
+@slow_unless_changed(*DEVICE, *TIERS)
 @settings(max_examples=40, deadline=None)
 @given(odd_layouts(), orders(), st.booleans(), st.booleans(), st.booleans())
 def test_staged_frames_are_the_same_bytes(

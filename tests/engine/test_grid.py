@@ -9,6 +9,7 @@ import pytest
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
+from tests.changes import CORE, MODELS, slow_unless_changed
 from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.tiny_models import VOCAB_SIZE, build_tiny, save_tiny
@@ -51,6 +52,7 @@ def test_grid(case: tuple[LoadedModel, list[list[int]]], page_size: int, chunk: 
             assert statistics["evicted_pages"] > 0
 
 
+@slow_unless_changed(*CORE, *MODELS)
 @covering(eviction=["lru", "lfu", "slru", "fifo", "mru", "filo", "priority"], policy=["fcfs", "lpm"])
 def test_policies(case: tuple[LoadedModel, list[list[int]]], policy: str, eviction: str) -> None:
     """Whatever goes first or goes away first, the tokens are the same."""

@@ -18,6 +18,7 @@ from quire.memory.residency import PageTableChanges
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
 from quire.testing.choices import Choices
+from tests.changes import DEVICE, slow_unless_changed
 
 CUDA = pytest.param("cuda", "auto", marks=pytest.mark.gpu)
 INTERPRETED = pytest.param("cpu", "triton", marks=pytest.mark.filterwarnings("ignore::RuntimeWarning"))
@@ -37,6 +38,7 @@ def moves_of(device: str, word: Any) -> Moves:
     return AttentionBackend(word, torch.device(device)).moves
 
 
+@slow_unless_changed(*DEVICE)
 @pytest.mark.parametrize(("device", "word"), [("cpu", "torch"), ("cpu", "apart"), INTERPRETED, CUDA])
 def test_tables_follow_requests_that_begin_grow_share_and_end(device: str, word: str) -> None:
     check_tables(device, moves_of(device, word), 300 if word == "triton" else 3000)

@@ -12,6 +12,7 @@ from quire.engine.core import EngineCore
 from quire.engine.device.warm_up import warm_ups
 from quire.engine.messages import EngineRequest
 from quire.scheduler.sampling_params import SamplingParams
+from tests.changes import DEVICE, slow_unless_changed
 from tests.emulated_attention import emulated_kernels
 from tests.engine.running import core_for
 from tests.engine.test_fake_cuda import on_cpu, on_device, ours, watched
@@ -61,6 +62,7 @@ def check_compilations(name: str, **settings: Any) -> None:
         assert ours(cuda) == []
 
 
+@slow_unless_changed(*DEVICE)
 @pytest.mark.parametrize(
     "name",
     [
@@ -73,6 +75,7 @@ def test_serving_compiles_nothing_after_the_start(name: str) -> None:
     check_compilations(name)
 
 
+@slow_unless_changed(*DEVICE)
 def test_a_start_without_warm_up_leaves_it_to_the_first_prompts(caplog: pytest.LogCaptureFixture) -> None:
     cuda, given = FakeCuda(), {**GIVEN, "disable_cuda_graph": True}
     caplog.set_level(logging.INFO, "quire.engine.device.warm_up")

@@ -75,6 +75,7 @@ def test_groups_that_keep_less_than_everything_add_up_too(groups: str, overlap: 
     assert causes["evicted"] > 0
 
 
+@slow_unless_changed(*SIMULATOR, "src/quire/observe/")
 @pytest.mark.parametrize("groups", few(HYBRIDS, 2))
 def test_to_explain_changes_nothing(groups: str) -> None:
     explained, plain = (replayed("sessions", groups=groups, explain=explain) for explain in (True, False))

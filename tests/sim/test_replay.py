@@ -48,6 +48,7 @@ def test_one_after_the_other_in_a_large_pool_hits_what_an_endless_cache_would(pa
     assert result.records[0].hit_tokens == 0
 
 
+@slow_unless_changed(*SIMULATOR)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_replay_twice_is_the_same(overlap: bool) -> None:
     trace = open_trace("agents", limit=20, seed=1)
@@ -118,6 +119,7 @@ def test_a_replay_runs_once() -> None:
         replay.run(requests([(8, 4)]))
 
 
+@slow_unless_changed(*SIMULATOR)
 def test_a_pool_between_two_requests_is_seen_to_be_idle() -> None:
     first, busy = run(requests([(16, 3), (16, 3)], gap=1000.0)), requests([(24, 10)] * 400, gap=50.0)
     for result in (first, run(busy, check="off")):

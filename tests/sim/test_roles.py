@@ -13,6 +13,7 @@ from quire.sim.roles import Roles, RolesResult
 from quire.sim.tier_settings import SimulatedTiers
 from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
+from tests.changes import SIMULATOR, TRANSFER, slow_unless_changed
 from tests.covering import covering
 from tests.sim.replays import COST, HYBRIDS, requests
 
@@ -57,6 +58,7 @@ def test_without_roles_nothing_is_asked() -> None:
     assert result.hit_tokens + result.computed_tokens == result.prompt_tokens
 
 
+@slow_unless_changed(*SIMULATOR, *TRANSFER)
 @pytest.mark.parametrize("acceptance", [0.7, None])
 def test_engines_that_answer_draft(acceptance: float | None) -> None:
     """As given, or as the trace records it; engines that compute prompts draft nothing."""
@@ -70,6 +72,7 @@ def test_engines_that_answer_draft(acceptance: float | None) -> None:
     assert apart.seconds < plain.seconds
 
 
+@slow_unless_changed(*SIMULATOR, *TRANSFER)
 @pytest.mark.parametrize("failures", [0.3, 1.0])
 def test_a_failed_write_costs_time_and_no_token(failures: float) -> None:
     whole, broken = run(1, 2), run(1, 2, failures=failures, seed=3)
@@ -104,12 +107,14 @@ def test_a_slow_link_ends_at_the_deadline() -> None:
     assert result.fallbacks["deadline"] > 0 and result.requests == len(TRACE)
 
 
+@slow_unless_changed(*SIMULATOR, *TRANSFER)
 def test_writes_that_outlive_their_asks_are_ended() -> None:
     """They wait on the link for longer than a prefill engine waits for writes of an ask that has ended."""
     result = run(1, 1, bandwidth=1e5)
     assert result.fallbacks["deadline"] > 0 and result.requests == len(TRACE)
 
 
+@slow_unless_changed(*SIMULATOR, *TRANSFER)
 def test_a_slower_link_makes_the_first_token_later() -> None:
     first = [run(1, 1, bandwidth=bandwidth).ttft_s[0] for bandwidth in (1e12, 1e8, 2e7)]
     assert first[0] < first[1] < first[2]

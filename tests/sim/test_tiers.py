@@ -90,6 +90,7 @@ def test_a_slow_host_loads_nothing_and_says_why() -> None:
     assert use.saved_bytes < without.prompt_tokens * TOKEN_BYTES / 50  # nor is much copied for nothing
 
 
+@slow_unless_changed(*SIMULATOR, *TIERS)
 def test_a_fast_host_loads() -> None:
     without, beside = both("chat", SimulatedTiers(host_tokens=1_000_000, host_bandwidth=40), limit=100)
     use = use_of(beside)
