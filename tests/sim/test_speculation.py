@@ -46,14 +46,17 @@ def test_a_starved_replay_draws_the_same(groups: str, page_size: int) -> None:
 @slow_unless_changed(*SIMULATOR, "src/quire/speculative/")
 @pytest.mark.parametrize("groups", few(HYBRIDS, 2))
 def test_prefixes_are_hit_as_often(groups: str) -> None:
-    """One request after the other, so that only what drafts reserve and drop could make a difference."""
+    """One request after the other, in an order of eviction that learns nothing, so that only what drafts reserve and
+    drop could make a difference. The state at the end of a page that a draft reaches is not stored: who goes on from
+    there begins a little earlier."""
     trace = open_trace("chat:requests=30,rate=1", seed=2)
     serial = [replace(request, arrival=at * 1e4, after="") for at, request in enumerate(trace)]
     settings = {"num_pages": 600, "page_size": 16, "context": 9_000, "chunk": 2048, "groups": groups, "check": "reads"}
+    settings["policy"] = "lru"
     plain = run(serial, **settings)
     result = run(serial, **settings, speculation=ngram(4), acceptance=0.8)
     assert plain.evicted_tokens > 0 < plain.hit_tokens
-    assert result.hit_rate >= 0.99 * plain.hit_rate
+    assert result.hit_rate >= (0.98 if groups == "state" else 0.99) * plain.hit_rate
     assert result.output_tokens == plain.output_tokens
     assert result.steps < 0.5 * plain.steps
     accepted, drafted = counts(result)
