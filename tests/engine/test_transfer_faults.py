@@ -320,6 +320,24 @@ def test_pages_are_held_until_they_have_landed_and_no_longer() -> None:
         prefill.audit()
 
 
+def test_pages_that_the_host_has_are_written_before_anything_else_is_saved() -> None:
+    """The second ask for a prompt waits for no step of this engine."""
+    with pair() as (_, prefill):
+        assert prefill.transfer is not None
+        side, tokens = prefill.transfer.prefill, np.array(PROMPTS[0][:32], dtype=np.int32)
+        tiers = side._tiers
+        scope = tiers.names.scope(Namespace())
+        side.asked("first", Ask(1, 1, 9.0, scope, "", "", tokens.tobytes()))
+        until(lambda: side._prompts["first", 1].is_done and not tiers.moving, prefill)
+        side.settle()
+        side.lost("first")
+        side.asked("second", Ask(2, 1, 9.0, scope, "", "", tokens.tobytes()))
+        side.asked("second", Want(2, 0, (np.arange(4, dtype=np.int32).tobytes(),), b""))
+        side.settle()
+        assert len(side._writes) == 1 and not side._prompts["second", 2].is_done
+        side.lost("second")
+
+
 def test_pages_that_were_lost_are_refused_while_others_are_saved() -> None:
     """A busy prefill engine always saves something."""
     with pair() as (_, prefill):

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from tests.changes import TRANSFER, slow_unless_changed
 from tests.covering import few
 from tests.transfer.protocol_model import Bounds, Ends, World, explore
 
@@ -85,5 +86,5 @@ class LivesWithShutTags(Lives):
 
 
 Lives.TestCase.settings = LivesWithShutTags.TestCase.settings = settings(max_examples=200, stateful_step_count=30)
-TestLives = Lives.TestCase
-TestLivesWithShutTags = LivesWithShutTags.TestCase
+TestLives = slow_unless_changed(*TRANSFER, "tests/transfer/")(Lives.TestCase)
+TestLivesWithShutTags = slow_unless_changed(*TRANSFER, "tests/transfer/")(LivesWithShutTags.TestCase)
