@@ -41,7 +41,7 @@ demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, 
 	@echo "==> Starting the server and a client that holds several conversations"
 	@$(BIN)/python -m examples.demo
 
-test: $(READY)   ## the tests that are quick; mutants of what has changed and a tenth of the others
+test: $(READY)   ## the tests that are quick; mutants and long tests of what has changed, and a tenth of the others
 	@$(PYTEST) -m "not slow and not gpu" --durations=10 $(WORKERS)
 
 test-all: $(READY)  ## everything: all mutants, the long stateful runs and the soak test included
