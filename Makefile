@@ -45,6 +45,7 @@ test: $(READY)   ## the tests that are quick; mutants and long tests of what has
 	@$(PYTEST) -m "not slow and not gpu" --durations=10 $(WORKERS)
 
 test-all: $(READY)  ## everything: all mutants, the long stateful runs and the soak test included
+	-@$(PIP) -e ".[clients]" # their tests skip without them
 	@QUIRE_RECOMPUTE_TOKENS=1 $(PYTEST) -m "not gpu" --durations=10 --timeout 1800 $(WORKERS)
 
 fuzz: $(READY)   ## random operations on tiny caches for a minute, all checks after each; SEEDS=1000 for so many lives

@@ -219,3 +219,38 @@ def test_the_name_of_a_call_leaves_before_its_arguments_are_whole() -> None:
     assert parser.feed('\\"}') == [("arguments", '\\"}')]
     assert parser.feed('"}') == [("arguments", '"}')]
     assert parser.feed("}\n</tool_call>") == parser.end() == []
+
+
+def history(*ids: str) -> list[dict[str, object]]:
+    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}} for each in ids]
+    results = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in reversed(ids)]
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+
+def test_ids_of_calls_are_those_that_a_chat_template_takes() -> None:
+    def ids(family: str) -> list[str]:
+        turns = families()[family].template.turns([*history("call_1", "call_2"), *history("abcdefgh9")])
+        called = [call["id"] for turn in turns for call in turn.get("tool_calls", ())]
+        return called + [turn["tool_call_id"] for turn in turns if turn["role"] == "tool"]
+
+    assert ids("hermes") == ["call_1", "call_2", "abcdefgh9", "call_2", "call_1", "abcdefgh9"]
+    numbered = [f"functions.f:{number}" for number in range(3)]
+    assert ids("kimi_k2") == [*numbered, numbered[1], numbered[0], numbered[2]]
+    nine = ids("mistral")
+    assert all(len(each) == 9 and each.isalnum() for each in nine)
+    assert nine[2] == "abcdefgh9"
+    assert nine == [*nine[:3], nine[1], nine[0], nine[2]]
+    assert len(set(nine)) == 3
+
+
+def test_arguments_are_text_where_a_chat_template_joins_them() -> None:
+    for family, arguments in (("deepseek_v3", '{"a": 1}'), ("hermes", {"a": 1})):
+        [_, turn, *_] = families()[family].template.turns(history("1"))
+        assert turn["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_a_form_of_the_checkpoint_wins_and_the_family_says_the_rest() -> None:
+    own = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": {"open": "<tool_call>", "content": "json"}}}
+    found = find("auto", own=own, chat_template=CHAT_TEMPLATES["hermes"])
+    assert found is not None
+    assert (found.name, found.reasons, found.calls) == ("own", False, families()["hermes"].template.calls)

@@ -119,14 +119,16 @@ def families() -> dict[str, Family]:
 
 def find(chosen: str, *, own: Mapping[str, Any] | None, chat_template: str) -> ResponseTemplate | None:
     """The template of a tokenizer: the one `chosen` by name, of a JSON file with that path, or none for "none"; with
-    "auto" its `own`, else that of the family of which its chat template has most marks."""
+    "auto" that of the family of which its chat template has most marks, in which its `own` form, if any, stands."""
     if chosen == "none":
         return None
     if chosen == "auto":
-        if own is not None:
-            return ResponseTemplate.of("own", own)
         fitting = [each for each in families().values() if all(mark in chat_template for mark in each.marks)]
-        return max(fitting, key=lambda each: len(each.marks)).template if fitting else None
+        family = max(fitting, key=lambda each: len(each.marks)).template if fitting else None
+        if own is None:
+            return family
+        template = ResponseTemplate.of("own", own)
+        return template if family is None else replace(family, name="own", form=template.form)
     if chosen in families():
         return families()[chosen].template
     try:
