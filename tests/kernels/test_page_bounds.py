@@ -12,10 +12,12 @@ from quire.kernels.attention import attend_selected
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.page_bounds import PageBounds
+from tests.changes import KERNELS, slow_unless_changed
 from tests.covering import each_of
 from tests.kernels.bounds_case import check_bounds, limits_of
 
 
+@slow_unless_changed(*KERNELS, "src/quire/sparse/")
 @each_of("seed", range(40))
 def test_bounds_are_those_of_all_keys_of_a_page(seed: int) -> None:
     check_bounds(seed)

@@ -14,6 +14,7 @@ import torch
 
 from quire.kernels.native import library
 from quire.kernels.native.library import NoLibrary, build, cache_folder, native, sources, use_native
+from tests.changes import KERNELS, slow_unless_changed
 
 SMALL = {"threads.cpp": sources()["threads.cpp"], "answer.cpp": 'extern "C" int answer() { return 42; }'}
 compiles = pytest.mark.skipif(native().library is None, reason=native().reason)
@@ -76,6 +77,7 @@ def test_libraries_of_older_versions_are_removed(tmp_path, monkeypatch):
     assert [path.exists() for path in built] == [False, False, True, True]
 
 
+@slow_unless_changed(*KERNELS)
 def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
     counted = compiler(tmp_path / "cxx", f'echo x >> {tmp_path}/calls\nexec c++ "$@"')
     monkeypatch.setenv("CXX", str(counted))

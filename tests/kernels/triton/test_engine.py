@@ -6,6 +6,7 @@ import pytest
 
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
+from tests.changes import DEVICE, KERNELS, slow_unless_changed
 from tests.engine.running import core_for, run, shared_prompts
 from tests.tiny_hybrids import HYBRIDS
 from tests.tiny_latents import LATENTS
@@ -34,6 +35,7 @@ def check(name: str, path, page_size=4, **settings) -> None:
     assert found["triton"] == found["torch"]
 
 
+@slow_unless_changed(*KERNELS, *DEVICE)
 @pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_torch(kv_dtype, tmp_path):
     check("llama", tmp_path, kv_dtype=kv_dtype)
