@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "engine" / "chunk_budget.py"
 
 
+@slow_unless_changed("bench/engine/", "bench/harness.py")
 @pytest.mark.parametrize(("options", "lines"), [((), 12), (("--engine", "--toy"), 2)])
 def test_the_benchmark_runs(options: tuple[str, ...], lines: int) -> None:
     done = run_program(BENCH, "--clients", "2", *options)

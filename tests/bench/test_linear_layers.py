@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.models.linear import native_on_cpu
+from tests.changes import slow_unless_changed
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench" / "kernels"
@@ -20,6 +21,7 @@ def rows_of(program: str, environment: dict[str, str] | None = None) -> list[lis
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
 
 
+@slow_unless_changed("bench/kernels/", "bench/harness.py")
 @pytest.mark.parametrize("narrowest", [False, True])
 def test_alternatives_for_linear_layers_are_measured(narrowest: bool) -> None:
     """On this CPU, and as on one without products of bfloat16."""
@@ -34,6 +36,7 @@ def test_alternatives_for_linear_layers_are_measured(narrowest: bool) -> None:
         assert all(float(named[name]) > 0 for name in measured)
 
 
+@slow_unless_changed("bench/kernels/", "bench/harness.py")
 def test_ways_of_a_forward_pass_are_measured() -> None:
     rows = rows_of("forward_pass.py")
     assert [row[:3] for row in rows] == [

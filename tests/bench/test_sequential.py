@@ -16,6 +16,7 @@ from quire.sim.hit_bounds import HitBounds
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.trace import Trace, TraceRequest, open_trace
+from tests.changes import slow_unless_changed
 from tests.sim.test_hit_bounds import least_recently_used
 from tests.sim.tiny_traces import request, trace_of
 
@@ -34,6 +35,7 @@ def apart(source: str, seed: int) -> Trace:
     return trace_of(requests)
 
 
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/")
 @pytest.mark.parametrize("policy", ["lru", "density"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_it_hits_what_the_engine_hits_one_request_at_a_time(source: str, policy: str) -> None:
@@ -50,6 +52,7 @@ def test_it_hits_what_the_engine_hits_one_request_at_a_time(source: str, policy:
         assert found.hit_tokens.tolist() == [hits[each.request_id] for each in trace]
 
 
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/")
 @pytest.mark.parametrize("pool_pages", [2, 5, 9, 40])
 def test_lru_is_that_of_a_small_cache_of_pages(pool_pages: int) -> None:
     check_small_pool(pool_pages)
@@ -70,6 +73,7 @@ def check_small_pool(pool_pages: int) -> None:
     assert found.refused.tolist() == [each > pool_pages for each in held] and found.refused.any() == (pool_pages < 6)
 
 
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/")
 @pytest.mark.parametrize("policy", ["lru", "density"])
 def test_clients_that_close_their_sessions_leave_more_to_hit(policy: str) -> None:
     pages = PagedTrace.of(open_trace("agent-sessions:sessions=8", seed=1), 64)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.cli.conftest import run
 from tests.examples.generated_sections import ROOT
 
@@ -17,6 +18,7 @@ REPLAY = ("replay", "chat:requests=8", "--pool-tokens", "1/2,1", "--policy", "lr
 SWEEP = ("plan", "llama-3.1-8b", "--kv-memory", "8GiB", "--sweep", "context")
 
 
+@slow_unless_changed("examples/chart.py", "src/quire/cli/")
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 @pytest.mark.parametrize("command", [REPLAY, SWEEP], ids=["replay", "sweep"])
 def test_json_is_drawn(run, tmp_path: Path, command: tuple[str, ...], suffix: str, magic: bytes) -> None:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from quire.cli.app import app as quire
+from tests.changes import slow_unless_changed
 from tests.fuzz.__main__ import app
 from tests.mutants import MUTANTS, injected
 
@@ -22,6 +23,7 @@ def read(output: str) -> dict[str, Any]:
     return found
 
 
+@slow_unless_changed("tests/fuzz/")
 def test_nothing_is_found() -> None:
     done = run("--operations", 1200, "--seed", 7, "--jobs", 1, "--json")
     assert done.exit_code == 0, done.output
@@ -52,6 +54,7 @@ def test_an_injected_mistake_that_is_not_met() -> None:
     assert not read(done.stdout)["passed"]
 
 
+@slow_unless_changed("tests/fuzz/")
 def test_a_violation_says_how_to_see_it_again() -> None:
     with injected("duplicates-leak"):
         done = run("--seed", 4, "--operations", 3000, "--jobs", 1, "--json")

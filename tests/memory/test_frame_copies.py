@@ -18,6 +18,7 @@ from quire.memory.record import HEADER_BYTES, check_record
 from quire.spec.group import GroupSpec
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layout import PER_PAGE, DType, Field, PageLayout
+from tests.changes import slow_unless_changed
 from tests.memory.frame_bytes import assert_frames, fill, ids, payload, pieces_of
 from tests.memory.layouts import PAGE_SIZES, layouts, specs
 
@@ -82,6 +83,7 @@ def check_all(page_size: int, most: int, first: int = 0, step: int = 1) -> int:
     return len(found)
 
 
+@slow_unless_changed("src/quire/memory/", "src/quire/spec/", "tests/memory/")
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_every_layout_goes_out_and_comes_back(page_size: int) -> None:
     """Each at one page size."""
@@ -129,6 +131,7 @@ def orders(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return (sorted(device), sorted(host)) if draw(st.booleans()) else (device, host)
 
 
+@slow_unless_changed("src/quire/memory/", "src/quire/spec/", "tests/memory/")
 @settings(max_examples=150, deadline=None)
 @given(odd_layouts(), orders(), st.integers(0, 1000))
 def test_layouts_of_odd_sizes_and_frames_in_any_order(

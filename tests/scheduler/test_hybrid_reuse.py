@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.spec.group import ReachSpec
+from tests.changes import CORE, slow_unless_changed
 from tests.scheduler.hybrid_server import FULL, STATE, HybridServer, ids, prompt
 
 WINDOW = ReachSpec("window", 128)
@@ -29,6 +30,7 @@ def test_the_second_request_that_shares_a_prefix_leaves_a_state_where_they_part(
     assert server.hit(first) == 288  # its last whole page but one
 
 
+@slow_unless_changed(*CORE)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_hits_do_not_depend_on_where_a_shared_prefix_ends(name: str, page_size: int) -> None:

@@ -23,6 +23,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.testing import FakeModel, small_plan
+from tests.changes import CORE, slow_unless_changed
 from tests.choices import drawn
 from tests.scheduler.session_machine import SessionMachine, run_sessions
 
@@ -462,12 +463,14 @@ def test_no_share_holds_nothing() -> None:
     assert server.cache.sessions.num_held == 0
 
 
+@slow_unless_changed(*CORE)
 @pytest.mark.parametrize("seed", range(0, 60, 6))
 def test_random_turns(seed: int) -> None:
     for each in range(seed, seed + 6):
         run_sessions(each, 60)
 
 
+@slow_unless_changed(*CORE)
 def test_random_turns_meet_everything() -> None:
     """What the seeds above meet, so that they cannot pass by doing nothing."""
     happened = sum((run_sessions(seed, 60) for seed in range(100, 150)), Counter[str]())
@@ -475,6 +478,7 @@ def test_random_turns_meet_everything() -> None:
     assert all(happened[name] for name in (*wanted, "start continued", "start edited", "start branched", "start lost"))
 
 
+@slow_unless_changed(*CORE)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_turns_that_hypothesis_draws(data: st.DataObject) -> None:
