@@ -174,6 +174,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert "Traceback" not in live.log(), live.log()
 
 
+@slow_unless_changed("src/quire/cluster/", "src/quire/cli/")
 def test_a_signal_during_the_start_ends_it() -> None:
     command = [sys.executable, "-m", "quire", "up", "--port", "0", "--json", *SMALL]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
