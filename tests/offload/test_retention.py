@@ -195,6 +195,7 @@ def test_times_that_cannot_be(ttl: float) -> None:
         keep(cache, prompt(1, 2), ttl_seconds=ttl)
 
 
+@slow_unless_changed(*TIERS)
 def test_there_is_a_limit_to_how_many() -> None:
     cache, tokens = small(), prompt(1, 1)
     cache.compute(tokens)
