@@ -24,7 +24,7 @@ from quire.settings.setting import Settings, setting
 
 if TYPE_CHECKING:
     from quire.client.llm import LLM
-    from quire.client.output import RequestOutput
+    from quire.client.request_assembler import RequestOutput
 
 SUBJECTS = ("Emma", "Mr. Darcy", "the ball", "Elizabeth", "the letter", "Captain Wentworth", "the house", "Mrs. Bennet")
 ANSWER_TOKENS = 32

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from quire.cache.statistics import CacheStatistics, FrameCounts
     from quire.client.async_engine import AsyncEngine
     from quire.client.llm import LLM
-    from quire.client.output import CompletionOutput, RequestOutput
+    from quire.client.output import CompletionOutput
+    from quire.client.request_assembler import RequestOutput
     from quire.engine.config import EngineConfig, engine_config
     from quire.errors import (
         AuditFailure,
@@ -139,7 +140,8 @@ _NAMES = {
     "client.async_engine": ("AsyncEngine",),
     "engine.config": ("EngineConfig", "engine_config"),
     "client.llm": ("LLM",),
-    "client.output": ("CompletionOutput", "RequestOutput"),
+    "client.output": ("CompletionOutput",),
+    "client.request_assembler": ("RequestOutput",),
     "errors": (
         "AuditFailure",
         "ContextTooLong",

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from quire.client.async_engine import AsyncEngine
-from quire.client.output import RequestAssembler
 from quire.client.process import Core
+from quire.client.request_assembler import RequestAssembler
 from quire.client.request_stream import MOST_AT_ONCE, RequestStream
 from quire.engine.config import engine_config
 from quire.engine.messages import ENCODER, EXIT_DEFECT, TokenOutput, WireError

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from quire.cache.request_kv import CacheUse
-from quire.client.output import RequestAssembler, SequenceAssembler, SequenceDelta, TextStream
+from quire.client.output import SequenceAssembler, SequenceDelta, TextStream
+from quire.client.request_assembler import RequestAssembler
 from quire.client.stop_strings import StopAutomaton, StopStrings
 from quire.engine.messages import TokenLogprobs, TokenOutput
 from quire.models.tokenizer import Tokenizer, load_tokenizer

@@ -14,7 +14,7 @@ from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, P
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
-from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
+from quire.cache.request_kv import ALL_TOKENS, CacheUse, PrefixHit, RequestKV
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
@@ -135,14 +135,14 @@ class KVCache:
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
-    def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
+    def match(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, most_tokens: int = ALL_TOKENS) -> PrefixHit:
         """How much of a prompt can be reused: whole pages, as far as every group can resume, without the last token,
-        which is always computed."""
+        which is always computed, and at most so many tokens."""
         _check_ids(tokens)
         found, size = self.tree.match(namespace, tokens), self.page_size
-        choice = self.offload.choose(found, min(found.num_pages, max(0, len(tokens) - 1) // size))
-        num_pages = choice.num_pages
-        return PrefixHit(found, choice, num_pages, num_pages * size, self.admission.num_dropped, self.num_changes)
+        choice = self.offload.choose(found, min(found.num_pages, min(max(0, len(tokens) - 1), most_tokens) // size))
+        count, dropped = choice.num_pages, self.admission.num_dropped
+        return PrefixHit(found, choice, count, count * size, dropped, self.num_changes, most_tokens)
 
     def begin(
         self,
@@ -150,13 +150,15 @@ class KVCache:
         namespace: Namespace = NAMESPACE,
         *,
         hit: PrefixHit | None = None,
+        most_tokens: int = ALL_TOKENS,
         priority: int = 0,
         resumed: bool = False,
         label: str = "",
         asked: Sequence[FromPeer] = (),
         user: User | None = None,
     ) -> RequestKV:
-        """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, and hold that until `finish`.
+        """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, at most `most_tokens`, and hold
+        that until `finish`.
 
         A request that is `resumed` after a preemption is not counted again. In explanations, `label` names the request
         that caused an eviction, and peers were `asked` for tokens. Pages that only requests of one `user` use are its
@@ -170,7 +172,7 @@ class KVCache:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=holders)
         grown = self.explains and hit is not None and hit.num_changes != self.num_changes
         if hit is None or grown or not self.admission.is_current(hit):
-            hit = self.match(tokens, namespace)
+            hit = self.match(tokens, namespace, most_tokens=most_tokens)
         explanation = self.admission.explain(tokens, hit, asked) if self.explains and not resumed else None
         lease, pages = self.tree.lease(hit.match, hit.num_pages, priority=priority, user=user), hit.pages
         try:

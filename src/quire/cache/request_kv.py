@@ -14,6 +14,9 @@ from quire.spec.ids import Ids
 from quire.spec.rank import Rank
 from quire.tiers.transfer import Transfer
 
+ALL_TOKENS = 2**62
+"""More tokens than any request has: no limit."""
+
 
 class CacheUse(NamedTuple):
     """The cached tokens of a prompt. Of these, parts came from host memory, from storage and from another engine, which
@@ -49,6 +52,7 @@ class PrefixHit:
     num_tokens: int  # the tokens of these pages
     num_dropped: int  # `Admission.num_dropped` at that time
     num_changes: int  # `KVCache.num_changes` at that time
+    most_tokens: int  # that its request lets come from the cache
 
     @property
     def pages(self) -> Ids:

@@ -249,9 +249,9 @@ class CanaryPart(Part, ForwardPart):
             if request.kv is not None:
                 self.canary.admitted(request.kv, request.tokens)
 
-    def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
+    def before_forward(self, step: Step, running: Any) -> None:
         new = () if step.is_decode else step.requests
-        self.canary.launched(step.positions, step.batch.serials, step.counts, new, batches)
+        self.canary.launched(step.positions, step.batch.serials, step.counts, new, running.batches)
 
     def moved(self, step: Step, batches: Sequence[Any], sources: Any, targets: Any) -> None:
         for group, batch in enumerate(batches):

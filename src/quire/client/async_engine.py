@@ -21,8 +21,9 @@ import msgspec
 import numpy as np
 
 from quire.client.health import EngineHealth, stuck
-from quire.client.output import RequestAssembler, SequenceDelta
+from quire.client.output import SequenceDelta
 from quire.client.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
+from quire.client.request_assembler import RequestAssembler
 from quire.client.request_stream import RequestStream
 from quire.client.tokenising import ServingTokenizer, Tokenising
 from quire.counters import Metric
@@ -229,8 +230,10 @@ class AsyncEngine:
         explain: bool = False,
         session_id: str = "",
         owner: str = "",
+        echo: bool = False,
     ) -> RequestStream:
-        """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal."""
+        """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal. With `echo` the text
+        begins with the prompt."""
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
         token_ids = await self._token_ids(prompt)
@@ -243,6 +246,7 @@ class AsyncEngine:
             prompt_token_ids=token_ids,
             params=params,
             decoder=self.tokenizer,
+            echo=echo,
         )
         options = {"adapter": adapter, "salt": salt, "priority": priority, "explain": explain, "owner": owner}
         requests = assembler.engine_requests(**options, session_id=session_id)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from quire.cache.session import SessionList
-from quire.client.output import RequestAssembler, RequestOutput
+from quire.client.request_assembler import RequestAssembler, RequestOutput
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.tier_report import tiers_line

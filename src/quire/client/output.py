@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
 from quire.client.stop_strings import StopAutomaton, StopStrings
-from quire.engine.messages import DraftUse, EngineRequest, TokenLogprobs, TokenOutput
+from quire.engine.messages import DraftUse, TokenLogprobs, TokenOutput
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
-from quire.spec.ids import Ids
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER_TAIL = 3  # bytes of an unfinished UTF-8 character; some tokenizers return one mark for each of them
@@ -44,6 +43,18 @@ class Logprob:
     decoded_token: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPrompt:
+    """A prompt that is a part of an answer. `logprobs[i]` maps token ids to their log-probability at position `i`, and
+    is None where nothing precedes; all are None if they were not asked for. The text of token i begins at `offsets[i]`
+    of the echoed `text`."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob] | None] | None
+    text: str = ""
+    offsets: list[int]
+
+
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One generated sequence. `logprobs[i]` maps token ids to their log-probability at generated position `i`.
@@ -52,7 +63,7 @@ class CompletionOutput:
     it, None for the model's own end-of-sequence token. `explanation` says why no more of its prompt was cached, if the
     request asked for it. With speculation, `num_draft_tokens` were computed, and `num_accepted_tokens` of them are
     among its tokens; where a stop string ended it, as of the last step that accepted any. The last one of a turn says
-    what its `session` holds.
+    what its `session` holds. An echoed `prompt` is the beginning of the text, and of nothing else.
     """
 
     index: int
@@ -66,28 +77,7 @@ class CompletionOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     session: SessionGrant | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestOutput:
-    """One prompt with its `n` sequences. `num_cached_tokens` are the prompt tokens from the cache: of these,
-    `num_host_tokens` from host memory, `num_storage_tokens` from storage, `num_peer_tokens` from another engine, and
-    the others were on the device."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    num_host_tokens: int = 0
-    num_storage_tokens: int = 0
-    num_peer_tokens: int = 0
-    finished: bool = True
-
-    @property
-    def session(self) -> SessionGrant | None:
-        """What the session of this turn holds; None without one."""
-        return self.outputs[0].session
+    prompt: ShownPrompt | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -303,62 +293,14 @@ class SequenceAssembler:
                 self.stop_reason = output.stop_token
             self._pieces.append(self._stop.flush())
 
+    def _text_of(self, token_id: int) -> str:
+        return self._decoder.decode([token_id], skip_special_tokens=False) if self._decoder else ""
+
     def _position(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
         """The log-probabilities at one position: first of the token drawn, then of the most likely ones."""
         top = zip(found.top_ids, found.top_logprobs, range(1, len(found.top_ids) + 1), strict=True)
         position: dict[int, Logprob] = {}
         for each, logprob, rank in ((token_id, found.logprob, found.rank), *top):
             if each not in position:
-                text = self._decoder.decode([each], skip_special_tokens=False) if self._decoder else ""
-                position[each] = Logprob(logprob=logprob, rank=rank, decoded_token=text)
+                position[each] = Logprob(logprob=logprob, rank=rank, decoded_token=self._text_of(each))
         return position
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestAssembler:
-    """One prompt and its `n` sequences by the engine's id of each: the engine runs them as requests of their own."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: Ids
-    params: SamplingParams
-    decoder: Decoder | None
-    sequences: dict[str, SequenceAssembler] = field(init=False)
-
-    def __post_init__(self) -> None:
-        assemblers = [SequenceAssembler(self.params, self.decoder, index=i) for i in range(self.params.n)]
-        self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
-
-    @property
-    def use(self) -> CacheUse:
-        """The cached tokens of the sequence with the fewest, because the others reuse what it computes."""
-        return min((each.use for each in self.sequences.values()), key=lambda use: use.num_cached_tokens)
-
-    def engine_requests(self, **options: Any) -> list[EngineRequest]:
-        """The requests to give to the engine, one for each sequence. `options` are further fields of them."""
-        for each in self.sequences.values():
-            each.is_turn = bool(options.get("session_id"))
-        prompt = self.prompt_token_ids.tobytes()
-        return [
-            EngineRequest(request_id=name, prompt=prompt, params=self.params, index=each.index, **options)
-            for name, each in self.sequences.items()
-        ]
-
-    def unfinished_ids(self) -> list[str]:
-        """Engine ids of the sequences that still run."""
-        return [name for name, each in self.sequences.items() if not each.finished]
-
-    def push(self, output: TokenOutput) -> SequenceDelta:
-        """Add one step's tokens of one of this request's sequences."""
-        return self.sequences[output.request_id].push(output)
-
-    def output(self) -> RequestOutput:
-        """The request as it is now."""
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids.tolist(),
-            outputs=[each.completion() for each in self.sequences.values()],
-            finished=not self.unfinished_ids(),
-            **self.use._asdict(),
-        )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from quire.client.output import RequestAssembler, RequestOutput, SequenceDelta
+from quire.client.output import SequenceDelta
+from quire.client.request_assembler import RequestAssembler, RequestOutput
 from quire.engine.messages import TokenOutput
 from quire.errors import QuireError
 

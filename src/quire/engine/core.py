@@ -27,6 +27,7 @@ from quire.engine.device.runner import ModelRunner
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
+from quire.engine.prompt_logprobs import prompt_parts
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
 from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
@@ -67,6 +68,7 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     keeping_parts,
     speculation_parts,
     explanation_parts,
+    prompt_parts,
     hot_buffer_parts,
     tier_parts,
     check_parts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ class HotBuffersPart(Part, ForwardPart):
         self.latents = latents
         latents.copy_by(moves)
 
-    def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
+    def before_forward(self, step: Step, running: Any) -> None:
         self.latents.coordinator.admit(step.batch.rows, step.batch.serials)
 
     def counters(self) -> list[Section]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.cache.request_kv import ALL_TOKENS
 from quire.cache.session import LONGEST_SESSION_ID
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest
@@ -32,14 +33,20 @@ def request_of(
         raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
     if message.session_id and message.params.n > 1:
         raise InvalidInput(f"a session follows one sequence, and n is {message.params.n}.", fix="send n requests.")
+    params = message.params
+    if message.session_id and params.prompt_logprobs is not None:
+        raise InvalidInput(
+            "prompt_logprobs were asked for in a session, whose turns compute only what is new.",
+            fix="leave session_id out.",
+        )
     if len(message.session_id) > LONGEST_SESSION_ID:
         raise InvalidInput(f"session_id has {len(message.session_id):,} characters, and {LONGEST_SESSION_ID} at most.")
-    limit = message.params.max_tokens
+    limit = params.max_tokens
     return Request(
         message.request_id,
         tokens,
         message.params,
-        max_tokens=max(1, plan.largest_request - len(tokens)) if limit is None else limit,
+        max_tokens=max(1, plan.largest_request - len(tokens) if limit is None else limit),
         stop_ids=eos_or_stop(message.params, eos_token_ids),
         index=message.index,
         namespace=Namespace(message.adapter, message.salt),
@@ -48,6 +55,7 @@ def request_of(
         is_for_peer=message.is_for_peer,
         session_id=message.session_id,
         owner=message.owner,
+        most_cached=ALL_TOKENS if params.prompt_logprobs is None else 0,
     )
 
 

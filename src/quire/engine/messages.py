@@ -78,6 +78,25 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of the next n tokens of a prompt, as the bytes of arrays: of each (float32 `[n]`) with its rank
+    (int64 `[n]`), and the k highest at its position (float32 `[n, k]`) with their tokens (int64 `[n, k]`)."""
+
+    logprobs: bytes
+    ranks: bytes
+    top_logprobs: bytes
+    top_ids: bytes
+
+    def positions(self) -> list[TokenLogprobs]:
+        """Those of each token, in order."""
+        logprobs, ranks = np.frombuffer(self.logprobs, np.float32), np.frombuffer(self.ranks, np.int64)
+        top, ids = np.frombuffer(self.top_logprobs, np.float32), np.frombuffer(self.top_ids, np.int64)
+        shape = len(ranks), len(ids) // len(ranks)
+        top, ids = top.reshape(shape), ids.reshape(shape)
+        found = zip(logprobs.tolist(), ranks.tolist(), ids.tolist(), top.tolist(), strict=True)
+        return [TokenLogprobs(*each) for each in found]
+
+
 class DraftUse(NamedTuple):
     """Drafts that steps of a sequence computed, and those of them that are among its tokens."""
 
@@ -90,7 +109,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
     "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
-    the first output, which has no tokens. The last output of a turn says what its `session` holds.
+    the first output, which has no tokens. The last output of a turn says what its `session` holds. `prompt_logprobs`
+    come before the first token, in order.
     """
 
     request_id: str
@@ -104,6 +124,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     status: int = 500
     explanation: Explanation | None = None
     session: SessionGrant | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def output_of(request: Request, **more: Any) -> TokenOutput:

@@ -144,8 +144,8 @@ class ForwardPart:
     def preparing(self, step: Step) -> None:
         """The step is about to be sent to the device: the part may add to it."""
 
-    def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
-        """The model is about to run on these batches, one for each group."""
+    def before_forward(self, step: Step, running: Any) -> None:
+        """The model is about to run on `running.batches`, one for each group."""
 
     def after_forward(self, step: Step, running: Any, drawn: Any) -> None:
         """The model runs, or has run; `drawn` are its draws, None if there are none."""

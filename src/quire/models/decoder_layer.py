@@ -116,11 +116,19 @@ class FusedDecoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Logits `[len(rows), vocabulary]` of ascending `rows` of the step's `tokens` `[T]` at `positions` `[T]`."""
+        return self.logits(self.hidden(tokens, positions), rows)
+
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the last layer returns, `[T, hidden]`."""
         hidden: Tensor = self._embedding(tokens)[None]
         angles = self._rotary(hidden, positions[None])
         for layer in self._layers:
             hidden = layer(hidden, position_embeddings=angles)
-        last = hidden[0] if len(rows) == len(tokens) else hidden[0].index_select(0, rows)
+        return hidden[0]
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Logits `[len(rows), vocabulary]` of ascending `rows` of what the last layer has returned."""
+        last = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
         _, normed = self._rows.add_rms_norm(last, None, self._norm.weight, self._norm.variance_epsilon)
         return self._head.compute(normed)
 

@@ -54,6 +54,8 @@ class RunningForward:
         self.first = self.ordinal = first
         self.shared: dict[str, Any] = {}  # what layers share with later ones of this pass, by their kind
         self.others: tuple[RunningForward, ...] = ()  # passes over the same tokens that write to other pools
+        self.keeps_output = False  # whether the decoder's output is kept, for `LoadedModel.more_logits`
+        self.output: Any = None
 
     def next_ordinal(self) -> int:
         """The ordinal of the call that begins now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,7 @@ from quire.models.compressed import install_compressors
 from quire.models.decoder_layer import FusedDecoder, fuse_layers
 from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.forward import HIDDEN, RecordingForward, RunningForward, forward_pass
-from quire.models.hidden import capture_hidden
+from quire.models.hidden import capture_hidden, keeping_output, output_of_rows, returning
 from quire.models.latent import install_latents
 from quire.models.linear import Packing, linear_inputs, prepare_linears, weight_bytes
 from quire.models.mixers import install_mixers
@@ -193,13 +193,32 @@ class LoadedModel:
         """`forward` as `running`, which holds the pools and batches."""
         with forward_pass(running):
             if self._decoder is not None and not self._captured:
-                logits = self._decoder(input_ids, positions, rows)
+                hidden = self._decoder.hidden(input_ids, positions)
+                logits = self._decoder.logits(hidden, rows)
+                running.output = hidden if running.keeps_output else None
             else:
-                logits = self._own_logits(input_ids, positions, rows)
+                with keeping_output(self._inner, running) if running.keeps_output else nullcontext():
+                    logits = self._own_logits(input_ids, positions, rows)
         assert running.ordinal - running.first == len(self._calls), (
             "a forward pass made other attention calls than at load"
         )
         return logits.float()
+
+    @torch.inference_mode()
+    def more_logits(self, running: RunningForward, rows: Tensor) -> Tensor:
+        """Logits float32 `[len(rows), vocab_size]` of other ascending flat rows, of a pass that `keeps_output`."""
+        if self._decoder is not None and not self._captured:
+            return self._decoder.logits(running.output, rows).float()
+        ids = torch.zeros(1, len(rows), dtype=torch.int64, device=self.device)
+        with returning(self._inner, output_of_rows(running.output, rows)):
+            logits: Tensor = self.module(input_ids=ids, **self._inputs).logits[0]
+        return logits.float()
+
+    @property
+    def _inner(self) -> Any:
+        """The module in front of the output layer."""
+        decoder = self.module.get_decoder()
+        return decoder if decoder is not self.module else self.module.model
 
     def _own_logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Logits by transformers' code around the layers."""
@@ -233,8 +252,7 @@ class LoadedModel:
         new = [layer for layer in layers if layer not in self._captured]
         if not new:
             return
-        decoder = self.module.get_decoder()
-        hooks = capture_hidden(decoder if decoder is not self.module else self.module.model, new, self.name)
+        hooks = capture_hidden(self._inner, new, self.name)
         found = self._recorded().shared[HIDDEN]
         if any(list(found[layer].shape) != [_SOME_TOKENS, self.hidden_size] for layer in new):
             for hook in hooks:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quire.errors import UnsupportedModel
-from quire.models.forward import HIDDEN, LAST_HIDDEN, current_forward, in_forward
+from quire.models.forward import HIDDEN, LAST_HIDDEN, RunningForward, current_forward, in_forward
 
 
 class DraftHead(nn.Module, ABC):
@@ -57,6 +58,39 @@ def capture_hidden(decoder: nn.Module, layers: Sequence[int], name: str) -> list
         )
     modules = [decoder if layer == LAST_HIDDEN else found[layer] for layer in layers]
     return [module.register_forward_hook(partial(_keep, layer)) for layer, module in zip(layers, modules, strict=True)]
+
+
+@contextmanager
+def keeping_output(decoder: nn.Module, running: RunningForward) -> Iterator[None]:
+    """Inside the block, `running` keeps what `decoder` returns."""
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        running.output = output
+
+    hook = decoder.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def output_of_rows(output: Any, rows: Tensor) -> Any:
+    """What a decoder that returned `output` for all rows of a step returns for these alone."""
+    return type(output)(**dict(output) | {"last_hidden_state": output.last_hidden_state[:, rows]})
+
+
+@contextmanager
+def returning(decoder: nn.Module, output: Any) -> Iterator[None]:
+    """Inside the block, `decoder` computes nothing and returns `output`."""
+    own = vars(decoder).get("forward")  # only if it is not its class's
+    decoder.forward = lambda *args, **kwargs: output  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del decoder.forward
+        if own is not None:
+            decoder.forward = own  # type: ignore[method-assign]
 
 
 def _keep(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:

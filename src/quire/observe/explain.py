@@ -19,6 +19,8 @@ class Cause(StrEnum):
     """Reused."""
     LAST_TOKEN = "last_token"
     """Cached, and computed again: a prompt's last token always is, with the page it is in."""
+    LOGPROBS = "logprobs"
+    """Cached, and computed again: the request asks for log-probabilities of its prompt, which pages do not have."""
     SLOWER = "slower"
     """Cached on a lower tier, and computed again because that is faster than loading."""
     GROUP = "group"

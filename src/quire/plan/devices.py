@@ -82,6 +82,12 @@ def rows_at_once(vocabulary: int) -> int:
     return max(1, _MOST_SAMPLED // vocabulary)
 
 
+def reported_at_once(vocabulary: int) -> int:
+    """Rows of logits of a prompt whose log-probabilities are computed at once on a device. They take less than what
+    filters take of the rows that are sampled, which are done by then."""
+    return 4 * rows_at_once(vocabulary)
+
+
 def sampling_bytes(rows: int, vocabulary: int) -> int:
     """The most memory that draws for `rows` requests take on a device at once, beside what a graph keeps: logits,
     scaled and reported ones, and what filters compute for some rows at a time."""

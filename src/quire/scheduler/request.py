@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from quire.cache.request_kv import CacheUse, RequestKV
+from quire.cache.request_kv import ALL_TOKENS, CacheUse, RequestKV
 from quire.cache.running import Lengths
 from quire.cache.session import SessionGrant, Turn
 from quire.observe.explain import Explanation
@@ -63,6 +63,7 @@ class Request:
         is_for_peer: bool = False,
         session_id: str = "",
         owner: str = "",
+        most_cached: int = ALL_TOKENS,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -75,6 +76,7 @@ class Request:
         self.is_for_peer = is_for_peer  # another engine has asked for it
         self.session_id = session_id  # "" for none
         self.owner = owner  # who may see its session and its explanation
+        self.most_cached = most_cached  # tokens of it that may come from the cache
         self.turn: Turn | None = None  # a turn of its session, set by the scheduler
         self.grant: SessionGrant | None = None  # what its session holds, when it has ended
         self.arrival = 0  # set by the scheduler: its place in the order of arrival
@@ -82,7 +84,7 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.state = RequestState.WAITING
         self.kv: RequestKV | None = None
-        self.read_ahead = False  # whether its prompt was looked up in storage
+        self.read_ahead = not most_cached  # whether its prompt was looked up in storage, or need not be
         self.prefetch: PromptFetch | None = None  # fetches pages of its prompt from storage, while it waits
         self.prefetched: list[PromptFetch] = []  # ended prefetches whose pages are held until it begins
         self.follows: Following | None = None  # the leader it waits for, when it was last considered

@@ -401,7 +401,8 @@ class Leaders:
             kv = other.kv
             if kv is None or other.namespace != request.namespace or other.tokens[missed].tobytes() != first:
                 continue
-            shared = min(_common_tokens(other.tokens, request.tokens), request.num_tokens - 1) // size
+            common = _common_tokens(other.tokens, request.tokens)
+            shared = min(common, request.num_tokens - 1, request.most_cached) // size
             if not other.in_prefill and shared * size != other.num_settled:
                 continue
             if shared > hit.num_pages and self._cache.admission.will_leave(kv, shared):

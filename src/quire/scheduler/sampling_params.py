@@ -36,9 +36,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep everything. `max_tokens` None means "to the end of the
     context". `seed` makes the draw a function of (seed, index, position) alone, whatever else runs in the batch.
-    `logprobs` is the number of alternatives reported per token (0: only the chosen one). `n` sequences share the
-    prompt's pages. With a `grammar` (`quire.grammar`) the output is a text that it allows, unless `max_tokens` cuts it
-    off: when it is complete the sequence ends, also with `ignore_eos`.
+    `logprobs` is the number of alternatives reported per token (0: only the chosen one). `prompt_logprobs` is that of
+    each token of the prompt; with it, `max_tokens` may be 0. `n` sequences share the prompt's pages. With a `grammar`
+    (`quire.grammar`) the output is a text that it allows, unless `max_tokens` cuts it off: when it is complete the
+    sequence ends, also with `ignore_eos`.
     """
 
     n: int = 1
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
@@ -81,15 +83,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         _check_int("top_k", self.top_k, -1, _MOST_ID)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, _MOST_ID)
+            _check_int("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, _MOST_ID)
         _check_int("min_tokens", self.min_tokens, 0, _MOST_ID if self.max_tokens is None else self.max_tokens)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.grammar is not None:
             self._check_grammar()
 

@@ -395,7 +395,9 @@ class Scheduler:
         def match(request: Request) -> PrefixHit:
             hit = hits.get(request.request_id)
             if hit is None or not self._cache.admission.is_current(hit):
-                hit = hits[request.request_id] = self._cache.match(request.tokens, request.namespace)
+                hit = hits[request.request_id] = self._cache.match(
+                    request.tokens, request.namespace, most_tokens=request.most_cached
+                )
             return hit
 
         def cached(request: Request) -> int:
@@ -474,6 +476,7 @@ class Scheduler:
                 request.tokens,
                 request.namespace,
                 hit=hit,
+                most_tokens=request.most_cached,
                 priority=request.priority,
                 resumed=again,
                 label=request.request_id,

@@ -16,7 +16,7 @@ class Readback:
         self._event: torch.cuda.Event | None = None
         self._drawn = drawn
         if device.type != "cpu":
-            self._drawn = None if drawn is None else drawn.moved(_to_pinned)
+            self._drawn = None if drawn is None else drawn.moved(to_host)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
@@ -27,5 +27,8 @@ class Readback:
         return self._drawn
 
 
-def _to_pinned(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, once the device has computed the step that is being launched; on a CPU, `tensor`."""
+    if tensor.device.type == "cpu":
+        return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

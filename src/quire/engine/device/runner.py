@@ -178,9 +178,9 @@ class ModelRunner:
             ids = placed.take()
         if future is not None:
             ids[future[0]] = future[1][future[2]]
-        for part in self.parts:
-            part.before_forward(step, batches)
         running = RunningForward(self.pools, batches)
+        for part in self.parts:
+            part.before_forward(step, running)
         if placed is not None:
             logits = placed.replay()
         else:

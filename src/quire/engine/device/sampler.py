@@ -59,10 +59,16 @@ class Reported:
     @classmethod
     def of(cls, rows: list[int], logits: Tensor, tokens: Tensor, count: int) -> Reported:
         """From logits `[n, vocabulary]` before any adjustment, and the tokens int64 `[n]` that were drawn."""
-        values = torch.log_softmax(logits, dim=-1)
-        chosen = values.gather(1, tokens[:, None])
-        top, ids = values.topk(count)
-        return cls(rows, chosen[:, 0], (values > chosen).sum(-1) + 1, top, ids)
+        return cls(rows, *log_probabilities(logits, tokens, count))
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `tokens[i]` by row i of `logits`, float32 `[n, vocabulary]`: float32 `[n]`, its rank from 1, int64 `[n]`, and
+    the `count` highest, float32 `[n, count]`, with their tokens, int64 `[n, count]`."""
+    values = torch.log_softmax(logits, dim=-1)
+    chosen = values.gather(1, tokens[:, None])
+    top, ids = values.topk(count)
+    return chosen[:, 0], (values > chosen).sum(-1) + 1, top, ids
 
 
 @dataclass(frozen=True, slots=True)
