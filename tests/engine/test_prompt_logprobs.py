@@ -97,6 +97,15 @@ def tokens_of(outputs: Sequence[TokenOutput]) -> list[int]:
     return [token for each in outputs for token in each.token_ids]
 
 
+def check_small() -> None:
+    """In few seconds."""
+    test_put_back_in_the_middle_of_a_prompt()
+    test_with_tiers()
+    core = core_for(model_of("cohere"), page_size=16, max_num_batched_tokens=23, max_model_len=256)
+    [outputs] = outputs_of(core, PROMPTS[:1], [asking()]).values()
+    check("cohere", PROMPTS[0], outputs)
+
+
 @covering(
     name=["llama_gqa", "gemma2", "gpt_oss", "qwen3_next", "cohere", "gpt2"],
     page_size=[1, 16],

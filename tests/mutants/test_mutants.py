@@ -37,6 +37,7 @@ from tests.engine import (
     test_hisparse,
     test_mtp,
     test_page_tables,
+    test_prompt_logprobs,
     test_transfer,
     test_transfer_faults,
     test_upload,
@@ -78,6 +79,7 @@ from tests.mutants import (
     native_mutants,
     output_mutants,
     peer_mutants,
+    prompt_mutants,
     security_mutants,
     session_mutants,
     speculation_mutants,
@@ -350,6 +352,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         lambda plant=plant: in_folder(lambda path: check_a_slab_is_not_followed(path, plant))
         for plant in (by_symbolic_link, by_hard_link)
     ],
+    "prompts": [test_prompt_logprobs.check_small],
     "keys": [lambda: with_patches(check_all_keys_are_compared)],
     "stop strings": [
         lambda: test_output.check_stop_strings("aabc", ["aab", "ab"], include=False),
@@ -503,6 +506,7 @@ def test_names_and_sentences_are_all_different() -> None:
         speculation_mutants.the_first_draft_is_not_verified,
         transfer_mutants.a_late_writer_meets_reused_pages,
         peer_mutants.tags_are_never_shut,
+        prompt_mutants.what_is_cached_is_not_computed,
         bounds_mutants.bounds_outlive_their_page,
         native_mutants.a_chunk_sees_its_next_token,
         forward_mutants.a_part_is_stale,

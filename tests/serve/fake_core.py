@@ -126,6 +126,12 @@ class ByteTokenizer:
     def portable(self) -> str | None:
         return None
 
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        return [chr(token) for token in token_ids]
+
+    def description(self) -> dict[str, Any]:
+        return {"tokenizer_class": type(self).__name__, "eos_token": None}
+
     def response_parser(self, prompt: str, tools: Sequence[Any]) -> None:
         return None
 

@@ -216,7 +216,7 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
     ("completions", {"prompt": "a", "logprobs": 99}, 400, "logprobs", "at most 20"),
     ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "non-empty"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids"),
-    ("completions", {"prompt": "a", "echo": True}, 400, "echo", "leave echo out"),
+    ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "leave suffix out"),
     ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "use temperature"),
     ("completions", {"prompt": "a", "max_token": 5}, 400, "max_token", "use max_tokens"),
     ("completions", {"prompt": "a", "max_completion_tokens": 5}, 400, "max_completion_tokens", "use max_tokens"),

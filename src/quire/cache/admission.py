@@ -78,8 +78,7 @@ class Admission:
             usable = min(hit.match.num_pages, max(0, num_tokens - 1) // size)
             until(usable * size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
         if hit.most_tokens < num_tokens:
-            reported = "cached, and computed again: log-probabilities of the prompt are reported"
-            until(hit.match.num_pages * size, Cause.LOGPROBS, reported)
+            until(hit.match.num_pages * size, Cause.LOGPROBS, "computed again: its log-probabilities are reported")
         last = "a prompt's last token is always computed, with its page"
         until(hit.match.num_pages * size, Cause.LAST_TOKEN, last)
         for part in asked:

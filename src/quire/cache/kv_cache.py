@@ -14,7 +14,7 @@ from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, P
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
-from quire.cache.request_kv import ALL_TOKENS, CacheUse, PrefixHit, RequestKV
+from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
@@ -32,7 +32,7 @@ from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import reach_of
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Bools, Ids, Tier
-from quire.spec.pages import pages_for
+from quire.spec.pages import ALL_TOKENS, pages_for
 
 NAMESPACE = Namespace()
 CHECKPOINT_INTERVAL = 512  # tokens between places where a request stores its state, if frames are free
@@ -150,15 +150,13 @@ class KVCache:
         namespace: Namespace = NAMESPACE,
         *,
         hit: PrefixHit | None = None,
-        most_tokens: int = ALL_TOKENS,
         priority: int = 0,
         resumed: bool = False,
         label: str = "",
         asked: Sequence[FromPeer] = (),
         user: User | None = None,
     ) -> RequestKV:
-        """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, at most `most_tokens`, and hold
-        that until `finish`.
+        """Open a request on the cached prefix of `tokens`, its first `num_cached` ones, and hold that until `finish`.
 
         A request that is `resumed` after a preemption is not counted again. In explanations, `label` names the request
         that caused an eviction, and peers were `asked` for tokens. Pages that only requests of one `user` use are its
@@ -172,7 +170,7 @@ class KVCache:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=holders)
         grown = self.explains and hit is not None and hit.num_changes != self.num_changes
         if hit is None or grown or not self.admission.is_current(hit):
-            hit = self.match(tokens, namespace, most_tokens=most_tokens)
+            hit = self.match(tokens, namespace, most_tokens=hit.most_tokens if hit is not None else ALL_TOKENS)
         explanation = self.admission.explain(tokens, hit, asked) if self.explains and not resumed else None
         lease, pages = self.tree.lease(hit.match, hit.num_pages, priority=priority, user=user), hit.pages
         try:

@@ -14,9 +14,6 @@ from quire.spec.ids import Ids
 from quire.spec.rank import Rank
 from quire.tiers.transfer import Transfer
 
-ALL_TOKENS = 2**62
-"""More tokens than any request has: no limit."""
-
 
 class CacheUse(NamedTuple):
     """The cached tokens of a prompt. Of these, parts came from host memory, from storage and from another engine, which

@@ -46,13 +46,14 @@ class Logprob:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownPrompt:
     """A prompt that is a part of an answer. `logprobs[i]` maps token ids to their log-probability at position `i`, and
-    is None where nothing precedes; all are None if they were not asked for. The text of token i begins at `offsets[i]`
-    of the echoed `text`."""
+    is None where nothing precedes; all are None if they were not asked for. Of an echoed prompt, `tokens[i]` is the
+    text of a token by itself, which begins at `offsets[i]` of `text`."""
 
     token_ids: list[int]
     logprobs: list[dict[int, Logprob] | None] | None
     text: str = ""
-    offsets: list[int]
+    tokens: Sequence[str] = ()
+    offsets: Sequence[int] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class PromptedSequence(SequenceAssembler):
         if self._params.prompt_logprobs is not None:
             positions = [None, *map(self._position, self._prompt_ids[1:], self._scored)]
         if not self._echo or self._decoder is None:
-            return ShownPrompt(token_ids=self._prompt_ids, logprobs=positions, offsets=[0] * len(self._prompt_ids))
+            return ShownPrompt(token_ids=self._prompt_ids, logprobs=positions)
         text, skip = self._prompt, self._params.skip_special_tokens
         if text is None:
             text = self._decoder.decode(self._prompt_ids, skip_special_tokens=skip)
@@ -71,7 +71,8 @@ class PromptedSequence(SequenceAssembler):
         for token_id in self._prompt_ids:
             offsets.append(min(at, len(text)))
             at += len(stream.push(token_id))
-        return ShownPrompt(token_ids=self._prompt_ids, logprobs=positions, text=text, offsets=offsets)
+        tokens = [self._text_of(token_id) for token_id in self._prompt_ids]
+        return ShownPrompt(token_ids=self._prompt_ids, logprobs=positions, text=text, tokens=tokens, offsets=offsets)
 
     def _text_of(self, token_id: int) -> str:
         """A prompt has many tokens, and many of them twice."""

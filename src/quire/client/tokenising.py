@@ -49,15 +49,18 @@ class Rendered(NamedTuple):
 class ServingTokenizer(Decoder, Protocol):
     """The methods of a tokenizer that the engine and the server use. `longest_token` is the most characters of a text
     that one token can stand for. `portable` is the JSON of the tokenizers library that gives the same token ids, or
-    None where nothing but this object does. `response_parser` makes parsers of answers to a prompt by the template
-    of the model's family, or is None where each answer is text. `call_grammar` is the grammar of answers that call
-    tools, None where it is not known. `check_tools` raises InvalidInput where tools would change nothing."""
+    None where nothing but this object does. `names` are those of tokens in the vocabulary. `description` says which
+    special tokens and which chat template there are. `response_parser` makes parsers of answers to a prompt by the
+    template of the model's family, or is None where each answer is text. `call_grammar` is the grammar of answers that
+    call tools, None where it is not known. `check_tools` raises InvalidInput where tools would change nothing."""
 
     @property
     def longest_token(self) -> int: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids: ...
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str: ...
     def portable(self) -> str | None: ...
+    def names(self, token_ids: Sequence[int]) -> list[str]: ...
+    def description(self) -> dict[str, Any]: ...
     def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[bool], Any] | None: ...
     def call_grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], **choice: bool) -> str | None: ...
     def check_tools(self) -> None: ...
@@ -103,6 +106,20 @@ class Tokenising:
         async with self._counted():  # in a thread always: how long a template takes is up to its author
             text = await self._in_thread(partial(self._tokenizer.chat_text, messages, **variables))
         return Rendered(text, await self.encode(text, add_special_tokens=False))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones too. Raises Overloaded if too many texts wait."""
+        async with self._counted():
+            return await self._in_thread(partial(self._tokenizer.decode, token_ids, skip_special_tokens=False))
+
+    async def names(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens' names in the vocabulary. Raises Overloaded if too many texts wait."""
+        async with self._counted():
+            return await self._in_thread(partial(self._tokenizer.names, token_ids))
+
+    def description(self) -> dict[str, Any]:
+        """The tokenizer's class, its special tokens by their kind, and its chat template."""
+        return self._tokenizer.description()
 
     def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[bool], Any] | None:
         """Makes parsers of answers to this prompt (`ServingTokenizer`). The argument says whether arguments of calls

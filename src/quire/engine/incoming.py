@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cache.request_kv import ALL_TOKENS
 from quire.cache.session import LONGEST_SESSION_ID
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import Request
-from quire.scheduler.sampling_params import eos_or_stop
+from quire.scheduler.sampling_params import SamplingParams, eos_or_stop
 from quire.spec.events import Namespace
+from quire.spec.pages import ALL_TOKENS
 
 
 def request_of(
@@ -31,16 +31,9 @@ def request_of(
         raise InvalidInput("this engine cannot enforce a grammar yet.", fix="leave it out.")
     if message.explain and not config.explain:
         raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
-    if message.session_id and message.params.n > 1:
-        raise InvalidInput(f"a session follows one sequence, and n is {message.params.n}.", fix="send n requests.")
+    if message.session_id:
+        _check_turn(message.session_id, message.params)
     params = message.params
-    if message.session_id and params.prompt_logprobs is not None:
-        raise InvalidInput(
-            "prompt_logprobs were asked for in a session, whose turns compute only what is new.",
-            fix="leave session_id out.",
-        )
-    if len(message.session_id) > LONGEST_SESSION_ID:
-        raise InvalidInput(f"session_id has {len(message.session_id):,} characters, and {LONGEST_SESSION_ID} at most.")
     limit = params.max_tokens
     return Request(
         message.request_id,
@@ -57,6 +50,19 @@ def request_of(
         owner=message.owner,
         most_cached=ALL_TOKENS if params.prompt_logprobs is None else 0,
     )
+
+
+def _check_turn(session_id: str, params: SamplingParams) -> None:
+    """Raises InvalidInput for a turn that no session can have."""
+    if params.n > 1:
+        raise InvalidInput(f"a session follows one sequence, and n is {params.n}.", fix="send n requests.")
+    if params.prompt_logprobs is not None:
+        raise InvalidInput(
+            "prompt_logprobs were asked for in a session, whose turns compute only what is new.",
+            fix="leave session_id out.",
+        )
+    if len(session_id) > LONGEST_SESSION_ID:
+        raise InvalidInput(f"session_id has {len(session_id):,} characters, and {LONGEST_SESSION_ID} at most.")
 
 
 def refuse_adapter(name: str) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.cache.request_kv import ALL_TOKENS
 from quire.cache.running import Lengths
 from quire.engine.device.readback import to_host
 from quire.engine.device.sampler import log_probabilities
@@ -33,6 +32,7 @@ from quire.models.hf import LoadedModel
 from quire.plan.devices import reported_at_once
 from quire.scheduler.request import Request
 from quire.scheduler.step import Step
+from quire.spec.pages import ALL_TOKENS
 from quire.upload import to_device
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Stretch:
     """Positions `start` to `stop` of a prompt, which the work `work` of a step computes from the flat row `row` on."""
 
     request: Request
@@ -52,10 +52,10 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """The log-probabilities of the pieces of a step, one piece after the other, on their way to the host."""
+    """The log-probabilities of the stretches of a step, one after the other, on their way to the host."""
 
     step: Step
-    pieces: list[_Piece]
+    stretches: list[_Stretch]
     found: list[Tensor]
 
 
@@ -66,17 +66,17 @@ class PromptLogprobsPart(Part, ForwardPart):
         self._model, self._reporting, self._serials = model, reporting, serials
         self._at_once = reported_at_once(model.spec.vocab_size)
         self._asking: list[Request] = []  # whose prompts are not reported whole
-        self._pieces: list[_Piece] = []  # of the step that is being launched
+        self._stretches: list[_Stretch] = []  # those of the step that is being launched
         self._launched: list[_Launched] = []
 
     def scheduled(self, step: Step) -> None:
         self._asking += [request for request in step.admitted if not request.most_cached]
 
     def before_forward(self, step: Step, running: RunningForward) -> None:
-        self._pieces = list(self._pieces_of(step)) if self._asking else []
-        running.keeps_output = bool(self._pieces)
+        self._stretches = list(self._stretches_of(step)) if self._asking else []
+        running.keeps_output = bool(self._stretches)
 
-    def _pieces_of(self, step: Step) -> Iterator[_Piece]:
+    def _stretches_of(self, step: Step) -> Iterator[_Stretch]:
         for request in self._asking:
             if request.kv is None:
                 continue
@@ -84,23 +84,23 @@ class PromptLogprobsPart(Part, ForwardPart):
                 begin, stop = int(step.starts[work]), min(int(step.ends[work]), request.num_prompt_tokens - 1)
                 start = max(begin, request.most_cached)
                 if start < stop:
-                    yield _Piece(request, work, start, stop, int(step.offsets[work]) + start - begin)
+                    yield _Stretch(request, work, start, stop, int(step.offsets[work]) + start - begin)
 
     def after_forward(self, step: Step, running: RunningForward, drawn: Any) -> None:
-        if not self._pieces:
+        if not self._stretches:
             return
-        device, most = self._model.device, max(each.request.params.prompt_logprobs or 0 for each in self._pieces)
-        rows = np.concatenate([np.arange(each.row, each.row + each.stop - each.start) for each in self._pieces])
-        following = np.concatenate([each.request.tokens[each.start + 1 : each.stop + 1] for each in self._pieces])
+        device, most = self._model.device, max(each.request.params.prompt_logprobs or 0 for each in self._stretches)
+        rows = np.concatenate([np.arange(each.row, each.row + each.stop - each.start) for each in self._stretches])
+        following = np.concatenate([each.request.tokens[each.start + 1 : each.stop + 1] for each in self._stretches])
         at, tokens = to_device(rows, device), to_device(following.astype(np.int64), device)
         with torch.inference_mode():
             parts = [
                 log_probabilities(self._model.more_logits(running, some), wanted, most)
-                for some, wanted in zip(at.split(self._at_once), tokens.split(self._at_once), strict=True)
+                for some, wanted in zip(*(torch.split(each, self._at_once) for each in (at, tokens)), strict=True)
             ]
             found = [to_host(torch.cat(each)) for each in zip(*parts, strict=True)]
-        self._launched.append(_Launched(step, self._pieces, found))
-        self._pieces = []
+        self._launched.append(_Launched(step, self._stretches, found))
+        self._stretches = []
 
     def settling(self, result: StepResult) -> None:
         at = next((at for at, each in enumerate(self._launched) if each.step is result.step), None)
@@ -111,16 +111,16 @@ class PromptLogprobsPart(Part, ForwardPart):
     def _report(self, launched: _Launched) -> None:
         """Tell clients, but for requests that have left their rows since."""
         batch, arrays, first = launched.step.batch, [each.numpy() for each in launched.found], 0
-        for piece in launched.pieces:
-            request, some = piece.request, slice(first, first + piece.stop - piece.start)
+        for stretch in launched.stretches:
+            request, some = stretch.request, slice(first, first + stretch.stop - stretch.start)
             first = some.stop
-            if self._serials[batch.rows[piece.work]] != batch.serials[piece.work]:
+            if self._serials[batch.rows[stretch.work]] != batch.serials[stretch.work]:
                 continue
             logprobs, ranks, top, ids = (each[some] for each in arrays)
             count = request.params.prompt_logprobs
             found = PromptLogprobs(*(each.tobytes() for each in (logprobs, ranks, top[:, :count], ids[:, :count])))
             self._reporting.note(TokenOutput(request_id=request.request_id, prompt_logprobs=found))
-            request.most_cached = ALL_TOKENS if piece.stop == request.num_prompt_tokens - 1 else piece.stop
+            request.most_cached = ALL_TOKENS if stretch.stop == request.num_prompt_tokens - 1 else stretch.stop
         self._asking = [request for request in self._asking if request.most_cached < ALL_TOKENS]
 
     def ended(self, request: Request, end: End, error: Exception | None) -> None:

@@ -84,13 +84,13 @@ def output_of_rows(output: Any, rows: Tensor) -> Any:
 def returning(decoder: nn.Module, output: Any) -> Iterator[None]:
     """Inside the block, `decoder` computes nothing and returns `output`."""
     own = vars(decoder).get("forward")  # only if it is not its class's
-    decoder.forward = lambda *args, **kwargs: output  # type: ignore[method-assign]
+    decoder.forward = lambda *args, **kwargs: output
     try:
         yield
     finally:
         del decoder.forward
         if own is not None:
-            decoder.forward = own  # type: ignore[method-assign]
+            decoder.forward = own
 
 
 def _keep(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:

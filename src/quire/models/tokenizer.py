@@ -24,6 +24,8 @@ from quire.spec.ids import Ids
 _MOST_JOINED = 4
 """Characters of which a normal form makes one."""
 
+_KINDS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
 _ENCODING = ("encode", "_encode_plus", "__call__")  # methods in which a tokenizer may do more than the library
 
 
@@ -85,6 +87,21 @@ class Tokenizer:
         return str(
             self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens' names in the vocabulary; "" of ids outside of it."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
+
+    def description(self) -> dict[str, Any]:
+        """The tokenizer's class, the size of its vocabulary, its special tokens by their kind, and its chat
+        template."""
+        template = self._tokenizer.chat_template
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "vocab_size": self.vocab_size,
+            **{kind: getattr(self._tokenizer, kind) for kind in _KINDS},
+            "chat_template": template if isinstance(template, str) else None,
+        }
 
     def token_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None] | None:
         """What each token adds to a text that is not empty and ends with a whole character; None at tokens of which

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from quire.cache.request_kv import ALL_TOKENS, CacheUse, RequestKV
+from quire.cache.request_kv import CacheUse, RequestKV
 from quire.cache.running import Lengths
 from quire.cache.session import SessionGrant, Turn
 from quire.observe.explain import Explanation
@@ -15,6 +15,7 @@ from quire.scheduler.prefetching import PromptFetch
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from quire.spec.pages import ALL_TOKENS
 
 KNOWN, LAUNCHED, SETTLED, PENDING, DRAFTED, ACCEPTED = range(6)
 """The entries of `Request.lengths`, in this order."""

@@ -476,7 +476,6 @@ class Scheduler:
                 request.tokens,
                 request.namespace,
                 hit=hit,
-                most_tokens=request.most_cached,
                 priority=request.priority,
                 resumed=again,
                 label=request.request_id,

@@ -78,9 +78,11 @@ class ChoiceFields(TypedDict):
 
 
 class TextChoice(ChoiceFields):
-    """One continuation."""
+    """One continuation. `prompt_logprobs` has for each position of the prompt an object by token id, null for the
+    first one."""
 
     text: str
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
 
 
 class AnswerFunction(TypedDict):
@@ -132,8 +134,10 @@ class CompletionAnswer(AnswerFields):
 
 
 class ChatAnswer(AnswerFields):
-    """The answer of `/v1/chat/completions`; in a stream `delta` stands for `message`."""
+    """The answer of `/v1/chat/completions`; in a stream `delta` stands for `message`. `prompt_logprobs` are as in a
+    completion."""
 
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
     choices: list[MessageChoice]
 
 
@@ -216,6 +220,34 @@ class ModelList(TypedDict):
 
     object: str
     data: list[ModelCard]
+
+
+class Tokens(TypedDict):
+    """Token ids of a text or a conversation, perhaps with their names in the vocabulary."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    """The text of token ids, special tokens too."""
+
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """The special tokens of the model's tokenizer, and its chat template."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
 
 
 class Version(TypedDict):

@@ -25,6 +25,7 @@ from quire.serve.keys import Keys
 from quire.serve.messages import messages_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
+from quire.serve.tokenizer_routes import tokenizer_router
 
 LEAST_RUNNING = 8
 """Sequences that an engine runs at once which does not say how many."""
@@ -65,6 +66,7 @@ def create_app(
     app.add_exception_handler(ClientGone, _client_gone)
     app.include_router(completions_router(service))
     app.include_router(messages_router(service))
+    app.include_router(tokenizer_router(service))
     app.include_router(_router(service))
     app.include_router(cache_router(service))
     app.include_router(insight_router(service))

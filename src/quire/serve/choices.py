@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from quire.client.output import CompletionOutput, Logprob, SequenceDelta
@@ -25,6 +26,9 @@ class ChoiceShape(Protocol):
 
     def whole(self, index: int, part: CompletionOutput) -> Mapping[str, object]:
         """The content of a choice; also a `finish_reason` that is not the engine's."""
+
+    def beside(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        """What a whole answer has beside its choices."""
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> Sequence[Mapping[str, object]]:
         """The new content, in so many chunks or more; the last has also a `finish_reason` that is not the engine's."""
@@ -48,7 +52,8 @@ class ChoiceForm:
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """All choices, with the usage."""
         found = [self._choice(index, part, self._shape.whole(index, part)) for index, part in enumerate(outputs)]
-        return _head(generation, self._shape.answer_object) | {"choices": found, "usage": generation.usage()}
+        head = _head(generation, self._shape.answer_object) | self._shape.beside(outputs)
+        return head | {"choices": found, "usage": generation.usage()}
 
     def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
         """A chunk for each delta, or more; none for a delta that shows nothing."""
@@ -109,18 +114,28 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 class TextChoices:
-    """Choices with a text, and OpenAI's old shape of logprobs: parallel lists, with each token's place in the text."""
+    """Choices with a text, and OpenAI's old shape of logprobs: parallel lists, with each token's place in the text.
+
+    With `echoes`, the lists begin with those of the prompt, as the text does. With `scores`, a choice has log-
+    probabilities of the prompt of its own.
+    """
 
     kind = "cmpl-"
     answer_object = chunk_object = "text_completion"
 
-    def __init__(self, num_top: int | None) -> None:
-        self._num_top = num_top or 0
+    def __init__(self, num_top: int | None, *, echoes: bool = False, scores: bool = False) -> None:
+        self._num_top = num_top
+        self._echoes = echoes
+        self._scores = scores
         self._num_characters: dict[int, int] = {}  # key: choice; characters of the tokens shown
 
     def whole(self, index: int, part: CompletionOutput) -> dict[str, object]:
         """The text."""
-        return {"text": part.text}
+        return {"text": part.text} | (_prompt_logprobs(part) if self._scores else {})
+
+    def beside(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
         """The new text."""
@@ -132,25 +147,35 @@ class TextChoices:
 
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
         """Log probabilities of the positions that follow those given before."""
-        if not part.logprobs:
+        if self._num_top is None:
             return None
-        drawn = [position[token_id] for position, token_id in zip(part.logprobs, part.token_ids, strict=True)]
-        offsets = []
-        for logprob in drawn:
-            offsets.append(self._num_characters.get(index, 0))
-            self._num_characters[index] = offsets[-1] + len(logprob.decoded_token)
-        top = [_by_text(*each, self._num_top) for each in zip(part.logprobs, part.token_ids, strict=True)]
+        tokens, offsets, at = list[str](), list[int](), self._num_characters.get(index, 0)
+        positions: list[tuple[int, dict[int, Logprob] | None]] = []
+        if self._echoes and part.prompt is not None and part.prompt.logprobs is not None:
+            tokens, offsets, at = list(part.prompt.tokens), list(part.prompt.offsets), len(part.prompt.text)
+            positions += zip(part.prompt.token_ids, part.prompt.logprobs, strict=True)
+        for token_id, position in zip(part.token_ids, part.logprobs or (), strict=True):
+            positions.append((token_id, position))
+            tokens.append(position[token_id].decoded_token)
+            offsets.append(at)
+            at += len(tokens[-1])
+        self._num_characters[index] = at
+        if not positions:
+            return None
+        top = [None if position is None else _by_text(position, drawn, self._num_top) for drawn, position in positions]
         return {
-            "tokens": [logprob.decoded_token for logprob in drawn],
-            "token_logprobs": [logprob.logprob for logprob in drawn],
+            "tokens": tokens,
+            "token_logprobs": [None if position is None else position[drawn].logprob for drawn, position in positions],
             "top_logprobs": top if self._num_top else None,
             "text_offset": offsets,
         }
 
 
-def most_likely(position: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
-    """The `num_top` most likely tokens of a position and their log-probabilities, best first."""
-    return sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+def most_likely(position: dict[int, Logprob], drawn: int, num_top: int) -> list[tuple[int, Logprob]]:
+    """The `num_top` most likely tokens of a position and their log-probabilities, best first; also the one that is
+    there, if any are asked for."""
+    top = sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+    return top if not top or drawn in dict(top) else [*top, (drawn, position[drawn])]
 
 
 def _by_text(position: dict[int, Logprob], drawn: int, num_top: int) -> dict[str, float]:
@@ -159,14 +184,23 @@ def _by_text(position: dict[int, Logprob], drawn: int, num_top: int) -> dict[str
     Of tokens with the same text (halves of characters have none of their own) the one drawn has it, else the best; the
     others are called "token_id:<id>".
     """
-    top = most_likely(position, num_top)
+    top = most_likely(position, drawn, num_top)
     owners = {logprob.decoded_token: token_id for token_id, logprob in reversed(top)}
-    if any(token_id == drawn for token_id, _ in top):
-        owners[position[drawn].decoded_token] = drawn
+    owners[position[drawn].decoded_token] = drawn
     return {
         lp.decoded_token if owners[lp.decoded_token] == token_id else f"token_id:{token_id}": lp.logprob
         for token_id, lp in top
     }
+
+
+def _prompt_logprobs(part: CompletionOutput) -> dict[str, Any]:
+    """The log-probabilities of a prompt as vLLM has them: of each position an object by token id."""
+    if part.prompt is None or part.prompt.logprobs is None:
+        return {}
+    positions = (
+        {key: asdict(each) for key, each in position.items()} for position in part.prompt.logprobs[1:] if position
+    )
+    return {"prompt_logprobs": [None, *positions]}
 
 
 class MessageChoices:
@@ -196,6 +230,10 @@ class MessageChoices:
             message["content"] = found.content or None
             message["tool_calls"] = [_called(call.name, call.arguments) for call in found.calls]
         return {"message": message} | _finish(part, reader)
+
+    def beside(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        """Log-probabilities of the prompt, if they were asked for."""
+        return _prompt_logprobs(outputs[0])
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
         """The new part of the message."""
@@ -227,7 +265,7 @@ class MessageChoices:
             return None
         content = [
             _token(position[token_id])
-            | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, self._num_top)]}
+            | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, token_id, self._num_top)]}
             for position, token_id in zip(part.logprobs, part.token_ids, strict=True)
         ]
         return {"content": content, "refusal": None}

@@ -21,7 +21,8 @@ def completions_router(service: Service) -> APIRouter:
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
         body.check()
-        form, terms = ChoiceForm(body, TextChoices(body.logprobs)), body.terms(service.deadline(body.timeout_s))
+        choices = TextChoices(body.logprobs, echoes=bool(body.echo), scores=body.prompt_logprobs is not None)
+        form, terms = ChoiceForm(body, choices), body.terms(service.deadline(body.timeout_s))
         return await answer(service, request, body.prompts(), body.params(), terms, form, stream=bool(body.stream))
 
     @router.post("/v1/chat/completions", response_model=None, responses=generated(ChatAnswer))

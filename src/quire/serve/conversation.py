@@ -28,12 +28,13 @@ runs here."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """How a request is served: its part of the cache, its place among others, and until when by the event loop's
-    clock."""
+    clock. With `echo`, the text of each answer begins with its prompt."""
 
     cache_salt: str = ""
     session_id: str = ""
     priority: int = 0
     explain: bool = False
+    echo: bool = False
     deadline: float | None = None
 
 

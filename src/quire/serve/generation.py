@@ -220,6 +220,7 @@ class Generation:
                 priority=terms.priority,
                 explain=terms.explain,
                 session_id=terms.session_id,
+                echo=terms.echo,
                 owner=client.owner,
             )
 

@@ -28,6 +28,9 @@ _OF_EVERY_CLIENT = frozenset({"/v1/cache/retain", "/v1/cache/release", "/v1/cach
 """Routes below /v1/cache that tenants may use, for what is their own, beside explanations. All others there are the
 operator's."""
 
+_OUTSIDE = frozenset({"/tokenize", "/detokenize", "/tokenizer_info"})
+"""Routes outside of /v1 that need a key."""
+
 _EXPLAIN = "/v1/cache/explain/"
 
 
@@ -123,7 +126,7 @@ class Keys:
         client = self._client(authorization)
         if path == "/metrics" and (self.have_names or self.has_admin):
             needs_admin = True  # what tenants do can be read off the counters
-        elif path.startswith("/v1/"):
+        elif path.startswith("/v1/") or path in _OUTSIDE:
             is_own = path in _OF_EVERY_CLIENT or path.startswith(_EXPLAIN)
             needs_admin = path.startswith("/v1/cache/") and not is_own
         else:

@@ -8,6 +8,7 @@ An unknown field is refused with the nearest known name: it may be a typing erro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -61,7 +62,6 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "function_call": (*NOTHING, "none"),
     "length_penalty": (None, 1, 1.0),
     "modalities": (*NOTHING, ["text"]),
-    "prompt_logprobs": (None,),
     "reasoning_effort": (*NOTHING, "none"),
     "response_format": (*NOTHING, {"type": "text"}),
     "sampling_seed": (None,),
@@ -249,6 +249,9 @@ class GenerationBody(RequestBody):
         "Added to the logits of these token ids, -100 to 100."
     )
     return_token_ids: bool | None = field("Give the `token_ids` of each choice.")
+    prompt_logprobs: Int32 | None = field(
+        "Most likely tokens to show at each position of the prompt; 0: the one there. Not in a stream."
+    )
 
     @property
     def include_usage(self) -> bool:
@@ -259,6 +262,12 @@ class GenerationBody(RequestBody):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream carries the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """See `RequestBody`."""
+        super().check()
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadField("prompt_logprobs cannot be streamed.", param="prompt_logprobs", fix="leave stream out.")
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """How to draw; `more` are the fields that the two endpoints name differently."""
@@ -292,6 +301,13 @@ class CompletionBody(GenerationBody):
         WrapValidator(_checked_prompt),
     ] = field("Text or token ids, of one prompt or several.", ...)
     logprobs: Int32 | None = field("Most likely tokens to show at each position; 0: the one drawn.")
+    echo: bool | None = field(
+        "Begin the text, and with `logprobs` the lists, with the prompt's; `max_tokens` may be 0."
+    )
+
+    def terms(self, deadline: float | None) -> Terms:
+        """See `GenerationBody`."""
+        return replace(super().terms(deadline), echo=bool(self.echo))
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one for each request of the engine."""
@@ -304,8 +320,12 @@ class CompletionBody(GenerationBody):
         return list(self.prompt)
 
     def params(self) -> SamplingParams:
-        """How its tokens are drawn."""
-        return self.sampling_params(logprobs=self.logprobs)
+        """How its tokens are drawn. An echo without tokens has the prompt computed, too."""
+        asked = [self.prompt_logprobs]
+        if self.echo:
+            asked += [self.logprobs, 0 if self.max_tokens == 0 else None]
+        most = max((each for each in asked if each is not None), default=None)
+        return self.sampling_params(logprobs=self.logprobs, prompt_logprobs=most)
 
 
 class TextPart(ClosedObject):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+ALL_TOKENS = 2**62
+"""More tokens than any request has: no limit."""
+
 
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that `num_tokens` tokens occupy, the last one possibly in part."""

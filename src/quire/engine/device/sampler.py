@@ -63,8 +63,8 @@ class Reported:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `tokens[i]` by row i of `logits`, float32 `[n, vocabulary]`: float32 `[n]`, its rank from 1, int64 `[n]`, and
-    the `count` highest, float32 `[n, count]`, with their tokens, int64 `[n, count]`."""
+    """The log-probability of `tokens[i]` by row i of `logits`, float32 `[n, vocabulary]`, as float32 `[n]`; its rank
+    from 1, int64 `[n]`; and the `count` highest, float32 `[n, count]`, with their tokens, int64 `[n, count]`."""
     values = torch.log_softmax(logits, dim=-1)
     chosen = values.gather(1, tokens[:, None])
     top, ids = values.topk(count)
