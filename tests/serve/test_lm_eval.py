@@ -24,7 +24,7 @@ HARNESS = os.environ.get("QUIRE_LM_EVAL_PYTHON", sys.executable)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        HARNESS == sys.executable and importlib.util.find_spec("lm_eval") is None,
+        sys.executable == HARNESS and importlib.util.find_spec("lm_eval") is None,
         reason="lm_eval is not installed; QUIRE_LM_EVAL_PYTHON names an interpreter that has it",
     ),
 ]
