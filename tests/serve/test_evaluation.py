@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -194,6 +194,14 @@ def test_the_tokenizers_routes_need_a_key(path: str) -> None:
     keys = Keys("secret")
     assert keys.refusal(path, b"")[1] is not None
     assert keys.refusal(path, b"Bearer secret")[1] is None
+
+
+def test_what_needs_another_model_is_refused_by_name(client: OpenAI, server: LiveServer) -> None:
+    with pytest.raises(BadRequestError, match="'tiny' generates text and was not trained for embeddings"):
+        client.embeddings.create(model="tiny", input="a text")
+    for path in ("/v1/score", "/v1/rerank", "/v1/moderations"):
+        status, answer = server.request(path, {"model": "tiny"})
+        assert (status, answer["error"]["code"]) == (400, "QUIRE-MODEL-01")
 
 
 class Bytes:

@@ -23,6 +23,7 @@ from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.keys import Keys
 from quire.serve.messages import messages_router
+from quire.serve.pooling_routes import pooling_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
 from quire.serve.tokenizer_routes import tokenizer_router
@@ -67,6 +68,7 @@ def create_app(
     app.include_router(completions_router(service))
     app.include_router(messages_router(service))
     app.include_router(tokenizer_router(service))
+    app.include_router(pooling_router(service))
     app.include_router(_router(service))
     app.include_router(cache_router(service))
     app.include_router(insight_router(service))
