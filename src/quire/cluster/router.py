@@ -43,7 +43,7 @@ _ANSWER_TIMEOUT_S = 60.0  # for a healthy server to answer a question to all
 
 _FOR_ONE = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/v1/cache/retain", "/version"),
+    *("/v1/cache/retain", "/version", "/tokenize", "/detokenize", "/tokenizer_info"),
 )
 """Routes of servers whose requests go to one of them, as their metrics name them."""
 
