@@ -70,11 +70,13 @@ class PromptLogprobsPart(Part, ForwardPart):
         self._launched: list[_Launched] = []
 
     def scheduled(self, step: Step) -> None:
-        self._asking += [request for request in step.admitted if not request.most_cached]
+        if step.admitted:
+            self._asking += [request for request in step.admitted if not request.most_cached]
 
     def before_forward(self, step: Step, running: RunningForward) -> None:
-        self._stretches = list(self._stretches_of(step)) if self._asking else []
-        running.keeps_output = bool(self._stretches)
+        if self._asking:
+            self._stretches = list(self._stretches_of(step))
+            running.keeps_output = bool(self._stretches)
 
     def _stretches_of(self, step: Step) -> Iterator[_Stretch]:
         for request in self._asking:
@@ -103,6 +105,8 @@ class PromptLogprobsPart(Part, ForwardPart):
         self._stretches = []
 
     def settling(self, result: StepResult) -> None:
+        if not self._launched:
+            return
         at = next((at for at, each in enumerate(self._launched) if each.step is result.step), None)
         if at is not None:
             launched, self._launched = self._launched[at], self._launched[at + 1 :]  # those before it have failed
