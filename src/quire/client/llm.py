@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
 _MOVES_S = 0.02
+_COMPILES_S = 0.0005
 _IDS = "prompt_token_ids"
 _SESSION = "session_id"
 
@@ -90,7 +91,8 @@ class LLM:
         `"session_id": "s1"` beside, it is a turn of that session: the next turn computes only what comes after the
         tokens of this one, and `outputs[i].session` says what is held. All prompts are checked before any runs: if one
         can never run, QuireError is raised and none has run. Prompts with another
-        `salt` share no pages; higher `priority` goes first. `outputs[i].explanation` says why no more of the prompt was
+        `salt` share no pages; higher `priority` goes first. With `SamplingParams(grammar=json_schema({...}))`
+        (`quire.grammar`) the output is what that allows. `outputs[i].explanation` says why no more of the prompt was
         cached, unless the engine was created with `explain` off.
         """
         if not self._closing.alive:
@@ -102,7 +104,9 @@ class LLM:
         try:
             for prompt, one in zip(batch, assemblers, strict=True):
                 for request in one.engine_requests(**options, session_id=_session_of(prompt)):
-                    self.engine.add(request)
+                    later = self.engine.add(request)
+                    while later is not None and later.poll(time.monotonic() < later.until_s) is None:
+                        time.sleep(_COMPILES_S)
         except BaseException:
             self._abort(assemblers)
             raise

@@ -24,6 +24,7 @@ from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
 from quire.engine.device.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.device.frame_staging import ComputeStream
 from quire.engine.device.runner import ModelRunner
+from quire.engine.grammar import grammar_parts, grammars_of
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
@@ -66,6 +67,7 @@ C = TypeVar("C", bound=HostedLatents | EngineTiers | TransferNode | None)
 _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     transfer_parts,
     keeping_parts,
+    grammar_parts,
     speculation_parts,
     explanation_parts,
     prompt_parts,
@@ -168,6 +170,7 @@ class EngineCore:
             chunks=chunk_budget(config.target_itl_ms),
         )
         self.drafter = drafter_of(self)
+        self.grammars = grammars_of(self)
         self.reporting, self.explanations = Reporting(), Explanations()
         self.reports = Reports(config.canary_reports)
         self.history_part = HistoryPart(self.cache, self.scheduler, lambda: lower_frames(self))
@@ -211,21 +214,26 @@ class EngineCore:
         """Requests that may run at once: as configured, or as many as the plan has room for."""
         return min(self.config.max_running_requests, self.plan.max_requests)
 
-    def add(self, message: EngineRequest) -> None:
-        """Queue a sequence. Raises QuireError if it can never run; nothing has changed then."""
+    def add(self, message: EngineRequest) -> Later[bool] | None:
+        """Queue a sequence. Raises QuireError if it can never run; nothing has changed then. One with a grammar is
+        queued when that is compiled: the answer is True then, or InvalidInput."""
         vocabulary = self.model.spec.vocab_size
         try:
             request = request_of(message, self.config, self.plan, vocabulary, self.eos_token_ids)
         except QuireError:
             self.loop.refused()
             raise
-        self.loop.add(request)
+        if request.params.grammar is None:
+            self.loop.add(request)
+            return None
+        return Later(poll=self.grammars.add(request), until_s=time.monotonic() + self.grammars.patience_s)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         """End a sequence at any moment; unknown and finished ids are ignored. Its last output has the reason "abort".
 
         With `stopped`, its text ended on a stop string, which only its reader sees; that counts as finished.
         """
+        self.grammars.drop(request_id)
         self.loop.abort(request_id, stopped=stopped)
 
     @property

@@ -27,8 +27,6 @@ def request_of(
         if wrong := [token for token in ids if not 0 <= token < vocabulary]:
             raise InvalidInput(f"{name} names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
     refuse_adapter(message.adapter)
-    if message.params.grammar is not None:
-        raise InvalidInput("this engine cannot enforce a grammar yet.", fix="leave it out.")
     if message.explain and not config.explain:
         raise InvalidInput("explain was asked for, and this engine does not.", fix="start it with explain on.")
     if message.session_id:

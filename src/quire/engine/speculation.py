@@ -9,6 +9,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.device.draft_head import HeadDrafter
 from quire.engine.device.draft_model import DraftLayers, ModelDrafter
 from quire.engine.device.sampler import Sampler
+from quire.engine.grammar import GrammarDrafts
 from quire.loop import Part
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel, load_model
@@ -49,7 +50,9 @@ def speculation_parts(engine: EngineCore) -> Iterator[Part]:
     """The part that drafts and verifies; none without speculation."""
     speculator = speculator_of(engine.config.speculative_config, engine.plan, engine.drafter)
     if speculator is not None:
-        yield Speculation(speculator, engine.scheduler, engine.runner.move)
+        rejects = _rejects(engine.config)
+        revision = GrammarDrafts(engine.grammars, rejects=rejects, follows=engine.drafter is not None)
+        yield Speculation(speculator, engine.scheduler, engine.runner.move, revision)
 
 
 def drafter_of(engine: EngineCore) -> ModelDrafter | HeadDrafter | None:
@@ -73,6 +76,11 @@ def drafter_of(engine: EngineCore) -> ModelDrafter | HeadDrafter | None:
 
 def sampler_of(config: EngineConfig, eos_token_ids: tuple[int, ...], *, drafts: bool = False) -> Sampler:
     """The sampler of an engine, or of its `drafts`."""
+    keeps = drafts and _rejects(config)
+    return Sampler(eos_token_ids, config.seed, keeps_probabilities=keeps, reports_logprobs=not drafts)
+
+
+def _rejects(config: EngineConfig) -> bool:
+    """Whether drafts are verified by rejection sampling."""
     speculation = config.speculative_config
-    rejects = speculation is not None and speculation.rejection_sample_method == STANDARD
-    return Sampler(eos_token_ids, config.seed, keeps_probabilities=drafts and rejects, reports_logprobs=not drafts)
+    return speculation is not None and speculation.rejection_sample_method == STANDARD

@@ -17,8 +17,8 @@ MOST_CHOICES = 1024
 
 
 def json_schema(schema: Mapping[str, Any] | str | bool) -> Grammar:
-    """JSON that this schema allows, in which at most 20 characters of white space follow each other. `schema` is an
-    object, or its JSON. Raises InvalidInput for a keyword that is not supported, and says where it is."""
+    """JSON that this schema allows, with at most a space, or a new line and its indentation, between two tokens.
+    `schema` is an object, or its JSON. Raises InvalidInput for a keyword that is not supported, and says where it is."""
     if isinstance(schema, str):
         _check_size("the JSON schema", schema)
         try:

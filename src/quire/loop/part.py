@@ -26,6 +26,7 @@ from quire.counters import Section
 from quire.scheduler.request import Request
 from quire.scheduler.step import Settled, Step
 from quire.spec.events import Namespace
+from quire.spec.ids import Ids
 
 if TYPE_CHECKING:
     from quire.loop.loop import Loop
@@ -146,6 +147,11 @@ class ForwardPart:
 
     def before_forward(self, step: Step, running: Any) -> None:
         """The model is about to run on `running.batches`, one for each group."""
+
+    def allowed(self, step: Step, previous: Any) -> tuple[Rows, Ids] | None:
+        """Which tokens some draws may be, asked after the model was launched: rows of the step's draws, and a bit for
+        each token, int32 `[rows, vocabulary / 32]`, lowest bits first. `previous` is the step in flight."""
+        return None
 
     def after_forward(self, step: Step, running: Any, drawn: Any) -> None:
         """The model runs, or has run; `drawn` are its draws, None if there are none."""

@@ -50,6 +50,7 @@ TERMS = np.dtype(
         ("greedy", np.bool_),
         ("adjusts", np.bool_),  # its logits are changed before a draw
         ("logprobs", np.bool_),
+        ("constrained", np.bool_),  # it has a grammar
     ]
 )
 """Fields of a request that do not change while it runs."""
@@ -82,6 +83,7 @@ def terms_of(request: Request) -> tuple[Any, ...]:
         params.greedy,
         bool(params.logit_bias) or params.needs_history,
         params.logprobs is not None,
+        params.grammar is not None,
     )
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from quire.cache.running import Rows
+from quire.cache.running import Lengths, Rows
 from quire.counters import Section
 from quire.errors import InvalidInput
 from quire.loop import End, Loop, Part, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import StepRows
 from quire.spec.events import Namespace
+from quire.speculative.drafter import Drafts
 from quire.speculative.speculator import Speculator
 
 logger = logging.getLogger(__name__)
@@ -24,13 +26,27 @@ Moves = Callable[[Any, Rows, Rows], None]
 """Copies what a launched step has written from flat places to others: accepted drafts of a tree."""
 
 
+class Revision(Protocol):
+    """What changes drafts before they are computed."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any request needs it now."""
+
+    def revise(self, batch: StepRows, room: Lengths, drafts: Drafts | None) -> Drafts | None:
+        """The drafts of these requests, at most `room[i]` tokens ahead; None for none."""
+
+
 class Speculation(Part):
     """Drafts of one scheduler's requests. `move` belongs to the device."""
 
-    def __init__(self, speculator: Speculator, scheduler: Scheduler, move: Moves) -> None:
+    def __init__(
+        self, speculator: Speculator, scheduler: Scheduler, move: Moves, revision: Revision | None = None
+    ) -> None:
         self.speculator = speculator
         self._scheduler = scheduler
         self._move = move
+        self._revision = revision
         self._overlaps = False
         self._began = 0.0
 
@@ -40,11 +56,16 @@ class Speculation(Part):
     def before_schedule(self) -> None:
         """Propose the next tokens of running requests, which the next step computes too."""
         self._began = time.perf_counter()
-        if self.speculator.rests(self._scheduler.num_running):
+        rests = self.speculator.rests(self._scheduler.num_running)
+        revision = self._revision if self._revision is not None and self._revision.is_used else None
+        if rests and revision is None:
             return
         batch, tokens, known, room = self._scheduler.drafting()
         try:
-            drafts = self.speculator.propose(batch, tokens, known, room) if np.count_nonzero(room) else None
+            proposes = not rests and np.count_nonzero(room)
+            drafts = self.speculator.propose(batch, tokens, known, room) if proposes else None
+            if revision is not None:
+                drafts = revision.revise(batch, room, drafts)
         except (AssertionError, InvalidInput):
             raise
         except Exception:  # a device out of memory, say: the step goes on without drafts

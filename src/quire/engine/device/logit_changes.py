@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.cache.running import Rows
 from quire.scheduler.request import Request
+from quire.spec.ids import Ids
 from quire.upload import to_device
 
 Changed = tuple[int, Request, int]
@@ -45,6 +47,24 @@ def adjustments(
             suppressed.append((row, ids, np.full(len(ids), -np.inf, dtype=np.float32)))
     kinds = ((biases, _add), (repeated, _penalise), (present, _subtract), (suppressed, _replace))
     return [partial(change, *_sent(entries, device)) for entries, change in kinds if entries]
+
+
+def limit(rows: Rows, bits: Ids, device: torch.device) -> Callable[[Tensor], None]:
+    """What makes the logits of some rows -inf but at tokens whose bits are set, int32 `[rows, vocabulary / 32]`."""
+    if device.type == "cpu":
+        some = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        return partial(_limit, torch.from_numpy(rows), torch.from_numpy(some))
+    words = to_device(bits, device)
+    places = torch.arange(32, dtype=torch.int32, device=device)
+    return partial(_limit, to_device(rows, device), ((words[:, :, None] >> places) & 1).flatten(1).bool())
+
+
+def _limit(rows: Tensor, allowed: Tensor, logits: Tensor) -> None:
+    forbidden = ~allowed[:, : logits.shape[1]]
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
 def _ids(tokens: object) -> npt.NDArray[np.int64]:

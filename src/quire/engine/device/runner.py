@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths, Rows
 from quire.engine.device.frame_staging import ComputeStream
 from quire.engine.device.graphs import DecodeGraphs
+from quire.engine.device.logit_changes import limit
 from quire.engine.device.page_tables import DevicePageTables
 from quire.engine.device.readback import Readback
 from quire.engine.device.sampler import Drawn, Sampler
@@ -189,10 +190,17 @@ class ModelRunner:
                 self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
         drawn = None
         if places is not None:
+            assert prepared is not None
+            prepared.adjusted = [*prepared.adjusted, *self._limits(step, previous)]
             drawn = self._sampler.draw(logits, places, step.proposals, prepared)
         for part in self.parts:
             part.after_forward(step, running, drawn)
         return drawn, batches
+
+    def _limits(self, step: Step, previous: LaunchedForward | None) -> list[Callable[[Tensor], None]]:
+        """What leaves only those tokens in the logits that parts allow."""
+        found = [allowed for part in self.parts if (allowed := part.allowed(step, previous)) is not None]
+        return [limit(rows, bits, self._device) for rows, bits in found]
 
     def _arriving(self, loads: tuple[Transfer, ...]) -> None:
         """The loads that the step being launched reads, layer by layer."""

@@ -1,0 +1,63 @@
+"""Matcher: where one sequence is in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llguidance import LLMatcher
+
+from quire.spec.ids import Ids
+
+
+class Matcher:
+    """`state` is that after the first `num_outputs` tokens of a sequence. After one of `eos` it stays as it is, and
+    `has_ended` is true: the sequence ends there."""
+
+    def __init__(self, start: LLMatcher, eos: frozenset[int]) -> None:
+        """`start` is copied."""
+        self.state = start.deep_copy()
+        self.num_outputs = 0
+        self.has_ended = False
+        self._eos = eos
+
+    def advance(self, outputs: Ids, more: Sequence[int] = ()) -> None:
+        """The sequence has these outputs, and `more` behind them. Tokens that were seen before are the same ones."""
+        new = [*outputs[self.num_outputs :].tolist(), *more]
+        self.num_outputs += len(new)
+        if new and new[-1] in self._eos:
+            self.has_ended = True
+            new.pop()
+        if new and not self.state.is_error():
+            self.state.consume_tokens(new)
+
+    def error(self) -> str:
+        """Why it cannot go on; "" if it can."""
+        return " ".join(self.state.get_error().partition("<state>")[0].split()) if self.state.is_error() else ""
+
+    def visit(
+        self, drafts: Sequence[int], parents: Sequence[int] | None, at: Callable[[int], object] = lambda draft: None
+    ) -> list[bool]:
+        """Which drafts the grammar allows. `at(i)` is called in the state after each of these but end-of-sequence.
+
+        Draft i follows draft `parents[i]`, an earlier one, or the outputs if that is -1; without `parents` each follows
+        the one before. The state is the same afterwards: drafts are taken back, and nothing is copied.
+        """
+        following: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
+        for draft in reversed(range(len(drafts))):
+            following[(draft - 1 if parents is None else parents[draft]) + 1].append(draft)
+        allowed, depth = [False] * len(drafts), 0
+        waiting = [(draft, 0) for draft in following[0]]
+        while waiting:
+            draft, above = waiting.pop()
+            if depth > above:
+                self.state.rollback(depth - above)
+                depth = above
+            if drafts[draft] in self._eos:
+                allowed[draft] = self.state.is_accepting()
+            elif self.state.try_consume_tokens([drafts[draft]]):
+                allowed[draft], depth = True, above + 1
+                at(draft)
+                waiting += [(each, depth) for each in following[draft + 1]]
+        if depth:
+            self.state.rollback(depth)
+        return allowed

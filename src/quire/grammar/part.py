@@ -1,0 +1,215 @@
+"""GrammarPart: what the draws of a step may be, for requests with a grammar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from quire.cache.running import Rows
+from quire.counters import Section, counter, gauge
+from quire.errors import InvalidInput, QuireError
+from quire.grammar.compiler import Compiler
+from quire.grammar.matcher import Matcher
+from quire.loop import End, ForwardPart, Loop, Part
+from quire.loop.part import Launched
+from quire.scheduler.request import Request
+from quire.scheduler.step import Places, Step
+from quire.spec.ids import Ids
+
+COMPILE_S = 1.0
+"""Time in which a grammar is compiled, or refused."""
+
+LOAD_S = 60.0
+"""Time for the first one to load the tokenizer too."""
+
+
+@dataclass(kw_only=True)
+class MaskCounters:
+    """Masks of the tokens that a grammar allows."""
+
+    masks: int = counter("Masks of the tokens that a grammar allows.", name="grammar_masks")
+    mask_seconds: float = counter("Time in which masks were computed.", start=float, name="grammar_mask_seconds")
+    running: int = gauge("Requests with a grammar that wait or run.", name="grammar_requests")
+
+
+class GrammarPart(Part, ForwardPart):
+    """The grammars of one engine's requests. A step of requests without any costs one look at an empty dictionary.
+
+    Masks are computed in a thread while the model runs. If a step continues tokens of the step in flight, that is when
+    those have arrived: the device has this step by then.
+    """
+
+    def __init__(self, compiler: Compiler, vocabulary: int, eos: Sequence[int]) -> None:
+        self._compiler = compiler
+        self._words = -(-vocabulary // 32)
+        self._eos = frozenset(eos)
+        self._matchers: dict[Request, Matcher] = {}
+        self._waiting: dict[str, Request] = {}  # requests whose grammar is being compiled
+        self._executor = LLExecutor(1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+        self._filling: Future[tuple[Rows, Ids] | None] | None = None  # of the step that is being launched
+        self._failed: list[tuple[Request, QuireError]] = []
+        self._counted = MaskCounters()
+
+    def attach(self, loop: Loop) -> None:
+        self._loop = loop
+
+    # -- requests
+
+    def add(self, request: Request) -> Callable[[bool], bool | None]:
+        """Queue a request when its grammar is compiled. The result is for `Later`: it raises what `Loop.add` does, and
+        InvalidInput for a grammar that is refused."""
+        assert request.params.grammar is not None
+        compiled = self._compiler.compile(request.params.grammar)
+        self._waiting[request.request_id] = request
+
+        def poll(waits: bool) -> bool | None:
+            if self._waiting.get(request.request_id) is not request:
+                return True  # it was aborted before it began
+            if waits and not compiled.done():
+                return None
+            del self._waiting[request.request_id]
+            self._begin(request, compiled)
+            return True
+
+        return poll
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a request waits for its grammar."""
+        return COMPILE_S + (0.0 if self._compiler.is_loaded else LOAD_S)
+
+    def drop(self, request_id: str) -> None:
+        """A request whose grammar is being compiled never begins."""
+        self._waiting.pop(request_id, None)
+
+    def _begin(self, request: Request, compiled: Future[LLMatcher]) -> None:
+        try:
+            if not compiled.done():
+                raise InvalidInput(f"the grammar was not compiled within {COMPILE_S:g} s.", fix="simplify it.")
+            self._matchers[request] = Matcher(compiled.result(), self._eos)
+        except QuireError:
+            self._compiler.totals.refused += 1
+            self._loop.refused()
+            raise
+        try:
+            self._loop.add(request)
+        except QuireError:
+            del self._matchers[request]
+            raise
+
+    def ended(self, request: Request, end: End, error: Exception | None) -> None:
+        self._matchers.pop(request, None)
+
+    # -- drafts
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any request has a grammar."""
+        return bool(self._matchers)
+
+    def matcher(self, request: Request) -> Matcher | None:
+        """Where a request is after its known tokens; None for one without a grammar, or at its end."""
+        found = self._matchers.get(request)
+        if found is None:
+            return None
+        found.advance(request.output_tokens)
+        return None if found.has_ended or found.state.is_error() else found
+
+    # -- steps
+
+    def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
+        known = self._matchers and len(step.draws) and not len(step.future)
+        self._filling = self._thread.submit(self._fill, step, None) if known else None
+
+    def allowed(self, step: Step, previous: Launched | None) -> tuple[Rows, Ids] | None:
+        if not self._matchers:
+            return None
+        filling, self._filling = self._filling, None
+        return self._fill(step, previous) if filling is None else filling.result()
+
+    def launched(self, launched: Launched) -> None:
+        """A request whose grammar cannot go on fails alone, before its token is reported."""
+        while self._failed:
+            request, error = self._failed.pop()
+            if request in self._matchers:
+                self._loop.fail(request, error)
+
+    def _fill(self, step: Step, previous: Launched | None) -> tuple[Rows, Ids] | None:
+        places = step.places
+        rows = places.terms["constrained"].nonzero()[0]
+        if not len(rows):
+            return None
+        late = _late(step, previous) if len(step.future) else {}
+        began = time.perf_counter()
+        bits: Ids = np.full((len(rows), self._words), -1, dtype=np.int32)
+        owners = step.drawers[rows]
+        firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+        single: list[tuple[LLMatcher, int]] = []
+        for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True):
+            request, work = places.requests[rows[first]], int(owners[first])
+            matcher = self._matchers.get(request)
+            if matcher is None:
+                continue  # it has ended since
+            pending = int(places.outputs[rows[first]]) > request.num_outputs
+            matcher.advance(request.output_tokens, [late[work]] if pending else ())
+            if matcher.has_ended:
+                continue
+            if stop > first + 1:
+                self._fill_drafts(step, matcher, rows[first:stop], bits[first:stop])
+            else:
+                single.append((matcher.state, first))
+        if single:
+            self._executor.unsafe_compute_mask_ptr(single, bits.ctypes.data, bits.strides[0], len(bits))
+        self._check(places, rows[firsts], np.logical_and.reduceat(bits.any(axis=1), firsts))
+        self._counted.masks += len(rows)
+        self._counted.mask_seconds += time.perf_counter() - began
+        return rows, bits
+
+    def _fill_drafts(self, step: Step, matcher: Matcher, rows: Rows, bits: Ids) -> None:
+        """The masks of the draws of one work, the first of them after its known tokens, the others after drafts."""
+        places = step.draws[rows]
+        parents = None if step.parents is None else _parents(places, step.parents)
+
+        def fill(row: int) -> None:
+            matcher.state.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits.strides[0])
+
+        fill(0)
+        matcher.visit(step.tokens[places[1:]].tolist(), parents, lambda draft: fill(draft + 1))
+
+    def _check(self, places: Places, rows: Rows, some: Any) -> None:
+        """Note requests whose grammar cannot go on. `some[i]` is whether the masks of row i allow any token."""
+        for row, allows in zip(rows.tolist(), some.tolist(), strict=True):
+            request = places.requests[row]
+            matcher = self._matchers.get(request)
+            if matcher is None or (allows and not matcher.state.is_error()):
+                continue
+            reason = matcher.error() or "no token continues it"
+            self._failed.append((request, InvalidInput(f"the grammar cannot go on: {reason}.", fix="simplify it.")))
+
+    def counters(self) -> list[Section]:
+        self._counted.running = len(self._matchers)
+        return [("grammar", self._compiler.counters()), ("grammar", self._counted)]
+
+    def close(self) -> None:
+        self._compiler.close()
+        self._thread.shutdown(wait=False)
+
+
+def _late(step: Step, previous: Launched | None) -> dict[int, int]:
+    """The token that the step in flight draws for each work that continues it. Waits for that step alone."""
+    assert previous is not None, "a token is pending and no step is in flight"
+    works = np.searchsorted(step.offsets, step.future, side="right") - 1
+    tokens = previous.wait()[step.continued(previous.step)]
+    return dict(zip(works.tolist(), tokens.tolist(), strict=True))
+
+
+def _parents(places: Rows, parents: Ids) -> list[int]:
+    """For the draft at each flat place but the first, which draft it follows; -1: the token before all of them."""
+    return (np.searchsorted(places, parents[places[1:]]) - 1).tolist()
