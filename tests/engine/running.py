@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import count
@@ -46,6 +47,13 @@ def core_for(
     return EngineCore(config, model=model, draft=draft)
 
 
+def add(core: EngineCore, request: EngineRequest) -> None:
+    """Queue a request; one with a grammar is compiled first."""
+    later = core.add(request)
+    while later is not None and later.poll(time.monotonic() < later.until_s) is None:
+        time.sleep(0.001)
+
+
 def run(
     core: EngineCore,
     prompts: Sequence[Sequence[int]],
@@ -58,10 +66,11 @@ def run(
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     tokens: dict[str, list[int]] = {}
     for i, (prompt, p) in enumerate(zip(prompts, many, strict=True)):
-        core.add(
+        add(
+            core,
             EngineRequest(
                 request_id=f"{name}-{i}", prompt=np.array(prompt, dtype=np.int32).tobytes(), params=p, salt=salt
-            )
+            ),
         )
         tokens[f"{name}-{i}"] = []
     for step in count():

@@ -14,6 +14,7 @@ from quire.grammar.matcher import Matcher
 from quire.grammar.part import GrammarPart
 from quire.loop import Part
 from quire.scheduler.step import StepRows
+from quire.spec.ids import Bools, Ids
 from quire.speculative.drafter import Drafts
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ class GrammarDrafts:
                 continue
             own = tokens[row, : counts[row]].tolist()
             if parents is None:
-                found = self._chain(matcher, own, int(room[row]))
-                counts[row] = len(found)
-                tokens[row, : len(found)] = found
+                chain = self._chain(matcher, own, int(room[row]))
+                counts[row] = len(chain)
+                tokens[row, : len(chain)] = chain
             else:
                 kept = matcher.visit(own, parents[row, : counts[row]].tolist())
                 counts[row] = _cut(tokens[row], parents[row], np.array(kept, dtype=np.bool_))
@@ -103,7 +104,7 @@ class GrammarDrafts:
         return (own + forced)[:room]
 
 
-def _cut(tokens: np.ndarray, parents: np.ndarray, kept: np.ndarray) -> int:
+def _cut(tokens: Ids, parents: Ids, kept: Bools) -> int:
     """Leave the drafts of a tree that are `kept`, in place; how many there are. What follows one that is not is not
     kept."""
     count = int(np.count_nonzero(kept))

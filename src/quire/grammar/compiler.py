@@ -81,11 +81,11 @@ class Compiler:
         except ValueError as error:  # what is not even JSON
             raise InvalidInput(f"the grammar cannot be read: {error}.") from None
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
-        if matcher.is_error():
-            message = " ".join(matcher.get_error().partition("<state>")[0].split())
-            raise InvalidInput(f"the grammar is not supported: {message[:_MOST_MESSAGE]}.", fix="simplify it.")
-        if not any(first) or (matcher.is_stopped() and not matcher.is_accepting()):
+        message = " ".join(matcher.get_error().split())
+        if message.startswith("NoExtension") or not (message or any(first)):
             raise InvalidInput("the grammar allows no text.")
+        if message:
+            raise InvalidInput(f"the grammar is not supported: {message[:_MOST_MESSAGE]}.", fix="simplify it.")
         return matcher
 
     def _tokens(self) -> LLTokenizer:

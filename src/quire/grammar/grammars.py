@@ -18,20 +18,21 @@ MOST_CHOICES = 1024
 
 def json_schema(schema: Mapping[str, Any] | str | bool) -> Grammar:
     """JSON that this schema allows, with at most a space, or a new line and its indentation, between two tokens.
-    `schema` is an object, or its JSON. Raises InvalidInput for a keyword that is not supported, and says where it is."""
+
+    `schema` is an object, or its JSON. Raises InvalidInput for a keyword that is not supported, and says where it is.
+    """
     if isinstance(schema, str):
         _check_size("the JSON schema", schema)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"the JSON schema is not JSON: {error}.") from None
-    check_schema(schema)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except ValueError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(f"the JSON schema has what JSON cannot have: {error}.") from None
     _check_size("the JSON schema", text)
+    check_schema(schema)
     return Grammar("json", text)
 
 
@@ -78,3 +79,7 @@ def _check_size(what: str, text: str) -> None:
         raise InvalidInput(f"{what} must be text that is not empty.")
     if len(text) > MOST_CHARACTERS:
         raise InvalidInput(f"{what} has {len(text):,} characters, and may have {MOST_CHARACTERS:,}.", fix="shorten it.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(f"{what} must be text without lone surrogates.") from None

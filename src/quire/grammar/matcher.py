@@ -32,7 +32,7 @@ class Matcher:
 
     def error(self) -> str:
         """Why it cannot go on; "" if it can."""
-        return " ".join(self.state.get_error().partition("<state>")[0].split()) if self.state.is_error() else ""
+        return " ".join(self.state.get_error().split())
 
     def visit(
         self, drafts: Sequence[int], parents: Sequence[int] | None, at: Callable[[int], object] = lambda draft: None

@@ -212,4 +212,5 @@ def _late(step: Step, previous: Launched | None) -> dict[int, int]:
 
 def _parents(places: Rows, parents: Ids) -> list[int]:
     """For the draft at each flat place but the first, which draft it follows; -1: the token before all of them."""
-    return (np.searchsorted(places, parents[places[1:]]) - 1).tolist()
+    found: list[int] = (np.searchsorted(places, parents[places[1:]]) - 1).tolist()
+    return found

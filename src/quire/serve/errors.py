@@ -136,6 +136,8 @@ def _bad_body(error: RequestValidationError, request: Request) -> QuireError:
         if problem["type"] == UNKNOWN_FIELD:
             name, known = problem["ctx"]["name"], problem["ctx"]["known"]
             return unknown_field(name, known, param=f"{_path(problem['loc'])}.{name}".removeprefix("."))
+        if problem["type"] == "extra_forbidden":
+            return unknown_field(str(problem["loc"][-1]), (), param=_path(problem["loc"]))
     first = problems[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])

@@ -1,7 +1,7 @@
 """The bodies of requests, and their meaning.
 
 A field that Quire does not have is either harmless (`user`, `metadata`, `store`: ignored) or would change the answer
-(`response_format`, `audio`): those are refused by name, because an answer that silently ignores them is a wrong answer.
+(`suffix`, `audio`): those are refused by name, because an answer that silently ignores them is a wrong answer.
 An unknown field is refused with the nearest known name: it may be a typing error.
 """
 
@@ -28,6 +28,7 @@ from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.conversation import Conversation, Terms, Tool, ToolChoice, call_of, chosen_tool
 from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
+from quire.serve.form import AnswerForm
 
 MAX_CHOICES = 512
 """Sequences one HTTP request may ask for: prompts times `n`."""
@@ -50,9 +51,9 @@ NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
 REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "custom_logit_processor",
-    "documents", "ebnf", "echo", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-    "json_schema", "logits_processors", "lora_path", "mm_processor_kwargs", "no_stop_trim", "prediction",
-    "prompt_embeds", "regex", "return_tokens_as_token_ids", "stop_regex", "structured_outputs", "suffix",
+    "documents", "echo", "functions",
+    "logits_processors", "lora_path", "mm_processor_kwargs", "no_stop_trim", "prediction",
+    "prompt_embeds", "return_tokens_as_token_ids", "stop_regex", "suffix",
     "use_beam_search", "vllm_xargs", "web_search_options",
 ), NOTHING) | {
     "add_generation_prompt": (None, True),
@@ -63,7 +64,6 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "length_penalty": (None, 1, 1.0),
     "modalities": (*NOTHING, ["text"]),
     "reasoning_effort": (*NOTHING, "none"),
-    "response_format": (*NOTHING, {"type": "text"}),
     "sampling_seed": (None,),
     "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1, 1.0),
@@ -72,8 +72,9 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
 """Fields that would change the answer, and the values with which they would not."""
 
 IGNORED = frozenset((
-    "detokenize", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
-    "safety_identifier", "service_tier", "skip_reading_prefix_cache", "spaces_between_special_tokens", "store", "user",
+    "detokenize", "guided_decoding_backend", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "rid", "safety_identifier", "service_tier", "skip_reading_prefix_cache", "spaces_between_special_tokens", "store",
+    "user",
 ))  # fmt: skip
 """Fields of other servers that do not affect the answer of this one."""
 
@@ -212,7 +213,7 @@ class RequestBody(BaseModel):
                 )
 
 
-class GenerationBody(RequestBody):
+class GenerationBody(RequestBody, AnswerForm):
     """What both endpoints of OpenAI share.
 
     With `explain`, each choice (in a stream its last chunk) has an `explanation`: why no more of its prompt was cached.
@@ -271,7 +272,8 @@ class GenerationBody(RequestBody):
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """How to draw; `more` are the fields that the two endpoints name differently."""
-        given = {name: getattr(self, name) for name in _SAMPLING} | {"logit_bias": self._logit_bias()}
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        given |= {"logit_bias": self._logit_bias(), "grammar": self.grammar()}
         fields = {name: value for name, value in (given | more).items() if value is not None or name in more}
         try:
             return SamplingParams(**fields)

@@ -1,0 +1,168 @@
+"""Outputs that follow a grammar: the same tokens in every engine, each allowed, and other requests as without."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.counters import plain
+from quire.engine.messages import EngineRequest, prompt_bytes
+from quire.errors import InvalidInput
+from quire.grammar import choice, compiler, json_object, json_schema, lark, regex
+from quire.models.hf import load_model
+from quire.scheduler.sampling_params import SamplingParams
+from tests.engine import grammars
+from tests.engine.grammars import CHAIN, FORMS, TREE, bundled, bundled_core, check_same, outputs_of, params, prompts
+from tests.engine.running import add, run
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_same_tokens(overlap: bool) -> None:
+    core = check_same(overlap=overlap)
+    found = core.statistics()
+    assert found["hit_tokens"] > 0
+    assert found["grammar"]["compiled"] == 4
+    assert found["grammar"]["masks"] > 100
+
+
+@pytest.mark.slow
+def test_starved() -> None:
+    """Chunked, preempted and evicted between."""
+    core = check_same(pages=60, max_num_batched_tokens=7, overlap=True)
+    assert core.statistics()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("config", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)])
+def test_drafts(config: dict[str, Any]) -> None:
+    """Drafts follow the grammar, and tokens that it forces are drafts."""
+    core = check_same(speculative_config=config)
+    found = plain(core.speculator.counters()) if core.speculator is not None else {}
+    assert found["accepted_tokens"] > 20
+
+
+def test_draft_model() -> None:
+    draft = load_model(grammars.BUNDLED)
+    config = {"method": "draft_model", "model": grammars.BUNDLED, "num_speculative_tokens": 3}
+    core = check_same(turns=1, draft=draft, speculative_config=config)
+    assert core.speculator is not None and plain(core.speculator.counters())["accepted_tokens"] > 100
+
+
+@pytest.mark.slow
+def test_rejection_sampling() -> None:
+    """Drafts that the grammar forbids are never drawn."""
+    config = {
+        "method": "draft_model",
+        "model": grammars.BUNDLED,
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "standard",
+    }
+    core = bundled_core(draft=load_model(grammars.BUNDLED), speculative_config=config)
+    grammars.check_outputs(run(core, prompts(), params()))
+
+
+def test_others_draw_as_without() -> None:
+    """Rows beside rows with a grammar."""
+    plainly = [each for each, form in zip(params(), FORMS * 2, strict=True) if form is None]
+    asked = [each for each, form in zip(prompts(), FORMS * 2, strict=True) if form is None]
+    alone = run(bundled_core(), asked, plainly)
+    beside = [each for each, form in zip(grammars.expected(), FORMS * 2, strict=True) if form is None]
+    assert alone == beside
+
+
+def test_its_end_is_the_end() -> None:
+    """Whatever else is asked for."""
+    core, (_, tokenizer) = bundled_core(), bundled()
+    banned = dict.fromkeys(tokenizer.encode("yes", add_special_tokens=False).tolist(), -100.0)
+    for more in ({}, {"ignore_eos": True}, {"logit_bias": banned}, {"repetition_penalty": 2.0, "top_k": 1}):
+        given = SamplingParams(grammar=choice(["yes"]), max_tokens=20, **more)
+        found = outputs_of(core, "Is it?", given)
+        assert tokenizer.decode([token for each in found for token in each.token_ids]) == "yes"
+        assert found[-1].finish_reason == "stop"
+    with pytest.raises(InvalidInput, match="min_tokens"):
+        SamplingParams(grammar=choice(["yes"]), min_tokens=4)
+
+
+def test_sessions() -> None:
+    """Each turn has its own grammar."""
+    core, (_, tokenizer) = bundled_core(), bundled()
+    tokens = tokenizer.encode("Tell me of Bath.").tolist()
+    for turn, form in enumerate((json_object(), choice(["a", "b"]), None, regex("[0-9]{3}"))):
+        given = SamplingParams(grammar=form, max_tokens=30, temperature=0)
+        request = EngineRequest(request_id=f"t{turn}", prompt=prompt_bytes(tokens), params=given, session_id="s")
+        add(core, request)
+        drawn: list[int] = []
+        while core.has_work():
+            drawn += [token for output in core.step() for token in output.token_ids]
+        text = tokenizer.decode(drawn)
+        assert {0: text[:1] == "{", 1: text in ("a", "b"), 2: text != "", 3: text.isdecimal()}[turn]
+        tokens += drawn + tokenizer.encode(" And then?", add_special_tokens=False).tolist()
+
+
+def _id(text: str) -> int:
+    """The token that is this text."""
+    (found,) = bundled()[1].encode(text, add_special_tokens=False).tolist()
+    return int(found)
+
+
+REFUSED = {
+    "no text": (lark('start: start "a"'), "allows no text"),
+    "an unknown rule": (lark("start: x"), "unknown name"),
+    "look-ahead": (json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+    "an unknown format": (json_schema({"type": "string", "format": "colour"}), "colour"),
+    "a reference to itself": (json_schema({"$ref": "#"}), "allows no text"),
+    "contradicting bounds": (json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum"),
+    "JSON of llguidance": (lark('{"grammars": []}'), "brace"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_it_arrives(name: str) -> None:
+    form, reason = REFUSED[name]
+    core = bundled_core()
+    with pytest.raises(InvalidInput, match=reason):
+        outputs_of(core, "x", SamplingParams(grammar=form))
+    assert not core.has_work()
+    assert core.statistics()["grammar"]["refused"] == 1
+    assert core.statistics()["refused_requests"] == 1
+
+
+def test_one_that_cannot_go_on_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = compiler.LLParserLimits(max_items_in_row=30, verbose_errors=False)
+    monkeypatch.setattr(compiler, "_limits", lambda: limits)
+    core, (_, tokenizer) = bundled_core(), bundled()
+    hard = SamplingParams(grammar=lark('start: s "!"\ns: s s | "a"'), max_tokens=60, logit_bias={_id("!"): -100.0})
+    many = {"hard": hard, "easy": SamplingParams(grammar=choice(["yes"])), "plain": SamplingParams(max_tokens=20)}
+    for name, given in many.items():
+        add(core, EngineRequest(request_id=name, prompt=prompt_bytes(tokenizer.encode("So")), params=given))
+    ends = {}
+    while core.has_work():
+        ends |= {output.request_id: output for output in core.step() if output.finish_reason}
+    assert ends["hard"].finish_reason == "error" and "the grammar cannot go on" in ends["hard"].error
+    assert ends["hard"].status == 400
+    assert {ends["easy"].finish_reason, ends["plain"].finish_reason} <= {"stop", "length"}
+    core.audit()
+
+
+def test_a_client_leaves_while_it_is_compiled() -> None:
+    core, (_, tokenizer) = bundled_core(), bundled()
+    request = EngineRequest(
+        request_id="r", prompt=prompt_bytes(tokenizer.encode("So")), params=SamplingParams(grammar=json_object())
+    )
+    later = core.add(request)
+    assert later is not None
+    core.abort("r")
+    assert later.poll(True) and not core.has_work()
+
+
+def test_kept_grammars_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MOST_KEPT", 3)
+    core = bundled_core()
+    for turn in (0, 1, 2, 3, 3, 0):
+        form = json_schema({"const": turn})
+        found = outputs_of(core, "x", SamplingParams(grammar=form, max_tokens=8), f"r{turn}")
+        _, tokenizer = bundled()
+        assert json.loads(tokenizer.decode([token for each in found for token in each.token_ids])) == turn
+    counted = core.statistics()["grammar"]
+    assert (counted["kept"], counted["compiled"], counted["cache_hits"]) == (3, 5, 1)
