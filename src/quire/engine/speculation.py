@@ -9,7 +9,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.device.draft_head import HeadDrafter
 from quire.engine.device.draft_model import DraftLayers, ModelDrafter
 from quire.engine.device.sampler import Sampler
-from quire.engine.grammar import GrammarDrafts
+from quire.engine.speculation_grammar import GrammarDrafts
 from quire.loop import Part
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel, load_model

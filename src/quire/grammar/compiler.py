@@ -112,5 +112,5 @@ def _source(grammar: Grammar) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """Of one grammar: about 20 ms of work on its lexer, and 5 ms in a step."""
+    """Limits of one grammar: about 20 ms of work on its lexer, and 5 ms in a step."""
     return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)

@@ -35,29 +35,30 @@ class Matcher:
         return " ".join(self.state.get_error().split())
 
     def visit(
-        self, drafts: Sequence[int], parents: Sequence[int] | None, at: Callable[[int], object] = lambda draft: None
+        self, tokens: Sequence[int], parents: Sequence[int] | None, at: Callable[[int], object] = lambda place: None
     ) -> list[bool]:
-        """Which drafts the grammar allows. `at(i)` is called in the state after each of these but end-of-sequence.
+        """Which tokens the grammar allows after the outputs. `at(i)` is called in the state after each of these but
+        end-of-sequence.
 
-        Draft i follows draft `parents[i]`, an earlier one, or the outputs if that is -1; without `parents` each follows
-        the one before. The state is the same afterwards: drafts are taken back, and nothing is copied.
+        Token i follows token `parents[i]`, an earlier one, or the outputs if that is -1; without `parents` each follows
+        the one before. The state is the same afterwards: tokens are taken back, and nothing is copied.
         """
-        following: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
-        for draft in reversed(range(len(drafts))):
-            following[(draft - 1 if parents is None else parents[draft]) + 1].append(draft)
-        allowed, depth = [False] * len(drafts), 0
-        waiting = [(draft, 0) for draft in following[0]]
+        following: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
+        for place in reversed(range(len(tokens))):
+            following[(place - 1 if parents is None else parents[place]) + 1].append(place)
+        allowed, depth = [False] * len(tokens), 0
+        waiting = [(place, 0) for place in following[0]]
         while waiting:
-            draft, above = waiting.pop()
+            place, above = waiting.pop()
             if depth > above:
                 self.state.rollback(depth - above)
                 depth = above
-            if drafts[draft] in self._eos:
-                allowed[draft] = self.state.is_accepting()
-            elif self.state.try_consume_tokens([drafts[draft]]):
-                allowed[draft], depth = True, above + 1
-                at(draft)
-                waiting += [(each, depth) for each in following[draft + 1]]
+            if tokens[place] in self._eos:
+                allowed[place] = self.state.is_accepting()
+            elif self.state.try_consume_tokens([tokens[place]]):
+                allowed[place], depth = True, above + 1
+                at(place)
+                waiting += [(each, depth) for each in following[place + 1]]
         if depth:
             self.state.rollback(depth)
         return allowed

@@ -53,7 +53,7 @@ class GrammarPart(Part, ForwardPart):
         self._waiting: dict[str, Request] = {}  # requests whose grammar is being compiled
         self._executor = LLExecutor(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
-        self._filling: Future[tuple[Rows, Ids] | None] | None = None  # of the step that is being launched
+        self._filling: Future[tuple[Rows, Ids] | None] | None = None  # masks of the step that is being launched
         self._failed: list[tuple[Request, QuireError]] = []
         self._counted = MaskCounters()
 
@@ -71,7 +71,7 @@ class GrammarPart(Part, ForwardPart):
 
         def poll(waits: bool) -> bool | None:
             if self._waiting.get(request.request_id) is not request:
-                return True  # it was aborted before it began
+                return True  # the request was aborted before it began
             if waits and not compiled.done():
                 return None
             del self._waiting[request.request_id]
@@ -156,7 +156,7 @@ class GrammarPart(Part, ForwardPart):
             request, work = places.requests[rows[first]], int(owners[first])
             matcher = self._matchers.get(request)
             if matcher is None:
-                continue  # it has ended since
+                continue  # the request has ended since
             pending = int(places.outputs[rows[first]]) > request.num_outputs
             matcher.advance(request.output_tokens, [late[work]] if pending else ())
             if matcher.has_ended:

@@ -50,7 +50,7 @@ TERMS = np.dtype(
         ("greedy", np.bool_),
         ("adjusts", np.bool_),  # its logits are changed before a draw
         ("logprobs", np.bool_),
-        ("constrained", np.bool_),  # it has a grammar
+        ("constrained", np.bool_),  # a grammar says what may be drawn
     ]
 )
 """Fields of a request that do not change while it runs."""

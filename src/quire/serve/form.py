@@ -22,11 +22,11 @@ def _one(about: str, **rules: Any) -> Any:
     return Field(None, description=about, **rules)
 
 
-class _Object(BaseModel):
+class _ClosedForm(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class NamedSchema(_Object):
+class NamedSchema(_ClosedForm):
     """The schema of an answer. Its name and description change nothing. It is enforced also if it is not `strict`."""
 
     name: str | None = None
@@ -35,7 +35,7 @@ class NamedSchema(_Object):
     schema_: JsonSchema | None = _one("By default that of any object.", alias="schema")
 
 
-class ResponseFormat(_Object):
+class ResponseFormat(_ClosedForm):
     """Text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -51,7 +51,7 @@ class ResponseFormat(_Object):
         return [json_object() if schema is None else json_schema(schema)]
 
 
-class StructuredOutputs(_Object):
+class StructuredOutputs(_ClosedForm):
     """The form of an answer, by one of these."""
 
     json_: JsonSchema | GrammarText | None = _one("A JSON schema, or its text.", alias="json")
@@ -69,7 +69,7 @@ class StructuredOutputs(_Object):
         return found + ([ebnf(self.grammar)] if self.grammar is not None else [])
 
 
-class AnswerForm(BaseModel):
+class FormFields(BaseModel):
     """Fields that say the same in several ways: one of them may."""
 
     response_format: ResponseFormat | None = _one("The answer is JSON: any object, or by a schema.")

@@ -28,7 +28,7 @@ from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.conversation import Conversation, Terms, Tool, ToolChoice, call_of, chosen_tool
 from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
-from quire.serve.form import AnswerForm
+from quire.serve.form import FormFields
 
 MAX_CHOICES = 512
 """Sequences one HTTP request may ask for: prompts times `n`."""
@@ -213,7 +213,7 @@ class RequestBody(BaseModel):
                 )
 
 
-class GenerationBody(RequestBody, AnswerForm):
+class GenerationBody(RequestBody, FormFields):
     """What both endpoints of OpenAI share.
 
     With `explain`, each choice (in a stream its last chunk) has an `explanation`: why no more of its prompt was cached.
