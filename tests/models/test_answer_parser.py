@@ -221,6 +221,13 @@ def test_the_name_of_a_call_leaves_before_its_arguments_are_whole() -> None:
     assert parser.feed("}\n</tool_call>") == parser.end() == []
 
 
+def test_a_model_without_marks_of_reasoning_has_no_parser_but_for_tools() -> None:
+    for text, reasons in (("<tool_call>", False), ("<tool_call> <think>", True), ("<tool_call> </think>", True)):
+        found = find("auto", own=None, chat_template=text)
+        assert found is not None
+        assert found.reasons == reasons
+
+
 def history(*ids: str) -> list[dict[str, object]]:
     calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}} for each in ids]
     results = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in reversed(ids)]

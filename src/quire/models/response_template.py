@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,8 @@ FOLDER = Path(__file__).with_name("response_templates")
 
 @dataclass(frozen=True)
 class ResponseTemplate:
-    """The form of a family's answers, under the family's name. `calls` says how to write one, where that is known.
+    """The form of a family's answers, under the family's name. `calls` says how to write one, where that is known. An
+    answer of a model that `reasons` may have other parts than content and calls.
 
     `ids` says which ids of calls its chat templates take: "nine" letters and digits, "numbered" by tool, or any. Those
     that `takes_text` want arguments as JSON, not as objects.
@@ -34,6 +36,7 @@ class ResponseTemplate:
 
     name: str
     form: ResponseForm
+    reasons: bool = False
     calls: CallForm | None = None
     ids: Literal["any", "nine", "numbered"] = "any"
     takes_text: bool = False
@@ -48,10 +51,12 @@ class ResponseTemplate:
         """Whether it says how calls of tools are written."""
         return CALLS in self.form.fields
 
-    @property
-    def reasons(self) -> bool:
-        """Whether an answer may have other parts than content and calls."""
-        return bool(self.form.fields.keys() - {"content", CALLS})
+    def for_model(self, chat_template: str) -> ResponseTemplate:
+        """The same of one model. It reasons if its chat template has a marker of such a part; patterns are taken to be in
+        it."""
+        others = [each for each in self.form.fields.values() if each.name not in ("content", CALLS)]
+        marks = [(each.open_literals or [""]) + (each.close_literals or []) for each in others]
+        return replace(self, reasons=any(mark in chat_template for mark in chain.from_iterable(marks)))
 
     def grammar(self, prompt: str, calling: Calling, added: Mapping[str, int], special: Collection[str]) -> str | None:
         """The grammar of answers to this prompt (`call_grammar`), where it is known how a call is written."""
@@ -120,6 +125,11 @@ def families() -> dict[str, Family]:
 def find(chosen: str, *, own: Mapping[str, Any] | None, chat_template: str) -> ResponseTemplate | None:
     """The template of a tokenizer: the one `chosen` by name, of a JSON file with that path, or none for "none"; with
     "auto" that of the family of which its chat template has most marks, in which its `own` form, if any, stands."""
+    found = _found(chosen, own, chat_template)
+    return None if found is None else found.for_model(chat_template)
+
+
+def _found(chosen: str, own: Mapping[str, Any] | None, chat_template: str) -> ResponseTemplate | None:
     if chosen == "none":
         return None
     if chosen == "auto":
