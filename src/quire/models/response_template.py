@@ -52,8 +52,8 @@ class ResponseTemplate:
         return CALLS in self.form.fields
 
     def for_model(self, chat_template: str) -> ResponseTemplate:
-        """The same of one model. It reasons if its chat template has a marker of such a part; patterns are taken to be in
-        it."""
+        """This template for one model, which reasons if its chat template has a marker of such a part. Patterns are
+        taken to be in it."""
         others = [each for each in self.form.fields.values() if each.name not in ("content", CALLS)]
         marks = [(each.open_literals or [""]) + (each.close_literals or []) for each in others]
         return replace(self, reasons=any(mark in chat_template for mark in chain.from_iterable(marks)))
