@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,12 +19,12 @@ for name in sys.argv[1:]:
 """
 
 
-def test_every_benchmark_imports() -> None:
+def test_every_benchmark_imports(tmp_path: Path) -> None:
     """But for peers, which are installed apart."""
     files = [path.relative_to(ROOT) for path in sorted((ROOT / "bench").rglob("*.py")) if path.parent.name != "peers"]
     names = [".".join(file.with_suffix("").parts) for file in files]
     assert len(names) > 40
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORTS, *names], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    program = tmp_path / "imports.py"
+    program.write_text(_IMPORTS)
+    done = run_program(program, *names, cwd=ROOT)
     assert done.returncode == 0, done.stderr
