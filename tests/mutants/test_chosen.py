@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,3 +120,14 @@ def test_a_product_has_the_marks_of_its_values(monkeypatch: pytest.MonkeyPatch) 
     _, cases = covering(name=changes.in_turns("abc", 3), size=[1, 2]).args
     assert [case.values for case in cases if not marks(case)] == [("b", 2)]
     assert len(cases) == 6
+
+
+def test_paths_that_long_tests_are_about_exist() -> None:
+    """A path that moved would leave them to `make test-all` unnoticed."""
+    found = set()
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        text = file.read_text()
+        calls = re.findall(r"(?:unless_changed|in_turns)\(.*\n", text) if file != Path(changes.__file__) else [text]
+        found |= {path for call in calls for path in re.findall(r'"((?:src/quire|bench|examples|tests)/[^"]*)"', call)}
+    assert len(found) > 50
+    assert [path for path in sorted(found) if not any(ROOT.glob(f"{path}*"))] == []
