@@ -44,13 +44,22 @@ def tokenizer(*, has_marks: bool) -> Tokenizer:
 
 
 class Grammar:
-    def __init__(self, family: str, *, has_marks: bool = False, prompt: str = "", **choice: Any) -> None:
+    def __init__(
+        self,
+        family: str,
+        *,
+        has_marks: bool = False,
+        prompt: str = "",
+        chat_template: str = "</think> [/THINK]",
+        **choice: Any,
+    ) -> None:
         self.tokens = tokenizer(has_marks=has_marks)
         tokens = self.tokens.get_added_tokens_decoder()
         added = {token.content: i for i, token in tokens.items()}
         special = {token.content for token in tokens.values() if token.special}
         given: dict[str, Any] = {"functions": [TOOL, OTHER], "is_required": True, "is_parallel": True} | choice
-        self.text = families()[family].template.grammar(prompt, Calling(**given), added, special)
+        template = families()[family].template.for_model(chat_template)
+        self.text = template.grammar(prompt, Calling(**given), added, special)
         assert self.text is not None
         llg = LLTokenizer(self.tokens.to_str(), n_vocab=self.tokens.get_vocab_size(), eos_token=[256])
         self.matcher = LLMatcher(llg, LLMatcher.grammar_from_lark(self.text))
@@ -89,6 +98,7 @@ def test_required_calls(family: str, has_marks: bool) -> None:
     assert grammar.allows(said(family, ("now", {})))
     assert grammar.allows(said(family, ("get_weather", {"city": "P", "unit": "F"}), ("get_weather", {"city": "Q"})))
     assert not grammar.allows("I cannot.")
+    assert not grammar.allows(good.replace("3", " " * 30 + "3"))
     assert not grammar.allows(said(family, ("other", {})))
     assert not grammar.allows(said(family, ("get_weather", {"days": 3})))
     assert not grammar.allows(said(family, ("get_weather", {"city": "P", "days": "x"})))
@@ -117,6 +127,10 @@ def test_reasoning_before_a_required_call(family: str, has_marks: bool) -> None:
     begun = Grammar(family, has_marks=has_marks, prompt=f"x{opening}\n")
     assert begun.allows(f"so\n{closing}\n{call}")
     assert not begun.allows(call)
+    if opening == "<think>":
+        for other in (Grammar(family, prompt="<think>\n\n</think>\n\n"), Grammar(family, chat_template="")):
+            assert other.allows(call)
+            assert not other.allows(f"{opening}\nso\n{closing}\n{call}")
 
 
 @pytest.mark.parametrize("has_marks", [False, True])

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.counters import counter, gauge
 from quire.errors import InvalidInput
-from quire.spec.grammar import Grammar
+from quire.spec.grammar import WHITE_SPACE, Grammar
 
 MOST_KEPT = 64
 MOST_KEPT_CHARACTERS = 1 << 20
@@ -20,7 +20,6 @@ MOST_KEPT_CHARACTERS = 1 << 20
 
 NUM_THREADS = 2
 
-_WHITE_SPACE = r"(\x20|\r?\n[\x20\x09]{0,24})?"
 _MOST_MESSAGE = 300
 
 
@@ -104,7 +103,7 @@ class Compiler:
 
 def _source(grammar: Grammar) -> str:
     if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITE_SPACE})
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITE_SPACE})
     if grammar.kind == "lark" and grammar.text.lstrip().startswith("{"):
         raise ValueError("it begins with a brace")  # llguidance would read its own JSON
     made = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark

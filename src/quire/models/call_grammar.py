@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.spec.grammar import WHITE_SPACE
+
 _ANY = r"/(.|\n)*/"
 
 
@@ -114,7 +116,7 @@ class _CallGrammar:
         begin = self._said(begin, function["name"])
         if self._form.parameter is None:
             arguments = f"arguments_{number}"
-            self._rules.append(f"{arguments}: %json {json.dumps(schema, ensure_ascii=False)}")
+            self._rules.append(f"{arguments}: {_json(schema)}")
         else:
             arguments = self._parameters(number, schema, self._form.parameter)
         self._rules.append(f"call_{number}: {begin} {arguments} {self._said(self._form.end)}")
@@ -131,8 +133,8 @@ class _CallGrammar:
                 texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in one["enum"])
                 self._rules.append(f"{rule}: ({texts}) {self._said(after)}")
             else:
-                inner = {**one, **shared} if isinstance(one, Mapping) else one
-                self._rules.append(f"{rule}_json: %json {json.dumps(inner, ensure_ascii=False)}")
+                inner = {**one, **shared} if isinstance(one, Mapping) else {}
+                self._rules.append(f"{rule}_json: {_json(inner)}")
                 self._rules.append(f"{rule}: {rule}_json {self._said(after)}")
             mark = "" if name in schema.get("required", ()) else "?"
             found.append(f"({self._said(around['begin'], name)} {rule}){mark}")
@@ -150,3 +152,8 @@ class _CallGrammar:
             for piece in pieces
             if piece
         )
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """JSON that a schema allows, as Lark has it."""
+    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': WHITE_SPACE}, **schema}, ensure_ascii=False)}"

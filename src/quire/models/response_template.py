@@ -62,8 +62,11 @@ class ResponseTemplate:
         """The grammar of answers to this prompt (`call_grammar`), where it is known how a call is written."""
         if self.calls is None:
             return None
+        ends = tuple(self.calls.reasoning[1:])
+        may_reason = self.reasons and not prompt.rstrip().endswith(ends or "\n")
+        calls = self.calls if may_reason else replace(self.calls, reasoning=())
         reasons = opened(self.form, prompt) is not None
-        return call_grammar(self.calls, replace(calling, reasons=reasons), added, special)
+        return call_grammar(calls, replace(calling, reasons=reasons), added, special)
 
     def turns(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Messages with calls as the chat templates of the family take them."""

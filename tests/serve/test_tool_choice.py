@@ -1,0 +1,77 @@
+"""Forms of calls that are enforced: the bundled model, which knows no tools, with a chat template of Hermes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.chat_templates import CHAT_TEMPLATES
+from tests.serve.live_server import LiveServer
+from tests.serve.test_tools import CHAT, choice, tool
+
+WEATHER = tool("get_weather", city={"enum": ["Paris", "Bath"]}, days={"type": "integer", "minimum": 1, "maximum": 9})
+WEATHER["function"]["parameters"] |= {"required": ["city", "days"], "additionalProperties": False}
+NOW = tool("now", zone={"enum": ["UTC"]})
+NOW["function"]["parameters"] |= {"required": ["zone"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path: Path = tmp_path_factory.mktemp("templates") / "hermes.jinja"
+    path.write_text(CHAT_TEMPLATES["hermes"].replace("think>", "thought>"))  # a model that does not reason
+    with LiveServer.quire("--chat-template", str(path), "--kv-memory", "32MiB") as live:
+        yield live
+
+
+def body(tool_choice: Any, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "What is the weather?"}]
+    return {"messages": messages, "tools": [WEATHER, NOW], "tool_choice": tool_choice, "max_tokens": 200} | more
+
+
+def check(call: dict[str, Any]) -> None:
+    arguments = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "now":
+        assert arguments == {"zone": "UTC"}
+    else:
+        assert call["function"]["name"] == "get_weather"
+        assert arguments.keys() == {"city", "days"}
+        assert arguments["city"] in ("Paris", "Bath")
+        assert 1 <= arguments["days"] <= 9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_required_call_follows_its_schema(bundled: LiveServer, seed: int) -> None:
+    found = choice(bundled, body("required", parallel_tool_calls=False, seed=seed))
+    assert found["finish_reason"] == "tool_calls"
+    [call] = found["message"]["tool_calls"]
+    check(call)
+
+
+def test_a_call_by_name_is_of_that_tool_alone(bundled: LiveServer) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    found = choice(bundled, body(named, parallel_tool_calls=False, temperature=0))
+    assert [call["function"]["name"] for call in found["message"]["tool_calls"]] == ["now"]
+
+
+def test_several_choices_in_a_stream(bundled: LiveServer) -> None:
+    status, text = bundled.request(CHAT, body("required", parallel_tool_calls=False, n=2, stream=True, seed=7))
+    assert status == 200
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    calls: dict[int, dict[str, Any]] = {}
+    for each in (found for chunk in chunks for found in chunk["choices"]):
+        for call in each["delta"].get("tool_calls", ()):
+            whole = calls.setdefault(each["index"], {"function": {"name": "", "arguments": ""}})["function"]
+            whole["name"] += call["function"].get("name", "")
+            whole["arguments"] += call["function"]["arguments"]
+    assert calls.keys() == {0, 1}
+    for call in calls.values():
+        check(call)
+
+
+def test_an_answer_has_one_form(bundled: LiveServer) -> None:
+    status, found = bundled.request(CHAT, body("required", response_format={"type": "json_object"}))
+    assert (status, found["error"]["param"]) == (400, "tool_choice")
