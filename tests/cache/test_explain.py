@@ -14,6 +14,7 @@ from quire.spec.events import Namespace
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Ids
 from quire.testing import small_plan
+from tests.changes import CORE, slow_unless_changed
 
 
 def ids(tokens: object) -> np.ndarray:
@@ -136,6 +137,7 @@ def test_memory_of_what_was_evicted_is_bounded() -> None:
     assert causes(explained(cache, ids(range(32)))) == [("new", 32)], "forgotten long ago"
 
 
+@slow_unless_changed(*CORE, "src/quire/observe/")
 def test_causes_add_up_and_agree_with_a_plain_memory() -> None:
     """Random prompts from a small tree of texts on a pool that evicts all the time, beside a set of all pages that were
     ever cached: what is said to be evicted had been, what is said to be new had not, with nothing forgotten."""

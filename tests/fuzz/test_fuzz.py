@@ -14,6 +14,7 @@ from quire.cache import KVCache
 from quire.errors import InvalidInput, OutOfPages
 from quire.testing.choices import Choices
 from quire.testing.plans import small_plan
+from tests.changes import slow_unless_changed
 from tests.fuzz.faults import Faults
 from tests.fuzz.parallel import Task, fuzz
 from tests.fuzz.run import Tally, level_of, run_life, run_lives
@@ -48,6 +49,7 @@ def test_both_levels_take_turns() -> None:
     assert found.lives == 3
 
 
+@slow_unless_changed("src/quire/testing/", "tests/fuzz/")
 def test_the_same_seed_does_the_same_in_any_process() -> None:
     found = lives(seed=3)
     for hash_seed in ("1", "2"):

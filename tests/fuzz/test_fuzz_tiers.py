@@ -125,6 +125,7 @@ def test_a_seed_is_a_life_with_tiers_too() -> None:
     assert (first.happened, first.met) == (again.happened, again.met)
 
 
+@slow_unless_changed(*TIERS, "tests/fuzz/")
 def test_a_violation_at_the_end_of_a_life_is_met_again_and_made_short() -> None:
     with injected("a-flush-leaves-the-store"):
         found = run_lives("tiers", count().__next__, lives=60).violation
