@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quire.errors import QuireError
-from quire.serve.answer_reader import CalledTool, Content, Piece, Reasoning
+from quire.serve.answer_reader import CallArguments, CallBegun, Content, Piece, Reasoning
 from quire.serve.messages import SIGNATURE, MessageBlocks, content_of
 from quire.serve.messages_protocol import MessagesBody
 
@@ -152,15 +152,17 @@ def test_harmless_fields_are_no_error() -> None:
     assert found.params().max_tokens == 8
 
 
-PIECES = st.one_of(
-    st.builds(Content, st.text(min_size=1)),
-    st.builds(Reasoning, st.text(min_size=1)),
-    st.builds(CalledTool, st.integers(0, 3), st.just("weather"), st.sampled_from(['{"a": 1}', "{}"])),
+CALL: list[Piece] = [CallBegun(0, "weather"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
+PIECES: Any = st.one_of(
+    st.builds(Content, st.text(min_size=1)).map(lambda piece: [piece]),
+    st.builds(Reasoning, st.text(min_size=1)).map(lambda piece: [piece]),
+    st.just(CALL),
 )
 
 
 @given(st.lists(PIECES, max_size=8))
-def test_blocks_of_an_answer_are_well_formed(pieces: list[Piece]) -> None:
+def test_blocks_of_an_answer_are_well_formed(parts: list[list[Piece]]) -> None:
+    pieces = [piece for part in parts for piece in part]
     blocks = MessageBlocks()
     events = [event for piece in pieces for event in blocks.add(piece)] + blocks.end()
     is_open, index = False, -1
@@ -173,7 +175,7 @@ def test_blocks_of_an_answer_are_well_formed(pieces: list[Piece]) -> None:
     assert not is_open
     found = content_of(events)
     assert len(found) == index + 1
-    assert sum(each["type"] == "tool_use" for each in found) == sum(isinstance(each, CalledTool) for each in pieces)
+    assert [each["input"] for each in found if each["type"] == "tool_use"] == [{"a": 1}] * parts.count(CALL)
     thought = "".join(each.text for each in pieces if isinstance(each, Reasoning))
     assert "".join(each["thinking"] for each in found if each["type"] == "thinking") == thought
     assert all(each["signature"] == SIGNATURE for each in found if each["type"] == "thinking")

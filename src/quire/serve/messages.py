@@ -17,7 +17,7 @@ from quire.client.output import CompletionOutput, SequenceDelta
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import QuireError
 from quire.offload.retention import Granted
-from quire.serve.answer_reader import AnswerReader, CalledTool, Content, Piece, Reasoning
+from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, Reasoning
 from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
 from quire.serve.conversation import Conversation, Terms, able_to_chat
 from quire.serve.error_forms import ANTHROPIC
@@ -122,8 +122,9 @@ class MessageForm:
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The message."""
         [part] = outputs
-        pieces = [*self._reader.read(part.text), *self._reader.end()]
-        events = [event for piece in pieces for event in self._blocks.add(piece)] + self._blocks.end()
+        events = [
+            event for piece in self._reader.whole(part.text) for event in self._blocks.add(piece)
+        ] + self._blocks.end()
         message = _message(generation) | {"content": content_of(events)}
         return message | self._end(part) | {"usage": _usage(generation)}
 
@@ -192,9 +193,11 @@ class MessageBlocks:
             case Reasoning(text):
                 begun = self._in({"type": "thinking", "thinking": "", "signature": ""})
                 return [*begun, self._delta("thinking", text)] if self._shows_thinking else begun
-            case CalledTool():
-                called = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": piece.name, "input": {}}
-                return [*self.end(), *self._in(called), self._delta("input_json", piece.arguments, "partial_json")]
+            case CallBegun(_, name):
+                called = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": {}}
+                return [*self.end(), *self._in(called)]
+            case CallArguments(_, text):
+                return [self._delta("input_json", text, "partial_json")]
 
     def end(self) -> list[dict[str, Any]]:
         """The end of the open block."""
