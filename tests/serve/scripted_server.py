@@ -41,7 +41,8 @@ class ScriptedCore(EchoCore):
 
     def add(self, request: EngineRequest) -> None:
         if len(request.tokens()) >= CONTEXT:
-            raise ContextTooLong(f"{len(request.tokens())} tokens; the context is {CONTEXT}.", fix="shorten it.")
+            message, num_tokens = f"the prompt has no room for an answer in {CONTEXT} tokens.", len(request.tokens())
+            raise ContextTooLong(message, tokens=num_tokens + 1, context=CONTEXT, fix="shorten it.")
         prompt = self._tokenizer.decode(request.tokens().tolist(), skip_special_tokens=False)
         _, *said = prompt.rsplit("@@@", 2)
         answer = self._tokenizer.encode(said[0] if len(said) == 2 else "ok", add_special_tokens=False).ids
