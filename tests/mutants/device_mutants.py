@@ -52,7 +52,7 @@ def a_step_waits_for_the_next_one(patch: Patch) -> None:
 
 @mutant("device sampling", "a launch waits for its own draws")
 def tokens_are_copied_at_launch(patch: Patch) -> None:
-    patch.setattr(readback, "_to_pinned", lambda tensor: tensor.cpu())
+    patch.setattr(readback, "to_host", lambda tensor: tensor.cpu())
 
 
 @mutant("device sampling", "each step with top-p waits for the device to say how many candidates there are")
