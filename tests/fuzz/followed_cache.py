@@ -20,6 +20,7 @@ from quire.observe.explain import FromPeer
 from quire.prefix.node import User
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
+from quire.spec.pages import ALL_TOKENS
 from tests.clear import clear
 from tests.fuzz.device import Device, Step
 from tests.fuzz.events import EventFold
@@ -78,8 +79,9 @@ class FollowedCache:
 
     # -- the verbs
 
-    def match(self, tokens: Ids, namespace: Namespace = NAMESPACE) -> PrefixHit:
+    def match(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, most_tokens: int = ALL_TOKENS) -> PrefixHit:
         """As the cache's; what it finds is the most that the model could reuse, and nothing has changed."""
+        assert most_tokens == ALL_TOKENS, "no request here asks for log-probabilities of its prompt"
         unchanged = self.watch.raw
         hit = self._match(self._name(tokens, namespace))
         self._check("match")

@@ -80,8 +80,8 @@ def match_returns_the_last_token_too(patch: Patch) -> None:
     """A prompt that is cached to its last token has nothing left to compute its output from."""
     real = KVCache.match
 
-    def match(cache: KVCache, tokens: Any, namespace: Namespace = kv_cache.NAMESPACE) -> Any:
-        return real(cache, np.append(tokens, np.int32(0)), namespace)
+    def match(cache: KVCache, tokens: Any, namespace: Namespace = kv_cache.NAMESPACE, **limits: int) -> Any:
+        return real(cache, np.append(tokens, np.int32(0)), namespace, **limits)
 
     patch.setattr(KVCache, "match", match)
 
