@@ -158,7 +158,7 @@ class Client:
         body = {
             **({"messages": [{"role": "user", "content": TEXT}]} if "chat" in case.route else {"prompt": TEXT}),
             "max_tokens": case.tokens,
-            "priority": case.rows,
+            "priority": -case.rows,
             "presence_penalty": case.period_ms / 1e3,
             "stream": True,
             **case.fields,

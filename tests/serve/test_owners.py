@@ -40,6 +40,10 @@ class Asked:
 
 HERS = {"prompt": PROMPT, "max_tokens": 2, "session_id": "{session}", "return_token_ids": True}
 NOTHING = Asked(refused=())
+OPERATORS = (
+    *("/flush_cache", "/reset_prefix_cache", "/sleep", "/wake_up", "/pause", "/resume"),
+    *("/start_profile", "/stop_profile"),
+)
 
 ROUTES: dict[tuple[str, str], Asked] = {
     ("GET", "/v1/cache/explain/{request_id}"): Asked(refused=(404,), path="/v1/cache/explain/{request}"),
@@ -53,6 +57,18 @@ ROUTES: dict[tuple[str, str], Asked] = {
     ("POST", "/v1/chat/completions"): Asked(
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "session_id": "{session}"}, refused=()
     ),
+    ("POST", "/v1/messages"): Asked(
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "session_id": "{session}"}, refused=()
+    ),
+    ("POST", "/v1/messages/count_tokens"): Asked({"messages": [{"role": "user", "content": "a"}]}, refused=()),
+    ("POST", "/generate"): Asked(
+        {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "session_id": "{session}"}, refused=()
+    ),
+    **dict.fromkeys(
+        (("GET", path) for path in ("/", "/ping", "/is_sleeping", "/model_info", "/get_model_info")), NOTHING
+    ),
+    **dict.fromkeys((("GET", path) for path in ("/load", "/server_info", "/get_server_info", "/flush_cache")), Asked()),
+    **dict.fromkeys((("POST", path) for path in OPERATORS), Asked({})),
     ("POST", "/v1/cache/flush"): Asked({"all": True}),
     ("POST", "/v1/cache/epoch"): Asked({"weights_epoch": 1}),
     ("POST", "/v1/cache/role"): Asked({"role": "both"}),

@@ -236,7 +236,7 @@ class AsyncEngine:
         begins with the prompt."""
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
-        token_ids = await self._token_ids(prompt)
+        token_ids = await self.token_ids(prompt)
         self._check_alive()
         if self._draining:
             raise EngineDead("the server is shutting down.", fix="send the request to another one.")
@@ -319,7 +319,7 @@ class AsyncEngine:
     ) -> Granted:
         """Retain the cached part of a prompt for so long; the answer says how much that is and why not more (`ask`)."""
         request = RetainRequest(
-            prompt=prompt_bytes(await self._token_ids(prompt)),
+            prompt=prompt_bytes(await self.token_ids(prompt)),
             ttl_seconds=ttl_seconds,
             adapter=adapter,
             salt=salt,
@@ -566,7 +566,9 @@ class AsyncEngine:
                 error.retry_after_s = self._retry_after_s()
             raise error
 
-    async def _token_ids(self, prompt: Prompt) -> Ids:
+    async def token_ids(self, prompt: Prompt) -> Ids:
+        """The token ids int32 of a prompt. Raises InvalidInput for one that has none, and what `Tokenising.encode`
+        does."""
         if isinstance(prompt, str):
             if self.tokenising is None:
                 raise InvalidInput(

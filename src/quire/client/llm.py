@@ -91,7 +91,7 @@ class LLM:
         `"session_id": "s1"` beside, it is a turn of that session: the next turn computes only what comes after the
         tokens of this one, and `outputs[i].session` says what is held. All prompts are checked before any runs: if one
         can never run, QuireError is raised and none has run. Prompts with another
-        `salt` share no pages; higher `priority` goes first. With `SamplingParams(grammar=json_schema({...}))`
+        `salt` share no pages; lower `priority` goes first. With `SamplingParams(grammar=json_schema({...}))`
         (`quire.grammar`) the output is what that allows. `outputs[i].explanation` says why no more of the prompt was
         cached, unless the engine was created with `explain` off.
         """
@@ -100,7 +100,7 @@ class LLM:
         batch = self._as_list(prompts)
         params = self._params_for(batch, sampling_params)
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
-        options = {"salt": salt, "priority": priority, "explain": self.config.explain}
+        options = {"salt": salt, "priority": -priority, "explain": self.config.explain}
         try:
             for prompt, one in zip(batch, assemblers, strict=True):
                 for request in one.engine_requests(**options, session_id=_session_of(prompt)):

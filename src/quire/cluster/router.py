@@ -42,8 +42,10 @@ _CHECK_TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 60.0  # for a healthy server to answer a question to all
 
 _FOR_ONE = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/v1/cache/retain", "/version", "/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/generate"),
+    *("/v1/models", "/v1/models/{name:path}", "/v1/cache/retain", "/", "/version", "/model_info", "/get_model_info"),
+    *("/is_sleeping", "/sleep", "/wake_up", "/pause", "/resume", "/start_profile", "/stop_profile"),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 """Routes of servers whose requests go to one of them, as their metrics name them."""
 
@@ -93,12 +95,18 @@ class Router:
         self.app = app = FastAPI(title="Quire's router", docs_url=None, redoc_url=None, openapi_url=None)
         errors.install(app)
         app.add_api_route("/health", self._health, response_model=None)
+        app.add_api_route("/ping", self._health, response_model=None)
+        app.add_api_route("/load", self._load)
         app.add_api_route("/metrics", self._metrics, response_model=None)
         app.add_api_route("/v1/cache/explain/{request_id}", self._explain, response_model=None)
         for name in ("statistics", "retained", "audit", "history"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
         for name in ("release", "flush", "epoch"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
+        for path in ("/server_info", "/get_server_info"):
+            app.add_api_route(path, self._server_info, response_model=None)
+        app.add_api_route("/flush_cache", self._ask_all, methods=["GET", "POST"], response_model=None)
+        app.add_api_route("/reset_prefix_cache", self._ask_all, methods=["POST"], response_model=None)
         app.add_api_route("/v1/sessions", self._ask_all, response_model=None)
         app.add_api_route("/v1/sessions/{session_id:path}", self._ask_all, methods=["DELETE"], response_model=None)
         app.add_api_route("/v1/cache/role", self._refuse_role, methods=["POST"], response_model=None)
@@ -190,7 +198,8 @@ class Router:
         """A list of what each server says. What changes servers has to succeed in all of them."""
         answers = await self._ask(request)
         failed = [answer for answer in answers if answer.status_code >= 400]
-        if failed and (request.method != "GET" or len(failed) == len(answers)):
+        changes = request.method != "GET" or request.url.path == "/flush_cache"
+        if failed and (changes or len(failed) == len(answers)):
             return failed[0]
         rows = [
             {**upstream.to_dict(), "status": answer.status_code, "answer": json.loads(bytes(answer.body))}
@@ -202,6 +211,17 @@ class Router:
         """What the one server says that answered the request."""
         answers = await self._ask(request)
         return min(answers, key=lambda answer: answer.status_code)
+
+    async def _server_info(self, request: Request) -> Response:
+        """What a server says, with the state of each."""
+        answers = await self._ask(request)
+        worked = [json.loads(bytes(answer.body)) for answer in answers if answer.status_code == 200]
+        if not worked:
+            return answers[0]
+        return JSONResponse(worked[0] | {"internal_states": [each["internal_states"][0] for each in worked]})
+
+    async def _load(self) -> dict[str, int]:
+        return {"server_load": sum(upstream.in_flight for upstream in self._upstreams)}
 
     async def _ask(self, request: Request) -> list[Response]:
         body = await request.body()

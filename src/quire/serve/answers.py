@@ -206,13 +206,16 @@ class Health(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """The model that is served."""
+    """The model that is served, with the fields of OpenAI's and Anthropic's clients."""
 
     id: str
     object: str
     created: int
     owned_by: str
     max_model_len: int
+    type: str
+    display_name: str
+    created_at: str
 
 
 class ModelList(TypedDict):
@@ -220,6 +223,9 @@ class ModelList(TypedDict):
 
     object: str
     data: list[ModelCard]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 class Tokens(TypedDict):

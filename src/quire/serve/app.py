@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from quire import __version__
 from quire.client.async_engine import AsyncEngine
 from quire.errors import EngineDead, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
-from quire.serve.answers import ErrorAnswer, Health, ModelCard, ModelList, Version, describe, failures
+from quire.serve.answers import ErrorAnswer, ModelCard, ModelList, Version, describe, failures
 from quire.serve.cache_routes import cache_router, insight_router
 from quire.serve.completions import completions_router
 from quire.serve.config import ServerConfig
@@ -24,6 +25,8 @@ from quire.serve.generation import Service
 from quire.serve.keys import Keys
 from quire.serve.messages import messages_router
 from quire.serve.pooling_routes import pooling_router
+from quire.serve.other_names import names_router
+from quire.serve.sglang_generate import generate_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
 from quire.serve.tokenizer_routes import tokenizer_router
@@ -67,9 +70,11 @@ def create_app(
     app.add_exception_handler(ClientGone, _client_gone)
     app.include_router(completions_router(service))
     app.include_router(messages_router(service))
+    app.include_router(generate_router(service))
     app.include_router(tokenizer_router(service))
     app.include_router(pooling_router(service))
     app.include_router(_router(service))
+    app.include_router(names_router(service))
     app.include_router(cache_router(service))
     app.include_router(insight_router(service))
     add_gate(
@@ -87,7 +92,7 @@ async def _client_gone(_request: Any, _error: Exception) -> Response:
 
 
 def _router(service: Service) -> APIRouter:
-    """The model that is served, and the server's state."""
+    """The model that is served, the version and the metrics."""
     router = APIRouter()
     model: ModelCard = {
         "id": service.model_name,
@@ -95,24 +100,21 @@ def _router(service: Service) -> APIRouter:
         "created": service.started_at,
         "owned_by": "quire",
         "max_model_len": service.engine.context_length,
+        "type": "model",
+        "display_name": service.model_name,
+        "created_at": datetime.fromtimestamp(service.started_at, UTC).isoformat(),
     }
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        return {"object": "list", "data": [model]}
+        name = service.model_name
+        return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> ModelCard:
         if name != service.model_name:
             raise UnknownModel(f"the model '{name[:60]}' does not exist here.", fix=f"use '{service.model_name}'.")
         return model
-
-    @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
-    async def health(request: Request) -> Response:
-        """200 while a request could be answered; 503 with the reason when none can progress."""
-        state = service.engine.health()
-        body = state.to_dict(for_operator=request.state.client.is_admin)
-        return JSONResponse(body, status_code=200 if state.healthy else 503)
 
     @router.get("/version")
     async def version() -> Version:

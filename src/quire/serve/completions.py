@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from quire.client.async_engine import Prompt
+from quire.client.tokenising import Rendered
 from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
 from quire.serve.choices import ChoiceForm, MessageChoices, TextChoices
 from quire.serve.conversation import able_to_chat
@@ -23,7 +27,11 @@ def completions_router(service: Service) -> APIRouter:
         body.check()
         choices = TextChoices(body.logprobs, echoes=bool(body.echo), scores=body.prompt_logprobs is not None)
         form, terms = ChoiceForm(body, choices), body.terms(service.deadline(body.timeout_s))
-        return await answer(service, request, body.prompts(), body.params(), terms, form, stream=bool(body.stream))
+        prompts: list[Prompt] = list(body.prompts())
+        if body.truncate_prompt_tokens is not None:
+            async with by(terms.deadline):
+                prompts = await while_connected(request.receive, _ends(service, prompts, body.truncate_prompt_tokens))
+        return await answer(service, request, prompts, body.params(), terms, form, stream=bool(body.stream))
 
     @router.post("/v1/chat/completions", response_model=None, responses=generated(ChatAnswer))
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -33,8 +41,15 @@ def completions_router(service: Service) -> APIRouter:
         tokenising = able_to_chat(service.engine.tokenising)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising))
+        if body.truncate_prompt_tokens is not None:
+            prompt = Rendered(prompt.text, prompt.token_ids[-body.truncate_prompt_tokens :])
         reader = conversation.reader(tokenising, prompt, params)
         form = ChoiceForm(body, MessageChoices(body.top_logprobs or 0, reader))
         return await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
 
     return router
+
+
+async def _ends(service: Service, prompts: Sequence[Prompt], num_tokens: int) -> list[Prompt]:
+    """The last tokens of each prompt."""
+    return [(await service.engine.token_ids(prompt))[-num_tokens:] for prompt in prompts]

@@ -27,8 +27,9 @@ runs here."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How a request is served: its part of the cache, its place among others, and until when by the event loop's
-    clock. With `echo`, the text of each answer begins with its prompt."""
+    """How a request is served: its part of the cache, its place among others (the engine's `priority`: higher goes
+    first; clients send the opposite, as to vLLM), and until when by the event loop's clock. With `echo`, the text of
+    each answer begins with its prompt."""
 
     cache_salt: str = ""
     session_id: str = ""

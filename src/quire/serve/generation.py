@@ -109,7 +109,7 @@ async def answer(
     """Generate the answer to a checked body, until the client leaves, or the deadline."""
     client: Client = request.state.client
     if client.name and not client.is_admin and terms.priority > 0:
-        raise not_allowed("a priority above 0")
+        raise not_allowed("a priority below 0")
     submit = Generation.submit(
         service, prompts, params, terms, kind=form.kind, client_id=request.state.request_id, client=client
     )

@@ -28,10 +28,21 @@ _OF_EVERY_CLIENT = frozenset({"/v1/cache/retain", "/v1/cache/release", "/v1/cach
 """Routes below /v1/cache that tenants may use, for what is their own, beside explanations. All others there are the
 operator's."""
 
-_OUTSIDE = frozenset({"/tokenize", "/detokenize", "/tokenizer_info"})
+_EXPLAIN = "/v1/cache/explain/"
+
+_OUTSIDE = frozenset((
+    "/detokenize", "/generate", "/get_model_info", "/model_info", "/tokenize", "/tokenizer_info",
+))  # fmt: skip
 """Routes outside of /v1 that need a key."""
 
-_EXPLAIN = "/v1/cache/explain/"
+_OF_OPERATORS = frozenset((
+    "/flush_cache", "/get_server_info", "/pause", "/reset_prefix_cache", "/resume", "/server_info", "/sleep",
+    "/start_profile", "/stop_profile", "/wake_up",
+))  # fmt: skip
+"""Routes outside of /v1 that are the operator's."""
+
+_OF_COUNTS = frozenset({"/metrics", "/load"})
+"""Routes whose answers tell what tenants do; open where keys have no names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +135,8 @@ class Keys:
         if not self._clients:
             return Client(is_admin=True), None
         client = self._client(authorization)
-        if path == "/metrics" and (self.have_names or self.has_admin):
-            needs_admin = True  # what tenants do can be read off the counters
+        if path in _OF_OPERATORS or (path in _OF_COUNTS and (self.have_names or self.has_admin)):
+            needs_admin = True
         elif path.startswith("/v1/") or path in _OUTSIDE:
             is_own = path in _OF_EVERY_CLIENT or path.startswith(_EXPLAIN)
             needs_admin = path.startswith("/v1/cache/") and not is_own

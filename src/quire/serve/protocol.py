@@ -51,9 +51,10 @@ NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 
 REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "custom_logit_processor",
-    "documents", "echo", "functions",
-    "logits_processors", "lora_path", "mm_processor_kwargs", "no_stop_trim", "prediction",
-    "prompt_embeds", "return_tokens_as_token_ids", "stop_regex", "suffix",
+    "custom_params", "documents", "echo", "extra_key", "functions", "kv_transfer_params", "logits_processors",
+    "logprob_token_ids", "lora_path", "media_io_kwargs", "mm_processor_kwargs", "no_stop_trim", "prediction",
+    "prompt_embeds", "return_hidden_states", "return_logprob", "return_prompt_text", "return_routed_experts",
+    "return_tokens_as_token_ids", "session_params", "stop_regex", "suffix", "thinking_token_budget",
     "use_beam_search", "vllm_xargs", "web_search_options",
 ), NOTHING) | {
     "add_generation_prompt": (None, True),
@@ -61,11 +62,13 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "best_of": (None, 1),
     "dry_multiplier": (None, 0, 0.0),
     "function_call": (*NOTHING, "none"),
+    "include_reasoning": (None, True),
     "length_penalty": (None, 1, 1.0),
     "modalities": (*NOTHING, ["text"]),
     "reasoning_effort": (*NOTHING, "none"),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
     "sampling_seed": (None,),
-    "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1, 1.0),
     "verbosity": (None, "medium"),
 }  # fmt: skip
@@ -191,7 +194,7 @@ class RequestBody(BaseModel):
 
     cache_salt: SaltText | None = field("Prompts share cached pages only with those of the same salt.")
     session_id: SessionId | None = field("A turn of this session: it computes only what the turn before has not.")
-    priority: Int32 | None = field("Higher goes first, and is preempted last.")
+    priority: Int32 | None = field("Lower goes first, and is preempted last, as vLLM's; default 0.")
     timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = field(
         "Seconds in which it must be answered whole; then it ends with an error."
     )
@@ -199,8 +202,9 @@ class RequestBody(BaseModel):
 
     def terms(self, deadline: float | None) -> Terms:
         """How it is served, until that time of the event loop's clock."""
-        given = {name: getattr(self, name) for name in ("cache_salt", "session_id", "priority", "explain")}
-        return Terms(deadline=deadline, **{name: value for name, value in given.items() if value is not None})
+        given = {name: getattr(self, name) for name in ("cache_salt", "session_id", "explain")}
+        found = {name: value for name, value in given.items() if value is not None}
+        return Terms(deadline=deadline, priority=-(self.priority or 0), **found)
 
     def check(self) -> None:
         """Refuse fields that would change the answer if they were ignored."""
@@ -248,6 +252,9 @@ class GenerationBody(RequestBody, FormFields):
     frequency_penalty: float | None = field("The same, times how often it was.")
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_IDS), _at_most(MOST_IDS)] | None = field(
         "Added to the logits of these token ids, -100 to 100."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = field(
+        "Keep only so many tokens of each prompt, the last ones."
     )
     return_token_ids: bool | None = field("Give the `token_ids` of each choice.")
     prompt_logprobs: Int32 | None = field(
@@ -449,6 +456,12 @@ class ChosenTool(ClosedObject):
     function: ChosenFunction
 
 
+class Thinking(ClosedObject):
+    """Whether the model reasons before it answers, where its template can say so."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
@@ -466,6 +479,8 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = field("Show log-probabilities.")
     top_logprobs: Int32 | None = field("Most likely tokens to show at each position; needs `logprobs`.")
     chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
+    enable_thinking: bool | None = field("The variable of that name of the model's chat template.")
+    thinking: Thinking | None = field("The same, as an object.")
 
     def params(self) -> SamplingParams:
         """Without a limit, an answer may go on to the end of the context."""
@@ -483,8 +498,14 @@ class ChatBody(GenerationBody):
             tools=tools,
             choice=self._choice(tools),
             is_parallel=self.parallel_tool_calls is not False,
-            variables=self.chat_template_kwargs or {},
+            variables=self._thinking() | (self.chat_template_kwargs or {}),
         )
+
+    def _thinking(self) -> dict[str, Any]:
+        asked = self.enable_thinking
+        if self.thinking is not None:
+            asked = self.thinking.type == "enabled"
+        return {} if asked is None else {"enable_thinking": asked}
 
     def _choice(self, tools: Sequence[Tool]) -> ToolChoice:
         if isinstance(self.tool_choice, ChosenTool):

@@ -73,7 +73,7 @@ class _LogRow(_Body):
             arrival=_arrival(self.timestamp),
             session=body.user or "",
             namespace=Namespace(salt=body.cache_salt or ""),
-            priority=body.priority or 0,
+            priority=-(body.priority or 0),
         )
 
 
