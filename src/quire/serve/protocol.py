@@ -456,7 +456,7 @@ class ChosenTool(ClosedObject):
     function: ChosenFunction
 
 
-class Thinking(ClosedObject):
+class ThinkingSwitch(ClosedObject):
     """Whether the model reasons before it answers, where its template can say so."""
 
     type: Literal["enabled", "disabled"]
@@ -480,7 +480,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Int32 | None = field("Most likely tokens to show at each position; needs `logprobs`.")
     chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
     enable_thinking: bool | None = field("The variable of that name of the model's chat template.")
-    thinking: Thinking | None = field("The same, as an object.")
+    thinking: ThinkingSwitch | None = field("The same, as an object.")
 
     def params(self) -> SamplingParams:
         """Without a limit, an answer may go on to the end of the context."""
