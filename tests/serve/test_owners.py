@@ -61,6 +61,9 @@ ROUTES: dict[tuple[str, str], Asked] = {
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "session_id": "{session}"}, refused=()
     ),
     ("POST", "/v1/messages/count_tokens"): Asked({"messages": [{"role": "user", "content": "a"}]}, refused=()),
+    ("POST", "/tokenize"): Asked({"prompt": "a"}, refused=()),
+    ("POST", "/detokenize"): Asked({"tokens": [5]}, refused=()),
+    ("GET", "/tokenizer_info"): NOTHING,
     ("POST", "/generate"): Asked(
         {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "session_id": "{session}"}, refused=()
     ),

@@ -24,8 +24,8 @@ from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.keys import Keys
 from quire.serve.messages import messages_router
-from quire.serve.pooling_routes import pooling_router
 from quire.serve.other_names import names_router
+from quire.serve.pooling_routes import pooling_router
 from quire.serve.sglang_generate import generate_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
