@@ -70,7 +70,7 @@ ROUTES: dict[tuple[str, str], Asked] = {
     **dict.fromkeys(
         (("GET", path) for path in ("/", "/ping", "/is_sleeping", "/model_info", "/get_model_info")), NOTHING
     ),
-    **dict.fromkeys((("GET", path) for path in ("/load", "/server_info", "/get_server_info", "/flush_cache")), Asked()),
+    **dict.fromkeys((("GET", path) for path in ("/load", "/server_info", "/get_server_info")), Asked()),
     **dict.fromkeys((("POST", path) for path in OPERATORS), Asked({})),
     ("POST", "/v1/cache/flush"): Asked({"all": True}),
     ("POST", "/v1/cache/epoch"): Asked({"weights_epoch": 1}),

@@ -105,8 +105,8 @@ class Router:
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
         for path in ("/server_info", "/get_server_info"):
             app.add_api_route(path, self._server_info, response_model=None)
-        app.add_api_route("/flush_cache", self._ask_all, methods=["GET", "POST"], response_model=None)
-        app.add_api_route("/reset_prefix_cache", self._ask_all, methods=["POST"], response_model=None)
+        for path in ("/flush_cache", "/reset_prefix_cache"):
+            app.add_api_route(path, self._ask_all, methods=["POST"], response_model=None)
         app.add_api_route("/v1/sessions", self._ask_all, response_model=None)
         app.add_api_route("/v1/sessions/{session_id:path}", self._ask_all, methods=["DELETE"], response_model=None)
         app.add_api_route("/v1/cache/role", self._refuse_role, methods=["POST"], response_model=None)
@@ -198,8 +198,7 @@ class Router:
         """A list of what each server says. What changes servers has to succeed in all of them."""
         answers = await self._ask(request)
         failed = [answer for answer in answers if answer.status_code >= 400]
-        changes = request.method != "GET" or request.url.path == "/flush_cache"
-        if failed and (changes or len(failed) == len(answers)):
+        if failed and (request.method != "GET" or len(failed) == len(answers)):
             return failed[0]
         rows = [
             {**upstream.to_dict(), "status": answer.status_code, "answer": json.loads(bytes(answer.body))}

@@ -54,11 +54,11 @@ def lark(text: str) -> Grammar:
 def ebnf(text: str) -> Grammar:
     """As `lark`, of a grammar in Lark's syntax or in that of llama.cpp (GBNF), which begins at the rule `root`."""
     _check_size("the grammar", text)
-    from llguidance.gbnf_to_lark import any_to_lark  # beside a plain server it is never needed
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark  # beside a plain server it is never needed
 
     try:
         return lark(any_to_lark(text))
-    except (ValueError, RecursionError) as error:
+    except (GbnfToLarkError, ValueError, RecursionError) as error:
         raise InvalidInput(f"the grammar cannot be read: {error}.") from None
 
 

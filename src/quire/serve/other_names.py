@@ -71,7 +71,6 @@ def names_router(service: Service) -> APIRouter:
         router.add_api_route(name, server_info)
     for name in ("/model_info", "/get_model_info"):
         router.add_api_route(name, model_info)
-    router.add_api_route("/flush_cache", flush)
     for name in ("/flush_cache", "/reset_prefix_cache"):
         router.add_api_route(name, flush, methods=["POST"])
 
