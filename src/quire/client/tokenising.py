@@ -4,7 +4,8 @@
     below 65,536             in one of few threads
     longer                   in one of few processes, which are killed when their text is not wanted any more
 
-A text of more characters than the context's tokens can have is refused before anything reads it.
+A text of more characters than the context's tokens can have is refused before anything reads it. A long conversation
+that goes on is tokenised from its first new piece (`pieces`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 
 from quire.client import token_worker
 from quire.client.output import Decoder
+from quire.client.pieces import Cutter, Pieces
 from quire.errors import ContextTooLong, Overloaded, QuireError
 from quire.spec.ids import Ids
 
@@ -35,6 +37,9 @@ NUM_THREADS = 4
 NUM_PROCESSES = 2
 MOST_WAITING = 256
 """Texts that may be in hand or wait for a thread or a process; those that come then are refused."""
+
+MOST_KEPT_TOKENS = 1 << 22
+"""Of pieces of conversations: 16 MiB."""
 
 _MOST_IN_ONE_PROCESS = 1 << 20  # characters; a process that had more ends, so that its memory is returned
 
@@ -83,6 +88,8 @@ class Tokenising:
         self._is_closed = False
         self._json: str | None = None
         self._is_portable = True
+        self._cutter: Cutter | None = None
+        self._pieces = Pieces(MOST_KEPT_TOKENS)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
         """Token ids int32 of `text`. Raises ContextTooLong if they cannot fit the context, Overloaded if too many
@@ -99,13 +106,31 @@ class Tokenising:
                     return await self._in_thread(encode)
                 return await self._in_process(content, text, add_special_tokens=add_special_tokens)
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Rendered:
-        """A conversation through the model's template. Raises what `encode` does, and InvalidInput if the template
-        refuses it."""
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, salt: str | None = None
+    ) -> Rendered:
+        """A conversation through the model's template. Pieces of it are kept for conversations with the same `salt`;
+        with None, none is kept or used. Raises what `encode` does, and InvalidInput if the template refuses it."""
         self._check_length(sum(len(message["content"]) for message in messages))
         async with self._counted():  # in a thread always: how long a template takes is up to its author
             text = await self._in_thread(partial(self._tokenizer.chat_text, messages, **variables))
-        return Rendered(text, await self.encode(text, add_special_tokens=False))
+        if salt is None or len(text) < SHORT_CHARACTERS or (content := await self._portable()) is None:
+            return Rendered(text, await self.encode(text, add_special_tokens=False))
+        if self._cutter is None:
+            self._cutter = await self._in_thread(partial(Cutter, content))
+        return Rendered(text, await self._continued(text, self._cutter, salt))
+
+    async def _continued(self, text: str, cutter: Cutter, salt: str) -> Ids:
+        """Token ids of a text whose first pieces may be known."""
+        starts, keys = await self._in_thread(partial(cutter.cut, text, salt))
+        known = self._pieces.leading(keys)
+        if len(known) == len(keys):
+            return np.concatenate(known)
+        rest = await self.encode(text[starts[len(known)] :], add_special_tokens=False)
+        pieces = cutter.split(rest)
+        if len(pieces) == len(keys) - len(known):  # else a model's own token is an added one too
+            self._pieces.keep(keys[len(known) :], pieces)
+        return np.concatenate([*known, rest])
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones too. Raises Overloaded if too many texts wait."""

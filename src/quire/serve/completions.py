@@ -40,7 +40,8 @@ def completions_router(service: Service) -> APIRouter:
         params, conversation, terms = body.params(), body.conversation(), body.terms(service.deadline(body.timeout_s))
         tokenising = able_to_chat(service.engine.tokenising)
         async with by(terms.deadline):
-            prompt = await while_connected(request.receive, conversation.rendered(tokenising))
+            salt = request.state.client.salt(terms.cache_salt)
+            prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
         if body.truncate_prompt_tokens is not None:
             prompt = Rendered(prompt.text, prompt.token_ids[-body.truncate_prompt_tokens :])
         reader = conversation.reader(tokenising, prompt, params)

@@ -74,9 +74,9 @@ class Conversation:
     is_parallel: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    async def rendered(self, tokenising: Tokenising) -> Rendered:
-        """The prompt. Raises BadField for variables that mean something to the tokenizer itself, and what
-        `Tokenising.chat` does."""
+    async def rendered(self, tokenising: Tokenising, salt: str | None = None) -> Rendered:
+        """The prompt. Pieces of it are kept for conversations with the same `salt`; with None, none is. Raises BadField
+        for variables that mean something to the tokenizer itself, and what `Tokenising.chat` does."""
         for name in self.variables:
             if name in TEMPLATE_ARGUMENTS:
                 raise BadField(
@@ -85,7 +85,7 @@ class Conversation:
                     fix=f"leave {name} out.",
                 )
         if not self._offered:
-            return await tokenising.chat(self.messages, self.variables)
+            return await tokenising.chat(self.messages, self.variables, salt=salt)
         for name, count in Counter(tool.name for tool in self.tools).items():
             if count > 1:
                 raise BadField(f"{count} tools have the name '{name}'.", param="tools", fix="give each its own name.")
@@ -94,7 +94,7 @@ class Conversation:
         except InvalidInput as error:
             raise BadField(error.message, param="tools", fix=error.fix) from None
         tools = [tool.for_template() for tool in self._offered]
-        return await tokenising.chat(self.messages, {**self.variables, "tools": tools})
+        return await tokenising.chat(self.messages, {**self.variables, "tools": tools}, salt=salt)
 
     def reader(
         self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams

@@ -40,19 +40,20 @@ def messages_router(service: Service) -> APIRouter:
     """The routes, for `service`. Without a tokenizer they refuse every request and say so."""
     router = APIRouter(responses=failures(MessageError))
 
-    async def rendered(body: CountBody, request: Request, deadline: float | None) -> tuple[Conversation, Rendered]:
+    async def rendered(body: CountBody, request: Request, terms: Terms) -> tuple[Conversation, Rendered]:
         service.check_model(body.model)
         body.check()
         conversation = body.conversation()
-        async with by(deadline):
-            prompt = conversation.rendered(able_to_chat(service.engine.tokenising))
+        async with by(terms.deadline):
+            salt = request.state.client.salt(terms.cache_salt)
+            prompt = conversation.rendered(able_to_chat(service.engine.tokenising), salt)
             return conversation, await while_connected(request.receive, prompt)
 
     @router.post("/v1/messages", response_model=None, responses=generated(MessageAnswer))
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answers messages, as Anthropic's."""
         params, terms = body.params(), body.terms(service.deadline(body.timeout_s))
-        conversation, prompt = await rendered(body, request, terms.deadline)
+        conversation, prompt = await rendered(body, request, terms)
         tokenising = able_to_chat(service.engine.tokenising)
         _check_thinking(body, tokenising, prompt)
         reader = conversation.reader(tokenising, prompt, params)
@@ -71,7 +72,7 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountBody, request: Request) -> TokenCount:
         """The tokens of the prompt that these messages, system prompt and tools make."""
-        _, prompt = await rendered(body, request, service.deadline(body.timeout_s))
+        _, prompt = await rendered(body, request, Terms(deadline=service.deadline(body.timeout_s)))
         return {"input_tokens": len(prompt.token_ids)}
 
     return router
