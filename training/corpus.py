@@ -20,9 +20,10 @@ import subprocess
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from tokenizers import Tokenizer
 
@@ -292,6 +293,9 @@ class Row:
 class SampleMaker:
     """Makes training rows of a given length out of a list of sentences."""
 
+    SHARES: ClassVar[Mapping[str, float]] = {"chat": 0.7, "prose": 0.3}
+    """The kinds of rows, and the share of each."""
+
     def __init__(self, sentences: list[str], lexicon: Lexicon, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.sentences = sentences
         self.lexicon = lexicon
@@ -300,20 +304,19 @@ class SampleMaker:
         self.bos, self.system, self.user, self.assistant, self.end = (
             SPECIAL_TOKENS.index(token) for token in SPECIAL_TOKENS[1:]
         )
+        self.kinds: dict[str, Callable[[Row, int], None]] = {"chat": self.add_conversation, "prose": self.add_prose}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def row(self, length: int, chat: float = 0.7) -> Row:
-        """A row of exactly `length` tokens, of conversations with probability `chat`."""
-        is_chat = self.rng.random() < chat
+    def row(self, length: int, shares: Mapping[str, float] | None = None) -> Row:
+        """A row of exactly `length` tokens, of one kind, drawn by `shares`."""
+        shares = shares or self.SHARES
+        (kind,) = self.rng.choices(list(shares), list(shares.values()))
         row = Row([], [])
         while len(row.ids) < length:
-            if is_chat:
-                self.add_conversation(row, room=length - len(row.ids))
-            else:
-                self.add_prose(row, room=length - len(row.ids))
+            self.kinds[kind](row, length - len(row.ids))
         return Row(row.ids[:length], row.labels[:length])
 
     def add_prose(self, row: Row, room: int) -> None:

@@ -18,10 +18,11 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from agents import MARKS, AgentMaker, Library, tokenizer_texts
 from corpus import (
     IGNORE,
     SPECIAL_TOKENS,
@@ -31,8 +32,8 @@ from corpus import (
     load_novels,
     split_sentences,
 )
-from editions import CONTEXT, EDITIONS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from editions import CHAT_TEMPLATE, EDITIONS, Edition
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -41,15 +42,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-ROW_LENGTHS = {256: 0.68, 512: 0.17, 1024: 0.10, 2048: 0.05}  # and their shares of the batches
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role: ' + message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' }}{{ message['content'] | trim }}{{ '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
+from quire.models.response_template import families
 
 # --------------------------------------------------------------------------- data
 
@@ -65,24 +58,62 @@ def held_out_split(novels: list[list[str]], share: float = 0.03) -> tuple[list[s
     return train, held_out
 
 
-def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: any UTF-8 text encodes, and decodes to itself."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, marks: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer: any UTF-8 text encodes, and decodes to itself. `marks` are its last tokens, which are
+    text: decoding keeps them where it skips special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(marks),
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((" " + sentence for sentence in sentences), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     return tokenizer
 
 
-def batch(maker: SampleMaker, rows: int, length: int, chat: float = 0.7) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def take_blocks(model: PreTrainedModel, tokenizer: Tokenizer, trained: Edition) -> None:
+    """Begin with the blocks of a trained edition of the same sizes. A token's embedding is the mean over those that
+    the trained edition has for its text."""
+    older = AutoModelForCausalLM.from_pretrained(trained.folder, dtype=torch.float32)
+    words = Tokenizer.from_file(str(trained.folder / "tokenizer.json"))
+    embeddings = older.get_input_embeddings().weight
+    model.model.layers.load_state_dict(older.model.layers.state_dict())
+    model.model.norm.load_state_dict(older.model.norm.state_dict())
+    for token, at in tokenizer.get_vocab().items():
+        found = words.token_to_id(token)
+        ids = [found] if found is not None else [part.id for part in words.model.tokenize(token)]
+        model.get_input_embeddings().weight[at] = embeddings[ids].mean(0)
+
+
+def makers(edition: Edition, args: argparse.Namespace) -> tuple[Tokenizer, SampleMaker, SampleMaker]:
+    """The tokenizer, and the makers of rows for training and of rows held out. Raises CorpusError."""
+    sentences, held_out = held_out_split(load_novels(args.cache, args.deb))
+    lexicon = Lexicon.of(" ".join(sentences))
+    if edition is EDITIONS["agent"]:
+        library, library_held_out = Library.split()
+        texts = tokenizer_texts(sentences, library)
+        tokenizer = train_tokenizer(texts, edition.sizes["vocab_size"], MARKS)
+        maker = AgentMaker(sentences, lexicon, tokenizer, random.Random(args.seed), library, edition.template)
+        checker = AgentMaker(held_out, lexicon, tokenizer, random.Random(1), library_held_out, edition.template)
+        return tokenizer, maker, checker
+    if edition is EDITIONS["plain"]:
+        tokenizer = train_tokenizer((" " + sentence for sentence in sentences), edition.sizes["vocab_size"])
+    else:
+        tokenizer = Tokenizer.from_file(str(EDITIONS["plain"].folder / "tokenizer.json"))
+    maker = SampleMaker(sentences, lexicon, tokenizer, random.Random(args.seed))
+    return tokenizer, maker, SampleMaker(held_out, lexicon, tokenizer, random.Random(args.seed))
+
+
+def batch(
+    maker: SampleMaker, rows: int, length: int, shares: Mapping[str, float] | None = None
+) -> tuple[Tensor, Tensor]:
     """Token ids and labels, each of shape [rows, length]."""
-    made = [maker.row(length, chat) for _ in range(rows)]
+    made = [maker.row(length, shares) for _ in range(rows)]
     return torch.tensor([r.ids for r in made]), torch.tensor([r.labels for r in made])
 
 
@@ -205,6 +236,7 @@ def train(
 
     Returns what the run measured.
     """
+    rows = EDITIONS[args.edition].rows
     optims = optimizers(model)
     peaks = [[g["lr"] for g in o.param_groups] for o in optims]
     start = time.monotonic()
@@ -220,8 +252,8 @@ def train(
         for optim, lrs in zip(optims, peaks, strict=True):
             for group, lr in zip(optim.param_groups, lrs, strict=True):
                 group["lr"] = lr * rate(done)
-        (length,) = maker.rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))
-        ids, labels = batch(maker, args.batch_tokens // length, length)
+        (length,) = maker.rng.choices(list(rows), list(rows.values()))
+        ids, labels = batch(maker, max(1, args.batch_tokens // length), length)
         loss = next_token_loss(model, ids, labels)
         torch.autograd.backward(loss)
         if done > 0.6 and step % 4 == 0:
@@ -254,10 +286,25 @@ def report(model: PreTrainedModel, validation: dict[str, list[tuple[Tensor, Tens
     return losses
 
 
+@torch.no_grad()
+def by_position(model: PreTrainedModel, maker: SampleMaker, kind: str, length: int) -> dict[str, float]:
+    """The mean loss of one row of `length` tokens, by ranges of positions."""
+    ids, labels = batch(maker, 1, length, {kind: 1})
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    ends = [1024 * 4**power for power in range(8) if 1024 * 4**power < length] + [length]
+    found = {}
+    for start, end in zip([0, *ends], ends, strict=False):
+        chosen = labels[0, start + 1 : end] != IGNORE
+        logits = model.lm_head(hidden[0, start : end - 1][chosen])
+        loss = torch.nn.functional.cross_entropy(logits, labels[0, start + 1 : end][chosen])
+        found[f"{start} to {end - 1}"] = round(loss.item(), 3)
+    return found
+
+
 # --------------------------------------------------------------------------- saving
 
 
-def save(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: Tokenizer, edition: Edition, out: Path) -> None:
     """Write the model (in bfloat16) and the tokenizer into a folder."""
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
@@ -274,10 +321,14 @@ def save(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
         "eos_token": "<|end|>",
         "pad_token": "<|pad|>",
         "additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"],
-        "model_max_length": CONTEXT,
+        "model_max_length": edition.sizes["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
+    if edition.template == CHAT_TEMPLATE:
+        settings["chat_template"] = CHAT_TEMPLATE
+    else:
+        settings["response_template"] = families()["hermes"][1] | {"start_anchor": "<|assistant|>"}
+        (out / "chat_template.jinja").write_text(edition.template, encoding="utf-8")
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -316,7 +367,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in a step")
     parser.add_argument("--eval-every", type=int, default=200, help="steps between validations")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="size of the vocabulary, of the plain edition")
     parser.add_argument("--seed", type=int, default=1813, help="seed of all randomness")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads to use")
     return parser.parse_args()
@@ -330,35 +380,31 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     try:
-        novels = load_novels(args.cache, args.deb)
+        tokenizer, maker, checker = makers(edition, args)
     except CorpusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    sentences, held_out = held_out_split(novels)
-    if args.edition == "plain":
-        tokenizer = train_tokenizer(sentences, args.vocab_size)
-    else:
-        tokenizer = Tokenizer.from_file(str(EDITIONS["plain"].folder / "tokenizer.json"))
-    lexicon = Lexicon.of(" ".join(sentences))
-    maker = SampleMaker(sentences, lexicon, tokenizer, random.Random(args.seed))
-    checker = SampleMaker(held_out, lexicon, tokenizer, random.Random(args.seed))
-    validation = {
-        "prose": [batch(checker, 4, 512, chat=0.0) for _ in range(6)],
-        "chat": [batch(checker, 4, 512, chat=1.0) for _ in range(6)],
-    }
-    model = edition.new_model(tokenizer.get_vocab_size())
+    validation = {kind: [batch(checker, 4, 512, {kind: 1}) for _ in range(6)] for kind in checker.SHARES}
     if args.resume_at:
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).train()
-    print(
-        f"{len(sentences)} sentences, {len(maker.encode(' '.join(sentences)))} tokens; "
-        f"{sum(p.numel() for p in model.parameters())} parameters",
-        flush=True,
+        model = AutoModelForCausalLM.from_pretrained(
+            out, dtype=torch.float32, attn_implementation=edition.attention
+        ).train()
+    else:
+        model = edition.new_model()
+        if edition.begins_as:
+            take_blocks(model, tokenizer, EDITIONS[edition.begins_as])
+    print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
+    measured = train(model, maker, validation, lambda: save(model, tokenizer, edition, out), args)
+    save(model, tokenizer, edition, out)
+    saved = AutoModelForCausalLM.from_pretrained(  # rounded to bfloat16
+        out, dtype=torch.float32, attn_implementation=edition.attention
     )
-    measured = train(model, maker, validation, lambda: save(model, tokenizer, out), args)
-    save(model, tokenizer, out)
-    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)  # rounded to bfloat16
     measured |= report(saved, validation)
     print(json.dumps(measured, indent=2))
+    if edition is EDITIONS["agent"]:
+        longest = max(edition.rows)
+        ranges = {kind: by_position(saved, checker, kind, longest) for kind in checker.SHARES}
+        print(json.dumps(ranges, indent=2), flush=True)
     show_samples(saved, out)
     return 0
 

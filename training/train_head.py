@@ -181,7 +181,9 @@ def train(head: EagleHead, target: PreTrainedModel, maker: SampleMaker, args: ar
         done = args.resume_at + (1 - args.resume_at) * done
         for optim, peak in zip(optims, peaks, strict=True):
             optim.param_groups[0]["lr"] = peak * rate(done)
-        ids, labels = own.batch() if step % 2 else batch(maker, args.batch_tokens // 256, 256, chat=0.9)
+        ids, labels = (
+            own.batch() if step % 2 else batch(maker, args.batch_tokens // 256, 256, {"chat": 0.9, "prose": 0.1})
+        )
         losses = unroll(head, target, ids, answers(ids, labels))
         weights = [0.8**depth for depth in range(DEPTHS)]
         loss = sum(
@@ -271,8 +273,8 @@ def main() -> int:
     own = Answers(target, checker)
     checks = {
         "own answers": [own.batch() for _ in range(4)],
-        "seen": [batch(maker, 8, 256, chat=1.0) for _ in range(4)],
-        "held out": [batch(checker, 8, 256, chat=1.0) for _ in range(4)],
+        "seen": [batch(maker, 8, 256, {"chat": 1}) for _ in range(4)],
+        "held out": [batch(checker, 8, 256, {"chat": 1}) for _ in range(4)],
     }
     print(f"{sum(p.numel() for p in head.parameters())} parameters", flush=True)
     steps = train(head, target, maker, args, args.out)

@@ -19,7 +19,12 @@ from quire.spec.model import ModelSpec
 
 MODELS = Path(hf.__file__).parent
 TRAINING = Path(__file__).parents[2] / "training"
-FOLDERS = {"plain": MODELS / "bundled", "window": MODELS / "bundled_window", "recurrent": MODELS / "bundled_recurrent"}
+FOLDERS = {
+    "plain": MODELS / "bundled",
+    "window": MODELS / "bundled_window",
+    "recurrent": MODELS / "bundled_recurrent",
+    "agent": MODELS / "bundled_agent",
+}
 HYBRIDS = ("window", "recurrent")
 END = 5  # the id of <|end|>
 QUESTIONS = (
@@ -112,12 +117,12 @@ def test_recurrent_edition_has_a_full_and_a_state_group():
 def test_the_training_table_gives_the_configurations_that_are_shipped(monkeypatch):
     monkeypatch.syspath_prepend(str(TRAINING))
     editions = importlib.import_module("editions").EDITIONS
-    for name in ("editions", "corpus"):
+    for name in ("editions", "corpus", "blocks"):
         monkeypatch.delitem(sys.modules, name)
     assert {name: edition.folder for name, edition in editions.items()} == FOLDERS
     for name, edition in editions.items():
         shipped = read_config(name)
-        made = json.loads(edition.family(vocab_size=2048, **edition.sizes).to_json_string(use_diff=False))
+        made = json.loads(edition.family(**edition.sizes).to_json_string(use_diff=False))
         written_when_saved = ("architectures", "dtype", "transformers_version")
         differing = {key for key in shipped if key not in written_when_saved and made.get(key) != shipped[key]}
         assert differing == set(), name

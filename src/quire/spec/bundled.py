@@ -1,4 +1,4 @@
-"""The models that come with the package, by name: one of plain layers, and two hybrids."""
+"""The models that come with the package, by name: one of plain layers, two hybrids, and one for agents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ BUNDLED_MODELS = {
     "quire-bundled": _MODELS / "bundled",
     "quire-bundled-window": _MODELS / "bundled_window",
     "quire-bundled-recurrent": _MODELS / "bundled_recurrent",
+    "quire-bundled-agent": _MODELS / "bundled_agent",
 }
 """Name to folder. These names have precedence over a folder or a hub id of the same name."""
 
