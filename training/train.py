@@ -42,7 +42,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from quire.models.response_template import families
+from quire.models.response_template import FOLDER as RESPONSE_TEMPLATES
 
 # --------------------------------------------------------------------------- data
 
@@ -327,7 +327,8 @@ def save(model: PreTrainedModel, tokenizer: Tokenizer, edition: Edition, out: Pa
     if edition.template == CHAT_TEMPLATE:
         settings["chat_template"] = CHAT_TEMPLATE
     else:
-        settings["response_template"] = families()["hermes"][1] | {"start_anchor": "<|assistant|>"}
+        hermes = json.loads((RESPONSE_TEMPLATES / "hermes.json").read_text(encoding="utf-8"))["template"]
+        settings["response_template"] = hermes | {"start_anchor": "<|assistant|>"}
         (out / "chat_template.jinja").write_text(edition.template, encoding="utf-8")
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")

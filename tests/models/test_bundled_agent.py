@@ -140,7 +140,7 @@ def test_a_history_continues_the_prompt_and_its_answer(tokenizer: Tokenizer) -> 
     prompt = tokenizer.chat_text(messages, **variables)
     written = f"Hm.\n</think>\n\nBoth.\n{CALLED}\n{CALLED}"
     reader = AnswerReader(tokenizer.response_parser(prompt, [WEATHER]))
-    read = ReadAnswer.of([*reader.read(written), *reader.end()])
+    read = ReadAnswer.of(reader.whole(written))
     assert (read.content.strip(), read.reasoning.strip()) == ("Both.", "Hm.")
     calls = [call(made.name, json.loads(made.arguments)) for made in read.calls]
     assert calls == [BATH] * 2

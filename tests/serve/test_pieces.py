@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from quire.client.pieces import Cutter, Pieces
+from quire.client.pieces import Cutter, KnownPieces
 from quire.client.tokenising import SHORT_CHARACTERS, Tokenising
 from quire.models.tokenizer import Tokenizer
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
@@ -122,7 +122,7 @@ def test_a_second_turn_encodes_what_is_new_for_its_salt_only() -> None:
 
 
 def test_kept_pieces_are_bounded_and_the_least_recent_go() -> None:
-    pieces = Pieces(most_tokens=10)
+    pieces = KnownPieces(most_tokens=10)
     ids = [np.arange(4, dtype=np.int32) + at for at in range(3)]
     pieces.keep([b"0", b"1"], ids[:2])
     assert len(pieces.leading([b"0"])) == 1  # now the most recent

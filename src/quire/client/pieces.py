@@ -53,7 +53,7 @@ class Cutter:
         return np.split(ids, at[at > 0])
 
 
-class Pieces:
+class KnownPieces:
     """Token ids of pieces by key, the least recently used of which go first."""
 
     def __init__(self, most_tokens: int) -> None:

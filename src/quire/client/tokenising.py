@@ -25,7 +25,7 @@ import numpy as np
 
 from quire.client import token_worker
 from quire.client.output import Decoder
-from quire.client.pieces import Cutter, Pieces
+from quire.client.pieces import Cutter, KnownPieces
 from quire.errors import ContextTooLong, Overloaded, QuireError
 from quire.spec.ids import Ids
 
@@ -39,7 +39,7 @@ MOST_WAITING = 256
 """Texts that may be in hand or wait for a thread or a process; those that come then are refused."""
 
 MOST_KEPT_TOKENS = 1 << 22
-"""Of pieces of conversations: 16 MiB."""
+"""Token ids of pieces of conversations, 16 MiB."""
 
 _MOST_IN_ONE_PROCESS = 1 << 20  # characters; a process that had more ends, so that its memory is returned
 
@@ -89,7 +89,7 @@ class Tokenising:
         self._json: str | None = None
         self._is_portable = True
         self._cutter: Cutter | None = None
-        self._pieces = Pieces(MOST_KEPT_TOKENS)
+        self._pieces = KnownPieces(MOST_KEPT_TOKENS)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
         """Token ids int32 of `text`. Raises ContextTooLong if they cannot fit the context, Overloaded if too many
