@@ -164,6 +164,18 @@ def test_the_same_beginning_goes_to_the_same_server(router: LiveRouter) -> None:
     assert seen == {0, 1}, "all beginnings went to one server"
 
 
+def test_turns_of_an_agent_have_one_beginning() -> None:
+    def key(*items: object, **more: str) -> bytes:
+        return beginning(json.dumps({"input": items, **more}).encode())
+
+    developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Use tools."}]}
+    user = {"role": "user", "content": "Hello"}
+    later = [developer | {"id": "msg_1"}, user, {"type": "function_call", "name": "x"}]
+    assert key(developer, user) == key(*later) != key(developer, user | {"content": "Bye"})
+    assert key(user, instructions="a") != key(user, instructions="b")
+    assert beginning(b'{"input": "one"}') == beginning(b'{"input": ["one"]}') != beginning(b'{"input": "two"}')
+
+
 def test_turns_of_a_conversation_have_one_beginning() -> None:
     def key(*said: tuple[str, str], **more: str) -> bytes:
         turns = [{"role": role, "content": content} for role, content in said]

@@ -125,8 +125,8 @@ def test_what_would_be_lost_in_silence_is_refused(fields: Any, said: str) -> Non
 @pytest.mark.parametrize(
     ("content", "where", "said"),
     [
-        ([*text("a"), {"type": "image", "source": {}}], ("messages", 0, "content", 1), "image blocks are not"),
-        ([{"type": "document"}], ("messages", 0, "content", 0), "document blocks are not"),
+        ([*text("a"), {"type": "image", "source": {}}], ("messages", 0, "content", 1), "image is not supported"),
+        ([{"type": "document"}], ("messages", 0, "content", 0), "document is not supported"),
     ],
 )
 def test_blocks_that_are_no_text_are_refused_by_name_and_place(content: Any, where: Any, said: str) -> None:

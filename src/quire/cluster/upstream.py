@@ -64,6 +64,8 @@ class _BodyStart(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw()
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     messages: list[_MessageStart] = []
+    instructions: msgspec.Raw = msgspec.Raw()
+    input: list[_MessageStart | str] | str = []
     cache_salt: msgspec.Raw = msgspec.Raw()
     session_id: msgspec.Raw = msgspec.Raw()
 
@@ -81,8 +83,12 @@ def beginning(body: bytes) -> bytes:
         return b""  # any server refuses it
     if bytes(found.session_id).startswith(b'"'):
         return bytes(found.cache_salt)[:_KEY_BYTES] + b"\0" + bytes(found.session_id)[:_KEY_BYTES]
-    parts = [found.cache_salt, found.prompt or found.prompt_token_ids]
-    for message in found.messages:
+    parts = [found.cache_salt, found.prompt or found.prompt_token_ids, found.instructions]
+    given = [found.input] if isinstance(found.input, str) else found.input
+    for message in found.messages or given:
+        if isinstance(message, str):
+            parts.append(msgspec.Raw(message.encode(errors="replace")))
+            continue
         parts.append(message.content)
         if bytes(message.role) == b'"user"':
             break

@@ -196,6 +196,123 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
+class OutputText(TypedDict):
+    """Text for the user."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[dict[str, Any]]
+
+
+class ReasoningText(TypedDict):
+    """Text of the model's reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class MessageOutput(TypedDict):
+    """What the assistant says."""
+
+    type: Literal["message"]
+    id: str
+    status: str
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningOutput(TypedDict):
+    """Reasoning before it. `encrypted_content` is the text in a form that clients send back."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: str
+    summary: list[Any]
+    content: list[ReasoningText]
+    encrypted_content: NotRequired[str]
+
+
+class CallOutput(TypedDict):
+    """A call of a tool; its arguments are a JSON object."""
+
+    type: Literal["function_call"]
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputTokensDetails(TypedDict):
+    """Prompt tokens that came from the cache. Nothing is charged for a place in it, so none count as written."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """Tokens of reasoning, by its share of the answer's characters."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseAnswer(TypedDict):
+    """The answer of `/v1/responses`; a stream has events in which it grows. Fields of the request are repeated as the
+    server read them: `tools` are those in the prompt, `max_output_tokens` is what the context has room for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: str
+    model: str
+    output: list[MessageOutput | ReasoningOutput | CallOutput]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    usage: ResponseUsage | None
+    background: bool
+    conversation: None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: NotRequired[Any]
+    metadata: Any
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: NotRequired[Any]
+    reasoning: dict[str, Any]
+    safety_identifier: NotRequired[Any]
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: NotRequired[Any]
+    explanation: NotRequired[dict[str, Any] | None]
+    session: NotRequired[dict[str, Any] | None]
+
+
+class InputTokens(TypedDict):
+    """Tokens of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Health(TypedDict):
     """Whether a request could be answered; if not, why not. A server that answers and is `degraded` says what is
     `stuck`."""

@@ -27,6 +27,7 @@ from quire.serve.messages import messages_router
 from quire.serve.other_names import names_router
 from quire.serve.pooling_routes import pooling_router
 from quire.serve.sglang_generate import generate_router
+from quire.serve.responses import responses_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
 from quire.serve.tokenizer_routes import tokenizer_router
@@ -73,6 +74,7 @@ def create_app(
     app.include_router(generate_router(service))
     app.include_router(tokenizer_router(service))
     app.include_router(pooling_router(service))
+    app.include_router(responses_router(service))
     app.include_router(_router(service))
     app.include_router(names_router(service))
     app.include_router(cache_router(service))

@@ -64,7 +64,7 @@ class ChoiceForm:
         usage = {"choices": [], "usage": generation.usage()}
         return (event(self._head(generation) | usage) if self._body.include_usage else b"") + DONE
 
-    def failure(self, error: QuireError) -> bytes:
+    def failure(self, generation: Generation, error: QuireError) -> bytes:
         """The error."""
         return event(openai_error(error)) + DONE
 
@@ -263,12 +263,7 @@ class MessageChoices:
         """One object for each token."""
         if not part.logprobs:
             return None
-        content = [
-            _token(position[token_id])
-            | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, token_id, self._num_top)]}
-            for position, token_id in zip(part.logprobs, part.token_ids, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(part, self._num_top), "refusal": None}
 
 
 def _delta(piece: Piece) -> dict[str, object]:
@@ -296,6 +291,15 @@ def _called(name: str, arguments: str) -> dict[str, Any]:
 def _finish(part: CompletionOutput, reader: AnswerReader) -> dict[str, object]:
     """A sequence that ends by itself after calls of tools ends for them."""
     return {"finish_reason": "tool_calls"} if part.finish_reason == "stop" and reader.num_calls else {}
+
+
+def token_logprobs(part: CompletionOutput, num_top: int) -> list[dict[str, Any]]:
+    """An object for each token, in OpenAI's newer shape."""
+    return [
+        _token(position[token_id])
+        | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, token_id, num_top)]}
+        for position, token_id in zip(part.logprobs or (), part.token_ids, strict=True)
+    ]
 
 
 def _token(logprob: Logprob) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ TEMPLATE_ARGUMENTS = frozenset((
 ))  # fmt: skip
 """Names that the tokenizer itself interprets, not the model's template: a client's own template would be a program that
 runs here."""
+
+
+BETWEEN = "\n\n"
+"""What stands between two texts of one turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,26 @@ def _check_parameters(number: int, tool: Tool) -> None:
     except InvalidInput as error:
         message = f"the parameters of tool '{tool.name}' cannot be enforced: {error.message}"
         raise BadField(message, param=f"tools[{number}].function.parameters", fix=error.fix) from None
+
+
+def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours of one role are one turn, but results of tools are not. Results have the names of their tools."""
+    found: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for turn in turns:
+        names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ())}
+        if turn["role"] == "tool":
+            found.append(turn | {"name": names.get(turn["tool_call_id"], "")})
+        elif found and found[-1]["role"] == turn["role"]:
+            last = found[-1]
+            for name in ("content", "reasoning_content"):
+                if texts := [text for text in (last.get(name), turn.get(name)) if text]:
+                    last[name] = BETWEEN.join(texts)
+            if calls := [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]:
+                last["tool_calls"] = calls
+        else:
+            found.append(turn)
+    return found
 
 
 def able_to_chat(tokenising: Tokenising | None) -> Tokenising:

@@ -31,6 +31,9 @@ from quire.serve.sse import EventStream, while_connected
 
 logger = logging.getLogger(__name__)
 
+ROOM = "X-Quire-Max-Tokens"
+"""Header of an answer whose limit is more than the context has room for: so many tokens are possible."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
@@ -92,7 +95,7 @@ class AnswerForm(Protocol):
     def end(self, generation: Generation) -> bytes:
         """The last events."""
 
-    def failure(self, error: QuireError) -> bytes:
+    def failure(self, generation: Generation, error: QuireError) -> bytes:
         """The last events of an answer that fails while it is sent."""
 
 
@@ -142,7 +145,7 @@ async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[by
             yield form.events(generation, found)
         yield form.end(generation)
     except QuireError as error:
-        yield form.failure(error)
+        yield form.failure(generation, error)
     finally:
         generation.close()
 

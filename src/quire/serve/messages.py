@@ -22,15 +22,12 @@ from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, Token
 from quire.serve.conversation import Conversation, Terms, able_to_chat
 from quire.serve.error_forms import ANTHROPIC
 from quire.serve.errors import BadField
-from quire.serve.generation import Generation, Service, answer, by, notes
+from quire.serve.generation import ROOM, Generation, Service, answer, by, notes
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
 from quire.serve.sse import EventTemplate, event, while_connected
 
 logger = logging.getLogger(__name__)
-
-ROOM = "X-Quire-Max-Tokens"
-"""Header of an answer whose max_tokens is more than the context has room for: so many tokens are possible."""
 
 SIGNATURE = "quire"
 """Signature of each block of thinking: clients send back no block without one. It signs nothing."""
@@ -141,7 +138,7 @@ class MessageForm:
         stop = {"type": "message_delta", "delta": delta, "usage": _usage(generation)} | ended
         return _sent([*self._blocks.end(), stop, {"type": "message_stop"}])
 
-    def failure(self, error: QuireError) -> bytes:
+    def failure(self, generation: Generation, error: QuireError) -> bytes:
         """The error."""
         return ANTHROPIC.last_events(ANTHROPIC.body(error, self._request_id))
 

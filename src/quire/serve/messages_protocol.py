@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from quire.errors import InvalidInput, UnknownThread
 from quire.grammar import json_schema
 from quire.scheduler.sampling_params import SamplingParams
-from quire.serve.conversation import Conversation, Tool, ToolChoice, chosen_tool
+from quire.serve.conversation import BETWEEN, Conversation, Tool, ToolChoice, chosen_tool, joined
 from quire.serve.errors import BadField
 from quire.serve.protocol import (
     MOST_CALLS,
@@ -30,14 +30,12 @@ from quire.serve.protocol import (
     ToolName,
     few_parts,
     field,
+    only,
 )
 
 BILLING = "x-anthropic-billing-header"
 """How a system block of Claude Code begins that tells its service whom to bill. It changes with each prompt, so it
 would end the sharing of pages before the rest of the prompt: it is left out."""
-
-BETWEEN = "\n\n"
-"""What stands between two blocks of text of one turn."""
 
 LEAST_BUDGET = 1024
 """Tokens of thinking that Anthropic allows to ask for, at least."""
@@ -124,28 +122,13 @@ class ReferenceBlock(Marked):
     tool_name: ToolName
 
 
-def _only(*known: str) -> BeforeValidator:
-    """Refuses other blocks by name, before their fields are looked at."""
-
-    def check(block: Any) -> Any:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in known:
-            found = {"kind": kind[:60], "known": ", ".join(known)}
-            raise PydanticCustomError(
-                "unsupported_block", "Input should be one of {known}: {kind} blocks are not supported", found
-            )
-        return block
-
-    return BeforeValidator(check)
-
-
 def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-SystemBlock = Annotated[TextBlock, _only("text")]
+SystemBlock = Annotated[TextBlock, only("text")]
 ResultPart = Annotated[
-    Annotated[TextBlock | ReferenceBlock, Field(discriminator="type")], _only("text", "tool_reference")
+    Annotated[TextBlock | ReferenceBlock, Field(discriminator="type")], only("text", "tool_reference")
 ]
 
 
@@ -177,7 +160,7 @@ Block = Annotated[
         TextBlock | ThinkingBlock | RedactedBlock | UseBlock | ResultBlock,
         Field(discriminator="type"),
     ],
-    _only("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    only("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 
 
@@ -196,7 +179,7 @@ class MessageTurn(ClosedObject):
     clear_at: Literal["next_user_message", "never"] | None = None
 
     def turns(self) -> Iterator[dict[str, Any]]:
-        """The message as chat templates take it, a turn for each block; `_joined` joins them."""
+        """The message as chat templates take it, a turn for each block; `joined` joins them."""
         for block in self.content:
             match block:
                 case TextBlock():
@@ -209,26 +192,6 @@ class MessageTurn(ClosedObject):
                     yield {"role": self.role, "content": "", "tool_calls": [call]}
                 case ResultBlock():
                     yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
-
-
-def _joined(turns: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours of one role are one turn, but results of tools are not. Results have the names of their tools."""
-    found: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
-    for turn in turns:
-        names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ())}
-        if turn["role"] == "tool":
-            found.append(turn | {"name": names.get(turn["tool_call_id"], "")})
-        elif found and found[-1]["role"] == turn["role"]:
-            last = found[-1]
-            for name in ("content", "reasoning_content"):
-                if texts := [text for text in (last.get(name), turn.get(name)) if text]:
-                    last[name] = BETWEEN.join(texts)
-            if calls := [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]:
-                last["tool_calls"] = calls
-        else:
-            found.append(turn)
-    return found
 
 
 def _has_input_schema(tool: Any) -> Any:
@@ -373,7 +336,7 @@ class CountBody(RequestBody):
         roles = [each.role for each in self.messages]
         last_user = max((at for at, name in enumerate(roles) if name == "user"), default=-1)
         stay = (each for at, each in enumerate(self.messages) if each.clear_at != "next_user_message" or at > last_user)
-        return begun + _joined(turn for each in stay for turn in each.turns())
+        return begun + joined(turn for each in stay for turn in each.turns())
 
     def _variables(self) -> dict[str, bool]:
         match self.thinking:

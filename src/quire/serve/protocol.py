@@ -133,6 +133,21 @@ def few_parts(messages: Any) -> Any:
     return messages
 
 
+def only(*known: str) -> BeforeValidator:
+    """Refuses objects of other types by name, before their fields are looked at."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            found = {"kind": kind[:60], "known": ", ".join(known)}
+            raise PydanticCustomError(
+                "unsupported_type", "Input should be one of {known}: {kind} is not supported", found
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 StopText = Annotated[Text, Field(max_length=MOST_STOP_CHARACTERS)]
 SaltText = Annotated[Text, Field(max_length=MOST_SALT_CHARACTERS)]
