@@ -217,7 +217,7 @@ class Items:
         self._key = key
         self._keeps_reasoning = keeps_reasoning
         self._open: dict[str, Any] | None = None
-        self._texts: list[str] = []  # of the open item
+        self._texts: list[str] = []  # texts of the open item
         self._logprobs: list[dict[str, Any]] = []
         self._num_characters = {"message": 0, "reasoning": 0, "function_call": 0}
 

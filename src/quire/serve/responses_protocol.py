@@ -53,7 +53,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 
 _OURS = "quire."  # the beginning of reasoning as `encrypted_content`
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}  # of fields of SamplingParams
+_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}  # names of fields of SamplingParams here
 
 
 def encrypted(reasoning: str) -> str:
