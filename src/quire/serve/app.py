@@ -26,8 +26,8 @@ from quire.serve.keys import Keys
 from quire.serve.messages import messages_router
 from quire.serve.other_names import names_router
 from quire.serve.pooling_routes import pooling_router
-from quire.serve.sglang_generate import generate_router
 from quire.serve.responses import responses_router
+from quire.serve.sglang_generate import generate_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
 from quire.serve.tokenizer_routes import tokenizer_router

@@ -113,7 +113,7 @@ class GenerateForm:
         """Nothing more."""
         return DONE
 
-    def failure(self, error: QuireError) -> bytes:
+    def failure(self, generation: Generation, error: QuireError) -> bytes:
         """The error."""
         return OPENAI.last_events(OPENAI.body(error, ""))
 
