@@ -61,6 +61,8 @@ ROUTES: dict[tuple[str, str], Asked] = {
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "session_id": "{session}"}, refused=()
     ),
     ("POST", "/v1/messages/count_tokens"): Asked({"messages": [{"role": "user", "content": "a"}]}, refused=()),
+    ("POST", "/v1/responses"): Asked({"input": "a", "max_output_tokens": 2, "session_id": "{session}"}, refused=()),
+    ("POST", "/v1/responses/input_tokens"): Asked({"input": "a"}, refused=()),
     ("POST", "/tokenize"): Asked({"prompt": "a"}, refused=()),
     ("POST", "/detokenize"): Asked({"tokens": [5]}, refused=()),
     ("GET", "/tokenizer_info"): NOTHING,

@@ -12,7 +12,7 @@ from quire.client.tokenising import Rendered
 from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
 from quire.serve.choices import ChoiceForm, MessageChoices, TextChoices
 from quire.serve.conversation import able_to_chat
-from quire.serve.generation import Service, answer, by
+from quire.serve.generation import Service, answer, by, rendered
 from quire.serve.protocol import ChatBody, CompletionBody
 from quire.serve.sse import while_connected
 
@@ -38,13 +38,10 @@ def completions_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         body.check()
         params, conversation, terms = body.params(), body.conversation(), body.terms(service.deadline(body.timeout_s))
-        tokenising = able_to_chat(service.engine.tokenising)
-        async with by(terms.deadline):
-            salt = request.state.client.salt(terms.cache_salt)
-            prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
+        prompt = await rendered(service, request, conversation, terms)
         if body.truncate_prompt_tokens is not None:
             prompt = Rendered(prompt.text, prompt.token_ids[-body.truncate_prompt_tokens :])
-        reader = conversation.reader(tokenising, prompt, params)
+        reader = conversation.reader(able_to_chat(service.engine.tokenising), prompt, params)
         form = ChoiceForm(body, MessageChoices(body.top_logprobs or 0, reader))
         return await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
 

@@ -18,11 +18,12 @@ from starlette.responses import JSONResponse, Response
 from quire.client.async_engine import AsyncEngine, Prompt
 from quire.client.output import CompletionOutput, SequenceAssembler, SequenceDelta
 from quire.client.request_stream import RequestStream
+from quire.client.tokenising import Rendered
 from quire.errors import QuireError, TooSlow, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answers import PromptDetails, Usage
-from quire.serve.conversation import Terms
+from quire.serve.conversation import Conversation, Terms, able_to_chat
 from quire.serve.errors import BadField
 from quire.serve.keys import Client, not_allowed
 from quire.serve.protocol import MAX_CHOICES
@@ -78,6 +79,23 @@ def _too_slow() -> TooSlow:
         "the request was not answered by its deadline, and was ended.",
         fix="send it again, with a longer timeout_s or fewer tokens.",
     )
+
+
+async def rendered(service: Service, request: Request, conversation: Conversation, terms: Terms) -> Rendered:
+    """The prompt of a client's conversation, until the client leaves, or the deadline. Raises what
+    `Conversation.rendered` does, and InvalidInput without a tokenizer."""
+    tokenising, salt = able_to_chat(service.engine.tokenising), request.state.client.salt(terms.cache_salt)
+    async with by(terms.deadline):
+        return await while_connected(request.receive, conversation.rendered(tokenising, salt))
+
+
+def room_if_less(service: Service, prompt: Rendered, params: SamplingParams, wanted: int | None) -> int | None:
+    """Limit the answer to the tokens that a client wants, and to the context: the room if that is less. Without room
+    for one, the engine refuses the prompt as too long."""
+    room = service.engine.context_length - len(prompt.token_ids)
+    is_less = wanted is not None and room < wanted
+    params.max_tokens = max(1, room) if is_less else wanted
+    return room if is_less else None
 
 
 class AnswerForm(Protocol):

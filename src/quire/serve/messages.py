@@ -19,13 +19,13 @@ from quire.errors import QuireError
 from quire.offload.retention import Granted
 from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, Reasoning
 from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
-from quire.serve.conversation import Conversation, Terms, able_to_chat
+from quire.serve.conversation import Terms, able_to_chat
 from quire.serve.error_forms import ANTHROPIC
 from quire.serve.errors import BadField
-from quire.serve.generation import ROOM, Generation, Service, answer, by, notes
+from quire.serve.generation import ROOM, Generation, Service, answer, notes, rendered, room_if_less
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
-from quire.serve.sse import EventTemplate, event, while_connected
+from quire.serve.sse import EventTemplate, event
 
 logger = logging.getLogger(__name__)
 
@@ -37,39 +37,33 @@ def messages_router(service: Service) -> APIRouter:
     """The routes, for `service`. Without a tokenizer they refuse every request and say so."""
     router = APIRouter(responses=failures(MessageError))
 
-    async def rendered(body: CountBody, request: Request, terms: Terms) -> tuple[Conversation, Rendered]:
-        service.check_model(body.model)
-        body.check()
-        conversation = body.conversation()
-        async with by(terms.deadline):
-            salt = request.state.client.salt(terms.cache_salt)
-            prompt = conversation.rendered(able_to_chat(service.engine.tokenising), salt)
-            return conversation, await while_connected(request.receive, prompt)
-
     @router.post("/v1/messages", response_model=None, responses=generated(MessageAnswer))
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answers messages, as Anthropic's."""
-        params, terms = body.params(), body.terms(service.deadline(body.timeout_s))
-        conversation, prompt = await rendered(body, request, terms)
+        service.check_model(body.model)
+        body.check()
+        params, conversation, terms = body.params(), body.conversation(), body.terms(service.deadline(body.timeout_s))
+        prompt = await rendered(service, request, conversation, terms)
         tokenising = able_to_chat(service.engine.tokenising)
         _check_thinking(body, tokenising, prompt)
         reader = conversation.reader(tokenising, prompt, params)
-        room = service.engine.context_length - len(prompt.token_ids)
-        is_clamped = room < body.max_tokens
-        params.max_tokens = max(1, min(room, body.max_tokens))  # without room for one, the prompt is too long
-        limit = "model_context_window_exceeded" if is_clamped else "max_tokens"
+        room = room_if_less(service, prompt, params, body.max_tokens)
+        limit = "max_tokens" if room is None else "model_context_window_exceeded"
         form = MessageForm(body, reader, at_limit=limit, request_id=request.state.request_id)
         if service.retains_marked and (seconds := body.kept_s()):
             form.at_end = partial(_begin_retention, service, request.state.client, prompt, terms, seconds)
         found = await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
-        if is_clamped:
+        if room is not None:
             found.headers[ROOM] = str(room)
         return found
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountBody, request: Request) -> TokenCount:
         """The tokens of the prompt that these messages, system prompt and tools make."""
-        _, prompt = await rendered(body, request, Terms(deadline=service.deadline(body.timeout_s)))
+        service.check_model(body.model)
+        body.check()
+        terms = Terms(deadline=service.deadline(body.timeout_s))
+        prompt = await rendered(service, request, body.conversation(), terms)
         return {"input_tokens": len(prompt.token_ids)}
 
     return router

@@ -379,7 +379,7 @@ class ToolCall(ClosedObject):
     function: CalledFunction
 
 
-_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # templates have no other names for them
+TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # templates have no other names for them
 _TURN_FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content",)}
 _NOT_TEXT = ("function_call", "audio", "refusal")
 
@@ -410,7 +410,7 @@ class Message(ClosedObject):
             if (self.model_extra or {}).get(name):
                 raise BadField(f"messages with {name} are not supported.", param="messages")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        found: dict[str, Any] = {"role": _TEMPLATE_ROLES.get(self.role, self.role), "content": text}
+        found: dict[str, Any] = {"role": TEMPLATE_ROLES.get(self.role, self.role), "content": text}
         if self.tool_calls:
             found["tool_calls"] = [
                 call_of(each.id, each.function.name, each.function.arguments) for each in self.tool_calls

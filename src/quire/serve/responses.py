@@ -19,7 +19,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.client.output import CompletionOutput, SequenceDelta
-from quire.client.tokenising import Rendered
 from quire.errors import QuireError, UnknownRequest
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, Reasoning
@@ -28,44 +27,39 @@ from quire.serve.choices import token_logprobs
 from quire.serve.conversation import Conversation, Tool, ToolChoice, able_to_chat
 from quire.serve.error_forms import openai_error
 from quire.serve.errors import BadField
-from quire.serve.generation import ROOM, Generation, Service, answer, by, notes
+from quire.serve.generation import ROOM, Generation, Service, answer, notes, rendered, room_if_less
 from quire.serve.responses_protocol import ENCRYPTED, LOGPROBS, REPEATED, ResponsesBody, encrypted
-from quire.serve.sse import event, while_connected
+from quire.serve.sse import event
 
 
 def responses_router(service: Service) -> APIRouter:
     """The routes, for `service`. Without a tokenizer they refuse every request and say so."""
     router = APIRouter()
 
-    async def rendered(body: ResponsesBody, request: Request, deadline: float | None) -> tuple[Conversation, Rendered]:
-        service.check_model(body.model)
-        body.check()
-        conversation = body.conversation()
-        async with by(deadline):
-            prompt = conversation.rendered(able_to_chat(service.engine.tokenising))
-            return conversation, await while_connected(request.receive, prompt)
-
     @router.post("/v1/responses", response_model=None, responses=generated(ResponseAnswer))
     async def respond(body: ResponsesBody, request: Request) -> Response:
         """Answers a conversation in items, as OpenAI's newer route. It stores no answer."""
-        params, terms = body.params(), body.terms(service.deadline(body.timeout_s))
-        conversation, prompt = await rendered(body, request, terms.deadline)
+        service.check_model(body.model)
+        body.check()
+        params, conversation, terms = body.params(), body.conversation(), body.terms(service.deadline(body.timeout_s))
+        prompt = await rendered(service, request, conversation, terms)
         reader = conversation.reader(able_to_chat(service.engine.tokenising), prompt, params)
         if reader is not None and params.logprobs is not None:
             raise BadField(f"{LOGPROBS} is for answers without tools and reasoning.", param="include")
-        room = service.engine.context_length - len(prompt.token_ids)
-        is_clamped = 0 < room < (body.max_output_tokens or 0)
-        params.max_tokens = room if is_clamped else body.max_output_tokens
+        room = room_if_less(service, prompt, params, body.max_output_tokens)
         form = ResponseForm(body, params, conversation, reader)
         found = await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
-        if is_clamped:
+        if room is not None:
             found.headers[ROOM] = str(room)
         return found
 
     @router.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesBody, request: Request) -> InputTokens:
         """The tokens of the prompt that such a conversation makes."""
-        _, prompt = await rendered(body, request, service.deadline(body.timeout_s))
+        service.check_model(body.model)
+        body.check()
+        terms = body.terms(service.deadline(body.timeout_s))
+        prompt = await rendered(service, request, body.conversation(), terms)
         return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
     @router.api_route("/v1/responses/{response_id:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)

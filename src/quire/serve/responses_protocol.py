@@ -22,6 +22,7 @@ from quire.serve.protocol import (
     MOST_CALLS,
     MOST_MESSAGES,
     NOTHING,
+    TEMPLATE_ROLES,
     Int32,
     RequestBody,
     Seed,
@@ -125,8 +126,10 @@ class MessageItem(OpenObject):
 
     def turn(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+        return {
+            "role": TEMPLATE_ROLES.get(self.role, self.role),
+            "content": "".join(part.text for part in self.content),
+        }
 
 
 class CallItem(OpenObject):
