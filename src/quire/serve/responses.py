@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 from quire.client.output import CompletionOutput, SequenceDelta
@@ -65,6 +65,8 @@ def responses_router(service: Service) -> APIRouter:
     @router.api_route("/v1/responses/{response_id:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored(response_id: str) -> Response:
         """Nothing is stored."""
+        if response_id == "input_tokens":
+            raise HTTPException(405, headers={"Allow": "POST"})
         raise UnknownRequest(
             f"there is no answer '{response_id[:80]}': this server stores none.", fix="send the whole conversation."
         )
