@@ -43,7 +43,7 @@ _ANSWER_TIMEOUT_S = 60.0  # for a healthy server to answer a question to all
 
 _FOR_ONE = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/generate"),
-    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id:path}"),
+    *("/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/models", "/v1/models/{name:path}", "/v1/cache/retain", "/", "/version", "/model_info", "/get_model_info"),
     *("/is_sleeping", "/sleep", "/wake_up", "/pause", "/resume", "/start_profile", "/stop_profile"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
