@@ -190,8 +190,9 @@ class ModelRunner:
                 self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
         drawn = None
         if places is not None:
-            assert prepared is not None
-            prepared.adjusted = [*prepared.adjusted, *self._limits(step, previous)]
+            if limits := self._limits(step, previous):
+                assert prepared is not None
+                prepared.adjusted = [*prepared.adjusted, *limits]
             drawn = self._sampler.draw(logits, places, step.proposals, prepared)
         for part in self.parts:
             part.after_forward(step, running, drawn)
