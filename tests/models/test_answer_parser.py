@@ -181,6 +181,15 @@ def test_a_call_that_is_no_json_is_content_and_those_around_it_are_calls() -> No
         assert content.split() == ["a", "b", bad, "c", "d"]
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[" * 3000, "[" * 3000 + "]" * 3000])
+def test_a_call_whose_arguments_cannot_be_sent_is_content(value: str) -> None:
+    for inner in (f'{{"name": "f", "arguments": {{"x": {value}}}}}', f'{{"name": "f", "parts": {value}}}', value):
+        answer = f"<tool_call>{inner}</tool_call>"
+        assert joined(parsed("hermes", answer, streams=False)) == (answer, "", [])
+    answer = f'[TOOL_CALLS] [{{"name": "f", "arguments": {{"x": {value}}}}}]'
+    assert joined(parsed("mistral", answer)) == (answer, "", [])
+
+
 def test_reasoning_that_the_prompt_opens() -> None:
     for prompt in ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>"):
         assert joined(parsed("hermes", "why\n</think>\n\nso", 1, prompt=prompt)) == ("so", "why", [])

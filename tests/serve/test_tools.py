@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
+from quire.errors import QuireError
+from quire.serve.conversation import call_of
+from quire.serve.error_forms import OPENAI
+from quire.serve.generation import _events
 from tests.serve.live_server import LiveServer
 
 CHAT = "/v1/chat/completions"
@@ -102,6 +108,63 @@ def test_what_is_no_call_is_content(scripted: LiveServer, answer: str) -> None:
     found = choice(scripted, asked(answer))
     assert (found["finish_reason"], found["message"]["content"]) == ("stop", answer)
     assert "tool_calls" not in found["message"]
+
+
+def test_a_message_has_no_call_that_is_no_json(scripted: LiveServer) -> None:
+    answer = '<tool_call>\n{"name": "get_weather", "arguments": {"x": NaN}}\n</tool_call>'
+    tools = [{"name": "get_weather", "input_schema": {"type": "object"}}]
+    body = {"messages": [{"role": "user", "content": f"@@@{answer}@@@"}], "tools": tools, "max_tokens": 500}
+    status, found = scripted.request("/v1/messages", body)
+    assert (status, found["content"]) == (200, [{"type": "text", "text": answer}])
+
+
+class _Broken:
+    """An answer, and its form, that a defect ends."""
+
+    is_closed = False
+
+    async def deltas(self) -> AsyncGenerator[list[Any], None]:
+        yield []
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def events(self, *_: object) -> bytes:
+        raise RuntimeError("a defect")
+
+    def failure(self, _generation: object, error: QuireError) -> bytes:
+        return OPENAI.last_events(OPENAI.body(error, ""))
+
+
+def test_a_defect_ends_a_stream_with_an_error() -> None:
+    broken: Any = _Broken()
+
+    async def read() -> list[bytes]:
+        return [each async for each in _events(broken, broken)]
+
+    [last] = asyncio.run(read())
+    assert b"RuntimeError" in last
+    assert broken.is_closed
+
+
+def test_a_call_with_any_name_can_be_sent_back(scripted: LiveServer) -> None:
+    """A model writes names of its own, and a call that was cut off has half an object."""
+    name, user = "get weather!", {"role": "user", "content": "@@@fine@@@"}
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": '{"city": "Pa'}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "@@@fine@@@"}
+    chat = {"messages": [user, {"role": "assistant", "tool_calls": [call]}, result], "tools": [tool()]}
+    assert choice(scripted, chat)["message"]["content"] == "fine"
+    use = {"type": "tool_use", "id": "1", "name": name, "input": {}}
+    given = {"type": "tool_result", "tool_use_id": "1", "content": "@@@fine@@@"}
+    turns = [user, {"role": "assistant", "content": [use]}, {"role": "user", "content": [given]}]
+    assert scripted.request("/v1/messages", {"messages": turns, "max_tokens": 9})[0] == 200
+    items = [user, {"type": "function_call", "call_id": "1", "name": name, "arguments": ""}, user]
+    assert scripted.request("/v1/responses", {"input": items})[0] == 200
+
+
+def test_a_call_in_a_history_has_an_object() -> None:
+    for arguments, found in (('{"a": 1}', {"a": 1}), ('{"a": "b', {}), ("", {}), ("[1]", {}), ("[" * 100_000, {})):
+        assert call_of("1", "f", arguments)["function"]["arguments"] == found
 
 
 def refused(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:

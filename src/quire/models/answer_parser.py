@@ -179,7 +179,7 @@ class AnswerParser:
             found = parse_response("".join(call.raw) + marker, self._form, prefix="", tools=self._tools)[CALLS]
             functions = [each.get("function", each) for each in (found if isinstance(found, list) else [found])]
             return [part for each in functions for part in _parts_of(each["name"], each["arguments"])]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
 
 
@@ -271,10 +271,14 @@ def _may_grow(field: FormField, match: Any, length: int, *, opens: bool) -> bool
 
 
 def _is_object(text: str) -> bool:
+    """Whether the text is a JSON object that can be sent: Python reads NaN, numbers beyond a float, and halves of
+    surrogate pairs, too."""
     try:
-        return isinstance(json.loads(text), dict)
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
+    return isinstance(found, dict)
 
 
 def _parts_of(name: Any, arguments: Any) -> list[AnswerPart]:
@@ -282,4 +286,5 @@ def _parts_of(name: Any, arguments: Any) -> list[AnswerPart]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not isinstance(name, str) or not _is_object(text):
         raise ValueError("a call has a name, and an object of arguments")
+    name.encode()
     return [AnswerPart("call", name), AnswerPart("arguments", text)]

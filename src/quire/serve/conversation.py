@@ -195,10 +195,11 @@ def chosen_tool(name: str, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a history as chat templates take it: arguments as an object, or the text where it is none."""
+    """A call in a history as chat templates take it: arguments as an object. That is empty for a call that was cut off:
+    templates go through its items."""
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    given = found if isinstance(found, dict) else arguments
+    given = found if isinstance(found, dict) else {}
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}

@@ -89,11 +89,12 @@ def install(app: FastAPI) -> None:
 
     add(QuireError, lambda error, _: error)
     add(RequestValidationError, _bad_body)
-    add(Exception, _defect)
+    add(Exception, lambda error, _: defect(error))
     app.add_exception_handler(HTTPException, on_http_error)  # type: ignore[arg-type]
 
 
-def _defect(error: Exception, _request: Request) -> QuireError:
+def defect(error: Exception) -> QuireError:
+    """What a client is told of an error of our own; it is logged."""
     logger.error("a request failed", exc_info=error)
     return QuireError(f"{type(error).__name__} while serving the request; see the server's log.")
 

@@ -24,7 +24,7 @@ from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answers import PromptDetails, Usage
 from quire.serve.conversation import Conversation, Terms, able_to_chat
-from quire.serve.errors import BadField
+from quire.serve.errors import BadField, defect
 from quire.serve.keys import Client, not_allowed
 from quire.serve.protocol import MAX_CHOICES
 from quire.serve.shares import OpenSequences, Shares
@@ -162,8 +162,8 @@ async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[by
         async for found in generation.deltas():
             yield form.events(generation, found)
         yield form.end(generation)
-    except QuireError as error:
-        yield form.failure(generation, error)
+    except Exception as error:
+        yield form.failure(generation, error if isinstance(error, QuireError) else defect(error))
     finally:
         generation.close()
 

@@ -22,6 +22,7 @@ from quire.serve.protocol import (
     MOST_MESSAGES,
     MOST_STOPS,
     NOTHING,
+    CalledName,
     ClosedObject,
     Int32,
     RequestBody,
@@ -111,7 +112,7 @@ class UseBlock(Marked):
 
     type: Literal["tool_use"]
     id: Text
-    name: ToolName
+    name: CalledName
     input: dict[str, Any]
 
 

@@ -155,6 +155,8 @@ SessionId = Annotated[Text, Field(min_length=1, max_length=LONGEST_SESSION_ID)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+CalledName = Annotated[Text, Field(max_length=1024)]
+"""The tool of a call in a history: a name that a model wrote."""
 ToolName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateVariables = Annotated[
     dict[Text, Text | bool | int | float | None], Field(max_length=MOST_VARIABLES), _at_most(MOST_VARIABLES)
@@ -365,7 +367,7 @@ class TextPart(ClosedObject):
 class CalledFunction(ClosedObject):
     """The function of a call, with its arguments as JSON."""
 
-    name: ToolName
+    name: CalledName
     arguments: Text
 
 

@@ -23,6 +23,7 @@ from quire.serve.protocol import (
     MOST_MESSAGES,
     NOTHING,
     TEMPLATE_ROLES,
+    CalledName,
     Int32,
     RequestBody,
     Seed,
@@ -137,7 +138,7 @@ class CallItem(OpenObject):
 
     type: Literal["function_call"]
     call_id: Text
-    name: ToolName
+    name: CalledName
     arguments: Text = field("A JSON object.", ...)
 
     def turn(self) -> dict[str, Any]:
