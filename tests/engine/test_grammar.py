@@ -46,7 +46,7 @@ def test_draft_model() -> None:
     draft = load_model(grammars.BUNDLED)
     config = {"method": "draft_model", "model": grammars.BUNDLED, "num_speculative_tokens": 3}
     core = check_same(turns=1, draft=draft, speculative_config=config)
-    assert core.speculator is not None and plain(core.speculator.counters())["accepted_tokens"] > 100
+    assert core.speculator is not None and plain(core.speculator.counters())["accepted_tokens"] > 0
 
 
 @pytest.mark.slow

@@ -188,6 +188,11 @@ class Tokenising:
         finally:
             self._num_waiting -= 1
 
+    async def aside(self, function: Callable[[], T]) -> T:
+        """The result of a function that may take long, in a thread. Raises Overloaded if too many texts wait."""
+        async with self._counted():
+            return await self._in_thread(function)
+
     async def _in_thread(self, function: Callable[[], T]) -> T:
         """Its result; it never begins if it is cancelled before."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)

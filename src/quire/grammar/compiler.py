@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.counters import counter, gauge
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, Overloaded
 from quire.spec.grammar import WHITE_SPACE, Grammar
 
 MOST_KEPT = 64
@@ -19,6 +19,8 @@ MOST_KEPT_CHARACTERS = 1 << 20
 """Compiled grammars that are kept, and characters of their texts together."""
 
 NUM_THREADS = 2
+MOST_PENDING = 16
+"""Grammars that may be in hand or wait for a thread."""
 
 _MOST_MESSAGE = 300
 
@@ -55,11 +57,21 @@ class Compiler:
             self._kept.move_to_end(grammar)
             self.totals.cache_hits += 1
             return found
+        if self.num_pending >= MOST_PENDING:
+            raise Overloaded(f"{self.num_pending} grammars wait to be compiled.", retry_after_s=1.0)
         found = self._kept[grammar] = self._threads.submit(self._compiled, grammar)
         self.totals.compiled += 1
         while len(self._kept) > MOST_KEPT or sum(len(each.text) for each in self._kept) > MOST_KEPT_CHARACTERS:
-            self._kept.popitem(last=False)
+            done = next((each for each, future in self._kept.items() if future.done()), None)
+            if done is None:
+                break
+            del self._kept[done]
         return found
+
+    @property
+    def num_pending(self) -> int:
+        """Grammars that are being compiled, or wait for it."""
+        return sum(not future.done() for future in self._kept.values())
 
     @property
     def is_loaded(self) -> bool:
@@ -77,7 +89,7 @@ class Compiler:
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         try:
             matcher = LLMatcher(self._tokens(), _source(grammar), log_level=0, limits=_limits())
-        except ValueError as error:  # what is not even JSON
+        except ValueError as error:  # no JSON
             raise InvalidInput(f"the grammar cannot be read: {error}.") from None
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
         message = " ".join(matcher.get_error().split())
@@ -111,5 +123,5 @@ def _source(grammar: Grammar) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """Limits of one grammar: about 20 ms of work on its lexer, and 5 ms in a step."""
+    """Limits of one grammar: of the work of its lexer in a step, and of the states that it keeps."""
     return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)

@@ -13,6 +13,9 @@ from quire.spec.grammar import Grammar
 MOST_CHARACTERS = 1 << 17
 """Characters of a schema, a regular expression or a grammar."""
 
+MOST_TRANSLATED = 1 << 13
+"""Characters of a grammar in llama.cpp's syntax: its translation takes some 8 us for each, where it is asked for."""
+
 MOST_CHOICES = 1024
 
 
@@ -54,6 +57,11 @@ def lark(text: str) -> Grammar:
 def ebnf(text: str) -> Grammar:
     """As `lark`, of a grammar in Lark's syntax or in that of llama.cpp (GBNF), which begins at the rule `root`."""
     _check_size("the grammar", text)
+    if "::=" in text and len(text) > MOST_TRANSLATED:
+        raise InvalidInput(
+            f"the grammar has {len(text):,} characters, and may have {MOST_TRANSLATED:,} in llama.cpp's syntax.",
+            fix="write it in Lark's.",
+        )
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark  # beside a plain server it is never needed
 
     try:

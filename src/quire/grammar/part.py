@@ -13,8 +13,8 @@ from llguidance import LLExecutor, LLMatcher
 
 from quire.cache.running import Rows
 from quire.counters import Section, counter, gauge
-from quire.errors import InvalidInput, QuireError
-from quire.grammar.compiler import Compiler
+from quire.errors import InvalidInput, Overloaded, QuireError
+from quire.grammar.compiler import NUM_THREADS, Compiler
 from quire.grammar.matcher import Matcher
 from quire.loop import End, ForwardPart, Loop, Part
 from quire.loop.part import Launched
@@ -23,7 +23,7 @@ from quire.scheduler.step import Places, Step
 from quire.spec.ids import Ids
 
 COMPILE_S = 1.0
-"""Time in which a grammar is compiled, or refused."""
+"""Time in which a grammar is compiled, or refused, beside that of those before it."""
 
 LOAD_S = 60.0
 """Time for the first one to load the tokenizer too."""
@@ -83,7 +83,9 @@ class GrammarPart(Part, ForwardPart):
     @property
     def patience_s(self) -> float:
         """Seconds that a request waits for its grammar."""
-        return COMPILE_S + (0.0 if self._compiler.is_loaded else LOAD_S)
+        return COMPILE_S * (1 + self._compiler.num_pending // NUM_THREADS) + (
+            0.0 if self._compiler.is_loaded else LOAD_S
+        )
 
     def drop(self, request_id: str) -> None:
         """A request whose grammar is being compiled never begins."""
@@ -91,6 +93,8 @@ class GrammarPart(Part, ForwardPart):
 
     def _begin(self, request: Request, compiled: Future[LLMatcher]) -> None:
         try:
+            if not (compiled.done() or compiled.running()):
+                raise Overloaded("the grammar waited too long to be compiled.", retry_after_s=1.0)
             if not compiled.done():
                 raise InvalidInput(f"the grammar was not compiled within {COMPILE_S:g} s.", fix="simplify it.")
             self._matchers[request] = Matcher(compiled.result(), self._eos)

@@ -11,8 +11,7 @@ from quire.client.async_engine import Prompt
 from quire.client.tokenising import Rendered
 from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
 from quire.serve.choices import ChoiceForm, MessageChoices, TextChoices
-from quire.serve.conversation import able_to_chat
-from quire.serve.generation import Service, answer, by, rendered
+from quire.serve.generation import Service, answer, by, reader_of, rendered
 from quire.serve.protocol import ChatBody, CompletionBody
 from quire.serve.sse import while_connected
 
@@ -41,7 +40,7 @@ def completions_router(service: Service) -> APIRouter:
         prompt = await rendered(service, request, conversation, terms)
         if body.truncate_prompt_tokens is not None:
             prompt = Rendered(prompt.text, prompt.token_ids[-body.truncate_prompt_tokens :])
-        reader = conversation.reader(able_to_chat(service.engine.tokenising), prompt, params)
+        reader = await reader_of(service, request, conversation, prompt, params, terms)
         form = ChoiceForm(body, MessageChoices(body.top_logprobs or 0, reader))
         return await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
 

@@ -113,7 +113,7 @@ class Conversation:
         if parser is None:
             return None
         params.skip_special_tokens = False
-        if self._offered and self._is_enforced:
+        if self.is_enforced:
             params.grammar = self._grammar(tokenising, prompt, params)
         return lambda: AnswerReader(parser)
 
@@ -122,8 +122,9 @@ class Conversation:
         return () if self.choice.mode == "none" else self.tools
 
     @property
-    def _is_enforced(self) -> bool:
-        return self.choice.mode == "required" or any(tool.strict for tool in self.tools)
+    def is_enforced(self) -> bool:
+        """Whether a grammar holds the calls to their form."""
+        return bool(self._offered) and (self.choice.mode == "required" or any(tool.strict for tool in self.tools))
 
     def _grammar(self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams) -> Grammar:
         is_required = self.choice.mode == "required"

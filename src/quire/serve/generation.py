@@ -8,8 +8,9 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -22,6 +23,7 @@ from quire.client.tokenising import Rendered
 from quire.errors import QuireError, TooSlow, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.answer_reader import AnswerReader
 from quire.serve.answers import PromptDetails, Usage
 from quire.serve.conversation import Conversation, Terms, able_to_chat
 from quire.serve.errors import BadField, defect
@@ -87,6 +89,23 @@ async def rendered(service: Service, request: Request, conversation: Conversatio
     tokenising, salt = able_to_chat(service.engine.tokenising), request.state.client.salt(terms.cache_salt)
     async with by(terms.deadline):
         return await while_connected(request.receive, conversation.rendered(tokenising, salt))
+
+
+async def reader_of(
+    service: Service,
+    request: Request,
+    conversation: Conversation,
+    prompt: Rendered,
+    params: SamplingParams,
+    terms: Terms,
+) -> Callable[[], AnswerReader] | None:
+    """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""
+    tokenising = able_to_chat(service.engine.tokenising)
+    make = partial(conversation.reader, tokenising, prompt, params)
+    if not conversation.is_enforced:
+        return make()
+    async with by(terms.deadline):
+        return await while_connected(request.receive, tokenising.aside(make))
 
 
 def room_if_less(service: Service, prompt: Rendered, params: SamplingParams, wanted: int | None) -> int | None:
@@ -265,7 +284,7 @@ class Generation:
         """What has arrived since the last, as (choice, delta) in the order of arrival, of all prompts together."""
         if len(self._streams) == 1:
             while found := await self._streams[0].take():
-                yield [self._timed(0, delta) for delta in found]
+                yield [self._timed(0, delta) for delta in found if _says_something(delta)]
             return
         queue: asyncio.Queue[tuple[int, list[SequenceDelta]] | QuireError] = asyncio.Queue()
         pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
@@ -277,7 +296,7 @@ class Generation:
                     raise item
                 prompt, found = item
                 num_open -= not found
-                yield [self._timed(prompt, delta) for delta in found]
+                yield [self._timed(prompt, delta) for delta in found if _says_something(delta)]
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -363,6 +382,11 @@ class Generation:
                 self._service.metrics.counters.inter_token_s.observe(now - self._last_token_s[choice])
             self._last_token_s[choice] = now
         return choice, delta
+
+
+def _says_something(delta: SequenceDelta) -> bool:
+    """False for the engine's word that a request has begun, which has an explanation: its prompt is not computed."""
+    return bool(delta.token_ids or delta.text or delta.finish_reason)
 
 
 def _said_of_drafts(usage: Usage) -> str:

@@ -22,7 +22,7 @@ from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, Token
 from quire.serve.conversation import Terms, able_to_chat
 from quire.serve.error_forms import ANTHROPIC
 from quire.serve.errors import BadField
-from quire.serve.generation import ROOM, Generation, Service, answer, notes, rendered, room_if_less
+from quire.serve.generation import ROOM, Generation, Service, answer, notes, reader_of, rendered, room_if_less
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
 from quire.serve.sse import EventTemplate, event
@@ -46,7 +46,7 @@ def messages_router(service: Service) -> APIRouter:
         prompt = await rendered(service, request, conversation, terms)
         tokenising = able_to_chat(service.engine.tokenising)
         _check_thinking(body, tokenising, prompt)
-        reader = conversation.reader(tokenising, prompt, params)
+        reader = await reader_of(service, request, conversation, prompt, params, terms)
         room = room_if_less(service, prompt, params, body.max_tokens)
         limit = "max_tokens" if room is None else "model_context_window_exceeded"
         form = MessageForm(body, reader, at_limit=limit, request_id=request.state.request_id)

@@ -24,10 +24,10 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, Reasoning
 from quire.serve.answers import InputTokens, ResponseAnswer, ResponseUsage, generated
 from quire.serve.choices import token_logprobs
-from quire.serve.conversation import Conversation, Tool, ToolChoice, able_to_chat
+from quire.serve.conversation import Conversation, Tool, ToolChoice
 from quire.serve.error_forms import openai_error
 from quire.serve.errors import BadField
-from quire.serve.generation import ROOM, Generation, Service, answer, notes, rendered, room_if_less
+from quire.serve.generation import ROOM, Generation, Service, answer, notes, reader_of, rendered, room_if_less
 from quire.serve.responses_protocol import ENCRYPTED, LOGPROBS, REPEATED, ResponsesBody, encrypted
 from quire.serve.sse import event
 
@@ -43,7 +43,7 @@ def responses_router(service: Service) -> APIRouter:
         body.check()
         params, conversation, terms = body.params(), body.conversation(), body.terms(service.deadline(body.timeout_s))
         prompt = await rendered(service, request, conversation, terms)
-        reader = conversation.reader(able_to_chat(service.engine.tokenising), prompt, params)
+        reader = await reader_of(service, request, conversation, prompt, params, terms)
         if reader is not None and params.logprobs is not None:
             raise BadField(f"{LOGPROBS} is for answers without tools and reasoning.", param="include")
         room = room_if_less(service, prompt, params, body.max_output_tokens)

@@ -130,7 +130,7 @@ class GenerateForm:
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         }
-        if self._logprobs:
+        if self._logprobs and part.finish_reason is not None:  # once: in each event they would grow with the square
             about["output_token_logprobs"] = self._logprobs
         return {"text": self._text, "output_ids": self._ids, "meta_info": about, **notes(part)}
 
