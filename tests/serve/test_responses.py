@@ -252,7 +252,7 @@ def test_a_history_is_as_templates_take_it() -> None:
     def called(call_id: str, arguments: object) -> dict[str, Any]:
         return {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
-    calls = [called("call_1", {"city": "Bath"}), called("call_2", "not JSON")]
+    calls = [called("call_1", {"city": "Bath"}), called("call_2", {})]
     assert found == [
         {"role": "system", "content": "Be brief.\n\nUse tools."},
         {"role": "user", "content": "Hello"},
