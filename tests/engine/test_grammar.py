@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -154,6 +156,26 @@ def test_a_client_leaves_while_it_is_compiled() -> None:
     assert later is not None
     core.abort("r")
     assert later.poll(True) and not core.has_work()
+
+
+def test_grammars_that_are_being_compiled_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MOST_KEPT", 1)
+    goes_on = threading.Event()
+
+    def content() -> None:
+        goes_on.wait(60)
+
+    made = compiler.Compiler(content, 100, [0])
+    try:
+        first, second = made.compile(regex("a")), made.compile(regex("b"))
+        assert made.compile(regex("a")) is first and made.compile(regex("b")) is second
+        goes_on.set()
+        wait([first, second])
+        made.compile(regex("c"))
+        assert made.counters().kept == 1
+    finally:
+        goes_on.set()
+        made.close()
 
 
 def test_kept_grammars_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,15 +122,22 @@ def test_a_second_turn_encodes_what_is_new_for_its_salt_only() -> None:
 
 
 def test_kept_pieces_are_bounded_and_the_least_recent_go() -> None:
-    pieces = KnownPieces(most_tokens=10)
+    pieces = KnownPieces(most_tokens=138)
     ids = [np.arange(4, dtype=np.int32) + at for at in range(3)]
     pieces.keep([b"0", b"1"], ids[:2])
     assert len(pieces.leading([b"0"])) == 1  # now the most recent
     pieces.keep([b"2"], ids[2:])
     assert pieces.leading([b"1"]) == []
     assert [found.tolist() for found in pieces.leading([b"0", b"2", b"1"])] == [ids[0].tolist(), ids[2].tolist()]
-    pieces.keep([b"3"], [np.arange(11, dtype=np.int32)])
+    pieces.keep([b"3"], [np.arange(139, dtype=np.int32)])
     assert pieces.leading([b"3"]) == []
+
+
+def test_short_pieces_count_what_is_kept_beside_their_ids() -> None:
+    pieces = KnownPieces(most_tokens=1000)
+    keys = [bytes([at]) for at in range(100)]
+    pieces.keep(keys, [np.arange(2, dtype=np.int32)] * 100)
+    assert [len(pieces.leading([key])) for key in keys] == [0] * 85 + [1] * 15
 
 
 def test_keys_are_of_text_and_salt() -> None:

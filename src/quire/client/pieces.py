@@ -53,11 +53,15 @@ class Cutter:
         return np.split(ids, at[at > 0])
 
 
+_TOKENS_OF_PIECE = 64
+"""Tokens whose ids have as many bytes as what is kept beside the ids of one piece: its key and its array."""
+
+
 class KnownPieces:
     """Token ids of pieces by key, the least recently used of which go first."""
 
     def __init__(self, most_tokens: int) -> None:
-        """Together they have at most so many tokens."""
+        """Together they have at most so many tokens; each piece counts as 64 more than it has."""
         self._most_tokens = most_tokens
         self._num_tokens = 0
         self._kept: OrderedDict[bytes, Ids] = OrderedDict()
@@ -76,7 +80,7 @@ class KnownPieces:
         """Keep these, which are then the most recently used."""
         for key, ids in zip(keys, pieces, strict=True):
             if key not in self._kept:
-                self._num_tokens += len(ids)
+                self._num_tokens += len(ids) + _TOKENS_OF_PIECE
                 self._kept[key] = ids.copy()  # not a view of the whole prompt
         while self._num_tokens > self._most_tokens:
-            self._num_tokens -= len(self._kept.popitem(last=False)[1])
+            self._num_tokens -= len(self._kept.popitem(last=False)[1]) + _TOKENS_OF_PIECE

@@ -39,7 +39,7 @@ MOST_WAITING = 256
 """Texts that may be in hand or wait for a thread or a process; those that come then are refused."""
 
 MOST_KEPT_TOKENS = 1 << 22
-"""Token ids of pieces of conversations, 16 MiB."""
+"""Token ids of pieces of conversations, with what is kept beside them: about 16 to 20 MiB."""
 
 _MOST_IN_ONE_PROCESS = 1 << 20  # characters; a process that had more ends, so that its memory is returned
 
