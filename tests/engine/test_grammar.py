@@ -119,6 +119,13 @@ REFUSED = {
 }
 
 
+def test_too_many_optional_properties() -> None:
+    schema = {"type": "object", "properties": {f"p{each}": {"type": "string"} for each in range(401)}}
+    with pytest.raises(InvalidInput, match="401 properties at #"):
+        json_schema(schema)
+    json_schema(schema | {"required": ["p0"]})
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_when_it_arrives(name: str) -> None:
     form, reason = REFUSED[name]

@@ -27,6 +27,7 @@ from tests.canary.test_chain import check_chains
 from tests.changes import ROOT, changed
 from tests.engine import (
     drafted,
+    grammars,
     test_channel,
     test_draft_head,
     test_draft_trees,
@@ -69,6 +70,7 @@ from tests.mutants import (
     draft_mutants,
     eviction_mutants,
     forward_mutants,
+    grammar_mutants,
     graph_mutants,
     hisparse_mutants,
     hold_mutants,
@@ -244,6 +246,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     ],
     "empty stores": [lambda: test_prefetch.test_a_store_that_brings_nothing_is_left_alone_and_found_again("RETRY")],
     "steps": [lambda seed=seed: run_steps(seed, 150) for seed in range(60)],
+    "grammars": [
+        lambda: grammars.check_same(turns=1, overlap=True),
+        lambda: grammars.check_same(turns=1, speculative_config=grammars.CHAIN),
+    ],
     "reserves": [lambda size=size: drafted.check_reserves(size) for size in (1, 4)],
     "rows": [lambda size=size: drafted.check_the_context_end(size, drafted.TREE) for size in (1, 4)],
     "drafts": [lambda script=script: drafted.check_tokens(script, drafted.greedy(24)) for script in DRAFTED],

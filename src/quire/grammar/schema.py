@@ -10,6 +10,9 @@ from quire.errors import InvalidInput
 MOST_DEPTH = 100
 """Schemas in each other."""
 
+MOST_OPTIONAL = 400
+"""Properties of one object that it may lack: with about 500 a matcher has too many ways to go on."""
+
 _OF_SCHEMA = frozenset(("additionalProperties", "additionalItems", "items"))
 _OF_LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 _OF_NAMES = frozenset(("$defs", "definitions", "patternProperties", "properties"))
@@ -52,6 +55,14 @@ def _inner(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if keyword in _OF_NAMES:
             if not isinstance(found, Mapping):
                 raise InvalidInput(f"the JSON schema must have an object at {path}/{keyword}.")
+            required = schema.get("required")
+            optional = len(found) - (len(required) if isinstance(required, list) else 0)
+            if keyword == "properties" and optional > MOST_OPTIONAL:
+                raise InvalidInput(
+                    f"the JSON schema has {optional:,} properties at {path[:200]} that are not required, and may have "
+                    f"{MOST_OPTIONAL}.",
+                    fix="require some, or nest them.",
+                )
             yield from ((f"{keyword}/{name}", inner) for name, inner in found.items())
         elif keyword in _OF_LIST or (keyword == "items" and isinstance(found, list)):
             if not isinstance(found, list):
