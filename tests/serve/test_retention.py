@@ -24,7 +24,8 @@ RETAIN, RELEASE, RETAINED, FLUSH, EPOCH = (f"/v1/cache/{name}" for name in NAMES
 @pytest.fixture(scope="module")
 def live(tiny_model: Path) -> Iterator[LiveServer]:
     """400 tokens of pool, of which a quarter may be kept, and requests of at most 128."""
-    options = ("--kv-memory", "100KiB", "--max-model-len", "128", "--retain-share", "0.25")
+    options = ["--kv-memory", "100KiB", "--max-model-len", "128", "--retain-share", "0.25"]
+    options += ["--served-model-name", "tiny"]
     with LiveServer.quire("--model", str(tiny_model), *options) as server:
         yield server
         server.terminate()
@@ -318,3 +319,35 @@ def test_with_a_budget_of_nothing(tiny_model: Path) -> None:
     llm.generate([list(range(40))], SamplingParams(max_tokens=1))
     granted = llm.retain(list(range(40)), ttl_seconds=60)
     assert granted.reason == "granted 0 of 40 tokens: the budget of 0 tokens keeps nothing; raise --retain-share."
+
+
+def marked(text: str) -> dict[str, Any]:
+    """A request of Anthropic's dialect whose prompt has a mark."""
+    part = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    return {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [part]}]}
+
+
+def test_a_mark_alone_retains_nothing(live: LiveServer) -> None:
+    status, answer = live.request("/v1/messages", marked(fresh()))
+    assert status == 200, answer
+    assert live.request(RETAINED)[1]["retentions"] == []
+
+
+def test_a_marked_prompt_is_retained_for_its_tenant(tiny_model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann key-of-ann\nbob key-of-bob\n")
+    keys.chmod(0o600)
+    ann, bob, admin = ({"Authorization": f"Bearer key-of-{name}"} for name in ("ann", "bob", "admin"))
+    options = ("--kv-memory", "100KiB", "--retain-marked", "--api-keys", str(keys), "--admin-key", "key-of-admin")
+    with LiveServer.quire("--model", str(tiny_model), "--served-model-name", "tiny", *options) as live:
+        plain = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": fresh()}]}
+        assert live.request("/v1/messages", plain, headers=ann)[0] == 200
+        assert live.request(RETAINED, headers=admin)[1]["retentions"] == []
+        status, answer = live.request("/v1/messages", marked(fresh()), headers=ann)
+        assert status == 200, answer
+        deadline = time.monotonic() + 30
+        while not (listed := live.request(RETAINED, headers=admin)[1]["retentions"]):
+            assert time.monotonic() < deadline, live.log()
+            time.sleep(0.05)
+        [one] = listed
+        assert one["tokens"] == answer["usage"]["input_tokens"] // 16 * 16
