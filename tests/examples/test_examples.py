@@ -29,7 +29,7 @@ EXPECTED = {
         "QUIRE-FIT-02",
         "audit passed",
     ],
-    "03_serve_and_chat.py": ["prompt tokens, 0 from the cache", "HTTP 400, QUIRE-CONTEXT-01"],
+    "03_serve_and_chat.py": ["prompt tokens, 0 from the cache", "HTTP 400, context_length_exceeded"],
     "05_plan.py": ["62 layers, 2 groups", "KV dtype fp8_e4m3 (fits", "2,048 pages for a request"],
     "06_engine_loop.py": ["1440 of 2236 tokens were cached; 44 pages were evicted", "12 answers are those of a model"],
     "07_tiers.py": ["240 from host memory", "240 from storage", "every time: True; damaged records: 0"],

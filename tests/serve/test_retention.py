@@ -333,11 +333,11 @@ def test_a_mark_alone_retains_nothing(live: LiveServer) -> None:
     assert live.request(RETAINED)[1]["retentions"] == []
 
 
-def test_a_marked_prompt_is_retained_for_its_tenant(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_marked_prompt_is_retained(tiny_model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann key-of-ann\nbob key-of-bob\n")
     keys.chmod(0o600)
-    ann, bob, admin = ({"Authorization": f"Bearer key-of-{name}"} for name in ("ann", "bob", "admin"))
+    ann, admin = ({"Authorization": f"Bearer key-of-{name}"} for name in ("ann", "admin"))
     options = ("--kv-memory", "100KiB", "--retain-marked", "--api-keys", str(keys), "--admin-key", "key-of-admin")
     with LiveServer.quire("--model", str(tiny_model), "--served-model-name", "tiny", *options) as live:
         plain = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": fresh()}]}
