@@ -317,6 +317,7 @@ def test_bad_bodies(
 
 def test_harmless_fields_are_ignored(server: LiveServer) -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "typical_p": 1.0, "nothing": None}
+    harmless |= {"reasoning_effort": "low", "verbosity": "low"}
     harmless |= {"add_special_tokens": False, "response_format": {"type": "text"}}
     status, answer = server.request("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2} | harmless)
     assert status == 200, answer

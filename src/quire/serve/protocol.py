@@ -65,19 +65,17 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "include_reasoning": (None, True),
     "length_penalty": (None, 1, 1.0),
     "modalities": (*NOTHING, ["text"]),
-    "reasoning_effort": (*NOTHING, "none"),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
     "sampling_seed": (None,),
     "typical_p": (None, 1, 1.0),
-    "verbosity": (None, "medium"),
 }  # fmt: skip
 """Fields that would change the answer, and the values with which they would not."""
 
 IGNORED = frozenset((
     "detokenize", "guided_decoding_backend", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id",
     "rid", "safety_identifier", "service_tier", "skip_reading_prefix_cache", "spaces_between_special_tokens", "store",
-    "user",
+    "user", "verbosity",
 ))  # fmt: skip
 """Fields of other servers that do not affect the answer of this one."""
 
@@ -498,6 +496,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
     enable_thinking: bool | None = field("The variable of that name of the model's chat template.")
     thinking: ThinkingSwitch | None = field("The same, as an object.")
+    reasoning_effort: Text | None = field("The variable of that name of the template; none also turns thinking off.")
 
     def params(self) -> SamplingParams:
         """Without a limit, an answer may go on to the end of the context."""
@@ -522,7 +521,11 @@ class ChatBody(GenerationBody):
         asked = self.enable_thinking
         if self.thinking is not None:
             asked = self.thinking.type == "enabled"
-        return {} if asked is None else {"enable_thinking": asked}
+        effort = self.reasoning_effort
+        found: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+        if asked is None and effort == "none":
+            asked = False
+        return found if asked is None else found | {"enable_thinking": asked}
 
     def _choice(self, tools: Sequence[Tool]) -> ToolChoice:
         if isinstance(self.tool_choice, ChosenTool):
