@@ -12,7 +12,7 @@ from quire.engine.config import EngineConfig
 from quire.models.registry import ALIASES, REFUSED, VERIFIED
 from quire.serve.config import ServerConfig
 from quire.settings.setting import default_of, help_of, option_names
-from tests.examples import generated_reference
+from tests.examples import documented_fields, generated_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))
@@ -88,6 +88,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "options": generated_reference.options,
     "routes": generated_reference.routes,
     "bodies": generated_reference.bodies,
+    "documented": documented_fields.table,
     "metrics": generated_reference.metrics,
     "mutants": mutants,
 }

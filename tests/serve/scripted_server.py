@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from quire.client.async_engine import AsyncEngine
 from quire.client.process import Progress
 from quire.engine.config import EngineConfig, engine_config
-from quire.engine.messages import EngineRequest, Ready, TokenOutput
+from quire.engine.messages import EngineRequest, Ready, TokenLogprobs, TokenOutput
 from quire.errors import ContextTooLong
 from quire.models.tokenizer import Tokenizer
 from quire.serve.config import ServerConfig
@@ -64,7 +64,12 @@ class ScriptedCore(EchoCore):
         if reason is not None:
             del self._running[request_id]
         stop_token = END if reason == "stop" else None
-        return TokenOutput(request_id=request_id, token_ids=tokens, finish_reason=reason, stop_token=stop_token)
+        logprobs = None
+        if request.params.logprobs is not None:  # each token is certain
+            logprobs = [TokenLogprobs(0.0, 1, [token], [0.0]) for token in tokens]
+        return TokenOutput(
+            request_id=request_id, token_ids=tokens, logprobs=logprobs, finish_reason=reason, stop_token=stop_token
+        )
 
     def ready(self) -> Ready:
         ready = super().ready()

@@ -168,7 +168,7 @@ def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for turn in turns:
         names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ())}
         if turn["role"] == "tool":
-            found.append(turn | {"name": names.get(turn["tool_call_id"], "")})
+            found.append(turn | {"name": names.get(turn["tool_call_id"], turn.get("name", ""))})
         elif found and found[-1]["role"] == turn["role"]:
             last = found[-1]
             for name in ("content", "reasoning_content"):

@@ -161,7 +161,9 @@ def _wrong_field(problems: Sequence[Mapping[str, Any]]) -> BadField:
     paths = [_path(each["loc"]) for each in problems]
     deepest = max(range(len(problems)), key=lambda at: (_depth(problems[at]["loc"]), -at))
     path, worst = paths[deepest], problems[deepest]
-    if worst["type"] == "missing":
+    if worst["type"] == "union_tag_not_found":
+        path += ".type"
+    if worst["type"] in ("missing", "union_tag_not_found"):
         return BadField(f"{path} is required.", param=path)
     parent, _, name = path.rpartition(".")
     if name == "type" and parent and worst["type"] == "literal_error" and isinstance(worst["input"], str):
@@ -176,7 +178,7 @@ def _wrong_field(problems: Sequence[Mapping[str, Any]]) -> BadField:
     return BadField(f"{path} should {', or '.join(reasons)}; got {got}.", param=path)
 
 
-_GARBLED = re.compile(r"^\w+ should | after validation")
+_GARBLED = re.compile(r"^\w+ should | after validation| or object to extract fields from")
 
 
 def _steps(loc: Sequence[int | str]) -> list[int | str]:

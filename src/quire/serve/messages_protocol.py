@@ -7,9 +7,9 @@ name because the answer without it would be wrong (`REFUSED`, blocks that are no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.errors import InvalidInput, UnknownThread
@@ -45,8 +45,9 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(("compaction", "container
 """Fields that would change the answer, and the values with which they would not."""
 
 IGNORED = frozenset((
-    "anthropic_beta", "anthropic_version", "betas", "billing_policy", "context_management", "fallback_credit_token",
-    "fallbacks", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id",
+    "anthropic_beta", "anthropic_version", "betas", "billing_policy", "context_management", "diagnostics",
+    "fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id",
+    "workspace_id",
 ))  # fmt: skip
 """Fields that do not affect the answer of this server. `context_management` shortens a history that would be too long:
 here that is refused, and the client shortens it. `fallbacks` are models for what a model refuses."""
@@ -108,7 +109,7 @@ class RedactedBlock(Marked):
 class UseBlock(Marked):
     """A call of a tool in an earlier turn."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"caller"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"caller", "toolset_name"})
 
     type: Literal["tool_use"]
     id: Text
@@ -135,6 +136,8 @@ ResultPart = Annotated[
 
 class ResultBlock(Marked):
     """The result of a call."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"toolset_name"})
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -176,8 +179,14 @@ class MessageTurn(ClosedObject):
         list[Block],
         Field(max_length=MOST_MESSAGES, fail_fast=True),
         BeforeValidator(_as_blocks, json_schema_input_type=Text | list[Block]),
-    ] = field("Text, or blocks.", ...)
+    ] = field("Text, or blocks.", [])
     clear_at: Literal["next_user_message", "never"] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.model_fields_set <= {"role"} and not (self.model_extra or {}).get("output_config"):
+            raise PydanticCustomError("missing_content", "Input should have content")
+        return self
 
     def turns(self) -> Iterator[dict[str, Any]]:
         """The message as chat templates take it, a turn for each block; `joined` joins them."""

@@ -52,10 +52,10 @@ NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
     "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "custom_logit_processor",
     "custom_params", "documents", "echo", "extra_key", "functions", "kv_transfer_params", "logits_processors",
-    "logprob_token_ids", "lora_path", "media_io_kwargs", "mm_processor_kwargs", "no_stop_trim", "prediction",
-    "prompt_embeds", "return_hidden_states", "return_logprob", "return_prompt_text", "return_routed_experts",
-    "return_tokens_as_token_ids", "session_params", "stop_regex", "suffix", "thinking_token_budget",
-    "use_beam_search", "vllm_xargs", "web_search_options",
+    "logprob_token_ids", "lora_path", "media_io_kwargs", "mm_processor_kwargs", "moderation", "no_stop_trim",
+    "prediction", "prompt_embeds", "return_hidden_states", "return_logprob", "return_prompt_text",
+    "return_routed_experts", "return_tokens_as_token_ids", "session_params", "stop_regex", "suffix",
+    "thinking_token_budget", "use_beam_search", "vllm_xargs", "web_search_options",
 ), NOTHING) | {
     "add_generation_prompt": (None, True),
     "add_special_tokens": (None, True),
@@ -73,9 +73,9 @@ REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys((
 """Fields that would change the answer, and the values with which they would not."""
 
 IGNORED = frozenset((
-    "detokenize", "guided_decoding_backend", "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id",
-    "rid", "safety_identifier", "service_tier", "skip_reading_prefix_cache", "spaces_between_special_tokens", "store",
-    "user", "verbosity",
+    "detokenize", "guided_decoding_backend", "metadata", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "request_id", "rid", "safety_identifier", "service_tier", "skip_reading_prefix_cache",
+    "spaces_between_special_tokens", "store", "user", "verbosity",
 ))  # fmt: skip
 """Fields of other servers that do not affect the answer of this one."""
 
@@ -355,7 +355,7 @@ class CompletionBody(GenerationBody):
 class TextPart(ClosedObject):
     """A piece of a message's content; text is the only kind there is here."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "prompt_cache_breakpoint"})
     neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     type: Literal["text"]
@@ -381,13 +381,12 @@ class ToolCall(ClosedObject):
 
 TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # templates have no other names for them
 _TURN_FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content",)}
-_NOT_TEXT = ("function_call", "audio", "refusal")
 
 
 class Message(ClosedObject):
     """One turn. An assistant's may have calls of tools in place of content; a tool's is the result of one."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", *_NOT_TEXT})
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control"})
     neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -406,9 +405,6 @@ class Message(ClosedObject):
 
     def turn(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
-        for name in _NOT_TEXT:
-            if (self.model_extra or {}).get(name):
-                raise BadField(f"messages with {name} are not supported.", param="messages")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         found: dict[str, Any] = {"role": TEMPLATE_ROLES.get(self.role, self.role), "content": text}
         if self.tool_calls:

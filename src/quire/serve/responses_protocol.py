@@ -36,7 +36,7 @@ from quire.serve.protocol import (
 from quire.spec.grammar import Grammar
 
 REFUSED: Mapping[str, tuple[object, ...]] = dict.fromkeys(
-    ("background", "conversation", "moderation", "previous_response_id", "prompt"), NOTHING
+    ("background", "conversation", "moderation", "personality", "previous_response_id", "prompt"), NOTHING
 )
 """Fields that would change the answer, and the values with which they would not."""
 
@@ -150,7 +150,8 @@ class ResultItem(OpenObject):
     """The result of a call."""
 
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: Text = ""
+    name: CalledName | None = field("The tool, where no call has this `call_id`.")
     output: Annotated[
         list[ResultPart],
         Field(max_length=MOST_MESSAGES, fail_fast=True),
@@ -159,7 +160,8 @@ class ResultItem(OpenObject):
 
     def turn(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": "".join(part.text for part in self.output)}
+        content = "".join(part.text for part in self.output)
+        return {"role": "tool", "tool_call_id": self.call_id, "name": self.name or "", "content": content}
 
 
 class ReasoningPart(OpenObject):
