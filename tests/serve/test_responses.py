@@ -307,3 +307,4 @@ def test_events_make_the_items(found: list[list[Piece]]) -> None:
     spoken = "".join(piece.text for each in found for piece in each if isinstance(piece, Content))
     shown = "".join(each["content"][0]["text"] for each in made if each["type"] == "message")
     assert "".join(shown.split()) == "".join(spoken.split())
+    assert len(made) == 1 or all(each["content"][0]["text"] for each in made if each["type"] == "message")

@@ -227,7 +227,8 @@ class Items:
             case Reasoning(text):
                 return [*self._in("reasoning"), self._delta(text)]
             case CallBegun(_, name):
-                return [*self.end("completed"), *self._in("function_call", name)]
+                ended = self.end("completed") if self._open else []
+                return [*ended, *self._in("function_call", name)]
             case CallArguments(_, text):
                 return [self._delta(text)]
 
