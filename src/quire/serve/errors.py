@@ -51,7 +51,7 @@ def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) 
     """The error for an unknown field, with the nearest known name."""
     near = [_SAME[name]] if name in _SAME else get_close_matches(name[:60], known, n=1, cutoff=0.8)
     return BadField(
-        f"{name[:60]} is no field of this request.",
+        f"{(param or name)[:120]} is no field of this request.",
         param=(param or name)[:120],
         fix=f"use {near[0]}, or leave it out." if near else "leave it out.",
     )
