@@ -1,12 +1,13 @@
-"""An agent's turns: a prompt of 85 KB with 25 tools, then its second turn, against the uncached tokens alone.
+"""An agent's turns: a prompt of 85 KB with 25 tools, then its second turn, against its uncached tokens.
 
 python -m bench.serving.agent_turn                                  a server of the bundled model for agents
 python -m bench.serving.agent_turn --url http://127.0.0.1:8000      a server that runs
 python -m bench.serving.agent_turn --toy                            a prompt of 20 KB
 
-The prompt is the documentation of this repository: a system prompt, and tools whose descriptions are pieces of it. The
-second turn has the first answer too, and a message of 500 characters. Three times are measured: the first turn, cold
-since each round has a salt of its own, the second, and a prompt of as many tokens as that does not find cached.
+The prompt is the documentation of this repository: a system prompt, and tools whose descriptions are pieces of it.
+The second turn has the first answer too, and a message of 500 characters. Four times are measured: the first turn,
+cold by a salt of its own; the second; as many other tokens as that does not find cached, sent as ids behind the same
+cached ones; and these alone, which attend to nothing before them.
 """
 
 from __future__ import annotations
@@ -105,19 +106,23 @@ def follow_up(answer: Answer) -> list[dict[str, Any]]:
 
 
 def round_of(client: httpx.Client, model: str, first: dict[str, Any], salt: str) -> dict[str, Any]:
-    """One round: the first turn, the second, and the uncached tokens alone."""
+    """One round: the first turn, the second, and the uncached tokens of that behind the cached ones and alone."""
     common = {"model": model, "max_tokens": 32, "cache_salt": salt}
     cold = ask(client, "/v1/chat/completions", first | common)
     turn = first | common | {"messages": [*first["messages"], *follow_up(cold)]}
     warm = ask(client, "/v1/chat/completions", turn)
-    uncached = warm.prompt - warm.cached
-    alone = ask(client, "/v1/completions", common | {"prompt": list(range(100, 100 + uncached)), "max_tokens": 1})
+    others = list(range(100, 100 + warm.prompt - warm.cached))
+    ids = client.post("/tokenize", json={key: turn[key] for key in ("model", "messages", "tools")}).json()["tokens"]
+    behind = ask(client, "/v1/completions", common | {"prompt": ids[: warm.cached] + others, "max_tokens": 1})
+    alone = ask(client, "/v1/completions", common | {"prompt": others, "max_tokens": 1})
     return {
         "prompt_tokens": cold.prompt,
         "first_turn_ms": round(cold.first_ms, 1),
         "second_prompt_tokens": warm.prompt,
         "second_cached_tokens": warm.cached,
         "second_turn_ms": round(warm.first_ms, 1),
+        "behind_cached_tokens": behind.cached,
+        "uncached_behind_ms": round(behind.first_ms, 1),
         "uncached_alone_ms": round(alone.first_ms, 1),
         "calls": len(cold.message.get("tool_calls", [])),
     }
@@ -154,6 +159,7 @@ def main() -> int:
         salt = str(time.time())
         rounds = [round_of(client, options.model, first, f"{salt}-{at}") for at in range(options.rounds)]
     middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+    middle["second_to_behind"] = round(middle["second_turn_ms"] / middle["uncached_behind_ms"], 2)
     middle["second_to_alone"] = round(middle["second_turn_ms"] / middle["uncached_alone_ms"], 2)
     result = {**machine(), "model": options.model, "bytes": len(json.dumps(first)), "median": middle, "rounds": rounds}
     for key, value in {"bytes": result["bytes"], **middle}.items():

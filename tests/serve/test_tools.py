@@ -64,6 +64,17 @@ def test_a_call_and_its_result(client: OpenAI) -> None:
     assert last.choices[0].message.tool_calls is None
 
 
+def test_tools_are_tokenised_with_their_conversation(scripted: LiveServer) -> None:
+    body = asked("ok")
+    _, found = scripted.request("/tokenize", body)
+    _, answered = scripted.request(CHAT, body)
+    assert found["count"] == answered["usage"]["prompt_tokens"]
+    _, found = scripted.request("/detokenize", {"tokens": found["tokens"]})
+    assert "get_weather" in found["prompt"]
+    status, error = scripted.request("/tokenize", {"prompt": "a", "tools": [tool()]})
+    assert status == 400 and error["error"]["param"] == "tools"
+
+
 def test_a_stream_has_the_name_and_then_the_arguments(client: OpenAI) -> None:
     answer = f"Both:\n{called('a', {'x': 1})}\n{called('b', {'y': 'z' * 20})}"
     stream = client.chat.completions.create(

@@ -467,6 +467,10 @@ class ChosenTool(ClosedObject):
     function: ChosenFunction
 
 
+Tools = Annotated[list[ToolBody], Field(max_length=MOST_CALLS, fail_fast=True)]
+"""Definitions of tools."""
+
+
 class ThinkingSwitch(ClosedObject):
     """Whether the model reasons before it answers, where its template can say so."""
 
@@ -479,9 +483,7 @@ class ChatBody(GenerationBody):
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED | {"add_special_tokens": (None, False)}
 
     messages: Messages = field("The conversation, for the model's chat template.", ...)
-    tools: Annotated[list[ToolBody], Field(max_length=MOST_CALLS, fail_fast=True)] | None = field(
-        "Tools that the model may call."
-    )
+    tools: Tools | None = field("Tools that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = field(
         "Whether it may call tools, has to, or has to call this one; default auto."
     )

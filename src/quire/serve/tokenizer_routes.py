@@ -13,7 +13,7 @@ from quire.serve.answers import Detokenized, TokenizerInfo, Tokens
 from quire.serve.conversation import Conversation
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
-from quire.serve.protocol import ClosedObject, Messages, TemplateVariables, Text, TokenId, field
+from quire.serve.protocol import ClosedObject, Messages, TemplateVariables, Text, TokenId, Tools, field
 from quire.serve.sse import while_connected
 from quire.spec.ids import Ids
 
@@ -24,6 +24,7 @@ class TokenizeBody(ClosedObject):
     model: Text | None = field("The model that is served; no other.")
     prompt: Text | None = None
     messages: Messages | None = field("A conversation, for the model's chat template.")
+    tools: Tools | None = field("Tools of the conversation.")
     chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
     add_generation_prompt: Literal[True] | None = field("The conversation ends where an answer begins; always so here.")
     add_special_tokens: bool | None = field(
@@ -36,9 +37,14 @@ class TokenizeBody(ClosedObject):
         if (self.prompt is None) == (self.messages is None):
             raise BadField("one of prompt, messages is required, and not both.", param="prompt")
         if self.prompt is not None:
+            if self.tools:
+                raise BadField("tools need messages: a text has none.", param="tools")
             return await tokenising.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
-        turns = [message.turn() for message in self.messages or ()]
-        conversation = Conversation(messages=turns, variables=self.chat_template_kwargs or {})
+        conversation = Conversation(
+            messages=[message.turn() for message in self.messages or ()],
+            tools=[each.tool() for each in self.tools or ()],
+            variables=self.chat_template_kwargs or {},
+        )
         return (await conversation.rendered(tokenising)).token_ids
 
 
