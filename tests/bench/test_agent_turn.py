@@ -11,7 +11,7 @@ from tests.programs import run_program
 BENCH = Path(__file__).parents[2] / "bench" / "serving" / "agent_turn.py"
 
 
-@slow_unless_changed("bench/")
+@slow_unless_changed("bench/serving/agent_turn.py")
 def test_the_second_turn_finds_all_whole_pages_of_the_first_prompt(tmp_path: Path) -> None:
     written = tmp_path / "result.json"
     done = run_program(BENCH, "--toy", "--json", written)

@@ -25,7 +25,9 @@ from tests.fake_cuda import FakeCuda
 from tests.programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench"
-LONG = slow_unless_changed("bench/", "src/quire/engine/", "src/quire/kernels/", "src/quire/models/")
+LONG = slow_unless_changed(
+    "bench/gpu_", "bench/kernels/", "src/quire/engine/", "src/quire/kernels/", "src/quire/models/"
+)
 
 
 @LONG
