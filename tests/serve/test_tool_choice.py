@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from quire.client.tokenising import Rendered, Tokenising
+from quire.models.tokenizer import load_tokenizer
+from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.conversation import Conversation, Tool, ToolChoice
+from quire.serve.errors import BadField
+from quire.spec.bundled import BUNDLED_MODELS
 from tests.serve.chat_templates import CHAT_TEMPLATES
 from tests.serve.live_server import LiveServer
 from tests.serve.test_tools import CHAT, choice, tool
@@ -75,3 +83,27 @@ def test_several_choices_in_a_stream(bundled: LiveServer) -> None:
 def test_an_answer_has_one_form(bundled: LiveServer) -> None:
     status, found = bundled.request(CHAT, body("required", response_format={"type": "json_object"}))
     assert (status, found["error"]["param"]) == (400, "tool_choice")
+
+
+def test_tools_that_are_too_large_together_are_refused_by_name() -> None:
+    tokenizer = load_tokenizer(str(BUNDLED_MODELS["quire-bundled-agent"]))
+    long = {"type": "object", "description": "x" * 100_000}
+    tools = [Tool(name=name, parameters=long) for name in "ab"]
+    conversation = Conversation(messages=(), tools=tools, choice=ToolChoice(mode="required"))
+    with closing(Tokenising(tokenizer, most_tokens=100)) as tokenising, pytest.raises(BadField) as caught:
+        conversation.reader(tokenising, Rendered("", np.zeros(0, np.int32)), SamplingParams())
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("stop", ['"', "Paris", "<tool_call>", "</tool_call>"])
+def test_stop_strings_end_no_required_call(bundled: LiveServer, stop: str) -> None:
+    found = choice(bundled, body("required", parallel_tool_calls=False, stop=stop, temperature=0))
+    assert found["finish_reason"] == "tool_calls"
+    check(found["message"]["tool_calls"][0])
+
+
+def test_stop_strings_and_strict_calls_are_refused_by_name(bundled: LiveServer) -> None:
+    strict = {**NOW, "function": {**NOW["function"], "strict": True}}
+    status, found = bundled.request(CHAT, body("auto", tools=[strict], stop="x"))
+    assert (status, found["error"]["param"]) == (400, "tools")
+    assert "stop" in found["error"]["message"]

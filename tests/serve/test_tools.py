@@ -121,12 +121,16 @@ def test_what_is_no_call_is_content(scripted: LiveServer, answer: str) -> None:
     assert "tool_calls" not in found["message"]
 
 
-def test_a_message_has_no_call_that_is_no_json(scripted: LiveServer) -> None:
-    answer = '<tool_call>\n{"name": "get_weather", "arguments": {"x": NaN}}\n</tool_call>'
+def test_the_input_of_a_message_is_json(scripted: LiveServer) -> None:
+    arguments = '{"x": NaN, "y": [-Infinity, 1e999, 1.5], "z": "\\ud800"}'
+    answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
     tools = [{"name": "get_weather", "input_schema": {"type": "object"}}]
     body = {"messages": [{"role": "user", "content": f"@@@{answer}@@@"}], "tools": tools, "max_tokens": 500}
     status, found = scripted.request("/v1/messages", body)
-    assert (status, found["content"]) == (200, [{"type": "text", "text": answer}])
+    assert status == 200
+    assert found["content"][0]["input"] == {"x": None, "y": [None, None, 1.5], "z": "?"}
+    [whole] = choice(scripted, asked(answer))["message"]["tool_calls"]
+    assert whole["function"]["arguments"] == arguments
 
 
 class _Broken:

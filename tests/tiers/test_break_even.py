@@ -69,7 +69,7 @@ def test_a_load_that_was_never_measured_is_as_fast_as_a_save() -> None:
     bench = Bench(losses=2)
     bench.even.computed(4000, 0.1)
     bench.measure(Lane.SAVE, 2 * GB)
-    assert not bench.even.knows(Lane.LOAD)
+    assert not bench.even.is_measured(Lane.LOAD)
     assert bench.even.load_seconds(Lane.LOAD, 2 * GB) == pytest.approx(1.0)
     assert not bench.worth()
     assert not bench.worth()
@@ -358,7 +358,7 @@ def test_nothing_is_moved_that_is_estimated_to_cost_more(data: st.DataObject) ->
                 if bench.even.decide(link, tokens, tokens * BYTES, queued):
                     load = bench.even.load_seconds(link, tokens * BYTES, queued)
                     compute = bench.even.compute_seconds(tokens)
-                    is_trial = bench.even.why_off(link) and not bench.even.knows(link)
+                    is_trial = bench.even.why_off(link) and not bench.even.is_measured(link)
                     assert load is None or compute is None or load <= compute or is_trial
     changes = {link: [bool(why) for said, why in bench.said if said is link] for link in LANES}
     for found in changes.values():

@@ -1,4 +1,4 @@
-"""PlannedModel: a model by name, as planning knows it without its weights."""
+"""PlannedModel: a model by name, as planning has it without its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.spec.weights import WeightEstimate, read_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model as far as planning knows it. `weights` is None if they cannot be estimated."""
+    """What planning has of a model. `weights` is None if they cannot be estimated."""
 
     name: str
     config: Mapping[str, Any]

@@ -45,7 +45,7 @@ class Report:
 
 
 class ListedOutput(Settings):
-    """The output of a command that knows names."""
+    """The output of a command that takes names."""
 
     names: bool = setting(False, "Print the names that can be given.", group="Output", option="--list")
 

@@ -34,7 +34,7 @@ class State(IntFlag):
     DAMAGED = 4  # its bytes are wrong
     FETCHED = 8  # loaded from a store and not used by a request yet
     TOUCHED = 16  # its use was reported to the store in this period
-    WATCHED = 32  # the canary knows that it is cached
+    WATCHED = 32  # the canary has it as cached
     STAMPED = 64  # and what its bytes were
 
 

@@ -22,7 +22,8 @@ _KINDS = {CALLS: "call"} | dict.fromkeys(("reasoning_content", "reasoning", "thi
 _BEGINNING = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """The text of a call before its arguments, where both are in one JSON object."""
 
-_LONGEST_BEGINNING = 1024
+LONGEST_MARKER = 1024
+"""Characters of a marker, and of a part that is read at once: the time to read an answer is linear in its length."""
 
 _MARKS = re.compile(r'\\.|\\$|["{}\[\]]', re.DOTALL)
 
@@ -68,22 +69,25 @@ class AnswerParser:
         self._call: _CallText | None = None
         self._last = ""  # the character before `_held`
         self._held = ""  # text that was not read: it may be the beginning of a marker
-        self._space = ""  # white space at the end of what was read of the region
+        self._space: list[str] = []  # white space at the end of what was read of the region
         self._begins = True  # no text of the region was shown
         self._is_after_call = False  # and no text was shown since
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that this text adds."""
-        self._held += text
-        return list(self._read(at_end=False))
+        parts: list[AnswerPart] = []
+        for at in range(0, len(text), LONGEST_MARKER):
+            self._held += text[at : at + LONGEST_MARKER]
+            parts += self._read(at_end=False)
+        return parts
 
     def end(self) -> list[AnswerPart]:
         """The parts that the end of the answer adds."""
         parts = list(self._read(at_end=True))
         if self._call is not None:
             parts += self._end_call("")
-        if self._region is None and self._space and not self._begins and not self._is_after_call:
-            parts.append(AnswerPart("content", self._space))
+        if self._region is None and not self._begins and not self._is_after_call and (space := "".join(self._space)):
+            parts.append(AnswerPart("content", space))
         return parts
 
     def _read(self, *, at_end: bool) -> Iterator[AnswerPart]:
@@ -121,7 +125,9 @@ class AnswerParser:
                 until = min(until, match.start())
             elif best is None or (match.start(), -match.end()) < (best[1].start(), -best[1].end()):
                 best = (field, match)
-        if (best is not None and best[1].start() < until) or (at_end and best is not None):
+        if not at_end:
+            until = max(until, len(text) - LONGEST_MARKER)
+        if best is not None and (at_end or best[1].start() < until):
             return best, best[1].start() - start
         return None, until - start
 
@@ -130,13 +136,13 @@ class AnswerParser:
         if field.name == CALLS:
             self._call = _CallText(field, marker, captures.get("name"))
         else:
-            self._space, self._begins = "", True
+            self._space, self._begins = [], True
 
     def _close(self, marker: str) -> Iterator[AnswerPart]:
         if self._call is not None:
             yield from self._end_call(marker)
         else:
-            self._region, self._space, self._begins = None, "", True
+            self._region, self._space, self._begins = None, [], True
 
     def _text(self, text: str) -> Iterator[AnswerPart]:
         if not text:
@@ -150,12 +156,12 @@ class AnswerParser:
 
     def _shown(self, kind: str, text: str) -> Iterator[AnswerPart]:
         """Text without the white space at both ends of its region."""
-        text = self._space + text
         kept = text.rstrip()
-        self._space = text[len(kept) :]
         if kept:
-            yield AnswerPart(kind, kept.lstrip() if self._begins else kept)
-            self._begins = self._is_after_call = False
+            shown = "".join(self._space) + kept
+            yield AnswerPart(kind, shown.lstrip() if self._begins else shown)
+            self._space, self._begins, self._is_after_call = [], False, False
+        self._space.append(text[len(kept) :])
 
     def _end_call(self, marker: str) -> Iterator[AnswerPart]:
         call, self._call, self._region = self._call, None, None
@@ -205,7 +211,7 @@ class _CallText:
         if self._object is None:
             self._before += text
             name, start = self._beginning()
-            self._is_json = len(self._before) < _LONGEST_BEGINNING or name is not None
+            self._is_json = len(self._before) < LONGEST_MARKER or name is not None
             if name is None:
                 return parts
             self._object, text = _Object(), self._before[start:]
@@ -271,14 +277,11 @@ def _may_grow(field: FormField, match: Any, length: int, *, opens: bool) -> bool
 
 
 def _is_object(text: str) -> bool:
-    """Whether the text is a JSON object that can be sent: Python reads NaN, numbers beyond a float, and halves of
-    surrogate pairs, too."""
+    """Whether the text is a JSON object, as Python reads it: with NaN, which in a stream has left as it came."""
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict)
 
 
 def _parts_of(name: Any, arguments: Any) -> list[AnswerPart]:
@@ -286,5 +289,5 @@ def _parts_of(name: Any, arguments: Any) -> list[AnswerPart]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not isinstance(name, str) or not _is_object(text):
         raise ValueError("a call has a name, and an object of arguments")
-    name.encode()
+    f"{name}{text}".encode()
     return [AnswerPart("call", name), AnswerPart("arguments", text)]

@@ -37,7 +37,7 @@ class HeadShape:
     target_hidden: int
     num_features: int = 1
     draft_vocab: int = 0
-    """Tokens that the head's own output layer knows. 0: it uses the target's."""
+    """Tokens that the head's own output layer has. 0: it uses the target's."""
     bias: bool = False  # the fusion's
     norm_before_residual: bool = False
 

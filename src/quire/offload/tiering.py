@@ -548,6 +548,6 @@ def worth_saving(
     even, most = settings.break_even, max(map(len, places))
     if not num_bytes or not even.decide(Lane.SAVE, most * page_size, num_bytes):
         most = 0
-    elif not even.knows(Lane.SAVE):
+    elif not even.is_measured(Lane.SAVE):
         most = 0 if settings.mover.in_flight(Lane.SAVE) else max(1, most * TRIAL_BYTES // num_bytes)
     return [at[:most] for at in places]

@@ -35,7 +35,7 @@ class Eviction:
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class User:
-    """One session, as the tree knows it. `nodes` of the tree have been used by it and by no request of others, except
+    """One session, as the tree has it. `nodes` of the tree have been used by it and by no request of others, except
     of sessions that have `ended`, after which no request is expected to use what was theirs."""
 
     nodes: dict[Node, None] = field(default_factory=dict)  # a set in order, so that replays repeat

@@ -109,5 +109,5 @@ def reach_of(spec: ReachSpec, page_size: int) -> Reach:
     """The reach of a group with pages of `page_size` tokens. Raises UnsupportedModel for an unknown kind."""
     make = _KINDS.get(spec.kind)
     if make is None:
-        raise UnsupportedModel(f"a group has reach '{spec.kind}'; this version knows {', '.join(sorted(_KINDS))}.")
+        raise UnsupportedModel(f"a group has reach '{spec.kind}'; this version has {', '.join(sorted(_KINDS))}.")
     return make(spec.tokens, page_size)

@@ -1,6 +1,6 @@
 """The routes of `/v1/cache` and `/v1/sessions`: what an engine keeps, says of it and checks.
 
-A client may use each namespace whose salt it knows. A retention is released by the key that made it, by an id that only
+A client may use each namespace whose salt it has. A retention is released by the key that made it, by an id that only
 the answer has; the list has neither ids nor tokens nor salts. A client sees and ends the sessions of its own key; the
 operator those of all. Audit and history are for operators: they tell of requests of all namespaces, without tokens or
 salts.

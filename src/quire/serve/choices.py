@@ -207,7 +207,7 @@ class MessageChoices:
     """Choices with a message, in chunks a delta, and OpenAI's newer shape of logprobs: an object for each token.
 
     `reader` makes a reader for the text of each choice; None where all text is content. The chunk with the role leaves
-    with the first token: before it nothing is known.
+    with the first token.
     """
 
     kind = "chatcmpl-"

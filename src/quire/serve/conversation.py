@@ -105,8 +105,9 @@ class Conversation:
     ) -> Callable[[], AnswerReader] | None:
         """Makes a reader for each answer to it; None where each answer is text and nothing else. `params` get what it
         needs: special tokens are shown, which mark calls in some families, and calls have the form that was asked for.
+        An answer of calls alone has no content that a stop string could end: it has none.
 
-        Raises BadField for a schema that cannot be enforced.
+        Raises BadField for a schema that cannot be enforced, and for stop strings that might end a strict call.
         """
         tools = [tool.for_template() for tool in self._offered]
         parser = tokenising.response_parser(prompt.text, tools)
@@ -115,6 +116,7 @@ class Conversation:
         params.skip_special_tokens = False
         if self.is_enforced:
             params.grammar = self._grammar(tokenising, prompt, params)
+            params.stop = []
         return lambda: AnswerReader(parser)
 
     @property
@@ -134,6 +136,10 @@ class Conversation:
                 param="tool_choice" if is_required else "tools",
                 fix="leave out response_format, or strict and tool_choice.",
             )
+        if params.stop and not is_required:
+            raise BadField(
+                "stop strings might end a call whose arguments are strict.", param="tools", fix="leave out stop, or strict."
+            )
         called = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
         for number, tool in enumerate(self.tools):
             if tool in called and (is_required or tool.strict):
@@ -150,7 +156,10 @@ class Conversation:
                 param="tool_choice" if is_required else "tools",
                 fix="use tool_choice auto without strict, or choose a family by --response-template.",
             )
-        return lark(text)
+        try:
+            return lark(text)
+        except InvalidInput as error:
+            raise BadField(f"the tools together: {error.message}", param="tools", fix=error.fix) from None
 
 
 def _check_parameters(number: int, tool: Tool) -> None:

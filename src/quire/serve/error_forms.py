@@ -49,10 +49,11 @@ def openai_error(error: QuireError, _request_id: str = "") -> dict[str, Any]:
 
 def anthropic_error(error: QuireError, request_id: str = "") -> dict[str, Any]:
     """`{"type": "error", "error": {"type", "message"}, "request_id"}`, where `error` has also Quire's `code`, and the
-    `details` of one that has some. A prompt that is too long is told in the words that clients look for."""
+    `details` of one that has some. A prompt that is too long is told in the words that clients look for; in both numbers
+    a token of the answer is left out."""
     message = _text(error)
     if isinstance(error, ContextTooLong):
-        message = f"prompt is too long: {error.tokens} tokens > {error.context} maximum. {message}"
+        message = f"prompt is too long: {error.tokens - 1} tokens > {error.context - 1} maximum. {message}"
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
     found = {"type": kind, "message": message, "code": error.code}
     if details := getattr(error, "details", None):

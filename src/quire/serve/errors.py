@@ -25,7 +25,7 @@ COME_AGAIN = (429, 503)
 """Statuses of answers that have a `Retry-After`."""
 
 RETRY_AFTER_S = 5
-"""What it says if nothing is known of when a request would succeed."""
+"""What it says where no time is known at which a request would succeed."""
 
 _SAME = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 """Names of other servers, with the names here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -121,7 +122,7 @@ class MessageForm:
         return message | self._end(part) | {"usage": _usage(generation)}
 
     def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
-        """The events of new text; `message_start` leaves with the first token: before it nothing is known."""
+        """The events of new text; `message_start` leaves with the first token."""
         return b"".join([self._events(generation, delta) for _, delta in found])
 
     def end(self, generation: Generation) -> bytes:
@@ -232,8 +233,18 @@ def content_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 elif name != "type":
                     found[each["index"]][name] += text
     for index, text in inputs.items():
-        found[index]["input"] = json.loads(text)
+        found[index]["input"] = _sendable(text)
     return found
+
+
+def _sendable(text: str) -> Any:
+    """The value of JSON as a model writes it. What no JSON has is null, and half a surrogate pair a question mark."""
+    found = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+
+
+def _finite(text: str) -> float | None:
+    return found if math.isfinite(found := float(text)) else None
 
 
 def _message(generation: Generation) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from quire.serve.protocol import (
 )
 
 BILLING = "x-anthropic-billing-header"
-"""How a system block of Claude Code begins that tells its service whom to bill. It changes with each prompt, so it
+"""How a system block of Claude Code begins that is for the billing of its service. It changes with each prompt, so it
 would end the sharing of pages before the rest of the prompt: it is left out."""
 
 LEAST_BUDGET = 1024

@@ -102,7 +102,7 @@ class ResponseForm:
         return self._end(generation)[1]
 
     def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
-        """The events of what is new. The first leave with the first token: before it nothing is known."""
+        """The events of what is new. The first leave with the first token."""
         return b"".join([self._sent(self._events(generation, delta)) for _, delta in found])
 
     def end(self, generation: Generation) -> bytes:

@@ -193,7 +193,7 @@ class Replay:
 
     @property
     def next_time(self) -> float | None:
-        """When it has something to do; None if nothing is known."""
+        """When it has something to do; None where no such time is known."""
         if self.loop.is_busy:
             return self.clock.now
         times = [each for each in (self.tiers.next_end, self._arrivals.next_time) if each is not None]

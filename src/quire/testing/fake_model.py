@@ -36,7 +36,7 @@ def next_token(namespace: Namespace, tokens: Sequence[int] | Ids, vocabulary: in
 
 @dataclass(slots=True)
 class FakeStep:
-    """A launched step: what the device knows of it. `drawn` is filled by `FakeModel.execute`."""
+    """A launched step, as the device has it. `drawn` is filled by `FakeModel.execute`."""
 
     step: Step
     fence: int

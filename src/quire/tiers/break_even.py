@@ -159,7 +159,7 @@ class BreakEven:
             self._turn_off(state, f"{why} {_in_time(seconds)}")
         self._notify(state)
 
-    def knows(self, lane: Lane) -> bool:
+    def is_measured(self, lane: Lane) -> bool:
         """Whether a lane was measured since its last trial began."""
         state = self._lanes[lane]
         return state.rate.known and state.trial is not _Trial.UNDER_WAY

@@ -277,7 +277,7 @@ class TransferNode:
             )
         if role == "decode" and not self._peers:
             raise InvalidInput(
-                "this engine knows no other that could compute its prompts.", fix="start it with --prefill-peers."
+                "this engine has no peer that could compute its prompts.", fix="start it with --prefill-peers."
             )
         self.role = role
         self._control.set_role(role)

@@ -214,7 +214,7 @@ class Receiver:
         return effects
 
     def _end(self, ask: int, asked: OpenAsk, cause: str, reason: str) -> Effects:
-        """No part is added any more. The parts that the peer knows continue."""
+        """No part is added any more. The parts that the peer has continue."""
         if asked.state is AskState.ENDED:
             return []
         asked.state = AskState.ENDED

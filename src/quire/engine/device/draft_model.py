@@ -75,7 +75,7 @@ class DraftLayers:
 
 
 class Ahead(NamedTuple):
-    """Requests that draft, the tokens that each knows, and how many tokens ahead it may draft."""
+    """Requests that draft, the tokens that each has, and how many tokens ahead it may draft."""
 
     requests: StepRows
     known: Lengths

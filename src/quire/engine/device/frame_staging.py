@@ -7,7 +7,7 @@
 A load overwrites frames that earlier steps may have read, and a save reads frames that they wrote. What the host did
 not wait for, such as drafts that were moved, lies before the mark. Frames of a step in flight are in no transfer.
 
-Has not run on a GPU: tests run it on a device in Python, which knows streams, events and which work follows which.
+Has not run on a GPU: tests run it on a device in Python, which has streams, events and the order of work.
 """
 
 from __future__ import annotations

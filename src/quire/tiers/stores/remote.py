@@ -25,7 +25,7 @@ class _Announced:
 
 class RemoteStore(Store):
     """The writing half of the store port, without copies. A key is announced at most once, so a second writer in this
-    process gets PENDING whatever the server knows. `failures` counts errors by kind."""
+    process gets PENDING whatever the server has. `failures` counts errors by kind."""
 
     def __init__(self, failures: Counts) -> None:
         self.failures = failures

@@ -80,7 +80,7 @@ class AccessTimes:
             self._used.update(zip(reversed(ids), reversed(times), strict=True))
 
     def of(self, record: int, stored: int) -> int:
-        """The last use of a record that this process knows."""
+        """The last use of a record, as far as this process has it."""
         return max(stored, self._used.get(record, 0))
 
     @property
