@@ -229,7 +229,9 @@ def test_white_space_is_read_in_linear_time(family: str, size: int, begun: str) 
         patterns = {key: getattr(field, key) and Counted(getattr(field, key)) for key in ("open_re", "close_re")}
         counted += [each for each in patterns.values() if each]
         fields[name] = replace(field, **patterns)
-        assert not re.search(r"\\s[*+]", str([each.pattern.pattern for each in counted])), "each place begins a long run"
+        assert not re.search(r"\\s[*+]", str([each.pattern.pattern for each in counted])), (
+            "each place begins a long run"
+        )
     template = replace(template, form=replace(template.form, fields=fields))
     parser = template.parser("", TOOLS, streams=True)
     pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]

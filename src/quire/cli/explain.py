@@ -49,9 +49,9 @@ def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress) -> Rep
     """Say of every prompt token whether it was reused, and if not, why: evicted (for which request, when), never
     seen, less than a page, cached for another adapter or salt, or given up by a group of layers.
 
-    A trace is replayed, on the virtual clock of `quire replay`. A server has a record of its last 1,000 sequences, by the id of
+    A trace is replayed, on the virtual clock of `quire replay`. A server keeps its last 1,000 sequences, by the id of
     the response or of one of its sequences; without an id it tells of all its prompt tokens. Exit codes: 0 done,
-    2 bad input, or a request without a record.
+    2 bad input, or an unknown request.
 
     [dim]Example:[/dim] quire explain sessions --pool-tokens 1/8
 

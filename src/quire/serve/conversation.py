@@ -138,7 +138,9 @@ class Conversation:
             )
         if params.stop and not is_required:
             raise BadField(
-                "stop strings might end a call whose arguments are strict.", param="tools", fix="leave out stop, or strict."
+                "stop strings might end a call whose arguments are strict.",
+                param="tools",
+                fix="leave out stop, or strict.",
             )
         called = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
         for number, tool in enumerate(self.tools):

@@ -49,8 +49,8 @@ def openai_error(error: QuireError, _request_id: str = "") -> dict[str, Any]:
 
 def anthropic_error(error: QuireError, request_id: str = "") -> dict[str, Any]:
     """`{"type": "error", "error": {"type", "message"}, "request_id"}`, where `error` has also Quire's `code`, and the
-    `details` of one that has some. A prompt that is too long is told in the words that clients look for; in both numbers
-    a token of the answer is left out."""
+    `details` of one that has some. A prompt that is too long is told in the words that clients look for, without the
+    one token of an answer that counts as well."""
     message = _text(error)
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.tokens - 1} tokens > {error.context - 1} maximum. {message}"

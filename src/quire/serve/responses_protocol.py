@@ -41,8 +41,8 @@ REFUSED: Mapping[str, tuple[object, ...]] = dict.fromkeys(
 """Fields that would change the answer, and the values with which they would not."""
 
 REPEATED = ("max_tool_calls", "metadata", "prompt_cache_key", "safety_identifier", "user")
-"""Fields that do not affect the answer, and that it has again. `max_tool_calls` is for tools that run on OpenAI's side, not
-for functions."""
+"""Fields that do not affect the answer, and that it has again. `max_tool_calls` counts tools that run at OpenAI, not
+functions."""
 
 IGNORED = frozenset((
     *REPEATED, "access_programs", "background_options", "client_metadata", "context_management", "image",
