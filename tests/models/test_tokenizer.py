@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quire.errors import InvalidInput, ModelLoadError
-from quire.models.tokenizer import load_tokenizer
+from quire.models.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
     "plain words",
@@ -56,6 +56,20 @@ def test_facts(tokenizer):
     assert tokenizer.eos_token_ids == (256,)
     assert tokenizer.decode([*tokenizer.encode("hi"), 256, 9999]) == "hi"
     assert tokenizer.decode([*tokenizer.encode("hi"), 256], skip_special_tokens=False) == "hi<end>"
+
+
+def test_special_tokens_that_mark_no_part_of_an_answer_are_left_out():
+    backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    marks = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
+    backend.add_special_tokens([AddedToken(each, special=True) for each in [*marks, "<|startoftext|>", "<pad>"]])
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), name="x", response_template="harmony")
+    ids = range(10)
+    assert tokenizer.decode(ids, skip_special_tokens="unmarked") == "a" + "".join(marks)
+    texts = tokenizer.token_texts(skip_special_tokens="unmarked")
+    assert [texts[token] for token in ids] == ["a", *marks, "", ""]
+    assert tokenizer.decode(ids) == "a"
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("<pad>")
 
 
 def test_chat(tokenizer):

@@ -70,7 +70,7 @@ class EchoCore:
 
     def step(self) -> StepOutputs:
         time.sleep(STEP_S)
-        if any(b"stall" in bytes(r.tokens().tolist()) for r, _ in self._running.values()):
+        if any(b"stall" in bytes(t for t in r.tokens() if t < 256) for r, _ in self._running.values()):
             return StepOutputs()
         self._num_steps += 1
         return StepOutputs(noted=[self._advance(request_id) for request_id in list(self._running)])
@@ -117,7 +117,7 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | str = True) -> str:
         return bytes(token_ids).decode(errors="replace")
 
     def chat_text(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:

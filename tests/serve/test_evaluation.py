@@ -97,9 +97,18 @@ def test_no_tokens_at_all(client: OpenAI, ids: list[int]) -> None:
     assert [choice.text for choice in answer.choices] == [TEXT, TEXT]
     for choice in answer.choices:
         assert len(choice.logprobs.tokens) == len(ids) and choice.finish_reason == "length"
+    assert answer.choices[0].logprobs == answer.choices[1].logprobs
     assert answer.usage.completion_tokens == 0
     bare = complete(client, TEXT, max_tokens=0, logprobs=None).choices[0]
     assert (bare.text, bare.logprobs) == (TEXT, None)
+
+
+def test_several_sequences_have_the_prompt_s_scores(client: OpenAI, ids: list[int], expected: Any) -> None:
+    for _ in range(2):  # cold, and warm
+        answer = complete(client, ids, n=3, prompt_logprobs=1)
+        for choice in answer.choices:
+            check_lists(choice.logprobs, ids, expected)
+            assert choice.model_extra["prompt_logprobs"] == answer.choices[0].model_extra["prompt_logprobs"]
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
@@ -153,6 +162,7 @@ def test_the_token_that_was_drawn_is_among_the_top_ones(client: OpenAI) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs must be"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs cannot be streamed"),
         ({"echo": True, "logprobs": 1, "session_id": "s"}, "in a session"),
+        ({"echo": True, "logprobs": 1, "n": 2, "stream": True}, "cannot be streamed with n > 1"),
     ],
 )
 def test_refusals_say_which_field(server: LiveServer, body: dict[str, Any], named: str) -> None:
@@ -207,7 +217,7 @@ def test_what_needs_another_model_is_refused_by_name(client: OpenAI, server: Liv
 class Bytes:
     """Token ids are bytes; 0 is a special token."""
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool | str = True) -> str:
         kept = [token for token in token_ids if token or not skip_special_tokens]
         return "".join("<s>" if token == 0 else "" for token in kept) + bytes(t for t in kept if t).decode(
             errors="replace"
@@ -226,7 +236,7 @@ def test_offsets_are_places_in_the_echoed_text() -> None:
     prompt = [0, *text.encode()]
     params = SamplingParams(max_tokens=2, prompt_logprobs=1, logprobs=1)
     sequence = PromptedSequence(
-        params, Bytes(), index=0, prompt=text, token_ids=np.array(prompt, dtype=np.int32), echo=True
+        params, Bytes(), index=0, prompt=text, token_ids=np.array(prompt, dtype=np.int32), echo=True, scored=[]
     )
     one = TokenLogprobs(-1.0, 2, [98], [-0.5])
     sequence.push(TokenOutput(request_id="r", prompt_logprobs=scored(one, one)))

@@ -49,6 +49,16 @@ def test_a_model_has_the_fields_of_both_dialects(live: LiveServer) -> None:
     assert found["data"][0]["type"] == "model" and found["first_id"] == found["data"][0]["display_name"] == "echo"
 
 
+def test_a_long_stream_of_generate_is_not_the_square_of_its_answer(live: LiveServer) -> None:
+    sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+    _, text = live.request("/generate", {"text": "abc", "sampling_params": sampling, "stream": True})
+    found = [json.loads(each.removeprefix("data: ")) for each in text.strip().split("\n\n")[:-1]]
+    lengths = [len(each["output_ids"]) for each in found]
+    assert lengths[:200] == list(range(1, 201))
+    assert lengths[-1] == 4000
+    assert sum(lengths) < 256 * 2 * 4000
+
+
 def test_generate_answers_as_sglang(live: LiveServer) -> None:
     sampling = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
     asked = {"text": "abc", "sampling_params": sampling, "return_logprob": False, "logprob_start_len": -1}

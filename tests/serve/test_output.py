@@ -31,7 +31,7 @@ class Pieces:
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | str = True) -> str:
         return b"".join(self.pieces[i] for i in token_ids).decode(errors="replace")
 
 
@@ -357,6 +357,17 @@ def test_a_tokenizer_whose_tokens_depend_on_others_has_no_table() -> None:
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), name="words").token_texts(skip_special_tokens=True)
         is None
     )
+
+
+def test_one_sequence_has_the_prompt_scored_for_all() -> None:
+    request = RequestAssembler(
+        request_id="r",
+        prompt="p",
+        prompt_token_ids=np.array([3, 4], dtype=np.int32),
+        params=SamplingParams(n=3, prompt_logprobs=1, max_tokens=0),
+        decoder=Pieces([b"a"]),
+    )
+    assert [each.params.prompt_logprobs for each in request.engine_requests()] == [1, None, None]
 
 
 def test_a_request_collects_its_sequences() -> None:

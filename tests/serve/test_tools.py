@@ -223,6 +223,14 @@ def test_reasoning_has_a_field_of_its_own(client: OpenAI) -> None:
         assert "".join(getattr(each, name, None) or "" for each in deltas) == "why"
 
 
+def test_special_tokens_are_in_no_content(scripted: LiveServer) -> None:
+    """But where they are asked for."""
+    answer = f"a<|end|>b{called('get_weather', {'city': 'x'})}"
+    assert choice(scripted, asked(answer))["message"]["content"] == "ab"
+    assert choice(scripted, asked("a<|end|>b", tools=[]))["message"]["content"] == "ab"
+    assert choice(scripted, asked(answer, skip_special_tokens=False))["message"]["content"] == "a<|end|>b"
+
+
 def test_histories(scripted: LiveServer) -> None:
     """No content, results in a row, as parts, before the assistant speaks again; a system message in between."""
     call = {"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}

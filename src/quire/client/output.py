@@ -31,7 +31,7 @@ class Decoder(Protocol):
     """The only method of a tokenizer that text assembly needs. `token_texts` of `models.tokenizer.Tokenizer` makes it
     faster where there is one."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | str = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class TextStream:
     the word, a character spans tokens).
     """
 
-    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool) -> None:
+    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool | str) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
         find = getattr(decoder, "token_texts", None)

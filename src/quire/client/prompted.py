@@ -25,10 +25,12 @@ class PromptedSequence(SequenceAssembler):
         prompt: str | None,
         token_ids: Ids,
         echo: bool,
+        scored: list[TokenLogprobs],
     ) -> None:
+        """`scored` gets the log-probabilities of the prompt, and is shared by its sequences: one has them computed."""
         super().__init__(params, decoder, index=index)
         self._prompt, self._prompt_ids, self._echo = prompt, token_ids.tolist(), echo
-        self._scored: list[TokenLogprobs] = []
+        self._scored = scored
         self._is_shown = False
         self._texts: dict[int, str] = {}
 
@@ -39,7 +41,7 @@ class PromptedSequence(SequenceAssembler):
         if self._params.max_tokens == 0 and output.token_ids:
             output = replace(output, token_ids=[], logprobs=None, finish_reason="length", stop_token=None)
         delta = super().push(output)
-        if not self._is_shown and (delta.token_ids or delta.finish_reason is not None):
+        if not self._is_shown and self._is_scored and (delta.token_ids or delta.finish_reason is not None):
             self._is_shown = True
             self._show_prompt(delta)
         return delta
@@ -49,6 +51,10 @@ class PromptedSequence(SequenceAssembler):
         found = super().completion()
         self._show_prompt(found)
         return found
+
+    @property
+    def _is_scored(self) -> bool:
+        return self._params.prompt_logprobs is None or len(self._scored) >= len(self._prompt_ids) - 1
 
     def _show_prompt(self, part: CompletionOutput) -> None:
         part.prompt = self._shown

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
 from quire.client.output import CompletionOutput, Decoder, Logprob, SequenceAssembler, SequenceDelta
@@ -55,7 +57,8 @@ class RequestAssembler:
     def __post_init__(self) -> None:
         make: Callable[..., SequenceAssembler] = SequenceAssembler
         if self.echo or self.params.prompt_logprobs is not None:
-            make = partial(PromptedSequence, prompt=self.prompt, token_ids=self.prompt_token_ids, echo=self.echo)
+            prompt, ids = self.prompt, self.prompt_token_ids
+            make = partial(PromptedSequence, prompt=prompt, token_ids=ids, echo=self.echo, scored=[])
         assemblers = [make(self.params, self.decoder, index=i) for i in range(self.params.n)]
         self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
 
@@ -65,12 +68,21 @@ class RequestAssembler:
         return min((each.use for each in self.sequences.values()), key=lambda use: use.num_cached_tokens)
 
     def engine_requests(self, **options: Any) -> list[EngineRequest]:
-        """The requests to give to the engine, one for each sequence. `options` are further fields of them."""
+        """The requests to give to the engine, one for each sequence. `options` are further fields of them. The
+        first alone has the log-probabilities of the prompt computed."""
         for each in self.sequences.values():
             each.is_turn = bool(options.get("session_id"))
-        prompt = self.prompt_token_ids.tobytes()
+        prompt, others = self.prompt_token_ids.tobytes(), self.params
+        if others.prompt_logprobs is not None and others.n > 1:
+            others = replace(others, prompt_logprobs=None, max_tokens=others.max_tokens or 1)
         return [
-            EngineRequest(request_id=name, prompt=prompt, params=self.params, index=each.index, **options)
+            EngineRequest(
+                request_id=name,
+                prompt=prompt,
+                params=others if each.index else self.params,
+                index=each.index,
+                **options,
+            )
             for name, each in self.sequences.items()
         ]
 

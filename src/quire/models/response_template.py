@@ -53,6 +53,12 @@ class ResponseTemplate:
         """Whether it says how calls of tools are written."""
         return CALLS in self.form.fields
 
+    @property
+    def marks(self) -> str:
+        """All texts that mark parts of an answer; patterns without their escapes."""
+        patterns = [each for field in self.form.fields.values() for each in (field.open_re, field.close_re) if each]
+        return "\n".join(each.pattern.replace("\\", "") for each in patterns)
+
     def for_model(self, chat_template: str) -> ResponseTemplate:
         """This template for one model, which reasons if its chat template has a marker of such a part. Patterns are
         taken to be in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Tokenizer:
         self._longest: int | None = None
         self._response_template = _response_template(tokenizer, response_template)
         self._shows_tools: bool | None = None
-        self._token_texts: dict[bool, TokenTexts | None] = {}  # key: whether special tokens are skipped
+        self._token_texts: dict[bool | str, TokenTexts | None] = {}  # key: `skip_special_tokens`
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -81,12 +81,22 @@ class Tokenizer:
         """Token ids int32 of `text`."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
 
-    def decode(self, token_ids: Sequence[int] | Ids, *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids outside the vocabulary (a padded output layer has them) decode to nothing."""
+    def decode(self, token_ids: Sequence[int] | Ids, *, skip_special_tokens: bool | str = True) -> str:
+        """Text of `token_ids`; ids outside the vocabulary (a padded output layer has them) decode to nothing. Special
+        tokens are left out as `SamplingParams` says."""
         known = [token for token in map(int, token_ids) if 0 <= token < self.vocab_size]
-        return str(
-            self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        )
+        if skip_special_tokens == "unmarked":
+            known = [token for token in known if token not in self._unmarked]
+        skips = skip_special_tokens is True
+        return str(self._tokenizer.decode(known, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _unmarked(self) -> frozenset[int]:
+        """Special tokens that the response template does not look for."""
+        template = self._response_template
+        marks = "" if template is None else template.marks
+        tokens: Mapping[int, Any] = self._tokenizer.added_tokens_decoder
+        return frozenset(token_id for token_id, each in tokens.items() if each.special and each.content not in marks)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens' names in the vocabulary; "" of ids outside of it."""
@@ -103,7 +113,7 @@ class Tokenizer:
             "chat_template": template if isinstance(template, str) else None,
         }
 
-    def token_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None] | None:
+    def token_texts(self, *, skip_special_tokens: bool | str) -> Mapping[int, str | None] | None:
         """What each token adds to a text that is not empty and ends with a whole character; None at tokens of which
         that depends on their neighbours, and None for a tokenizer where it may always depend on them."""
         if skip_special_tokens not in self._token_texts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ from quire.spec.grammar import Grammar
 
 MAX_LOGPROBS = 20
 _MOST_ID = 2**31 - 1
+_UNMARKED = ("skip_special_tokens", "unmarked")
 
 
 class _NamedFields(msgspec.StructMeta):
@@ -36,6 +37,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep everything. `max_tokens` None means "to the end of the
     context". `seed` makes the draw a function of (seed, index, position) alone, whatever else runs in the batch.
+    `skip_special_tokens` leaves them out of the text; "unmarked" only those that mark no part of an answer.
     `logprobs` is the number of alternatives reported per token (0: only the chosen one). `prompt_logprobs` is that of
     each token of the prompt; with it, `max_tokens` may be 0. `n` sequences share the prompt's pages. With a `grammar`
     (`quire.grammar`) the output is a text that it allows, unless `max_tokens` cuts it off: when it is complete the
@@ -59,7 +61,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | Literal["unmarked"] = True
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
 
@@ -75,7 +77,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             _check_int("logit_bias token", token, 0, _MOST_ID)
             _check_float(f"logit_bias of token {token}", bias, -100.0, 100.0)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != _UNMARKED:
                 raise InvalidInput(f"{name} must be true or false, got {getattr(self, name)!r}.")
         _check_int("n", self.n, 1, 128)
         _check_float("temperature", self.temperature, 0.0, 100.0)

@@ -104,7 +104,7 @@ class Conversation:
         self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams
     ) -> Callable[[], AnswerReader] | None:
         """Makes a reader for each answer to it; None where each answer is text and nothing else. `params` get what it
-        needs: special tokens are shown, which mark calls in some families, and calls have the form that was asked for.
+        needs: special tokens that mark parts in some families are shown, and calls have the form that was asked for.
         An answer of calls alone has no content that a stop string could end: it has none.
 
         Raises BadField for a schema that cannot be enforced, and for stop strings that might end a strict call.
@@ -113,7 +113,8 @@ class Conversation:
         parser = tokenising.response_parser(prompt.text, tools)
         if parser is None:
             return None
-        params.skip_special_tokens = False
+        if params.skip_special_tokens:
+            params.skip_special_tokens = "unmarked"
         if self.is_enforced:
             params.grammar = self._grammar(tokenising, prompt, params)
             params.stop = []

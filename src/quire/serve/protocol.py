@@ -329,6 +329,12 @@ class CompletionBody(GenerationBody):
         "Begin the text, and with `logprobs` the lists, with the prompt's; `max_tokens` may be 0."
     )
 
+    def check(self) -> None:
+        """Also refuse a stream of several sequences behind a prompt that is scored: one has it computed for all."""
+        super().check()
+        if self.stream and (self.n or 1) > 1 and self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            raise BadField("an echo with logprobs cannot be streamed with n > 1.", param="n", fix="leave stream out.")
+
     def terms(self, deadline: float | None) -> Terms:
         """See `GenerationBody`."""
         return replace(super().terms(deadline), echo=bool(self.echo))
