@@ -34,13 +34,13 @@ from quire.engine.config import EngineConfig
 from quire.engine.device.device import resolve_device
 from quire.errors import InvalidInput, ModelLoadError
 from quire.kernels.batch import PagedBatch
-from quire.kernels.codec import largest_of
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool, torch_dtype
 from quire.models.forward import RunningForward, paged_field
 from quire.models.hf import LoadedModel, load_model
 from quire.models.tokenizer import load_tokenizer
 from quire.settings.setting import Settings, setting
+from quire.spec.dtype import DType
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.kv_format import KVFormat, kv_format, plain_format
@@ -319,11 +319,19 @@ def _field_error(field: Field, given: Tensor, kept: Tensor) -> FieldError:
         relative=_ratio(float(difference.square().sum()), float(given.square().sum())),
         largest=float(difference.max()),
         magnitude=float(given.abs().max()),
-        saturated=int((given.abs() > largest_of(_encoding(field))).sum()),
+        saturated=int((given.abs() > _largest_of(_encoding(field))).sum()),
         zeroed=int(((given != 0) & (kept == 0)).sum()),
         nan=int(kept.isnan().sum()),
         count=given.numel(),
     )
+
+
+def _largest_of(kv_format: KVFormat) -> float:
+    """The largest number of a format: larger ones are stored as this."""
+    if kv_format.scale not in (None, DType.FLOAT8_E4M3):
+        return torch.finfo(torch.float32).max
+    largest = {DType.FLOAT8_E4M3: 448.0, DType.FLOAT8_E5M2: 57344.0, DType.UINT8: 6.0 * 448.0}  # the last is NVFP4
+    return largest.get(kv_format.element) or torch.finfo(getattr(torch, kv_format.element.value)).max
 
 
 def _ratio(difference: float, norm: float) -> float:

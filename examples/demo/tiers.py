@@ -9,16 +9,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cli.server import Server, server_process
+from quire.cli.server import Server
+from quire.errors import start_error
 from quire.plan.budget import format_bytes
 
 PAGE_SIZE = 16
@@ -29,7 +34,7 @@ FLAGS = (  # 40 pages on the device; such a small model computes faster than any
 SYSTEM_CHARACTERS = 900
 DAMAGED_PAGE = 5  # of the conversation, counted from 0
 TIERS = ("device", "host", "storage")
-PATIENCE_S = 10.0
+PATIENCE_S, STOP_S = 10.0, 20.0
 RULES = (
     "Write in complete sentences, and end each of them with a full stop.",
     "Mention the person or the thing that the user asks about in the first sentence.",
@@ -55,6 +60,29 @@ class Tick:
     name: str
     passed: bool
     numbers: str = ""
+
+
+@contextmanager
+def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
+    """`quire serve` on a free port, without variables `QUIRE_NAME`: its summary and its process, stopped at the end."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, env=env, stderr=log, **pipes) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                process.wait(STOP_S)
+                log.seek(0)
+                raise start_error(log.read(), process.returncode)
+            yield json.loads(line), process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def question(subject: str, number: int, seed: int) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from examples.demo.scenes import SCENES, TITLES, app
-from examples.demo.tiers import tier_ticks
+from examples.demo.tiers import server_process, tier_ticks
 from typer.testing import CliRunner
 
-from quire.cli.server import server_process
 from quire.errors import start_error
 from tests.changes import slow_unless_changed
 from tests.cli.conftest import Run

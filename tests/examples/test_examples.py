@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from examples.demo.tiers import server_process
 
-from quire.cli.server import server_process
 from tests.changes import in_turns
 from tests.covering import each_of
 from tests.examples.generated_sections import DOCUMENTS, ROOT, SECTIONS, document_with, generated

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from quire.errors import ModelCheckFailed
-from quire.kernels.hidden_states import TorchRows, row_functions
+from quire.kernels.hidden_states import RowFunctions, row_functions
 from quire.kernels.native.library import use_native
 from quire.models import decoder_layer, linear
 from quire.models.forward import HIDDEN, RunningForward
@@ -174,8 +174,8 @@ def test_a_defect_that_both_proofs_miss_fails_the_check_at_load(tmp_path: Any, m
     """The check compares with logits from before weights were packed."""
     folder = str(save_tiny("llama_gqa", tmp_path))
     monkeypatch.setattr(decoder_layer, "_is_same", lambda *_: True)
-    monkeypatch.setattr(TorchRows, "gated_silu", lambda _, pairs: torch.tanh(pairs.chunk(2, -1)[0]))
-    monkeypatch.setattr(decoder_layer, "row_functions", lambda *_: TorchRows())
+    monkeypatch.setattr(RowFunctions, "gated_silu", lambda _, pairs: torch.tanh(pairs.chunk(2, -1)[0]))
+    monkeypatch.setattr(decoder_layer, "row_functions", lambda *_: RowFunctions())
     with pytest.raises(ModelCheckFailed, match="differs by"):
         load_model(folder)
 
@@ -235,7 +235,7 @@ def test_products_have_few_numbers_of_rows() -> None:
 @pytest.mark.parametrize("count", [1, 5, 300])
 def test_native_functions_round_as_torch_does(dtype: torch.dtype, count: int) -> None:
     """All rows, some of which several threads compute; also rows so small that epsilon matters."""
-    plain, rows = TorchRows(), row_functions(torch.device("cpu"), dtype)
+    plain, rows = RowFunctions(), row_functions(torch.device("cpu"), dtype)
     draw = torch.Generator().manual_seed(1)
 
     def randn(*shape: int) -> torch.Tensor:

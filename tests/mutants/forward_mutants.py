@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.kernels.hidden_states import TorchRows
+from quire.kernels.hidden_states import RowFunctions
 from quire.models import decoder_layer, linear
 from quire.models.decoder_layer import FusedDecoder, FusedLayer
 from quire.models.hf import LoadedModel
@@ -116,18 +116,18 @@ def packed_weights_are_not_counted(patch: Patch) -> None:
 # -- fused layers
 
 
-class _WithoutResidual(TorchRows):
+class _WithoutResidual(RowFunctions):
     def add_rms_norm(self, rows: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total, normed = super().add_rms_norm(rows, added, weight, eps)
         return total if added is None else added.clone(), normed
 
 
-class _KeysAsTheyAre(TorchRows):
+class _KeysAsTheyAre(RowFunctions):
     def rotate(self, heads: Tensor, first: int, count: int, cos: Tensor, sin: Tensor, norms: Any) -> None:
         super().rotate(heads, first, first, cos, sin, norms)
 
 
-class _OneNorm(TorchRows):
+class _OneNorm(RowFunctions):
     def rotate(self, heads: Tensor, first: int, count: int, cos: Tensor, sin: Tensor, norms: Any) -> None:
         super().rotate(heads, first, count, cos, sin, None if norms is None else (norms[0], norms[0], norms[2]))
 

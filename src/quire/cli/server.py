@@ -1,27 +1,22 @@
-"""A server, asked over HTTP; its audit, and a server in a process of its own."""
+"""A server, asked over HTTP, and its audit."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import urllib.error
 import urllib.parse
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
 
 from quire.cli.report import Report
-from quire.errors import AuditFailure, InvalidInput, QuireError, start_error
+from quire.errors import AuditFailure, InvalidInput, QuireError
 from quire.serve.config import KeyField
 from quire.settings.setting import setting
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_TIMEOUT_S, _STOP_S = 60.0, 20.0
+_TIMEOUT_S = 60.0
 
 
 class ServerAddress(KeyField):
@@ -72,29 +67,6 @@ def _error_of(answer: urllib.error.HTTPError, url: str) -> QuireError:
     except (ValueError, KeyError, TypeError):
         return InvalidInput(f"{url} answered {answer.code}, which is not an answer of Quire.", fix="check --url.")
     return error
-
-
-@contextmanager
-def server_process(*options: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
-    """`quire serve` on a free port, without variables `QUIRE_NAME`: its summary and its process, stopped at the end."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--drain", "2", *options]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, env=env, stderr=log, **pipes) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            if not line:
-                process.wait(_STOP_S)
-                log.seek(0)
-                raise start_error(log.read(), process.returncode)
-            yield json.loads(line), process
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def audit(where: ServerAddress) -> Report:

@@ -81,17 +81,6 @@ def decode(
     return wide.to(dtype) if out is None else out.copy_(wide)
 
 
-def largest_of(kv_format: KVFormat) -> float:
-    """The largest number of a format: larger ones are stored as this."""
-    grid = _grid(kv_format)
-    if grid is None:
-        return torch.finfo(_storage_dtype(kv_format)).max
-    if kv_format.scale is None:
-        return grid.largest
-    scale = {DType.FLOAT8_E4M3: _E4M3.largest, DType.UINT8: 2.0**_E8M0_BIAS}.get(kv_format.scale, math.inf)
-    return min(grid.largest * scale, torch.finfo(torch.float32).max)
-
-
 # -- scales
 
 

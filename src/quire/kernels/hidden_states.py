@@ -6,7 +6,7 @@ Both round where transformers' modules do: results differ by the order of sums a
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,53 +17,25 @@ from quire.kernels.native.library import native
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
-
-class RowFunctions(Protocol):
-    """Rows are contiguous, of one dtype, on the CPU. `backend` is the name of what computes them."""
-
-    backend: str
-
-    def add_rms_norm(self, rows: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`rows + added`, or `rows` if nothing is added, and their RMS norm times `weight`, all `[..., width]`."""
-
-    def rotate(
-        self,
-        heads: Tensor,
-        first: int,
-        count: int,
-        cos: Tensor,
-        sin: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-    ) -> None:
-        """Rotate the first `count` of `heads` `[T, all heads, dim]` in place, by `cos` and `sin` `[T, dim]`.
-
-        Before that, with `norms`, the first `first` heads are normalised with one weight and the others with another.
-        """
-
-    def gated_silu(self, pairs: Tensor) -> Tensor:
-        """SiLU of the first half of each row times its second half, `[..., width / 2]`."""
+Norms = tuple[Tensor, Tensor, float]
+"""Two weights, and the epsilon of both."""
 
 
-class TorchRows:
-    """Torch's operators, on any device."""
+class RowFunctions:
+    """Torch's operators, on any device. Rows are contiguous, of one dtype. `backend` is the name of what computes."""
 
     backend = "torch"
 
     def add_rms_norm(self, rows: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `RowFunctions`."""
+        """`rows + added`, or `rows` if nothing is added, and their RMS norm times `weight`, all `[..., width]`."""
         total = rows if added is None else rows + added
         return total, _rms_norm(total, weight, eps)
 
-    def rotate(
-        self,
-        heads: Tensor,
-        first: int,
-        count: int,
-        cos: Tensor,
-        sin: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-    ) -> None:
-        """See `RowFunctions`."""
+    def rotate(self, heads: Tensor, first: int, count: int, cos: Tensor, sin: Tensor, norms: Norms | None) -> None:
+        """Rotate the first `count` of `heads` `[T, all heads, dim]` in place, by `cos` and `sin` `[T, dim]`.
+
+        Before that, with `norms`, the first `first` heads are normalised with one weight and the others with another.
+        """
         turned = heads[:, :count]
         if norms is not None:
             own, other, eps = norms
@@ -73,12 +45,12 @@ class TorchRows:
         heads[:, :count] = turned * cos[:, None] + crossed * sin[:, None]
 
     def gated_silu(self, pairs: Tensor) -> Tensor:
-        """See `RowFunctions`."""
+        """SiLU of the first half of each row times its second half, `[..., width / 2]`."""
         gate, up = pairs.chunk(2, dim=-1)
         return silu(gate) * up
 
 
-class NativeRows:
+class NativeRows(RowFunctions):
     """Compiled functions, on the CPU, in float32 or bfloat16."""
 
     backend = "native"
@@ -95,50 +67,19 @@ class NativeRows:
             function.restype = None
 
     def add_rms_norm(self, rows: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `RowFunctions`."""
         out, width = torch.empty_like(rows), rows.shape[-1]
         total = rows if added is None else torch.empty_like(rows)
-        self._norm(
-            self._kind,
-            rows.data_ptr(),
-            None if added is None else added.data_ptr(),
-            weight.data_ptr(),
-            total.data_ptr(),
-            out.data_ptr(),
-            rows.numel() // width,
-            width,
-            eps,
-        )
+        more = None if added is None else added.data_ptr()
+        places = rows.data_ptr(), more, weight.data_ptr(), total.data_ptr(), out.data_ptr()
+        self._norm(self._kind, *places, rows.numel() // width, width, eps)
         return total, out
 
-    def rotate(
-        self,
-        heads: Tensor,
-        first: int,
-        count: int,
-        cos: Tensor,
-        sin: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-    ) -> None:
-        """See `RowFunctions`."""
+    def rotate(self, heads: Tensor, first: int, count: int, cos: Tensor, sin: Tensor, norms: Norms | None) -> None:
         own, other, eps = (None, None, 0.0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr(), norms[2])
-        self._rotate(
-            self._kind,
-            heads.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            own,
-            other,
-            heads.shape[0],
-            heads.stride(0),
-            first,
-            count,
-            heads.shape[2],
-            eps,
-        )
+        places = heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), own, other
+        self._rotate(self._kind, *places, heads.shape[0], heads.stride(0), first, count, heads.shape[2], eps)
 
     def gated_silu(self, pairs: Tensor) -> Tensor:
-        """See `RowFunctions`."""
         width = pairs.shape[-1] // 2
         out = pairs.new_empty((*pairs.shape[:-1], width))
         self._silu(self._kind, pairs.data_ptr(), out.data_ptr(), out.numel() // width, width)
@@ -148,9 +89,9 @@ class NativeRows:
 def row_functions(device: torch.device, dtype: torch.dtype) -> RowFunctions:
     """The native functions where there are any, else torch's."""
     library = native().library
-    return (
-        NativeRows(library, dtype) if library is not None and device.type == "cpu" and dtype in _KINDS else TorchRows()
-    )
+    if library is None or device.type != "cpu" or dtype not in _KINDS:
+        return RowFunctions()
+    return NativeRows(library, dtype)
 
 
 def _rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:

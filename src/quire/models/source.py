@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelLoadError, QuireError
-from quire.plan.source import model_folder
+from quire.plan.source import model_folder, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,12 @@ class ModelSource:
     def read_config(self) -> dict[str, Any]:
         """The contents of config.json, unchanged."""
         if self.local:
-            return self._read_local_config()
+            path = Path(self.name) / "config.json"
+            if not path.is_file():
+                raise ModelLoadError(
+                    f"'{self.name}' has no config.json.", fix="pass the folder that holds config.json and the weights."
+                )
+            return dict(read_json(path))
         with reading(self, "config.json"), quiet():
             found, _ = PreTrainedConfig.get_config_dict(self.name, revision=self.revision)
         if not found:
@@ -58,24 +62,6 @@ class ModelSource:
                 fix="convert its weights; files of other formats may run code.",
             )
         return files
-
-    def _read_local_config(self) -> dict[str, Any]:
-        path = Path(self.name) / "config.json"
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelLoadError(
-                f"'{self.name}' has no config.json.", fix="pass the folder that holds config.json and the weights."
-            ) from None
-        except (ValueError, OSError) as error:
-            raise ModelLoadError(
-                f"{path} cannot be read: {error}.", fix="restore the file from the original."
-            ) from error
-        if not isinstance(found, Mapping):
-            raise ModelLoadError(
-                f"{path} holds a JSON {type(found).__name__}, not an object.", fix="restore the file from the original."
-            )
-        return dict(found)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def read_model_config(name: str, revision: str | None = None) -> tuple[Mapping[s
             fix=(f"use {' or '.join(close)}, or " if close else "")
             + "pass a config.json, its folder or a hub id 'owner/model'; `quire plan --list` names the catalogue.",
         )
-    return _read_file(_download(name, revision)), f"hub: {name}"
+    return read_json(_download(name, revision)), f"hub: {name}"
 
 
 def model_folder(name: str) -> Path | None:
@@ -78,26 +78,27 @@ def check_tokenizer(folder: Path) -> None:
 
 def _with_quantisation(path: Path) -> Mapping[str, Any]:
     """The configuration, with the quantisation of a file beside it if it names none itself."""
-    config, beside = _read_file(path), path.parent / "hf_quant_config.json"
+    config, beside = read_json(path), path.parent / "hf_quant_config.json"
     if "quantization_config" in config or not beside.is_file():
         return config
-    return {**config, "quantization_config": _read_file(beside).get("quantization")}
+    return {**config, "quantization_config": read_json(beside).get("quantization")}
 
 
 def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.endswith(".json") or not name.strip()
 
 
-def _read_file(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file. Raises ModelLoadError if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ModelLoadError(
-            f"{path} cannot be read: {error or type(error).__name__}.", fix="restore it from the original."
+            f"{path} cannot be read: {error or type(error).__name__}.", fix="restore the file from the original."
         ) from error
     if not isinstance(found, Mapping):
         raise ModelLoadError(
-            f"{path} holds a JSON {type(found).__name__}, not an object.", fix="restore it from the original."
+            f"{path} holds a JSON {type(found).__name__}, not an object.", fix="restore the file from the original."
         )
     return found
 

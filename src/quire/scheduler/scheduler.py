@@ -406,7 +406,7 @@ class Scheduler:
 
         deferred, quiet = 0, True
         reads_ahead = self._ahead.prefetches
-        order = list(self._policy.arrange(self._waiting, cached))
+        order = list(self._policy(self._waiting, cached))
         for place, request in enumerate(order):
             if deferred >= self._max_running:
                 return quiet
