@@ -284,7 +284,7 @@ pieces = st.lists(st.one_of(texts.map(lambda text: [Content(text)]), texts.map(l
 @given(pieces)
 def test_events_make_the_items(found: list[list[Piece]]) -> None:
     items = Items("k")
-    events = [event for each in found for piece in each for event in items.add(piece)] + items.end("completed")
+    events = [event for each in found for piece in each for event in items.add(piece)] + items.last("completed")
     made: list[dict[str, Any]] = []
     open_at = None
     for each in events:

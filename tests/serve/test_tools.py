@@ -139,7 +139,7 @@ class _Broken:
     is_closed = False
 
     async def deltas(self) -> AsyncGenerator[list[Any], None]:
-        yield []
+        yield [(0, None)]
 
     def close(self) -> None:
         self.is_closed = True

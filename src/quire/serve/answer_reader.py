@@ -85,36 +85,32 @@ class ReadAnswer:
 
 
 class AnswerReader:
-    """Reads the text of one choice. Without a parser all of it is content.
+    """Reads the text of one choice. Without a parser it `is_plain`: all of it is content.
 
     `parser` makes one. Its argument says whether arguments are wanted as they come: else a call that is cut off is
     content.
     """
 
     def __init__(self, parser: Callable[[bool], Parser] | None = None) -> None:
-        self._make = parser
-        self._parser: Parser | None = None
+        self.is_plain = parser is None
         self.num_calls = 0
         """Calls so far."""
+        self._make = parser
+        self._parser: Parser | None = None
 
-    def read(self, text: str) -> list[Piece]:
+    def read(self, text: str, *, is_last: bool = False) -> list[Piece]:
         """The pieces that this text of a stream adds."""
         if self._make is None:
             return [Content(text)] if text else []
         if self._parser is None:
             self._parser = self._make(True)
-        return self._pieces(self._parser.feed(text))
-
-    def end(self) -> list[Piece]:
-        """The pieces that the end of a stream adds."""
-        return [] if self._parser is None else self._pieces(self._parser.end())
+        pieces = self._pieces(self._parser.feed(text))
+        return pieces + self._pieces(self._parser.end()) if is_last else pieces
 
     def whole(self, text: str) -> list[Piece]:
         """The pieces of a whole answer."""
-        if self._make is None:
-            return [Content(text)]
-        parser = self._make(False)
-        return self._pieces([*parser.feed(text), *parser.end()])
+        self._parser = self._make and self._make(False)
+        return self.read(text, is_last=True)
 
     def _pieces(self, parts: Iterable[tuple[str, str]]) -> list[Piece]:
         return [self._piece(kind, text) for kind, text in parts]

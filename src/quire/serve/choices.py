@@ -8,11 +8,9 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from quire.client.output import CompletionOutput, Logprob, SequenceDelta
-from quire.errors import QuireError
 from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, ReadAnswer, Reasoning
 from quire.serve.answers import ChoiceFields
-from quire.serve.error_forms import openai_error
-from quire.serve.generation import Generation, notes
+from quire.serve.generation import AnswerForm, Generation, notes
 from quire.serve.protocol import GenerationBody
 from quire.serve.sse import DONE, EventTemplate, event
 
@@ -40,7 +38,7 @@ class ChoiceShape(Protocol):
         """Log-probabilities of the positions that follow those given before."""
 
 
-class ChoiceForm:
+class ChoiceForm(AnswerForm):
     """The form of an answer to `body` whose choices have this shape."""
 
     def __init__(self, body: GenerationBody, shape: ChoiceShape) -> None:
@@ -55,18 +53,10 @@ class ChoiceForm:
         head = _head(generation, self._shape.answer_object) | self._shape.beside(outputs)
         return head | {"choices": found, "usage": generation.usage()}
 
-    def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
-        """A chunk for each delta, or more; none for a delta that shows nothing."""
-        return b"".join([self._chunks(generation, index, delta) for index, delta in found])
-
     def end(self, generation: Generation) -> bytes:
         """The usage, if it was asked for."""
         usage = {"choices": [], "usage": generation.usage()}
         return (event(self._head(generation) | usage) if self._body.include_usage else b"") + DONE
-
-    def failure(self, generation: Generation, error: QuireError) -> bytes:
-        """The error."""
-        return event(openai_error(error)) + DONE
 
     def _head(self, generation: Generation) -> dict[str, Any]:
         head = _head(generation, self._shape.chunk_object)
@@ -74,7 +64,8 @@ class ChoiceForm:
             head["usage"] = generation.usage() if self._body.continuous_usage else None
         return head
 
-    def _chunks(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:
+    def events(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:
+        """A chunk, or more; none for a delta that shows nothing."""
         shows_more = delta.logprobs or delta.finish_reason or (self._body.return_token_ids and delta.token_ids)
         if not (shows_more or delta.text or delta.token_ids):
             return b""
@@ -206,17 +197,16 @@ def _prompt_logprobs(part: CompletionOutput) -> dict[str, Any]:
 class MessageChoices:
     """Choices with a message, in chunks a delta, and OpenAI's newer shape of logprobs: an object for each token.
 
-    `reader` makes a reader for the text of each choice; None where all text is content. The chunk with the role leaves
-    with the first token.
+    `reader` makes a reader for the text of each choice. The chunk with the role leaves with the first token.
     """
 
     kind = "chatcmpl-"
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, num_top: int, reader: Callable[[], AnswerReader] | None = None) -> None:
+    def __init__(self, num_top: int, reader: Callable[[], AnswerReader]) -> None:
         self._num_top = num_top
-        self._make_reader = reader
+        self._reader = reader
         self._readers: dict[int, AnswerReader] = {}  # key: choice, from its first chunk on
 
     def whole(self, index: int, part: CompletionOutput) -> dict[str, object]:
@@ -242,9 +232,7 @@ class MessageChoices:
         if reader is None:
             reader = self._readers[index] = self._reader()
             found.append({"delta": {"role": "assistant", "content": ""}})
-        pieces = reader.read(delta.text)
-        if delta.finish_reason is not None:
-            pieces += reader.end()
+        pieces = reader.read(delta.text, is_last=delta.finish_reason is not None)
         found += [{"delta": _delta(piece)} for piece in pieces]
         if at_least and (not pieces or reader.num_calls):  # clients look for the end of calls in a chunk of its own
             found.append({"delta": {}})
@@ -254,10 +242,7 @@ class MessageChoices:
 
     def plain(self, index: int, text: str) -> dict[str, object] | None:
         """The new text, where no reader looks into it."""
-        return {"delta": {"content": text}} if self._make_reader is None else None
-
-    def _reader(self) -> AnswerReader:
-        return AnswerReader() if self._make_reader is None else self._make_reader()
+        return {"delta": {"content": text}} if self._readers[index].is_plain else None
 
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
         """One object for each token."""

@@ -8,10 +8,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.client.async_engine import Prompt
-from quire.client.tokenising import Rendered
 from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
 from quire.serve.choices import ChoiceForm, MessageChoices, TextChoices
-from quire.serve.generation import Service, answer, by, reader_of, rendered
+from quire.serve.generation import ChatTurn, Service, answer, by
 from quire.serve.protocol import ChatBody, CompletionBody
 from quire.serve.sse import while_connected
 
@@ -22,27 +21,25 @@ def completions_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None, responses=generated(CompletionAnswer))
     async def complete(body: CompletionBody, request: Request) -> Response:
-        service.check_model(body.model)
-        body.check()
+        service.check(body)
         choices = TextChoices(body.logprobs, echoes=bool(body.echo), scores=body.prompt_logprobs is not None)
         form, terms = ChoiceForm(body, choices), body.terms(service.deadline(body.timeout_s))
         prompts: list[Prompt] = list(body.prompts())
         if body.truncate_prompt_tokens is not None:
             async with by(terms.deadline):
                 prompts = await while_connected(request.receive, _ends(service, prompts, body.truncate_prompt_tokens))
-        return await answer(service, request, prompts, body.params(), terms, form, stream=bool(body.stream))
+        return await answer(service, request, prompts, body.params(), terms, form, stream=body.stream)
 
     @router.post("/v1/chat/completions", response_model=None, responses=generated(ChatAnswer))
     async def chat(body: ChatBody, request: Request) -> Response:
-        service.check_model(body.model)
-        body.check()
-        params, conversation, terms = body.params(), body.conversation(), body.terms(service.deadline(body.timeout_s))
-        prompt = await rendered(service, request, conversation, terms)
+        service.check(body)
+        params, turn = body.params(), await ChatTurn.of(service, request, body)
+        prompt = turn.prompt.token_ids
         if body.truncate_prompt_tokens is not None:
-            prompt = Rendered(prompt.text, prompt.token_ids[-body.truncate_prompt_tokens :])
-        reader = await reader_of(service, request, conversation, prompt, params, terms)
+            prompt = prompt[-body.truncate_prompt_tokens :]
+        reader = await turn.reader(service, request, params)
         form = ChoiceForm(body, MessageChoices(body.top_logprobs or 0, reader))
-        return await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
+        return await answer(service, request, [prompt], params, turn.terms, form, stream=body.stream)
 
     return router
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from quire.client.tokenising import Rendered, Tokenising
@@ -13,7 +14,7 @@ from quire.errors import InvalidInput
 from quire.grammar import json_schema, lark
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader
-from quire.serve.errors import BadField
+from quire.serve.errors import BadField, naming
 from quire.spec.grammar import Grammar
 
 TEMPLATE_ARGUMENTS = frozenset((
@@ -51,6 +52,11 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+
+    @classmethod
+    def of(cls, name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None) -> Tool:
+        """From fields of a body."""
+        return cls(name=name, description=description or "", parameters=parameters or {}, strict=bool(strict))
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
@@ -93,17 +99,13 @@ class Conversation:
         for name, count in Counter(tool.name for tool in self.tools).items():
             if count > 1:
                 raise BadField(f"{count} tools have the name '{name}'.", param="tools", fix="give each its own name.")
-        try:
+        with naming("tools"):
             await tokenising.check_tools()
-        except InvalidInput as error:
-            raise BadField(error.message, param="tools", fix=error.fix) from None
         tools = [tool.for_template() for tool in self._offered]
         return await tokenising.chat(self.messages, {**self.variables, "tools": tools}, salt=salt)
 
-    def reader(
-        self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams
-    ) -> Callable[[], AnswerReader] | None:
-        """Makes a reader for each answer to it; None where each answer is text and nothing else. `params` get what it
+    def reader(self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams) -> Callable[[], AnswerReader]:
+        """Makes a reader for each answer to it. `params` get what it
         needs: special tokens that mark parts in some families are shown, and calls have the form that was asked for.
         An answer of calls alone has no content that a stop string could end: it has none.
 
@@ -111,14 +113,12 @@ class Conversation:
         """
         tools = [tool.for_template() for tool in self._offered]
         parser = tokenising.response_parser(prompt.text, tools)
-        if parser is None:
-            return None
-        if params.skip_special_tokens:
+        if parser is not None and params.skip_special_tokens:
             params.skip_special_tokens = "unmarked"
         if self.is_enforced:
             params.grammar = self._grammar(tokenising, prompt, params)
             params.stop = []
-        return lambda: AnswerReader(parser)
+        return partial(AnswerReader, parser)
 
     @property
     def _offered(self) -> Sequence[Tool]:
@@ -146,7 +146,9 @@ class Conversation:
         called = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
         for number, tool in enumerate(self.tools):
             if tool in called and (is_required or tool.strict):
-                _check_parameters(number, tool)
+                about = f"the parameters of tool '{tool.name}' cannot be enforced: "
+                with naming(f"tools[{number}].function.parameters", about):
+                    json_schema({"type": "object", **tool.parameters})
         offered = [
             {"type": "function", "function": {**tool.for_template()["function"], "strict": tool.strict}}
             for tool in called
@@ -159,18 +161,8 @@ class Conversation:
                 param="tool_choice" if is_required else "tools",
                 fix="use tool_choice auto without strict, or choose a family by --response-template.",
             )
-        try:
+        with naming("tools", "the tools together: "):
             return lark(text)
-        except InvalidInput as error:
-            raise BadField(f"the tools together: {error.message}", param="tools", fix=error.fix) from None
-
-
-def _check_parameters(number: int, tool: Tool) -> None:
-    try:
-        json_schema({"type": "object", **tool.parameters})
-    except InvalidInput as error:
-        message = f"the parameters of tool '{tool.name}' cannot be enforced: {error.message}"
-        raise BadField(message, param=f"tools[{number}].function.parameters", fix=error.fix) from None
 
 
 def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -45,6 +46,15 @@ class BadField(InvalidInput):
     def __init__(self, message: str, *, param: str, fix: str = "") -> None:
         self.param = param
         super().__init__(message, fix=fix)
+
+
+@contextlib.contextmanager
+def naming(param: str, about: str = "") -> Iterator[None]:
+    """InvalidInput that is raised within is BadField of this field, whose message begins with `about`."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise BadField(about + error.message, param=param, fix=error.fix) from None
 
 
 def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) -> BadField:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.errors import InvalidInput
 from quire.grammar import choice, ebnf, json_object, json_schema, regex
 from quire.grammar.grammars import MOST_CHARACTERS, MOST_CHOICES
-from quire.serve.errors import BadField
+from quire.serve.errors import BadField, naming
 from quire.spec.grammar import Grammar
 
 JsonSchema = dict[str, Any] | bool
@@ -88,10 +88,8 @@ class FormFields(BaseModel):
         for name, grammars in _MADE.items():
             if (given := getattr(self, name)) is None:
                 continue
-            try:
+            with naming(name):
                 found += grammars(given)
-            except InvalidInput as error:
-                raise BadField(error.message, param=name, fix=error.fix) from None
             if len(found) > 1:
                 raise BadField(f"{name} says the form of the answer again.", param=name, fix="say it once.")
         return found[0] if found else None

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,11 +27,12 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader
 from quire.serve.answers import PromptDetails, Usage
 from quire.serve.conversation import Conversation, Terms, able_to_chat
+from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
 from quire.serve.keys import Client, not_allowed
 from quire.serve.protocol import MAX_CHOICES
 from quire.serve.shares import OpenSequences, Shares
-from quire.serve.sse import EventStream, while_connected
+from quire.serve.sse import DONE, EventStream, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,11 @@ class Service:
         """When, by the event loop's clock, a request that came now must be answered."""
         limits = [each for each in (timeout_s, self.request_timeout_s) if each is not None]
         return asyncio.get_running_loop().time() + min(limits) if limits else None
+
+    def check(self, body: Body) -> None:
+        """Refuse a model that is not served, and what `body` refuses."""
+        self.check_model(body.model)
+        body.check()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; the default is the served one."""
@@ -83,29 +90,49 @@ def _too_slow() -> TooSlow:
     )
 
 
-async def rendered(service: Service, request: Request, conversation: Conversation, terms: Terms) -> Rendered:
-    """The prompt of a client's conversation, until the client leaves, or the deadline. Raises what
-    `Conversation.rendered` does, and InvalidInput without a tokenizer."""
-    tokenising, salt = able_to_chat(service.engine.tokenising), request.state.client.salt(terms.cache_salt)
-    async with by(terms.deadline):
-        return await while_connected(request.receive, conversation.rendered(tokenising, salt))
+class Body(Protocol):
+    """A body that says how its request is served."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def timeout_s(self) -> float | None: ...
+    def check(self) -> None: ...
+    def terms(self, deadline: float | None) -> Terms: ...
 
 
-async def reader_of(
-    service: Service,
-    request: Request,
-    conversation: Conversation,
-    prompt: Rendered,
-    params: SamplingParams,
-    terms: Terms,
-) -> Callable[[], AnswerReader] | None:
-    """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""
-    tokenising = able_to_chat(service.engine.tokenising)
-    make = partial(conversation.reader, tokenising, prompt, params)
-    if not conversation.is_enforced:
-        return make()
-    async with by(terms.deadline):
-        return await while_connected(request.receive, tokenising.aside(make))
+class ConversationBody(Body, Protocol):
+    """A body that has a conversation."""
+
+    def conversation(self) -> Conversation: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """A conversation on its way to an answer."""
+
+    conversation: Conversation
+    terms: Terms
+    prompt: Rendered
+
+    @classmethod
+    async def of(cls, service: Service, request: Request, body: ConversationBody) -> ChatTurn:
+        """Render the prompt, until the client leaves, or the deadline. Raises what `Conversation.rendered` does, and
+        InvalidInput without a tokenizer."""
+        conversation, terms = body.conversation(), body.terms(service.deadline(body.timeout_s))
+        tokenising, salt = able_to_chat(service.engine.tokenising), request.state.client.salt(terms.cache_salt)
+        async with by(terms.deadline):
+            prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
+        return cls(conversation, terms, prompt)
+
+    async def reader(self, service: Service, request: Request, params: SamplingParams) -> Callable[[], AnswerReader]:
+        """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""
+        tokenising = able_to_chat(service.engine.tokenising)
+        make = partial(self.conversation.reader, tokenising, self.prompt, params)
+        if not self.conversation.is_enforced:
+            return make()
+        async with by(self.terms.deadline):
+            return await while_connected(request.receive, tokenising.aside(make))
 
 
 def room_if_less(service: Service, prompt: Rendered, params: SamplingParams, wanted: int | None) -> int | None:
@@ -117,23 +144,27 @@ def room_if_less(service: Service, prompt: Rendered, params: SamplingParams, wan
     return room if is_less else None
 
 
-class AnswerForm(Protocol):
+class AnswerForm(ABC):
     """How a dialect writes an answer: whole, or as events. One form is made for each answer."""
 
     kind: str
     """The beginning of the answer's id."""
 
+    @abstractmethod
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> Any:
         """The body of a whole answer, from its sequences in the order of the choices."""
 
-    def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
-        """The events for what has arrived, as (choice, delta); none for what shows nothing."""
+    @abstractmethod
+    def events(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:
+        """The events for what has arrived of a choice; none for what shows nothing."""
 
     def end(self, generation: Generation) -> bytes:
         """The last events."""
+        return DONE
 
     def failure(self, generation: Generation, error: QuireError) -> bytes:
         """The last events of an answer that fails while it is sent."""
+        return OPENAI.last_events(OPENAI.body(error, ""))
 
 
 async def answer(
@@ -144,9 +175,10 @@ async def answer(
     terms: Terms,
     form: AnswerForm,
     *,
-    stream: bool,
+    stream: bool | None,
+    room: int | None = None,
 ) -> Response:
-    """Generate the answer to a checked body, until the client leaves, or the deadline."""
+    """Generate the answer to a checked body, until the client leaves, or the deadline. A `room` is told in a header."""
     client: Client = request.state.client
     if client.name and not client.is_admin and terms.priority > 0:
         raise not_allowed("a priority below 0")
@@ -154,11 +186,12 @@ async def answer(
         service, prompts, params, terms, kind=form.kind, client_id=request.state.request_id, client=client
     )
     generation = await while_connected(request.receive, submit)
+    headers = None if room is None else {ROOM: str(room)}
     if stream:
-        return EventStream(_events(generation, form), on_close=generation.close)
+        return EventStream(_events(generation, form), on_close=generation.close, headers=headers)
     try:
         outputs = await while_connected(request.receive, generation.finish())
-        return JSONResponse(form.whole(generation, outputs))
+        return JSONResponse(form.whole(generation, outputs), headers=headers)
     finally:
         generation.close()
 
@@ -179,7 +212,7 @@ def notes(part: CompletionOutput) -> dict[str, Any]:
 async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[bytes, None]:
     try:
         async for found in generation.deltas():
-            yield form.events(generation, found)
+            yield b"".join([form.events(generation, index, delta) for index, delta in found])
         yield form.end(generation)
     except Exception as error:
         yield form.failure(generation, error if isinstance(error, QuireError) else defect(error))

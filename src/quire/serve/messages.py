@@ -18,12 +18,13 @@ from quire.client.output import CompletionOutput, SequenceDelta
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import QuireError
 from quire.offload.retention import Granted
-from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, Reasoning
+from quire.serve.answer_blocks import AnswerBlocks, Event
+from quire.serve.answer_reader import AnswerReader, CallBegun, Content, Piece, Reasoning
 from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
-from quire.serve.conversation import Terms, able_to_chat
+from quire.serve.conversation import able_to_chat
 from quire.serve.error_forms import ANTHROPIC
 from quire.serve.errors import BadField
-from quire.serve.generation import ROOM, Generation, Service, answer, notes, reader_of, rendered, room_if_less
+from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, notes, room_if_less
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
 from quire.serve.sse import EventTemplate, event
@@ -41,39 +42,31 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages", response_model=None, responses=generated(MessageAnswer))
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answers messages, as Anthropic's."""
-        service.check_model(body.model)
-        body.check()
-        params, conversation, terms = body.params(), body.conversation(), body.terms(service.deadline(body.timeout_s))
-        prompt = await rendered(service, request, conversation, terms)
-        tokenising = able_to_chat(service.engine.tokenising)
-        _check_thinking(body, tokenising, prompt)
-        reader = await reader_of(service, request, conversation, prompt, params, terms)
-        room = room_if_less(service, prompt, params, body.max_tokens)
+        service.check(body)
+        params, turn = body.params(), await ChatTurn.of(service, request, body)
+        _check_thinking(body, able_to_chat(service.engine.tokenising), turn.prompt)
+        reader = await turn.reader(service, request, params)
+        room = room_if_less(service, turn.prompt, params, body.max_tokens)
         limit = "max_tokens" if room is None else "model_context_window_exceeded"
-        form = MessageForm(body, reader, at_limit=limit, request_id=request.state.request_id)
+        form = MessageForm(body, reader(), at_limit=limit, request_id=request.state.request_id)
         if service.retains_marked and (seconds := body.kept_s()):
-            form.at_end = partial(_begin_retention, service, request.state.client, prompt, terms, seconds)
-        found = await answer(service, request, [prompt.token_ids], params, terms, form, stream=bool(body.stream))
-        if room is not None:
-            found.headers[ROOM] = str(room)
-        return found
+            form.at_end = partial(_begin_retention, service, request.state.client, turn, seconds)
+        ids = [turn.prompt.token_ids]
+        return await answer(service, request, ids, params, turn.terms, form, stream=body.stream, room=room)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountBody, request: Request) -> TokenCount:
         """The tokens of the prompt that these messages, system prompt and tools make."""
-        service.check_model(body.model)
-        body.check()
-        terms = Terms(deadline=service.deadline(body.timeout_s))
-        prompt = await rendered(service, request, body.conversation(), terms)
-        return {"input_tokens": len(prompt.token_ids)}
+        service.check(body)
+        return {"input_tokens": len((await ChatTurn.of(service, request, body)).prompt.token_ids)}
 
     return router
 
 
-def _begin_retention(service: Service, client: Client, prompt: Rendered, terms: Terms, seconds: float) -> None:
+def _begin_retention(service: Service, client: Client, turn: ChatTurn, seconds: float) -> None:
     """Retain a whole prompt beside what follows: its marks say how long, and which part is not worth a rendering."""
     retaining = service.engine.retain(
-        prompt.token_ids, ttl_seconds=seconds, salt=client.salt(terms.cache_salt), owner=client.owner
+        turn.prompt.token_ids, ttl_seconds=seconds, salt=client.salt(turn.terms.cache_salt), owner=client.owner
     )
 
     def done(task: asyncio.Task[Granted]) -> None:
@@ -92,22 +85,18 @@ def _check_thinking(body: MessagesBody, tokenising: Tokenising, prompt: Rendered
         raise BadField("the model does not reason before it answers.", param="thinking", fix="leave thinking out.")
 
 
-class MessageForm:
-    """The form of the answer to `body`. `reader` makes a reader for its text; None where all text is content. An answer
-    that is full stops for the reason `at_limit`."""
+class MessageForm(AnswerForm):
+    """The form of the answer to `body`, whose text `reader` reads. An answer that is full stops for the reason
+    `at_limit`."""
 
     kind = "msg_"
 
-    def __init__(
-        self, body: MessagesBody, reader: Callable[[], AnswerReader] | None, *, at_limit: str, request_id: str
-    ) -> None:
+    def __init__(self, body: MessagesBody, reader: AnswerReader, *, at_limit: str, request_id: str) -> None:
         self._at_limit = at_limit
         self._request_id = request_id
-        self._reader = AnswerReader() if reader is None else reader()
-        self._is_plain = reader is None
+        self._reader = reader
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._blocks = MessageBlocks(shows_thinking=shows_thinking)
-        self._has_begun = False
         self._template: EventTemplate | None = None  # for deltas that add text and nothing else
         self._last: SequenceDelta | None = None
         self.at_end: Callable[[], None] = lambda: None
@@ -115,15 +104,9 @@ class MessageForm:
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The message."""
         [part] = outputs
-        events = [
-            event for piece in self._reader.whole(part.text) for event in self._blocks.add(piece)
-        ] + self._blocks.end()
-        message = _message(generation) | {"content": content_of(events)}
+        events = [event for piece in self._reader.whole(part.text) for event in self._blocks.add(piece)]
+        message = _message(generation) | {"content": content_of([*events, *self._blocks.end()])}
         return message | self._end(part) | {"usage": _usage(generation)}
-
-    def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
-        """The events of new text; `message_start` leaves with the first token."""
-        return b"".join([self._events(generation, delta) for _, delta in found])
 
     def end(self, generation: Generation) -> bytes:
         """Why it stopped, with the usage."""
@@ -137,20 +120,18 @@ class MessageForm:
         """The error."""
         return ANTHROPIC.last_events(ANTHROPIC.body(error, self._request_id))
 
-    def _events(self, generation: Generation, delta: SequenceDelta) -> bytes:
-        self._last = delta
+    def events(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:
+        """The events of new text; `message_start` leaves with the first token."""
+        is_first, self._last = self._last is None, delta
         if self._template is not None and delta.finish_reason is None:
             return self._template.event(delta.text) if delta.text else b""
         begun: list[dict[str, Any]] = []
-        if not self._has_begun:
-            self._has_begun = True
+        if is_first:
             head = _message(generation) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(generation)}
             begun.append({"type": "message_start", "message": head})
-        pieces = self._reader.read(delta.text)
-        if delta.finish_reason is not None:
-            pieces += self._reader.end()
+        pieces = self._reader.read(delta.text, is_last=delta.finish_reason is not None)
         found = [event for piece in pieces for event in self._blocks.add(piece)]
-        if self._is_plain and found:
+        if self._reader.is_plain and found:
             self._template = self._blocks.template()
         return _sent([*begun, *found])
 
@@ -167,56 +148,38 @@ class MessageForm:
         return "tool_use" if self._reader.num_calls else "end_turn"
 
 
-class MessageBlocks:
-    """The blocks of an answer, as events: a piece continues the block that is open, or ends it and begins another.
-    White space between two blocks is in neither."""
+class MessageBlocks(AnswerBlocks):
+    """The blocks of an answer, as events."""
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
+        super().__init__()
         self._shows_thinking = shows_thinking
-        self._index = -1
-        self._open = ""  # the type of the open block, "" if there is none
-
-    def add(self, piece: Piece) -> list[dict[str, Any]]:
-        """The events of a piece."""
-        match piece:
-            case Content(text):
-                if self._open != "text" and self._index >= 0:
-                    text = text.lstrip()
-                return [*self._in({"type": "text", "text": ""}), self._delta("text", text)] if text else []
-            case Reasoning(text):
-                begun = self._in({"type": "thinking", "thinking": "", "signature": ""})
-                return [*begun, self._delta("thinking", text)] if self._shows_thinking else begun
-            case CallBegun(_, name):
-                called = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": {}}
-                return [*self.end(), *self._in(called)]
-            case CallArguments(_, text):
-                return [self._delta("input_json", text, "partial_json")]
-
-    def end(self) -> list[dict[str, Any]]:
-        """The end of the open block."""
-        if not self._open:
-            return []
-        signed = [self._delta("signature", SIGNATURE)] if self._open == "thinking" else []
-        self._open = ""
-        return [*signed, {"type": "content_block_stop", "index": self._index}]
 
     def template(self) -> EventTemplate:
         """Events with more text in the open block."""
         hole = uuid.uuid4().hex
         return EventTemplate(self._delta("text", hole), hole, name=b"content_block_delta")
 
-    def _in(self, block: dict[str, Any]) -> list[dict[str, Any]]:
-        """The events after which a block of this type is open; `block` is its beginning."""
-        if self._open == block["type"]:
-            return []
-        ended = self.end()
-        self._index += 1
-        self._open = block["type"]
-        return [*ended, {"type": "content_block_start", "index": self._index, "content_block": block}]
+    def _begun(self, kind: type[Piece], name: str) -> list[Event]:
+        block: Event = {"type": "text", "text": ""}
+        if kind is Reasoning:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif kind is CallBegun:
+            block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": {}}
+        return [{"type": "content_block_start", "index": self.num_begun - 1, "content_block": block}]
 
-    def _delta(self, kind: str, text: str, name: str = "") -> dict[str, Any]:
+    def _grown(self, text: str, logprobs: Sequence[Event] = ()) -> list[Event]:
+        if self._open is Reasoning:
+            return [self._delta("thinking", text)] if self._shows_thinking else []
+        return [self._delta("text", text) if self._open is Content else self._delta("input_json", text, "partial_json")]
+
+    def _ended(self, status: str) -> list[Event]:
+        signed = [self._delta("signature", SIGNATURE)] if self._open is Reasoning else []
+        return [*signed, {"type": "content_block_stop", "index": self.num_begun - 1}]
+
+    def _delta(self, kind: str, text: str, name: str = "") -> Event:
         delta = {"type": f"{kind}_delta", name or kind: text}
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return {"type": "content_block_delta", "index": self.num_begun - 1, "delta": delta}
 
 
 def content_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

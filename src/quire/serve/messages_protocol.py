@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from quire.errors import InvalidInput, UnknownThread
+from quire.errors import UnknownThread
 from quire.grammar import json_schema
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.conversation import BETWEEN, Conversation, Tool, ToolChoice, chosen_tool, joined
-from quire.serve.errors import BadField
+from quire.serve.errors import BadField, naming
 from quire.serve.protocol import (
     MOST_CALLS,
     MOST_MESSAGES,
@@ -29,6 +29,7 @@ from quire.serve.protocol import (
     StopText,
     Text,
     ToolName,
+    drawn,
     few_parts,
     field,
     only,
@@ -227,12 +228,7 @@ class ToolDefinition(Marked):
 
     def tool(self) -> Tool:
         """The tool as every dialect has it."""
-        return Tool(
-            name=self.name,
-            description=self.description or "",
-            parameters=self.input_schema,
-            strict=bool(self.strict),
-        )
+        return Tool.of(self.name, self.description, self.input_schema, self.strict)
 
 
 class ChoiceOfTools(ClosedObject):
@@ -387,12 +383,9 @@ class MessagesBody(CountBody):
 
     def params(self) -> SamplingParams:
         """How its tokens are drawn."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         form = self.output_format or (self.output_config.format if self.output_config else None)
         if form is not None:
-            given["grammar"] = json_schema(form.schema_)
-        try:
-            return SamplingParams(max_tokens=self.max_tokens, stop=self.stop_sequences or [], **given)
-        except InvalidInput as error:
-            name = error.message.partition(" ")[0]
-            raise BadField(error.message, param=_NAMES.get(name, name), fix=error.fix) from None
+            with naming("output_format" if self.output_format else "output_config.format.schema"):
+                given["grammar"] = json_schema(form.schema_)
+        return drawn(_NAMES, max_tokens=self.max_tokens, stop=self.stop_sequences or [], **given)

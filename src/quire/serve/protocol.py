@@ -232,6 +232,17 @@ class RequestBody(BaseModel):
                 )
 
 
+def drawn(names: Mapping[str, str], **fields: Any) -> SamplingParams:
+    """How tokens are drawn. Raises BadField for a wrong value, by the name that `names` has for the field here."""
+    try:
+        return SamplingParams(**fields)
+    except InvalidInput as error:
+        name = error.message.partition(" ")[0]
+        if name not in fields:
+            raise
+        raise BadField(error.message, param=names.get(name, name), fix=error.fix) from None
+
+
 class GenerationBody(RequestBody, FormFields):
     """What both endpoints of OpenAI share.
 
@@ -297,13 +308,7 @@ class GenerationBody(RequestBody, FormFields):
         given = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"logit_bias": self._logit_bias(), "grammar": self.grammar()}
         fields = {name: value for name, value in (given | more).items() if value is not None or name in more}
-        try:
-            return SamplingParams(**fields)
-        except InvalidInput as error:
-            param = error.message.partition(" ")[0]
-            if param in fields:
-                raise BadField(error.message, param=param, fix=error.fix) from None
-            raise
+        return drawn({}, **fields)
 
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -452,12 +457,7 @@ class ToolBody(ClosedObject):
     def tool(self) -> Tool:
         """The tool as every dialect has it."""
         function = self.function
-        return Tool(
-            name=function.name,
-            description=function.description or "",
-            parameters=function.parameters or {},
-            strict=bool(function.strict),
-        )
+        return Tool.of(function.name, function.description, function.parameters, function.strict)
 
 
 class ChosenFunction(ClosedObject):

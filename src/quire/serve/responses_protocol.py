@@ -7,17 +7,16 @@ ignored because it changes no answer of this server, or refused by name.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire import grammar
-from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.conversation import Conversation, Tool, ToolChoice, call_of, chosen_tool, joined
-from quire.serve.errors import BadField
+from quire.serve.errors import BadField, naming
 from quire.serve.protocol import (
     MOST_CALLS,
     MOST_MESSAGES,
@@ -30,10 +29,10 @@ from quire.serve.protocol import (
     TemplateVariables,
     Text,
     ToolName,
+    drawn,
     field,
     only,
 )
-from quire.spec.grammar import Grammar
 
 REFUSED: Mapping[str, tuple[object, ...]] = dict.fromkeys(
     ("background", "conversation", "moderation", "personality", "previous_response_id", "prompt"), NOTHING
@@ -314,12 +313,12 @@ class ResponsesBody(RequestBody):
         given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.includes(LOGPROBS):
             given["logprobs"] = self.top_logprobs or 0
-        given["grammar"] = _grammar(self.format)
-        try:
-            return SamplingParams(max_tokens=self.max_output_tokens, **given)
-        except InvalidInput as error:
-            name = error.message.partition(" ")[0]
-            raise BadField(error.message, param=_NAMES.get(name, name), fix=error.fix) from None
+        with naming("text.format.schema"):
+            if self.format.type == "json_schema":
+                given["grammar"] = grammar.json_schema(self.format.schema_ or {})
+            elif self.format.type == "json_object":
+                given["grammar"] = grammar.json_object()
+        return drawn(_NAMES, max_tokens=self.max_output_tokens, **given)
 
     def conversation(self) -> Conversation:
         """The conversation as every dialect has it."""
@@ -335,7 +334,8 @@ class ResponsesBody(RequestBody):
 
     def _offered(self) -> tuple[list[Tool], ToolChoice]:
         """The tools of which the prompt tells, and which of them to call. Raises BadField for the name of none."""
-        tools = list(_functions(self.tools or ()))
+        functions = [each for each in self.tools or () if each.type == "function"]
+        tools = [Tool.of(each.name or "", each.description, each.parameters, each.strict) for each in functions]
         match self.tool_choice:
             case ChoiceItem(type="allowed_tools"):
                 names = [chosen_tool(each.name or "", tools).name for each in self.tool_choice.tools or ()]
@@ -354,24 +354,3 @@ class ResponsesBody(RequestBody):
         effort = self.reasoning and self.reasoning.effort
         chosen: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
         return chosen | ({"enable_thinking": False} if effort == "none" else {}) | (self.chat_template_kwargs or {})
-
-
-def _functions(tools: Iterable[ToolItem]) -> Iterator[Tool]:
-    for each in tools:
-        if each.type == "function":
-            assert each.name is not None, "a function has a name"
-            yield Tool(
-                name=each.name,
-                description=each.description or "",
-                parameters=each.parameters or {},
-                strict=bool(each.strict),
-            )
-
-
-def _grammar(form: TextFormat) -> Grammar | None:
-    try:
-        if form.type == "json_schema":
-            return grammar.json_schema(form.schema_ or {})
-        return grammar.json_object() if form.type == "json_object" else None
-    except InvalidInput as error:
-        raise BadField(error.message, param="text.format.schema", fix=error.fix) from None

@@ -15,12 +15,10 @@ from starlette.responses import Response
 
 from quire.client.async_engine import Prompt
 from quire.client.output import CompletionOutput, SequenceDelta
-from quire.errors import QuireError
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answers import generated
-from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField
-from quire.serve.generation import Generation, Service, answer, notes
+from quire.serve.generation import AnswerForm, Generation, Service, answer, notes
 from quire.serve.protocol import (
     MOST_IDS,
     MOST_STOPS,
@@ -33,7 +31,7 @@ from quire.serve.protocol import (
     TokenId,
     field,
 )
-from quire.serve.sse import DONE, event
+from quire.serve.sse import event
 
 NEW_TOKENS = 128
 """Tokens that SGLang generates if a request does not say how many."""
@@ -92,7 +90,7 @@ class GenerateBody(RequestBody):
         return given[0]
 
 
-class GenerateForm:
+class GenerateForm(AnswerForm):
     """The form of the answer: one object, in a stream once for each event."""
 
     kind = "gen-"
@@ -107,19 +105,8 @@ class GenerateForm:
         """The text and the tokens, with what they took."""
         return self._with(generation, outputs[0])
 
-    def events(self, generation: Generation, found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+    def events(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:
         """The answer so far."""
-        return b"".join([self._event(generation, delta) for _, delta in found])
-
-    def end(self, generation: Generation) -> bytes:
-        """Nothing more."""
-        return DONE
-
-    def failure(self, generation: Generation, error: QuireError) -> bytes:
-        """The error."""
-        return OPENAI.last_events(OPENAI.body(error, ""))
-
-    def _event(self, generation: Generation, delta: SequenceDelta) -> bytes:
         answer, num = self._with(generation, delta), len(self._ids)
         if delta.finish_reason is None and num - self._num_sent < num // 256:
             return b""
@@ -160,6 +147,6 @@ def generate_router(service: Service) -> APIRouter:
         body.check()
         params = body.sampling_params.params(0 if body.return_logprob else None)
         terms = body.terms(service.deadline(body.timeout_s))
-        return await answer(service, request, [body.prompt()], params, terms, GenerateForm(), stream=bool(body.stream))
+        return await answer(service, request, [body.prompt()], params, terms, GenerateForm(), stream=body.stream)
 
     return router
