@@ -11,10 +11,11 @@ import pytest
 
 from quire.counters import plain
 from quire.engine.messages import EngineRequest, prompt_bytes
-from quire.errors import InvalidInput
-from quire.grammar import choice, compiler, json_object, json_schema, lark, regex
+from quire.errors import InvalidInput, Overloaded
+from quire.grammar import choice, compiler, json_object, json_schema, lark, matcher, part, regex
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.grammar import Grammar
 from tests.engine import grammars
 from tests.engine.grammars import CHAIN, FORMS, TREE, bundled, bundled_core, check_same, outputs_of, params, prompts
 from tests.engine.running import add, run
@@ -119,6 +120,58 @@ REFUSED = {
 }
 
 
+def _nested(count: int) -> Any:
+    """A schema whose objects are in each other by references."""
+    defs: dict[str, Any] = {f"d{at}": _object({"$ref": f"#/$defs/d{at + 1}"}) for at in range(count)}
+    return {"$defs": defs | {f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def _object(inner: object) -> object:
+    return {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [json_schema(_nested(1000)), lark("start: A\nA: " + " & ".join(f"/.*{each}.*/" for each in range(1000)))],
+    ids=["overflows the stack", "takes minutes"],
+)
+def test_a_trial_ends_and_the_engine_does_not(form: Grammar) -> None:
+    core = bundled_core()
+    with pytest.raises(InvalidInput, match="the grammar takes over"):
+        outputs_of(core, "x", SamplingParams(grammar=form))
+    assert outputs_of(core, "x", SamplingParams(grammar=choice(["yes"])))[-1].finish_reason == "stop"
+    core.close()
+
+
+def test_slow_masks_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "SLOW_S", 0.0)
+    monkeypatch.setattr(part, "MASK_S", 0.0)
+    end = outputs_of(bundled_core(), "x", SamplingParams(grammar=choice(["yes"])))[-1]
+    assert end.finish_reason == "error" and "its masks take too long" in end.error
+
+
+def test_an_owner_has_few_places_of_grammars_that_wait() -> None:
+    goes_on = threading.Event()
+
+    def content() -> None:
+        goes_on.wait(60)
+
+    made = compiler.Compiler(content, 100, [0])
+    try:
+        for each in range(compiler.MOST_PENDING_OF_ONE):
+            made.compile(regex(f"a{each}"), "a")
+        with pytest.raises(Overloaded, match="4 of them this client's"):
+            made.compile(regex("b"), "a")
+        made.compile(regex("b"), "b")
+        for each in range(compiler.MOST_PENDING - compiler.MOST_PENDING_OF_ONE - 1):
+            made.compile(regex(f"c{each}"))
+        with pytest.raises(Overloaded, match="16 grammars wait"):
+            made.compile(regex("d"), "d")
+    finally:
+        goes_on.set()
+        made.close()
+
+
 def test_too_many_optional_properties() -> None:
     schema = {"type": "object", "properties": {f"p{each}": {"type": "string"} for each in range(401)}}
     with pytest.raises(InvalidInput, match="401 properties at #"):
@@ -138,8 +191,8 @@ def test_refused_when_it_arrives(name: str) -> None:
 
 
 def test_one_that_cannot_go_on_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = compiler.LLParserLimits(max_items_in_row=30, verbose_errors=False)
-    monkeypatch.setattr(compiler, "_limits", lambda: limits)
+    limits = matcher.LLParserLimits(max_items_in_row=30, verbose_errors=False)
+    monkeypatch.setattr(matcher, "limits", lambda: limits)
     core, (_, tokenizer) = bundled_core(), bundled()
     hard = SamplingParams(grammar=lark('start: s "!"\ns: s s | "a"'), max_tokens=60, logit_bias={_id("!"): -100.0})
     many = {"hard": hard, "easy": SamplingParams(grammar=choice(["yes"])), "plain": SamplingParams(max_tokens=20)}

@@ -36,6 +36,7 @@ from quire.engine.tier_storage import Storage, open_tiers
 from quire.engine.tiers import EngineTiers, build_memory, lower_frames, offloads_of, open_tiers_of, tier_parts
 from quire.engine.transfer import identity_of, open_transfer, set_role, transfer_parts
 from quire.errors import InvalidInput, QuireError
+from quire.grammar.part import PATIENCE_S
 from quire.loop import ForwardPart, Loop, Part
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
@@ -226,7 +227,7 @@ class EngineCore:
         if request.params.grammar is None:
             self.loop.add(request)
             return None
-        return Later(poll=self.grammars.add(request), until_s=time.monotonic() + self.grammars.patience_s)
+        return Later(poll=self.grammars.add(request), until_s=time.monotonic() + PATIENCE_S)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         """End a sequence at any moment; unknown and finished ids are ignored. Its last output has the reason "abort".

@@ -1,28 +1,27 @@
-"""Compiler: llguidance's matchers of grammars, made in threads and kept for requests that ask for the same."""
+"""Compiler: llguidance's matchers of grammars, made in a thread and kept for requests that ask for the same."""
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from quire.counters import counter, gauge
 from quire.errors import InvalidInput, Overloaded
-from quire.spec.grammar import WHITE_SPACE, Grammar
+from quire.grammar.matcher import compiled
+from quire.grammar.trial import Trial
+from quire.spec.grammar import Grammar
 
 MOST_KEPT = 64
 MOST_KEPT_CHARACTERS = 1 << 20
 """Compiled grammars that are kept, and characters of their texts together."""
 
-NUM_THREADS = 2
 MOST_PENDING = 16
-"""Grammars that may be in hand or wait for a thread."""
-
-_MOST_MESSAGE = 300
+MOST_PENDING_OF_ONE = 4
+"""Grammars that may be in hand or wait for the thread: of all, and of one owner."""
 
 
 @dataclass(kw_only=True)
@@ -45,21 +44,25 @@ class Compiler:
         self._vocabulary = vocabulary
         self._eos = list(eos)
         self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-grammar")
-        self._tokenizer: LLTokenizer | None = None
-        self._loading = threading.Lock()
+        self._pending: dict[Future[LLMatcher], str] = {}  # with who asked for it first
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
+        self._tokens: tuple[LLTokenizer, Trial] | None = None
 
-    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
+    def compile(self, grammar: Grammar, owner: str = "") -> Future[LLMatcher]:
         """Its matcher at the start, for `deep_copy`. The future raises InvalidInput for a grammar that cannot be
-        compiled, allows no token or is too complex."""
+        compiled, allows no token or is too complex. Raises Overloaded if too many wait, of all or of a named owner."""
         found = self._kept.get(grammar)
         if found is not None:
             self._kept.move_to_end(grammar)
             self.totals.cache_hits += 1
             return found
-        if self.num_pending >= MOST_PENDING:
-            raise Overloaded(f"{self.num_pending} grammars wait to be compiled.", retry_after_s=1.0)
-        found = self._kept[grammar] = self._threads.submit(self._compiled, grammar)
+        self._pending = {future: who for future, who in self._pending.items() if not future.done()}
+        own = sum(bool(owner) and who == owner for who in self._pending.values())
+        if len(self._pending) >= MOST_PENDING or own >= MOST_PENDING_OF_ONE:
+            of = f", {own} of them this client's" if own else ""
+            raise Overloaded(f"{len(self._pending)} grammars wait to be compiled{of}.", retry_after_s=1.0)
+        found = self._kept[grammar] = self._thread.submit(self._compiled, grammar)
+        self._pending[found] = owner
         self.totals.compiled += 1
         while len(self._kept) > MOST_KEPT or sum(len(each.text) for each in self._kept) > MOST_KEPT_CHARACTERS:
             done = next((each for each, future in self._kept.items() if future.done()), None)
@@ -68,60 +71,30 @@ class Compiler:
             del self._kept[done]
         return found
 
-    @property
-    def num_pending(self) -> int:
-        """Grammars that are being compiled, or wait for it."""
-        return sum(not future.done() for future in self._kept.values())
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it has its tokenizer."""
-        return self._tokenizer is not None
-
     def counters(self) -> CompilerCounters:
         """Counters now."""
         return replace(self.totals, kept=len(self._kept))
 
     def close(self) -> None:
-        """Threads end with the grammar that they have."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """The thread ends with the grammar that it has."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._tokens is not None:
+            self._tokens[1].close()
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
-        try:
-            matcher = LLMatcher(self._tokens(), _source(grammar), log_level=0, limits=_limits())
-        except ValueError as error:  # no JSON
-            raise InvalidInput(f"the grammar cannot be read: {error}.") from None
-        first = b"" if matcher.is_error() else matcher.compute_bitmask()
-        message = " ".join(matcher.get_error().split())
-        if message.startswith("NoExtension") or not (message or any(first)):
-            raise InvalidInput("the grammar allows no text.")
-        if message:
-            raise InvalidInput(f"the grammar is not supported: {message[:_MOST_MESSAGE]}.", fix="simplify it.")
-        return matcher
+        tokens, trial = self._loaded()
+        trial.check(grammar)
+        return compiled(tokens, grammar)
 
-    def _tokens(self) -> LLTokenizer:
-        with self._loading:
-            if self._tokenizer is None:
-                content = self._load()
-                if content is None or not self._eos:
-                    what = "end-of-sequence token" if content is not None else "tokenizer of the tokenizers library"
-                    raise InvalidInput(f"a grammar needs an {what}, which this model lacks.", fix="leave it out.")
-                try:
-                    self._tokenizer = LLTokenizer(content, n_vocab=self._vocabulary, eos_token=self._eos)
-                except ValueError as error:
-                    raise InvalidInput(f"grammars cannot use the tokenizer of this model: {error}.") from None
-            return self._tokenizer
-
-
-def _source(grammar: Grammar) -> str:
-    if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITE_SPACE})
-    if grammar.kind == "lark" and grammar.text.lstrip().startswith("{"):
-        raise ValueError("it begins with a brace")  # llguidance would read its own JSON
-    made = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
-    return made(grammar.text)
-
-
-def _limits() -> LLParserLimits:
-    """Limits of one grammar: of the work of its lexer in a step, and of the states that it keeps."""
-    return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
+    def _loaded(self) -> tuple[LLTokenizer, Trial]:
+        if self._tokens is None:
+            content = self._load()
+            if content is None or not self._eos:
+                what = "end-of-sequence token" if content is not None else "tokenizer of the tokenizers library"
+                raise InvalidInput(f"a grammar needs an {what}, which this model lacks.", fix="leave it out.")
+            try:
+                tokens = LLTokenizer(content, n_vocab=self._vocabulary, eos_token=self._eos)
+            except ValueError as error:
+                raise InvalidInput(f"grammars cannot use the tokenizer of this model: {error}.") from None
+            self._tokens = tokens, Trial(content, self._vocabulary, self._eos)
+        return self._tokens

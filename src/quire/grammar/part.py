@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
 from quire.cache.running import Rows
 from quire.counters import Section, counter, gauge
 from quire.errors import InvalidInput, Overloaded, QuireError
-from quire.grammar.compiler import NUM_THREADS, Compiler
+from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import Matcher
 from quire.loop import End, ForwardPart, Loop, Part
 from quire.loop.part import Launched
@@ -22,11 +22,12 @@ from quire.scheduler.request import Request
 from quire.scheduler.step import Places, Step
 from quire.spec.ids import Ids
 
-COMPILE_S = 1.0
-"""Time in which a grammar is compiled, or refused, beside that of those before it."""
+PATIENCE_S = 60.0
+"""Time for a grammar to be compiled, behind others, and for the first one to load the tokenizer."""
 
-LOAD_S = 60.0
-"""Time for the first one to load the tokenizer too."""
+MASK_S = 0.01
+SLOW_S = 0.2
+"""A request's masks may take so long each, on the average, and so much more together."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,6 @@ class GrammarPart(Part, ForwardPart):
         self._eos = frozenset(eos)
         self._matchers: dict[Request, Matcher] = {}
         self._waiting: dict[str, Request] = {}  # requests whose grammar is being compiled
-        self._executor = LLExecutor(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._filling: Future[tuple[Rows, Ids] | None] | None = None  # masks of the step that is being launched
         self._failed: list[tuple[Request, QuireError]] = []
@@ -66,7 +66,7 @@ class GrammarPart(Part, ForwardPart):
         """Queue a request when its grammar is compiled. The result is for `Later`: it raises what `Loop.add` does, and
         InvalidInput for a grammar that is refused."""
         assert request.params.grammar is not None
-        compiled = self._compiler.compile(request.params.grammar)
+        compiled = self._compiler.compile(request.params.grammar, request.owner)
         self._waiting[request.request_id] = request
 
         def poll(waits: bool) -> bool | None:
@@ -80,23 +80,14 @@ class GrammarPart(Part, ForwardPart):
 
         return poll
 
-    @property
-    def patience_s(self) -> float:
-        """Seconds that a request waits for its grammar."""
-        return COMPILE_S * (1 + self._compiler.num_pending // NUM_THREADS) + (
-            0.0 if self._compiler.is_loaded else LOAD_S
-        )
-
     def drop(self, request_id: str) -> None:
         """A request whose grammar is being compiled never begins."""
         self._waiting.pop(request_id, None)
 
     def _begin(self, request: Request, compiled: Future[LLMatcher]) -> None:
         try:
-            if not (compiled.done() or compiled.running()):
-                raise Overloaded("the grammar waited too long to be compiled.", retry_after_s=1.0)
             if not compiled.done():
-                raise InvalidInput(f"the grammar was not compiled within {COMPILE_S:g} s.", fix="simplify it.")
+                raise Overloaded("the grammar waited too long to be compiled.", retry_after_s=1.0)
             self._matchers[request] = Matcher(compiled.result(), self._eos)
         except QuireError:
             self._compiler.totals.refused += 1
@@ -155,36 +146,35 @@ class GrammarPart(Part, ForwardPart):
         bits: Ids = np.full((len(rows), self._words), -1, dtype=np.int32)
         owners = step.drawers[rows]
         firsts = np.flatnonzero(np.diff(owners, prepend=-1))
-        single: list[tuple[LLMatcher, int]] = []
         for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True):
             request, work = places.requests[rows[first]], int(owners[first])
             matcher = self._matchers.get(request)
             if matcher is None:
                 continue  # the request has ended since
             pending = int(places.outputs[rows[first]]) > request.num_outputs
+            since = time.thread_time()
             matcher.advance(request.output_tokens, [late[work]] if pending else ())
-            if matcher.has_ended:
-                continue
-            if stop > first + 1:
-                self._fill_drafts(step, matcher, rows[first:stop], bits[first:stop])
-            else:
-                single.append((matcher.state, first))
-        if single:
-            self._executor.unsafe_compute_mask_ptr(single, bits.ctypes.data, bits.strides[0], len(bits))
+            if not matcher.has_ended:
+                self._fill_rows(step, matcher, rows[first:stop], bits[first:stop])
+            matcher.mask_s += time.thread_time() - since
+            matcher.num_masks += stop - first
         self._check(places, rows[firsts], np.logical_and.reduceat(bits.any(axis=1), firsts))
         self._counted.masks += len(rows)
         self._counted.mask_seconds += time.perf_counter() - began
         return rows, bits
 
-    def _fill_drafts(self, step: Step, matcher: Matcher, rows: Rows, bits: Ids) -> None:
+    def _fill_rows(self, step: Step, matcher: Matcher, rows: Rows, bits: Ids) -> None:
         """The masks of the draws of one work, the first of them after its known tokens, the others after drafts."""
-        places = step.draws[rows]
-        parents = None if step.parents is None else _parents(places, step.parents)
+        first, size = bits.ctypes.data, bits.strides[0]
 
         def fill(row: int) -> None:
-            matcher.state.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits.strides[0])
+            matcher.state.unsafe_compute_mask_ptr(first + row * size, size)
 
         fill(0)
+        if len(rows) == 1:
+            return
+        places = step.draws[rows]
+        parents = None if step.parents is None else _parents(places, step.parents)
         matcher.visit(step.tokens[places[1:]].tolist(), parents, lambda draft: fill(draft + 1))
 
     def _check(self, places: Places, rows: Rows, some: Any) -> None:
@@ -192,9 +182,12 @@ class GrammarPart(Part, ForwardPart):
         for row, allows in zip(rows.tolist(), some.tolist(), strict=True):
             request = places.requests[row]
             matcher = self._matchers.get(request)
-            if matcher is None or (allows and not matcher.state.is_error()):
+            if matcher is None:
                 continue
-            reason = matcher.error() or "no token continues it"
+            is_slow = matcher.mask_s > SLOW_S + MASK_S * matcher.num_masks
+            if allows and not is_slow and not matcher.state.is_error():
+                continue
+            reason = matcher.error() or ("its masks take too long" if is_slow else "no token continues it")
             self._failed.append((request, InvalidInput(f"the grammar cannot go on: {reason}.", fix="simplify it.")))
 
     def counters(self) -> list[Section]:
