@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +18,7 @@ import pytest
 from quire.counters import plain
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.errors import InvalidInput, Overloaded
-from quire.grammar import choice, compiler, json_object, json_schema, lark, matcher, part, regex
+from quire.grammar import choice, compiler, json_object, json_schema, lark, part, regex, trial
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.grammar import Grammar
@@ -143,6 +149,53 @@ def test_a_trial_ends_and_the_engine_does_not(form: Grammar) -> None:
     core.close()
 
 
+def test_a_trial_whose_process_was_killed_has_another() -> None:
+    tried = trial.Trial(*_setup())
+    tried.check(choice(["yes"]))
+    tried._process.kill()
+    tried._process.wait()
+    tried.check(choice(["yes"]))
+    tried.close()
+
+
+def test_a_trial_ends_with_an_engine_that_is_killed() -> None:
+    code = """if True:
+        import json, sys
+        from quire.grammar import choice, trial
+        tried = trial.Trial(*json.loads(sys.stdin.readline()))
+        tried.check(choice(["yes"]))
+        print(tried._process.pid, flush=True)
+        sys.stdin.read()
+    """
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        engine.stdin.write(json.dumps(_setup()) + "\n")
+        engine.stdin.flush()
+        found = int(engine.stdout.readline())
+        engine.kill()
+    ends = time.monotonic() + 60
+    while _runs(found):
+        assert time.monotonic() < ends, "the trial's process goes on"
+        time.sleep(0.02)
+
+
+def _setup() -> tuple[str, int, list[int]]:
+    model, tokenizer = bundled()
+    content = tokenizer.portable()
+    assert content is not None
+    return content, model.spec.vocab_size, sorted(tokenizer.eos_token_ids)
+
+
+def _runs(process: int) -> bool:
+    """Whether it runs; what has ended and is not waited for does not."""
+    with suppress(OSError):
+        os.kill(process, 0)
+        stat = Path(f"/proc/{process}/stat")
+        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    return False
+
+
 def test_slow_masks_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "SLOW_S", 0.0)
     monkeypatch.setattr(part, "MASK_S", 0.0)
@@ -191,8 +244,8 @@ def test_refused_when_it_arrives(name: str) -> None:
 
 
 def test_one_that_cannot_go_on_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = matcher.LLParserLimits(max_items_in_row=30, verbose_errors=False)
-    monkeypatch.setattr(matcher, "limits", lambda: limits)
+    limits = trial.LLParserLimits(max_items_in_row=30, verbose_errors=False)
+    monkeypatch.setattr(trial, "limits", lambda: limits)
     core, (_, tokenizer) = bundled_core(), bundled()
     hard = SamplingParams(grammar=lark('start: s "!"\ns: s s | "a"'), max_tokens=60, logit_bias={_id("!"): -100.0})
     many = {"hard": hard, "easy": SamplingParams(grammar=choice(["yes"])), "plain": SamplingParams(max_tokens=20)}

@@ -57,5 +57,6 @@ def the_pending_token_is_left_out(patch: Patch) -> None:
 def states_are_shared(patch: Patch) -> None:
     def init(self: Matcher, start: LLMatcher, eos: frozenset[int]) -> None:
         self.state, self.num_outputs, self.has_ended, self._eos = start, 0, False, eos
+        self.num_masks, self.mask_s = 0, 0.0
 
     patch.setattr(Matcher, "__init__", init)

@@ -11,8 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.counters import counter, gauge
 from quire.errors import InvalidInput, Overloaded
-from quire.grammar.matcher import compiled
-from quire.grammar.trial import Trial
+from quire.grammar.trial import Trial, compiled
 from quire.spec.grammar import Grammar
 
 MOST_KEPT = 64

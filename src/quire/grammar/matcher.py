@@ -1,16 +1,12 @@
-"""Matcher: where one sequence is in its grammar; `compiled` is where each begins."""
+"""Matcher: where one sequence is in its grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher
 
-from quire.errors import InvalidInput
-from quire.spec.grammar import WHITE_SPACE, Grammar
 from quire.spec.ids import Ids
-
-_MOST_MESSAGE = 300
 
 
 class Matcher:
@@ -68,32 +64,3 @@ class Matcher:
         if depth:
             self.state.rollback(depth)
         return allowed
-
-
-def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """A matcher at the start. Raises InvalidInput for a grammar that is not supported, or allows no token."""
-    try:
-        matcher = LLMatcher(tokens, _source(grammar), log_level=0, limits=limits())
-    except ValueError as error:  # no JSON
-        raise InvalidInput(f"the grammar cannot be read: {error}.") from None
-    first = b"" if matcher.is_error() else matcher.compute_bitmask()
-    message = " ".join(matcher.get_error().split())
-    if message.startswith("NoExtension") or not (message or any(first)):
-        raise InvalidInput("the grammar allows no text.")
-    if message:
-        raise InvalidInput(f"the grammar is not supported: {message[:_MOST_MESSAGE]}.", fix="simplify it.")
-    return matcher
-
-
-def _source(grammar: Grammar) -> str:
-    if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITE_SPACE})
-    if grammar.kind == "lark" and grammar.text.lstrip().startswith("{"):
-        raise ValueError("it begins with a brace")  # llguidance would read its own JSON
-    made = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
-    return made(grammar.text)
-
-
-def limits() -> LLParserLimits:
-    """Limits of one grammar: of the work of its lexer in a step, and of the states that it keeps."""
-    return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)

@@ -1,7 +1,7 @@
-"""Trial: a process that compiles each grammar first, in a copy of itself with limits.
+"""Trial: a process that compiles each grammar first, with limits.
 
-llguidance cannot be stopped, and a grammar whose rules are in each other 1,000 times overflows its stack. That ends the
-copy here. The process ends with its standard input.
+llguidance cannot be stopped, and a grammar whose rules are in each other 1,000 times overflows its stack. That ends
+this process, and the next grammar gets another one. A process ends with its standard input. It loads no numpy.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import weakref
 from collections.abc import Sequence
 
 import msgspec
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.errors import InvalidInput
-from quire.grammar.matcher import compiled
-from quire.spec.grammar import Grammar
+from quire.spec.grammar import WHITE_SPACE, Grammar
 
 CPU_S = 0.5
 """Time of a processor in which a grammar is compiled, or refused."""
@@ -27,101 +26,112 @@ CPU_S = 0.5
 STACK_BYTES = 2 << 20
 """Stack of a trial: a quarter of what threads of the engine have, which compile the grammar again."""
 
+_MOST_MESSAGE = 300
+_NICE = 5
+
 
 class Trial:
     """Trials of grammars over the tokens of one tokenizer, one at a time: a caller is one thread."""
 
     def __init__(self, tokenizer: str, vocabulary: int, eos: Sequence[int]) -> None:
+        """The process starts, and is waited for when there is a grammar."""
         self._setup = msgspec.json.encode((tokenizer, vocabulary, eos))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
 
     def check(self, grammar: Grammar) -> None:
         """Raise InvalidInput for a grammar that cannot be compiled within the limits."""
-        question = msgspec.json.encode(grammar)
-        answer = self._answer(question) or self._answer(question)  # the process may have been killed since
+        if self._process.poll() is not None:  # something else has ended it
+            self._start()
+        answer = self._answer(msgspec.json.encode(grammar))
         if not answer:
-            raise InvalidInput("the grammar cannot be tried: the process that does it has ended.")
+            code = self._process.wait()
+            self._start()
+            what = f"takes over {CPU_S:g} s to compile, or its rules are too deep in each other"
+            if code >= 0:
+                what = f"cannot be tried: its process has ended with code {code}"
+            raise InvalidInput(f"the grammar {what}.", fix="simplify it.")
         found = msgspec.json.decode(answer, type=list[str])
         if found:
             raise InvalidInput(found[0], fix=found[1])
 
     def close(self) -> None:
-        """End the process. It may begin again."""
-        if self._process is not None:
-            self._end()
+        """End the process."""
+        self._end()
 
     def _start(self) -> None:
-        self.close()
-        command = [sys.executable, "-W", "ignore", "-m", "quire.grammar.trial"]
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-W", "ignore", "-m", "quire.grammar.trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt of the server lets it finish
         )
         self._end = weakref.finalize(self, _end, self._process)
-        self._send(self._setup)
+        self._unsent = self._setup
 
     def _answer(self, question: bytes) -> bytes:
+        """Its line; none if the process ends instead."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        lines, self._unsent = (self._unsent, question) if self._unsent else (question,), b""
         try:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            self._send(question)
-            assert self._process is not None and self._process.stdout is not None
+            self._process.stdin.write(b"".join(line + b"\n" for line in lines))
+            self._process.stdin.flush()
             return self._process.stdout.readline()
         except OSError:
             return b""
 
-    def _send(self, line: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(line + b"\n")
-        self._process.stdin.flush()
-
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close its pipes, and wait until it has ended."""
+    process.kill()
+    process.communicate()
+
+
+def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """A matcher at the start. Raises InvalidInput for a grammar that is not supported, or allows no token."""
     try:
-        process.communicate()
-    except (OSError, ValueError):
-        process.kill()
-        process.wait()
+        matcher = LLMatcher(tokens, _source(grammar), log_level=0, limits=limits())
+    except ValueError as error:  # no JSON
+        raise InvalidInput(f"the grammar cannot be read: {error}.") from None
+    first = b"" if matcher.is_error() else matcher.compute_bitmask()
+    message = " ".join(matcher.get_error().split())
+    if message.startswith("NoExtension") or not (message or any(first)):
+        raise InvalidInput("the grammar allows no text.")
+    if message:
+        raise InvalidInput(f"the grammar is not supported: {message[:_MOST_MESSAGE]}.", fix="simplify it.")
+    return matcher
+
+
+def _source(grammar: Grammar) -> str:
+    if grammar.kind == "json":
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITE_SPACE})
+    if grammar.kind == "lark" and grammar.text.lstrip().startswith("{"):
+        raise ValueError("it begins with a brace")  # llguidance would read its own JSON
+    made = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
+    return made(grammar.text)
+
+
+def limits() -> LLParserLimits:
+    """Limits of one grammar: of the work of its lexer in a step, and of the states that it keeps."""
+    return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
 
 
 def main() -> None:
     """Answer each grammar with why it is refused; with an empty list if it is not."""
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     tokenizer, vocabulary, eos = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int, list[int]])
     tokens = LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=eos)
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(_tried(tokens, msgspec.json.decode(line, type=Grammar)) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-def _tried(tokens: LLTokenizer, grammar: Grammar) -> bytes:
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+        refusal: Sequence[str] = ()
         try:
-            os.write(writes, msgspec.json.encode(_refusal(tokens, grammar)))
-        finally:
-            os._exit(0)
-    os.close(writes)
-    with open(reads, "rb") as pipe:
-        found = pipe.read()
-    os.waitpid(child, 0)
-    message = f"the grammar takes over {CPU_S:g} s to compile, or its rules are too deep in each other."
-    return found or msgspec.json.encode((message, "simplify it."))
-
-
-def _refusal(tokens: LLTokenizer, grammar: Grammar) -> Sequence[str]:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
-    try:
-        compiled(tokens, grammar)
-    except InvalidInput as error:
-        return error.message, error.fix
-    return ()
+            compiled(tokens, msgspec.json.decode(line, type=Grammar))
+        except InvalidInput as error:
+            refusal = error.message, error.fix
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(msgspec.json.encode(refusal) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
