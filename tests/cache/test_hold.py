@@ -40,7 +40,7 @@ def compute(cache: KVCache, text: str) -> None:
 def path(cache: KVCache, text: str) -> Hold:
     match = cache.tree.match(Namespace(), tokens(text))
     lease = cache.tree.pin_path(match, match.num_pages)
-    return cache.parts.holds.add(Reason.TRANSFER, lease=lease, label="peer")
+    return cache.parts.holds.add(Reason.SAVE, lease=lease)
 
 
 def test_a_held_path_is_not_evicted_and_its_holder_is_named() -> None:
@@ -49,7 +49,7 @@ def test_a_held_path_is_not_evicted_and_its_holder_is_named() -> None:
     hold = path(cache, "abcd")
     assert cache.evict(9) == 0
     kv = cache.begin(tokens("uvwxyz"))
-    with pytest.raises(OutOfPages, match="beside 1 transfer to a peer"):
+    with pytest.raises(OutOfPages, match="beside 1 save"):
         cache.extend([kv], [6])
     cache.audit()
     cache.parts.holds.release(hold)
@@ -80,27 +80,8 @@ def test_a_hold_is_released_once() -> None:
     compute(cache, "ab")
     hold = path(cache, "ab")
     cache.parts.holds.release(hold)
-    with pytest.raises(LeaseError, match="transfer to a peer was released twice"):
+    with pytest.raises(LeaseError, match="save was released twice"):
         cache.parts.holds.release(hold)
-
-
-def test_private_pages_stay_until_their_hold_is_released() -> None:
-    """A transfer reads pages of a running request that ends meanwhile."""
-    cache = cache_of(4)
-    kv = cache.begin(tokens("abcdef"))
-    cache.extend([kv], [6])
-    pages = cache.rows.page_ids(kv)
-    first = cache.parts.holds.add(Reason.TRANSFER, private=pages[:2])
-    second = cache.parts.holds.add(Reason.TRANSFER, private=pages[1:2])
-    cache.finish(kv)
-    cache.audit()
-    assert cache.parts.holds.waiting == sorted(pages[:2].tolist()) and cache.pages.num_free_pages == 2
-    cache.parts.holds.release(first)
-    cache.audit()
-    assert cache.parts.holds.waiting == [int(pages[1])] and cache.pages.num_free_pages == 3
-    cache.parts.holds.release(second)
-    cache.audit()
-    assert cache.pages.num_free_pages == 4 and not cache.parts.holds._live
 
 
 def test_held_frames_are_not_reclaimed() -> None:
@@ -122,20 +103,18 @@ def check_holds() -> None:
     """All of the above."""
     test_a_held_path_is_not_evicted_and_its_holder_is_named()
     test_a_hold_is_released_once()
-    test_private_pages_stay_until_their_hold_is_released()
     test_held_frames_are_not_reclaimed()
     check_missing_frames()
 
 
 class HoldsBesideCounts(RuleBasedStateMachine):
-    """Random holds on cached paths and private pages, beside the pages that they should keep."""
+    """Random holds on cached paths, beside a running request and the pages that they should keep."""
 
     @initialize()
     def start(self) -> None:
         self.cache = cache_of(12)
         self.kv = self.cache.begin(tokens("0123456789"))
         self.cache.extend([self.kv], [10])
-        self.private = self.cache.rows.page_ids(self.kv)
         self.running = True
         self.holds: list[tuple[Hold, set[int]]] = []
 
@@ -153,13 +132,6 @@ class HoldsBesideCounts(RuleBasedStateMachine):
     def hold_path(self, text: str) -> None:
         hold = path(self.cache, text)
         self.holds.append((hold, set(self.cache.tree.match(Namespace(), tokens(text)).pages.tolist())))
-
-    @precondition(lambda self: self.running)
-    @rule(some=st.sets(st.integers(0, 4), min_size=1))
-    def hold_private(self, some: set[int]) -> None:
-        pages = self.private[sorted(some)]
-        hold = self.cache.parts.holds.add(Reason.TRANSFER, private=pages)
-        self.holds.append((hold, set(pages.tolist())))
 
     @precondition(lambda self: self.running)
     @rule()

@@ -53,7 +53,7 @@ def test_the_tree_is_walked_only_after_a_lease_was_released(cache: KVCache, monk
     monkeypatch.setattr(RadixCache, "nodes", lambda tree: walks.append(tree) or real(tree))
     containment = Containment(cache.parts)
     match = cache.tree.match(cache.match(PROMPTS[0]).match.namespace, PROMPTS[0])
-    holds = [cache.parts.holds.add(Reason.TRANSFER, lease=cache.tree.pin_path(match, pages)) for pages in (2, 3)]
+    holds = [cache.parts.holds.add(Reason.SAVE, lease=cache.tree.pin_path(match, pages)) for pages in (2, 3)]
     running = cache.begin(PROMPTS[2])
     containment.add([finding(cache, page) for page in match.pages[1:3].tolist()])
     assert containment.go_on() == 0 and containment.is_waiting

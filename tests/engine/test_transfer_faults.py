@@ -216,7 +216,7 @@ def test_a_want_of_pages_that_the_prompt_lacks_is_refused() -> None:
         side.asked("stranger", Want(1, len(places), (b"", b""), b""))
         until(lambda: not prefill.has_work(), prefill)
         turn(prefill)
-        prefill.transfer.serve()
+        prefill.transfer.before_schedule()
         gone = [send.message for send in told if isinstance(send.message, Gone)]
         assert [each.part for each in gone] == list(range(len(places) + 1))
         assert all("does not have" in each.reason for each in gone), gone

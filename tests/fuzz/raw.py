@@ -50,7 +50,7 @@ def raw_data(cache: KVCache) -> RawData:
         (edges, [lease.node for lease in holds.leases()], sums, tiers),
         (live, rows.pages.tobytes(), lengths),
         [_group(group, holds.readers(group.index, Tier.DEVICE).tolist()) for group in parts.groups],
-        (parts.pages.ids.is_out(_ALL).tobytes(), parts.pages.num_free_pages, holds.waiting, waits),
+        (parts.pages.ids.is_out(_ALL).tobytes(), parts.pages.num_free_pages, waits),
     )
 
 

@@ -32,13 +32,13 @@ class Snapshot:
     """Shares only nodes, leases and request records with the cache. O(pages + nodes).
 
     `edges` are all nodes except the roots, parents first, with their page ids. `moving` pages were released and wait
-    for a step in flight or a hold; `given` is each `GroupRelease` that waits: its group, and the pages to unpin.
+    for a step in flight; `given` is each `GroupRelease` that waits: its group, and the pages to unpin.
     """
 
     def __init__(self, parts: CacheParts) -> None:
         tree, rows, holds = parts.tree, parts.rows, parts.holds
         retired = holds.fences.waiting
-        self.moving = [*holds.waiting, *(page for each in retired for page in each.pages.tolist())]
+        self.moving = [page for each in retired for page in each.pages.tolist()]
         self.moving += [page for withheld in parts.withheld for page in withheld()]
         self.given = [(part.group, part.unpinned.tolist()) for each in retired for part in each.released]
         self.requests = [

@@ -6,25 +6,7 @@ from typing import Any
 
 from quire.cache.hold import Hold, Holds
 from quire.memory.residency import Column
-from quire.spec.ids import Ids
 from tests.mutants.mutants import Patch, mutant
-
-
-@mutant("holds", "pages of a request that ends are handed out again while a transfer still reads them")
-def private_pages_are_not_held(patch: Patch) -> None:
-    patch.setattr(Holds, "free_of", lambda holds, pages: pages)
-
-
-@mutant("holds", "private pages that were held when their request ended are never free again")
-def private_pages_leak(patch: Patch) -> None:
-    real = Holds.free_of
-
-    def free_of(holds: Holds, pages: Ids) -> Ids:
-        free = real(holds, pages)
-        holds._waiting.clear()
-        return free
-
-    patch.setattr(Holds, "free_of", free_of)
 
 
 @mutant("holds", "a hold that is released twice gives back the lease of another one")

@@ -152,7 +152,7 @@ def peers_are_served_inside_a_step(patch: Patch) -> None:
     real = TransferNode.settle
 
     def settle(self: TransferNode) -> Any:
-        self.serve()
+        self.before_schedule()
         return real(self)
 
     patch.setattr(TransferNode, "settle", settle)

@@ -291,7 +291,7 @@ class Auditor:
         cached = self.owner[at] != 0 if self.is_whole else np.zeros(len(out), dtype=np.bool_)
         private = _join(parts.rows.page_ids(kv)[kv.lease.num_pages :] for kv in parts.rows.live.values())
         withheld = [page for pages in parts.withheld for page in pages()]
-        moving = _join([_ids(holds.waiting), _ids(withheld), *(each.pages for each in holds.fences.waiting)])
+        moving = _join([_ids(withheld), *(each.pages for each in holds.fences.waiting)])
         counts = [_count(pages, at, len(out)) for pages in (private, moving)]
         num_owners = counts[0] + counts[1] + cached
         wrong = num_owners != out if self.is_whole else num_owners > out

@@ -2,7 +2,6 @@
 
     a path of the tree        a lease on its end: none of its pages is evicted, in any tier
     frames                    of groups whose frames may go before their pages: that tier does not reclaim them
-    private pages             of a running request: pages that it gives up stay until the hold is released
 
 A running request is a hold of its own kind: it has a lease, and private pages in its row. So is the row that a
 session keeps between two requests (`quire.cache.sessions`). `Holds` lists and counts these, what waits in `Fences`, and
@@ -40,7 +39,6 @@ class Reason(StrEnum):
     READ_AHEAD = "prompt that is read ahead"
     RETAIN = "retention"
     DAMAGE = "damaged prefix"
-    TRANSFER = "transfer to a peer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,12 +52,10 @@ class HeldFrames:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Made by `Holds.add`. `lease` holds a path, if any; `private` are pages of a running request."""
+    """Made by `Holds.add`. `lease` holds a path, if any."""
 
     reason: Reason
-    label: str
     lease: Lease | None
-    private: Ids = field(default_factory=lambda: NO_PAGES)
     frames: tuple[HeldFrames, ...] = ()
     released: bool = False
 
@@ -138,42 +134,20 @@ class Fences:
 
 
 class Holds:
-    """The live holds of one cache, beside its running `requests` and what waits in `fences`.
+    """The live holds of one cache, beside its running `requests` and what waits in `fences`."""
 
-    `free` receives private pages that were released and are not held any more.
-    """
-
-    def __init__(
-        self,
-        tree: RadixCache,
-        table: Residency,
-        requests: Mapping[int, RequestKV],
-        fences: Fences,
-        free: Callable[[Ids], None],
-    ) -> None:
+    def __init__(self, tree: RadixCache, table: Residency, requests: Mapping[int, RequestKV], fences: Fences) -> None:
         self._tree = tree
         self._table = table
         self._requests = requests
         self.fences = fences
-        self._free = free
         self._live: dict[Hold, None] = {}
-        self._private: Counter[int] = Counter()  # holds of each private page
-        self._waiting: set[int] = set()  # held private pages that were released
 
-    def add(
-        self,
-        reason: Reason,
-        frames: Sequence[HeldFrames] = (),
-        *,
-        lease: Lease | None = None,
-        private: Ids = NO_PAGES,
-        label: str = "",
-    ) -> Hold:
+    def add(self, reason: Reason, frames: Sequence[HeldFrames] = (), *, lease: Lease | None = None) -> Hold:
         """Hold these until `release`. The hold owns `lease`. Frames of a retention have a higher rank later."""
-        hold = Hold(reason, label, lease, private)
+        hold = Hold(reason, lease)
         self._live[hold] = None
         self._pin(hold, frames)
-        self._private.update(private.tolist())
         return hold
 
     def change(self, hold: Hold, frames: Sequence[HeldFrames], *, lease: Lease | None = None) -> None:
@@ -195,25 +169,6 @@ class Holds:
         self._unpin(hold.frames)
         if hold.lease is not None:
             self._tree.release(hold.lease)
-        if len(hold.private):
-            self._private.subtract(hold.private.tolist())
-            self._private = +self._private
-            free = [page for page in hold.private.tolist() if page in self._waiting and page not in self._private]
-            self._waiting.difference_update(free)
-            self._free(np.array(free, dtype=np.int32))
-
-    def free_of(self, pages: Ids) -> Ids:
-        """Those of the released pages that nothing holds. The others wait until their hold is released."""
-        if not self._private:
-            return pages
-        held = np.array([page in self._private for page in pages.tolist()], dtype=np.bool_)
-        self._waiting.update(pages[held].tolist())
-        return pages[~held]
-
-    @property
-    def waiting(self) -> list[int]:
-        """Private pages that were released and are still held, ascending."""
-        return sorted(self._waiting)
 
     def leases(self) -> list[Lease]:
         """The leases of running requests, of releases that wait for launched steps, and of live holds."""

@@ -21,7 +21,7 @@ from quire.cache.sessions import Sessions
 from quire.cache.states import GroupCache, StateGroup, StatePieces
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames, usage_of
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import DeviceFrames, FrameGroup, PageFrames, SlotFrames
+from quire.memory.allocator import DeviceFrames, PageFrames, SlotFrames
 from quire.memory.residency import Residency
 from quire.observe.explain import Cause, FromPeer, arrived_tokens
 from quire.plan.budget import MemoryPlan
@@ -87,7 +87,14 @@ class KVCache:
         offload: OffloadFactory = NO_OFFLOAD,
     ) -> None:
         num_pages = plan.num_pages + offload.num_pages(plan)
-        frames = DeviceFrames(_frame_groups(plan), num_pages, plan.page_size, (Tier.DEVICE, *offload.below))
+        frames = DeviceFrames(
+            plan.groups,
+            [plan.frames_of(group) for group in range(len(plan.groups))],
+            num_pages,
+            plan.page_size,
+            tiers=(Tier.DEVICE, *offload.below),
+            on_host=plan.groups_on_host,
+        )
         table = frames.table
         self.plan = plan
         self.page_size = plan.page_size
@@ -120,7 +127,7 @@ class KVCache:
             tree=self.tree,
             rows=self.rows,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
-            holds=Holds(self.tree, table, self.rows.live, self.fences, self._free),
+            holds=Holds(self.tree, table, self.rows.live, self.fences),
             seconds=seconds,
             free=self._free,
             sweep=self._sweep,
@@ -410,7 +417,6 @@ class KVCache:
         self.num_changes += 1
 
     def _free(self, pages: Ids) -> None:
-        pages = self.parts.holds.free_of(pages)
         if len(pages):
             self._growth.free(pages)
 
@@ -420,14 +426,6 @@ def _check_ids(tokens: Ids) -> None:
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
         kind = tokens.dtype if isinstance(tokens, np.ndarray) else type(tokens).__name__
         raise InvalidInput(f"tokens are {kind}, not an int32 array.", fix="pass np.array(tokens, dtype=np.int32).")
-
-
-def _frame_groups(plan: MemoryPlan) -> list[FrameGroup]:
-    found = []
-    for index, group in enumerate(plan.groups):
-        reach, on_host = reach_of(group.reach, plan.page_size), index in plan.groups_on_host
-        found.append(FrameGroup(group.name, plan.frames_of(index), reach.whole, reach.in_place, on_host))
-    return found
 
 
 def _groups_of(plan: MemoryPlan, frames: DeviceFrames, tree: RadixCache, interval: int) -> tuple[GroupCache, ...]:

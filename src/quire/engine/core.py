@@ -55,7 +55,6 @@ from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
 from quire.transfer.handshake import Identity
 from quire.transfer.node import TransferNode
-from quire.transfer.part import TransferPart
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +252,7 @@ class EngineCore:
 
     def has_moves(self) -> bool:
         """Whether pages are on their way between tiers or engines."""
-        return any(part.is_due for part in self.loop.parts if isinstance(part, TiersPart | TransferPart))
+        return any(part.is_due for part in self.loop.parts if isinstance(part, TiersPart | TransferNode))
 
     def close(self) -> None:
         """Stop: pending transfers to a store end, within `STORE_DRAIN_S`, and threads end. May be called twice; no

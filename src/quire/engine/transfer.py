@@ -19,7 +19,6 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.transfer.handshake import Identity, parse_role
 from quire.transfer.node import TransferNode
-from quire.transfer.part import TransferPart
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -33,8 +32,9 @@ def open_transfer(
         return None
     assert config.transfer_secret is not None
     return TransferNode(
-        identity(config.weights_epoch),
+        identity,
         host,
+        epoch=config.weights_epoch,
         role=config.role,
         secret=config.transfer_secret,
         listen=config.transfer_listen,
@@ -55,7 +55,8 @@ def transfer_parts(engine: EngineCore) -> Iterator[Part]:
         def begin(request_id: str, tokens: Ids, namespace: Namespace) -> None:
             engine.add(prompt_for_peer(request_id, tokens, namespace))
 
-        yield TransferPart(engine.transfer, engine.offload.tiers, begin, engine.identity)
+        engine.transfer.tiers, engine.transfer.begin = engine.offload.tiers, begin
+        yield engine.transfer
 
 
 def set_role(engine: EngineCore, role: str) -> str:

@@ -158,7 +158,7 @@ class Tiered(Offloading):
         tiers, parts, pages = self.tiers, self._parts, hit.pages
         missing = tiers.missing(pages)
         if any(map(len, missing)):
-            hold = parts.holds.add(Reason.BEGIN, frames=needed_frames(self._partial, pages), label=label)
+            hold = parts.holds.add(Reason.BEGIN, frames=needed_frames(self._partial, pages))
             try:
                 wanted = list(map(len, missing))
                 parts.reclaim(wanted, label)

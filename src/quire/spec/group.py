@@ -15,6 +15,11 @@ class ReachSpec:
     tokens: int = 0
 
     @property
+    def whole(self) -> bool:
+        """Whether every page is always read, so that a page keeps its frame for as long as it exists."""
+        return self.kind == "full"
+
+    @property
     def in_place(self) -> bool:
         """Whether a request updates one frame in place, instead of writing one for each page."""
         return self.kind == "state"

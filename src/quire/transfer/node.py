@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quire.counters import counter, gauge, labelled
+from quire.counters import Section, counter, gauge, labelled
 from quire.errors import InvalidInput
+from quire.loop import End, Loop, Part
 from quire.memory.host_pool import HostPool
 from quire.offload.tiering import Tiering
+from quire.scheduler.request import Request as EngineRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
@@ -72,18 +74,24 @@ class TransferCounters:
     )
 
 
-class TransferNode:
+class TransferNode(Part):
     """Implements `quire.tiers.prefill.PrefillPeers`, and computes prompts for others. The engine's thread calls it, and
-    closes it before `host`. Raises InvalidInput, ConnectorError, AddressInUse.
+    closes it before `host`. `identity` is what engines that exchange pages have in common, by weights `epoch`. Raises
+    InvalidInput, ConnectorError, AddressInUse.
 
     `wake` is called, on another thread, when `settle` has something to do.
     """
 
+    tiers: Tiering
+    begin: Begins
+    """Queues a request for another engine. The owner sets both before `attach`."""
+
     def __init__(
         self,
-        identity: Identity,
+        identity: Callable[[int], Identity],
         host: HostPool,
         *,
+        epoch: int,
         role: Role,
         secret: str,
         listen: str,
@@ -98,30 +106,31 @@ class TransferNode:
         self.role = role
         self.asks = bool(peers)
         self._host = host
-        self._page_size = identity.page_size
-        self._num_groups = len(identity.layouts)
+        self._identity, mine = identity, identity(epoch)
+        self._page_size = mine.page_size
+        self._num_groups = len(mine.layouts)
         self._seconds = seconds
         self._least_tokens = least_tokens
         self._wake = wake
         self._listen, self._peers = parse_address(listen), [parse_address(peer) for peer in peers]
-        name, epoch = f"{socket.gethostname()[:40]}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
+        name, start = f"{socket.gethostname()[:40]}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
         self._secret = secret.encode()
         self.connector = open_connector(
             connector,
             host.memory,
-            name=f"{name}@{epoch:016x}",
+            name=f"{name}@{start:016x}",
             secret=self._secret,
             host=self._listen[0],
             unauthenticated=unauthenticated,
         )
-        self._hello = Hello(name, epoch, role, identity, self.connector.kind, self.connector.address(), label)
+        self._hello = Hello(name, start, role, mine, self.connector.kind, self.connector.address(), label)
         self._control: Control | None = None
         self._events: list[Event] = []
         self._others: dict[tuple[str, bool], dict[str, str]] = {}  # connected engines, by name and `dialed`
         self._is_closed = self._is_broken = False
 
-    def start(self, tiers: Tiering, begin: Begins, abort: Callable[[str], None]) -> None:
-        """Connect. `begin` queues a request for another engine, and `abort` ends it."""
+    def attach(self, loop: Loop) -> None:
+        """Connect."""
         try:
             self._control = control = Control(
                 self._hello,
@@ -140,7 +149,7 @@ class TransferNode:
         self.decode = DecodeSide(
             self.connector,
             self._host,
-            tiers.names.scope,
+            self.tiers.names.scope,
             send,
             num_groups=self._num_groups,
             page_size=self._page_size,
@@ -151,12 +160,12 @@ class TransferNode:
         self.prefill = PrefillSide(
             self.connector,
             self._host,
-            tiers,
+            self.tiers,
             send,
             control.drained,
             page_size=self._page_size,
-            begin=begin,
-            abort=abort,
+            begin=self.begin,
+            abort=loop.abort,
         )
 
     @property
@@ -171,8 +180,8 @@ class TransferNode:
         self._events += self._control.events()
         return bool(self._events) or self.decode.is_busy or self.prefill.is_busy
 
-    def serve(self) -> None:
-        """Process what decode engines have sent. This adds and aborts requests: call it between steps."""
+    def before_schedule(self) -> None:
+        """Process what decode engines have sent. This adds and aborts requests."""
         if not self._is_closed:
             self._process(dialed=False)
             self.prefill.settle()
@@ -261,10 +270,14 @@ class TransferNode:
             label = counts.label(event.peer)
             logger.warning("Prefill engine %s is gone%s. Prompts are computed here or elsewhere.", label, _why(event))
 
-    def set_identity(self, identity: Identity) -> None:
+    def ended(self, request: EngineRequest, end: End, error: Exception | None) -> None:
+        if request.request_id in self.prefill.ids:
+            self.prefill.ended(request.request_id, str(error) if error is not None else "")
+
+    def model_changed(self, epoch: int) -> None:
         """The weights have changed: nothing that was asked for before is of use."""
         assert self._control is not None
-        self._control.set_identity(identity)
+        self._control.set_identity(self._identity(epoch))
         self.prefill.end_all("weights", "the weights have changed")
 
     def set_role(self, role: Role) -> None:
@@ -284,14 +297,14 @@ class TransferNode:
         self.decode.is_on = self.asks and role != "prefill" and not self._is_broken
         self.prefill.serve(is_on=role != "decode" and not self._is_broken)
 
-    def counters(self) -> TransferCounters:
+    def counters(self) -> list[Section]:
         """Counters since the start, in all and by peer, and where connections are missing."""
         assert self._control is not None
         asked = [{**of, "state": self.decode.state(peer)} for (peer, dialed), of in self._others.items() if dialed]
         served = [of for (_, dialed), of in self._others.items() if not dialed]
         connected = sum(peer["state"] == "connected" for peer in asked)
         threads = (("control", self._control), ("connector", self.connector))
-        return TransferCounters(
+        counted = TransferCounters(
             role=self.role,
             connector=self._hello.connector,
             address=format_address(self.address) if self.address is not None else "",
@@ -307,6 +320,7 @@ class TransferNode:
             received=self.decode.counts.by_label(),
             sent=self.prefill.counts.by_label(),
         )
+        return [("transfer", counted)]
 
     def close(self, wait_s: float = 1.0) -> None:
         """End the writes of this engine, then its connections: peers take their end as a proof that it writes no more.

@@ -6,7 +6,6 @@ from quire.memory.allocator.base import TokenToKVPoolAllocator as TokenToKVPoolA
 from quire.memory.allocator.base import slots_in_pages as slots_in_pages
 from quire.memory.allocator.base import token_allocator as token_allocator
 from quire.memory.allocator.device import DeviceFrames as DeviceFrames
-from quire.memory.allocator.device import FrameGroup as FrameGroup
 from quire.memory.allocator.frames import GroupFrames as GroupFrames
 from quire.memory.allocator.frames import PageFrames as PageFrames
 from quire.memory.allocator.frames import PageIdFrames as PageIdFrames
