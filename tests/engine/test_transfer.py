@@ -151,7 +151,7 @@ def test_a_role_needs_what_the_engine_was_started_with() -> None:
     try:
         with pytest.raises(InvalidInput, match="has no role"):
             alone.set_role("both")
-        with pytest.raises(InvalidInput, match="knows no other"):
+        with pytest.raises(InvalidInput, match="has no peer"):
             prefill.set_role("decode")
         with pytest.raises(InvalidInput, match="listens to no other"):
             decode.set_role("both")
