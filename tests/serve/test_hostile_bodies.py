@@ -121,6 +121,21 @@ def test_text_that_has_no_utf_8_in_a_conversation(echo: LiveServer) -> None:
         assert error["param"].startswith("messages[0].content")
 
 
+@pytest.mark.parametrize("schema", [{"description": "\ud800"}, {"properties": {"\ud800": {}}}], ids=["value", "key"])
+def test_text_that_has_no_utf_8_in_a_schema(scripted: LiveServer, schema: dict[str, Any]) -> None:
+    """No field of a body is wrong; the prompt that it makes is."""
+    user = {"role": "user", "content": "a"}
+    function = {"name": "f", "parameters": schema}
+    for path, body in (
+        (CHAT_COMPLETIONS, {"messages": [user], "tools": [{"type": "function", "function": function}]}),
+        ("/v1/messages", {"messages": [user], "max_tokens": 4, "tools": [{"name": "f", "input_schema": schema}]}),
+        ("/v1/responses", {"input": [user], "tools": [{"type": "function"} | function]}),
+        ("/tokenize", {"messages": [user], "tools": [{"type": "function", "function": function}]}),
+    ):
+        status, answer = scripted.request(path, body)
+        assert status == 400 and "lone surrogates" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("raw", "text"),
     [

@@ -78,8 +78,9 @@ class Tokenizer:
         return str(backend.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
-        """Token ids int32 of `text`."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
+        """Token ids int32 of `text`. Raises InvalidInput if it has no UTF-8."""
+        ids = self._tokenizer.encode(_utf8(text), add_special_tokens=add_special_tokens)
+        return np.asarray(ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | Ids, *, skip_special_tokens: bool | str = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary (a padded output layer has them) decode to nothing. Special
@@ -183,7 +184,8 @@ class Tokenizer:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of a conversation, which has all special tokens."""
+        """The text of a conversation, which has all special tokens. Raises InvalidInput if the template refuses it, or if
+        it has no UTF-8."""
         if not self.has_chat_template:
             raise InvalidInput(
                 f"tokenizer '{self.name}' has no chat template.",
@@ -191,7 +193,7 @@ class Tokenizer:
             )
         template = self._response_template
         try:
-            return str(
+            text = str(
                 self._tokenizer.apply_chat_template(
                     list(messages) if template is None else template.turns(messages),
                     add_generation_prompt=add_generation_prompt,
@@ -204,6 +206,17 @@ class Tokenizer:
                 f"the chat template of '{self.name}' refuses these messages: {error}.",
                 fix="check roles, their order and the content of each message.",
             ) from error
+        return _utf8(text)
+
+
+def _utf8(text: str) -> str:
+    """`text`. Raises InvalidInput if it has lone surrogates, of which there is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!r} after {text[max(0, error.start - 20) : error.start]!r}"
+        raise InvalidInput(f"the prompt must be text without lone surrogates; it has {found}.") from None
+    return text
 
 
 def _response_template(tokenizer: Any, chosen: str) -> ResponseTemplate | None:
