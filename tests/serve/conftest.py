@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; servers started here inherit it
 
 from tests.programs import ForkedContext
+from tests.serve.chat_templates import CHAT_TEMPLATES
 from tests.serve.live_server import LiveServer
 from tests.serve.tiny_model import make_tiny_model
 
@@ -44,6 +45,15 @@ def server(tiny_model: Path) -> Iterator[LiveServer]:
 def scripted() -> Iterator[LiveServer]:
     """A server that answers what the prompt says between `@@@` and `@@@`, for a model of the family Hermes."""
     with LiveServer.scripted() as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with the bundled model, which knows no tools, and a chat template of Hermes."""
+    path: Path = tmp_path_factory.mktemp("templates") / "hermes.jinja"
+    path.write_text(CHAT_TEMPLATES["hermes"].replace("think>", "thought>"))  # a model that does not reason
+    with LiveServer.quire("--chat-template", str(path), "--kv-memory", "32MiB") as live:
         yield live
 
 

@@ -10,6 +10,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic, beta_tool
 
+from tests.cluster.live_router import wait_until
 from tests.serve.live_server import LiveServer
 
 MODEL = "scripted"
@@ -158,3 +159,41 @@ def test_tokens_are_counted_as_they_will_be_read(client: Anthropic) -> None:
 def test_errors_are_those_of_the_client(client: Anthropic, options: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         client.messages.create(**asked("Hello", **options))
+
+
+def test_failures_of_the_server_are_those_of_the_client() -> None:
+    def failure(client: Anthropic, prompt: str, **options: Any) -> tuple[int, str]:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            client.messages.create(**asked("") | {"model": "echo", "messages": said(prompt)} | options)
+        return kind_of(caught.value)
+
+    def failure_in_stream(client: Anthropic, prompt: str, *, dies: bool = False) -> tuple[int, str]:
+        with client.messages.stream(**asked("") | {"model": "echo", "messages": said(prompt)}) as stream:
+            if dies:
+                live.engine().kill()
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                stream.get_final_text()
+        return kind_of(caught.value)
+
+    def kind_of(error: Any) -> tuple[int, str]:
+        return error.status_code, error.body["error"]["type"]
+
+    def said(prompt: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": prompt}]
+
+    def complete() -> int:
+        return live.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=key)[0]
+
+    key = {"X-Api-Key": "secret"}
+    with LiveServer.echo(api_key="secret", max_queue=0, max_restarts=0) as live, client_of(live, "secret") as client:
+        assert failure(client.with_options(api_key="wrong"), "a") == (401, "authentication_error")
+        assert failure_in_stream(client, "fail") == (200, "api_error")
+        patient = client.with_options(max_retries=2)
+        assert failure(patient, "stall", extra_body={"timeout_s": 0.1}) == (408, "timeout_error")
+        assert live.log().count("/v1/messages: 408") == 1, "it was tried again"
+        with live.open_request("/v1/completions", {"prompt": ["stall"] * 256, "max_tokens": 9}, headers=key):
+            wait_until(lambda: complete() == 429)
+            assert failure(client, "a") == (429, "rate_limit_error")
+        wait_until(lambda: complete() == 200)
+        assert failure_in_stream(client, "stall", dies=True) == (200, "overloaded_error")
+        assert failure(client, "a") == (503, "overloaded_error")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.conversation import Conversation, Tool, ToolChoice
 from quire.serve.errors import BadField
 from quire.spec.bundled import BUNDLED_MODELS
-from tests.serve.chat_templates import CHAT_TEMPLATES
 from tests.serve.live_server import LiveServer
 from tests.serve.test_tools import CHAT, choice, tool
 
@@ -25,14 +22,6 @@ WEATHER = tool("get_weather", city={"enum": ["Paris", "Bath"]}, days={"type": "i
 WEATHER["function"]["parameters"] |= {"required": ["city", "days"], "additionalProperties": False}
 NOW = tool("now", zone={"enum": ["UTC"]})
 NOW["function"]["parameters"] |= {"required": ["zone"], "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    path: Path = tmp_path_factory.mktemp("templates") / "hermes.jinja"
-    path.write_text(CHAT_TEMPLATES["hermes"].replace("think>", "thought>"))  # a model that does not reason
-    with LiveServer.quire("--chat-template", str(path), "--kv-memory", "32MiB") as live:
-        yield live
 
 
 def body(tool_choice: Any, **more: Any) -> dict[str, Any]:

@@ -184,8 +184,8 @@ class Tokenizer:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of a conversation, which has all special tokens. Raises InvalidInput if the template refuses it, or if
-        it has no UTF-8."""
+        """The text of a conversation, which has all special tokens. Raises InvalidInput if the template refuses
+        it, or if it has no UTF-8."""
         if not self.has_chat_template:
             raise InvalidInput(
                 f"tokenizer '{self.name}' has no chat template.",
