@@ -120,7 +120,9 @@ ANSWERS = {name for name, found in vars(answers).items() if isinstance(found, ty
 def _openapi() -> dict[str, Any]:
     from quire.serve.app import create_app
 
-    engine = SimpleNamespace(context_length=2048, last_statistics={}, metrics=[], health=None)
+    engine = SimpleNamespace(
+        context_length=2048, last_statistics={"pooling": {"gives": "embeddings", "size": 8}}, metrics=[], health=None
+    )
     return create_app(cast(Any, engine), model_name="quire-bundled").openapi()
 
 

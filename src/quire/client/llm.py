@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from quire.cache.session import SessionList
+from quire.client.pooled import POOLED, pooled_of, pooling_of
 from quire.client.request_assembler import RequestAssembler, RequestOutput
 from quire.engine.config import EngineConfig, engine_config
 from quire.engine.messages import RetainRequest, prompt_bytes
@@ -29,6 +30,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.bundled import DEFAULT_MODEL
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from quire.spec.pooling import Vectors
 
 if TYPE_CHECKING:
     from quire.loop import Part
@@ -132,6 +134,23 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, **options)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, salt: str = "") -> Vectors:
+        """The embedding of each prompt, float32 `[prompts, dimensions]`. Raises UnsupportedModel for a model that was
+        made for something else, and InvalidInput for dimensions for which it was not trained."""
+        pooling = pooling_of(self.engine.facts, self.config.model_name, embeds=True)
+        pooling.check_dimensions(dimensions)
+        found = self.generate(prompts, POOLED, salt=salt)
+        return pooling.embeddings(pooled_of([each.outputs[0] for each in found]), dimensions)
+
+    def score(self, text: str, others: Sequence[str], *, salt: str = "") -> list[float]:
+        """How well each of the others fits the text: what a model for sequence classification says of both, one behind
+        the other, or the cosine of their embeddings. Raises UnsupportedModel for a model that generates text."""
+        pooling = pooling_of(self.engine.facts, self.config.model_name)
+        pairs = [(text, other) for other in others]
+        found = self.generate(pooling.prompts(pairs), POOLED, salt=salt) if pairs else []
+        scores: list[float] = pooling.scores(pairs, pooled_of([each.outputs[0] for each in found])).tolist()
+        return scores
 
     def retain(
         self, prompt: Prompt, *, ttl_seconds: float, salt: str = "", priority: int = 0, pin: bool = False

@@ -20,6 +20,7 @@ from quire.client.stop_strings import StopAutomaton, StopStrings
 from quire.engine.messages import DraftUse, TokenLogprobs, TokenOutput
 from quire.observe.explain import Explanation
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.pooling import Vectors
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER_TAIL = 3  # bytes of an unfinished UTF-8 character; some tokenizers return one mark for each of them
@@ -64,7 +65,8 @@ class CompletionOutput:
     it, None for the model's own end-of-sequence token. `explanation` says why no more of its prompt was cached, if the
     request asked for it. With speculation, `num_draft_tokens` were computed, and `num_accepted_tokens` of them are
     among its tokens; where a stop string ended it, as of the last step that accepted any. The last one of a turn says
-    what its `session` holds. An echoed `prompt` is the beginning of the text, and of nothing else.
+    what its `session` holds. An echoed `prompt` is the beginning of the text, and of nothing else. What was
+    `pooled`, float32 `[size]`, stands in place of tokens.
     """
 
     index: int
@@ -79,6 +81,7 @@ class CompletionOutput:
     num_accepted_tokens: int = 0
     session: SessionGrant | None = None
     prompt: ShownPrompt | None = None
+    pooled: Vectors | None = None
 
 
 @dataclass(slots=True, kw_only=True)

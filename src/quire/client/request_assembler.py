@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
 from quire.client.output import CompletionOutput, Decoder, Logprob, SequenceAssembler, SequenceDelta
+from quire.client.pooled import PooledSequence
 from quire.client.prompted import PromptedSequence
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.scheduler.sampling_params import SamplingParams
@@ -59,6 +60,8 @@ class RequestAssembler:
         if self.echo or self.params.prompt_logprobs is not None:
             prompt, ids = self.prompt, self.prompt_token_ids
             make = partial(PromptedSequence, prompt=prompt, token_ids=ids, echo=self.echo, scored=[])
+        if self.params.pooled:
+            make = PooledSequence
         assemblers = [make(self.params, self.decoder, index=i) for i in range(self.params.n)]
         self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
 

@@ -28,6 +28,7 @@ from quire.engine.grammar import grammar_parts, grammars_of
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
+from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
 from quire.engine.prompt_logprobs import prompt_parts
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
 from quire.engine.self_checks import check_parts
@@ -71,6 +72,7 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     speculation_parts,
     explanation_parts,
     prompt_parts,
+    pooling_parts,
     hot_buffer_parts,
     tier_parts,
     check_parts,
@@ -126,7 +128,7 @@ class EngineCore:
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = plan_for(config, self.device, *(each.spec for each in self.models))
         self.plan = self.capacity.memory
-        self.facts = facts_of(config, self.capacity, self.models)
+        self.facts = facts_of(config, self.capacity, self.models) | pooling_facts(model)
         self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
         self.wake: Callable[[], None] = lambda: None
@@ -158,7 +160,8 @@ class EngineCore:
         )
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
-        where = (self.device, self.pools, self.backend, self.compute, largest_graph(config, self.device))
+        graphs = largest_graph(config, self.device) if self.model.pooler is None else 0
+        where = (self.device, self.pools, self.backend, self.compute, graphs)
         warm_ups = warm_ups_of(config, self.plan, self.device)
         self.runner = ModelRunner(self.model, self.cache, sampler_of(config, self.eos_token_ids), *where, warm_ups)
         self.scheduler = Scheduler(
@@ -219,6 +222,7 @@ class EngineCore:
         queued when that is compiled: the answer is True then, or InvalidInput."""
         vocabulary = self.model.spec.vocab_size
         try:
+            refuse_others(message, self.model, self.config.model_name)
             request = request_of(message, self.config, self.plan, vocabulary, self.eos_token_ids)
         except QuireError:
             self.loop.refused()

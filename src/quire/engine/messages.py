@@ -110,7 +110,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
     "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
     the first output, which has no tokens. The last output of a turn says what its `session` holds. `prompt_logprobs`
-    come before the first token, in order.
+    come before the first token, in order; so does what was `pooled` of the prompt, float32.
     """
 
     request_id: str
@@ -125,6 +125,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     explanation: Explanation | None = None
     session: SessionGrant | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: bytes | None = None
 
 
 def output_of(request: Request, **more: Any) -> TokenOutput:

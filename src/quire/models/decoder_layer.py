@@ -128,9 +128,13 @@ class FusedDecoder:
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits `[len(rows), vocabulary]` of ascending `rows` of what the last layer has returned."""
+        return self._head.compute(self.normed(hidden, rows))
+
+    def normed(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """What the output layer reads, `[len(rows), hidden]`, of ascending `rows` of what the last layer returned."""
         last = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
         _, normed = self._rows.add_rms_norm(last, None, self._norm.weight, self._norm.variance_epsilon)
-        return self._head.compute(normed)
+        return normed
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from quire.models.hidden import capture_hidden, keeping_output, output_of_rows, 
 from quire.models.latent import install_latents
 from quire.models.linear import Packing, linear_inputs, prepare_linears, weight_bytes
 from quire.models.mixers import install_mixers
+from quire.models.pooling import Pooler, read_pooler
 from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
 from quire.models.source import ModelSource, quiet, reading
@@ -88,6 +89,8 @@ class LoadedModel:
         self._num_layers = int(text_config.num_hidden_layers)
         self.hidden_size = int(text_config.hidden_size)
         self._captured: set[int] = set()
+        self.pooler: Pooler | None = None
+        """What it gives for a text in place of tokens; None for a model that generates text."""
         self.num_changes = 0
         """How often the weights were replaced."""
         context_length = getattr(text_config, "max_position_embeddings", None) or max_length or self._endless()
@@ -213,6 +216,14 @@ class LoadedModel:
         with returning(self._inner, output_of_rows(running.output, rows)):
             logits: Tensor = self.module(input_ids=ids, **self._inputs).logits[0]
         return logits.float()
+
+    @torch.inference_mode()
+    def hidden_states(self, running: RunningForward, rows: Tensor) -> Tensor:
+        """What the output layer reads, `[len(rows), hidden]`, of ascending flat rows of a pass that `keeps_output`."""
+        if self._decoder is not None and not self._captured:
+            return self._decoder.normed(running.output, rows)
+        found: Tensor = running.output.last_hidden_state[0].index_select(0, rows)
+        return found
 
     @property
     def _inner(self) -> Any:
@@ -377,8 +388,9 @@ def load_model(
     refuse_unknown(config, path_or_id)
     refuse_unsupported(config, path_or_id)
     wanted = torch_dtype(config_dtype(config) if dtype == "auto" else DType(dtype))
+    pooler = read_pooler(source, config, device, wanted)
     with quiet():
-        model = _read_weights(source, wanted)
+        model = _read_weights(source, wanted, tied=pooler is not None)
         try:
             model = model.to(device)
         except (RuntimeError, AssertionError) as error:
@@ -388,7 +400,9 @@ def load_model(
             ) from error
         try:
             with _threads_that_pay(model):
-                return LoadedModel(model, name=path_or_id, max_length=max_length, check=check, pack=pack)
+                loaded = LoadedModel(model, name=path_or_id, max_length=max_length, check=check, pack=pack)
+                loaded.pooler = pooler
+                return loaded
         except (QuireError, AssertionError):
             raise
         except Exception as error:
@@ -424,9 +438,12 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
-def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
+def _read_weights(source: ModelSource, dtype: torch.dtype, *, tied: bool) -> Any:
+    """The model. With `tied`, its output layer is its embeddings, whatever the checkpoint has."""
     with reading(source, "the configuration"):
         config = _transformers_config(source)
+    if tied:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
     try:
         with reading(source, "the weights"), _Unfilled():
             model, report = AutoModelForCausalLM.from_pretrained(

@@ -46,6 +46,20 @@ class ModelSource:
             raise ModelLoadError(f"'{self.name}' has no config.json.", fix="name a repository that holds a model.")
         return dict(found)
 
+    def read_beside(self, name: str) -> Any:
+        """The contents of a JSON file beside config.json; None if there is none."""
+        with reading(self, name):
+            if self.local:
+                path = Path(self.name) / name
+                return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+            import huggingface_hub as hub  # only a name of the hub needs it
+
+            try:
+                found = hub.hf_hub_download(self.name, name, revision=self.revision)
+            except (hub.errors.EntryNotFoundError, hub.errors.LocalEntryNotFoundError):
+                return None
+            return json.loads(Path(found).read_text(encoding="utf-8"))
+
     def weight_files(self) -> list[Path]:
         """The safetensors files, of the hub after they are fetched. Raises ModelLoadError if there is none."""
         if self.local:

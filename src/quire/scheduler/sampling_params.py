@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     `logprobs` is the number of alternatives reported per token (0: only the chosen one). `prompt_logprobs` is that of
     each token of the prompt; with it, `max_tokens` may be 0. `n` sequences share the prompt's pages. With a `grammar`
     (`quire.grammar`) the output is a text that it allows, unless `max_tokens` cuts it off: when it is complete the
-    sequence ends, also with `ignore_eos`.
+    sequence ends, also with `ignore_eos`. Of a prompt that is `pooled`, the answer is an embedding or a score.
     """
 
     n: int = 1
@@ -64,6 +64,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     skip_special_tokens: bool | Literal["unmarked"] = True
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         self.stop = _list_of("stop", [self.stop] if isinstance(self.stop, str) else self.stop, str)

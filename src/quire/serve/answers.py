@@ -142,6 +142,66 @@ class ChatAnswer(AnswerFields):
     choices: list[MessageChoice]
 
 
+class PoolingUsage(TypedDict):
+    """Tokens of the texts of a request; none are generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class PoolingFields(TypedDict):
+    """The common fields of answers of models that generate no text."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
+class Embedding(TypedDict):
+    """An embedding: numbers, or the base64 of float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(PoolingFields):
+    """The answer of `/v1/embeddings`, in the order of the inputs."""
+
+    data: list[Embedding]
+
+
+class Score(TypedDict):
+    """How well the texts of a pair fit."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(PoolingFields):
+    """The answer of `/v1/score`, in the order of the pairs."""
+
+    data: list[Score]
+
+
+class Ranked(TypedDict):
+    """A document, with its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[dict[str, str] | None]
+
+
+class Ranking(PoolingFields):
+    """The answer of `/v1/rerank`, the best first."""
+
+    results: list[Ranked]
+
+
 class TextAnswer(TypedDict):
     """Text."""
 

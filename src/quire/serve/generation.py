@@ -167,6 +167,19 @@ class AnswerForm(ABC):
         return OPENAI.last_events(OPENAI.body(error, ""))
 
 
+async def begun(
+    service: Service, request: Request, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, *, kind: str
+) -> Generation:
+    """The engine's side of a checked body, until the client leaves, or the deadline. The caller closes it."""
+    client: Client = request.state.client
+    if client.name and not client.is_admin and terms.priority > 0:
+        raise not_allowed("a priority below 0")
+    submit = Generation.submit(
+        service, prompts, params, terms, kind=kind, client_id=request.state.request_id, client=client
+    )
+    return await while_connected(request.receive, submit)
+
+
 async def answer(
     service: Service,
     request: Request,
@@ -179,13 +192,7 @@ async def answer(
     room: int | None = None,
 ) -> Response:
     """Generate the answer to a checked body, until the client leaves, or the deadline. A `room` is told in a header."""
-    client: Client = request.state.client
-    if client.name and not client.is_admin and terms.priority > 0:
-        raise not_allowed("a priority below 0")
-    submit = Generation.submit(
-        service, prompts, params, terms, kind=form.kind, client_id=request.state.request_id, client=client
-    )
-    generation = await while_connected(request.receive, submit)
+    generation = await begun(service, request, prompts, params, terms, kind=form.kind)
     headers = None if room is None else {ROOM: str(room)}
     if stream:
         return EventStream(_events(generation, form), on_close=generation.close, headers=headers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -99,7 +100,7 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _checked_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+def checked_prompts(most: int, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """Lists of token ids are checked by the types of their items alone, in no time: pydantic would visit each id for
     each of the four forms of a prompt. Others are validated up to a number of prompts."""
     if not isinstance(value, list):
@@ -107,16 +108,25 @@ def _checked_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     kinds = set(map(type, value))
     if kinds == {int}:
         return value
-    if len(value) > MAX_CHOICES:
+    if len(value) > most:
         raise PydanticCustomError(
-            "too_long", "Input should be at most {count} prompts, or token ids alone", {"count": MAX_CHOICES}
+            "too_long", "Input should be at most {count} prompts, or token ids alone", {"count": most}
         )
     if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
         return value
-    found = handler([ids[:MAX_CHOICES] for ids in value] if kinds == {list} else value)
+    found = handler([ids[:most] for ids in value] if kinds == {list} else value)
     if kinds == {list}:  # those that were cut off are no token ids
         raise PydanticCustomError("int_type", "Input should be lists of integers alone")
     return found
+
+
+def each_prompt(name: str, given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts of a field of this name. Raises BadField if there is none."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise BadField(f"{name} is an empty list.", param=name, fix="give at least one.")
+    return [given] if isinstance(given[0], int) else list(given)
 
 
 def few_parts(messages: Any) -> Any:
@@ -159,6 +169,8 @@ ToolName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateVariables = Annotated[
     dict[Text, Text | bool | int | float | None], Field(max_length=MOST_VARIABLES), _at_most(MOST_VARIABLES)
 ]
+PromptForms = Text | list[Text] | list[int] | list[list[int]]
+Prompts = Annotated[PromptForms, WrapValidator(partial(checked_prompts, MAX_CHOICES))]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
@@ -325,10 +337,7 @@ _SAMPLING = GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fie
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`: one prompt or several, as text or token ids."""
 
-    prompt: Annotated[
-        Text | list[Text] | list[int] | list[list[int]],
-        WrapValidator(_checked_prompt),
-    ] = field("Text or token ids, of one prompt or several.", ...)
+    prompt: Prompts = field("Text or token ids, of one prompt or several.", ...)
     logprobs: Int32 | None = field("Most likely tokens to show at each position; 0: the one drawn.")
     echo: bool | None = field(
         "Begin the text, and with `logprobs` the lists, with the prompt's; `max_tokens` may be 0."
@@ -346,13 +355,7 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one for each request of the engine."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise BadField("prompt is an empty list.", param="prompt", fix="give at least one prompt.")
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return each_prompt("prompt", self.prompt)
 
     def params(self) -> SamplingParams:
         """How its tokens are drawn. An echo without tokens has the prompt computed, too."""
