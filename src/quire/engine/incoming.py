@@ -59,6 +59,8 @@ def _check_turn(session_id: str, params: SamplingParams) -> None:
             "prompt_logprobs were asked for in a session, whose turns compute only what is new.",
             fix="leave session_id out.",
         )
+    if params.pooled:
+        raise InvalidInput("a session has turns of text, and this is none.", fix="leave session_id out.")
     if len(session_id) > LONGEST_SESSION_ID:
         raise InvalidInput(f"session_id has {len(session_id):,} characters, and {LONGEST_SESSION_ID} at most.")
 

@@ -16,7 +16,7 @@ from quire.cache.running import Lengths
 from quire.engine.device.readback import to_host
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.engine.reporting import Reporting
-from quire.errors import InvalidInput, UnsupportedModel
+from quire.errors import UnsupportedModel
 from quire.loop import ForwardPart, Part, StepResult
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
@@ -50,8 +50,7 @@ class PoolingPart(Part, ForwardPart):
         (step, found), self._launched = self._launched[at], self._launched[at + 1 :]  # those before it have failed
         batch, requests = step.batch, step.requests
         for work, pooled in zip(step.drawers.tolist(), found.numpy(), strict=True):
-            has_left = self._serials[batch.rows[work]] != batch.serials[work]
-            if requests[work].params.pooled and not has_left:
+            if self._serials[batch.rows[work]] == batch.serials[work]:  # else it has left its row since
                 self._reporting.note(TokenOutput(request_id=requests[work].request_id, pooled=pooled.tobytes()))
 
 
@@ -63,19 +62,17 @@ def pooling_parts(engine: EngineCore) -> Iterator[Part]:
 
 def refuse_others(message: EngineRequest, model: LoadedModel, name: str) -> None:
     """Raise UnsupportedModel for a request of text to the model `name` that was made for embeddings or scores, and of
-    these to one that was not. Raise InvalidInput for one in a session."""
+    these to one that was not."""
     pooler, is_pooled = model.pooler, message.params.pooled
     if is_pooled and pooler is None:
         raise UnsupportedModel(
             f"'{name}' generates text, and was made for no embeddings or scores.", fix="use a model that was."
         )
-    if pooler is not None and not is_pooled and not message.is_for_peer:
+    if pooler is not None and not is_pooled:
         gives = pooler.pooling.gives
         raise UnsupportedModel(
             f"'{name}' was made for {gives}, and generates no text.", fix=f"ask it for {gives}, or use another model."
         )
-    if is_pooled and message.session_id:
-        raise InvalidInput("a session has turns of text, and this is none.", fix="leave session_id out.")
 
 
 def pooling_facts(model: LoadedModel) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def transfer_parts(engine: EngineCore) -> Iterator[Part]:
     if engine.transfer is not None and engine.offload.tiers is not None:
 
         def begin(request_id: str, tokens: Ids, namespace: Namespace) -> None:
-            engine.add(prompt_for_peer(request_id, tokens, namespace))
+            engine.add(prompt_for_peer(request_id, tokens, namespace, pooled=engine.model.pooler is not None))
 
         engine.transfer.tiers, engine.transfer.begin = engine.offload.tiers, begin
         yield engine.transfer
@@ -83,12 +83,12 @@ def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_ep
     )
 
 
-def prompt_for_peer(request_id: str, tokens: Ids, namespace: Namespace) -> EngineRequest:
+def prompt_for_peer(request_id: str, tokens: Ids, namespace: Namespace, *, pooled: bool = False) -> EngineRequest:
     """A request that computes a prompt for another engine. It draws one token, which nothing reads."""
     return EngineRequest(
         request_id=request_id,
         prompt=tokens.tobytes(),
-        params=SamplingParams(max_tokens=1, temperature=0.0),
+        params=SamplingParams(max_tokens=1, temperature=0.0, pooled=pooled),
         adapter=namespace.adapter,
         salt=namespace.salt,
         is_for_peer=True,
