@@ -306,28 +306,11 @@ class AsyncEngine:
         self.last_statistics = self.facts | await self.ask(Core.counters, timeout_s=timeout_s)
         return self.last_statistics
 
-    async def retain(
-        self,
-        prompt: Prompt,
-        *,
-        ttl_seconds: float,
-        adapter: str = "",
-        salt: str = "",
-        priority: int = 0,
-        pin: bool = False,
-        owner: str = "",
-    ) -> Granted:
-        """Retain the cached part of a prompt for so long; the answer says how much that is and why not more (`ask`)."""
-        request = RetainRequest(
-            prompt=prompt_bytes(await self.token_ids(prompt)),
-            ttl_seconds=ttl_seconds,
-            adapter=adapter,
-            salt=salt,
-            priority=priority,
-            pin=pin,
-            owner=owner,
-        )
-        return await self.ask(Core.retain, request)
+    async def retain(self, prompt: Prompt, *, ttl_seconds: float, **options: Any) -> Granted:
+        """Retain the cached part of a prompt for so long; the answer says how much that is and why not more (`ask`).
+        `options` are further fields of `RetainRequest`."""
+        tokens = prompt_bytes(await self.token_ids(prompt))
+        return await self.ask(Core.retain, RetainRequest(prompt=tokens, ttl_seconds=ttl_seconds, **options))
 
     def health(self) -> EngineHealth:
         """Whether a request made now could be answered."""

@@ -77,7 +77,7 @@ class Tokenising:
     def __init__(self, tokenizer: ServingTokenizer, *, most_tokens: int) -> None:
         """A prompt has at most `most_tokens`."""
         self.most_characters = most_tokens * tokenizer.longest_token
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._most_tokens = most_tokens
         self._num_waiting = 0
         self._threads = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-tokenise")
@@ -95,7 +95,7 @@ class Tokenising:
         """Token ids int32 of `text`. Raises ContextTooLong if they cannot fit the context, Overloaded if too many
         texts wait. Cancelling it ends the work."""
         self._check_length(len(text))
-        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) < SHORT_CHARACTERS:
             return encode()
         async with self._counted():
@@ -113,7 +113,7 @@ class Tokenising:
         with None, none is kept or used. Raises what `encode` does, and InvalidInput if the template refuses it."""
         self._check_length(sum(len(message["content"]) for message in messages))
         async with self._counted():  # in a thread always: how long a template takes is up to its author
-            text = await self._in_thread(partial(self._tokenizer.chat_text, messages, **variables))
+            text = await self._in_thread(partial(self.tokenizer.chat_text, messages, **variables))
         if salt is None or len(text) < SHORT_CHARACTERS or (content := await self._portable()) is None:
             return Rendered(text, await self.encode(text, add_special_tokens=False))
         if self._cutter is None:
@@ -131,33 +131,6 @@ class Tokenising:
         if len(pieces) == len(keys) - len(known):  # else a model's own token is an added one too
             self._pieces.keep(keys[len(known) :], pieces)
         return np.concatenate([*known, rest])
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones too. Raises Overloaded if too many texts wait."""
-        async with self._counted():
-            return await self._in_thread(partial(self._tokenizer.decode, token_ids, skip_special_tokens=False))
-
-    async def names(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens' names in the vocabulary. Raises Overloaded if too many texts wait."""
-        async with self._counted():
-            return await self._in_thread(partial(self._tokenizer.names, token_ids))
-
-    def description(self) -> dict[str, Any]:
-        """The tokenizer's class, its special tokens by their kind, and its chat template."""
-        return self._tokenizer.description()
-
-    def response_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[bool], Any] | None:
-        """Makes parsers of answers to this prompt (`ServingTokenizer`). The argument says whether arguments of calls
-        are wanted as they come."""
-        return self._tokenizer.response_parser(prompt, tools)
-
-    def call_grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], **choice: bool) -> str | None:
-        """The grammar of answers to this prompt that call tools (`ServingTokenizer`)."""
-        return self._tokenizer.call_grammar(prompt, tools, **choice)
-
-    async def check_tools(self) -> None:
-        """Raise InvalidInput where tools would change nothing."""
-        await self._in_thread(self._tokenizer.check_tools)
 
     def close(self) -> None:
         """End all work; the threads end with the text that they have, the processes now."""
@@ -199,7 +172,7 @@ class Tokenising:
 
     async def _portable(self) -> str | None:
         if self._json is None and self._is_portable:
-            self._json = await self._in_thread(self._tokenizer.portable)
+            self._json = await self._in_thread(self.tokenizer.portable)
             self._is_portable = self._json is not None
         return self._json
 

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from quire import __version__
 from quire.client.async_engine import AsyncEngine
-from quire.errors import EngineDead, UnknownModel
+from quire.errors import EngineDead
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
 from quire.serve.answers import ErrorAnswer, ModelCard, ModelList, Version, describe, failures
@@ -69,16 +69,8 @@ def create_app(
     describe(app)
     errors.install(app)
     app.add_exception_handler(ClientGone, _client_gone)
-    app.include_router(completions_router(service))
-    app.include_router(messages_router(service))
-    app.include_router(generate_router(service))
-    app.include_router(tokenizer_router(service))
-    app.include_router(pooling_router(service))
-    app.include_router(responses_router(service))
-    app.include_router(_router(service))
-    app.include_router(names_router(service))
-    app.include_router(cache_router(service))
-    app.include_router(insight_router(service))
+    for routes in _ROUTES:
+        app.include_router(routes(service))
     add_gate(
         app,
         metrics.counters.responses,
@@ -114,8 +106,7 @@ def _router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> ModelCard:
-        if name != service.model_name:
-            raise UnknownModel(f"the model '{name[:60]}' does not exist here.", fix=f"use '{service.model_name}'.")
+        service.check_model(name)
         return model
 
     @router.get("/version")
@@ -131,3 +122,9 @@ def _router(service: Service) -> APIRouter:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+_ROUTES = (
+    completions_router, messages_router, generate_router, tokenizer_router, pooling_router, responses_router, _router,
+    names_router, cache_router, insight_router,
+)  # fmt: skip

@@ -17,7 +17,7 @@ from pydantic import AliasChoices, Field
 from quire.client.async_engine import Prompt
 from quire.client.process import Core
 from quire.engine.config import MOST_EPOCHS
-from quire.serve.conversation import Conversation, able_to_chat
+from quire.serve.conversation import Conversation
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
 from quire.serve.keys import Client, not_allowed
@@ -58,7 +58,7 @@ class RetainBody(ClosedObject):
         if self.messages is not None:
             turns, variables = [message.turn() for message in self.messages], self.chat_template_kwargs or {}
             conversation = Conversation(messages=turns, variables=variables)
-            return (await conversation.rendered(able_to_chat(service.engine.tokenising))).token_ids
+            return (await conversation.rendered(service.tokenising)).token_ids
         found_prompt: Prompt = getattr(self, given[0])
         return found_prompt
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal
 
 from quire.client.tokenising import Rendered, Tokenising
-from quire.errors import InvalidInput
 from quire.grammar import json_schema, lark
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader
@@ -100,7 +99,7 @@ class Conversation:
             if count > 1:
                 raise BadField(f"{count} tools have the name '{name}'.", param="tools", fix="give each its own name.")
         with naming("tools"):
-            await tokenising.check_tools()
+            await tokenising.aside(tokenising.tokenizer.check_tools)
         tools = [tool.for_template() for tool in self._offered]
         return await tokenising.chat(self.messages, {**self.variables, "tools": tools}, salt=salt)
 
@@ -112,7 +111,7 @@ class Conversation:
         Raises BadField for a schema that cannot be enforced, and for stop strings that might end a strict call.
         """
         tools = [tool.for_template() for tool in self._offered]
-        parser = tokenising.response_parser(prompt.text, tools)
+        parser = tokenising.tokenizer.response_parser(prompt.text, tools)
         if parser is not None and params.skip_special_tokens:
             params.skip_special_tokens = "unmarked"
         if self.is_enforced:
@@ -154,7 +153,7 @@ class Conversation:
             for tool in called
         ]
         choice = {"is_required": is_required, "is_parallel": self.is_parallel}
-        text = tokenising.call_grammar(prompt.text, offered, **choice)
+        text = tokenising.tokenizer.call_grammar(prompt.text, offered, **choice)
         if text is None:
             raise BadField(
                 "the form of calls of tools cannot be enforced for this model: it is not known how it writes one.",
@@ -183,13 +182,6 @@ def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             found.append(turn)
     return found
-
-
-def able_to_chat(tokenising: Tokenising | None) -> Tokenising:
-    """The server's tokenizer. Raises InvalidInput if there is none."""
-    if tokenising is None:
-        raise InvalidInput("this server has no tokenizer, so it cannot chat.", fix="send token ids to /v1/completions.")
-    return tokenising
 
 
 def chosen_tool(name: str, tools: Sequence[Tool]) -> ToolChoice:

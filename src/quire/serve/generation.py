@@ -20,13 +20,13 @@ from starlette.responses import JSONResponse, Response
 from quire.client.async_engine import AsyncEngine, Prompt
 from quire.client.output import CompletionOutput, SequenceAssembler, SequenceDelta
 from quire.client.request_stream import RequestStream
-from quire.client.tokenising import Rendered
-from quire.errors import QuireError, TooSlow, UnknownModel
+from quire.client.tokenising import Rendered, Tokenising
+from quire.errors import InvalidInput, QuireError, TooSlow, UnknownModel
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader
 from quire.serve.answers import PromptDetails, Usage
-from quire.serve.conversation import Conversation, Terms, able_to_chat
+from quire.serve.conversation import Conversation, Terms
 from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
 from quire.serve.keys import Client, not_allowed
@@ -53,6 +53,13 @@ class Service:
     retains_marked: bool = False
     after: set[asyncio.Task[object]] = field(default_factory=set)
     """Work that follows answers."""
+
+    @property
+    def tokenising(self) -> Tokenising:
+        """The server's tokenizer. Raises InvalidInput if there is none."""
+        if self.engine.tokenising is None:
+            raise InvalidInput("this server has no tokenizer.", fix="send token ids to /v1/completions.")
+        return self.engine.tokenising
 
     def deadline(self, timeout_s: float | None = None) -> float | None:
         """When, by the event loop's clock, a request that came now must be answered."""
@@ -120,19 +127,18 @@ class ChatTurn:
         """Render the prompt, until the client leaves, or the deadline. Raises what `Conversation.rendered` does, and
         InvalidInput without a tokenizer."""
         conversation, terms = body.conversation(), body.terms(service.deadline(body.timeout_s))
-        tokenising, salt = able_to_chat(service.engine.tokenising), request.state.client.salt(terms.cache_salt)
+        tokenising, salt = service.tokenising, request.state.client.salt(terms.cache_salt)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
         return cls(conversation, terms, prompt)
 
     async def reader(self, service: Service, request: Request, params: SamplingParams) -> Callable[[], AnswerReader]:
         """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""
-        tokenising = able_to_chat(service.engine.tokenising)
-        make = partial(self.conversation.reader, tokenising, self.prompt, params)
+        make = partial(self.conversation.reader, service.tokenising, self.prompt, params)
         if not self.conversation.is_enforced:
             return make()
         async with by(self.terms.deadline):
-            return await while_connected(request.receive, tokenising.aside(make))
+            return await while_connected(request.receive, service.tokenising.aside(make))
 
 
 def room_if_less(service: Service, prompt: Rendered, params: SamplingParams, wanted: int | None) -> int | None:

@@ -21,7 +21,6 @@ from quire.offload.retention import Granted
 from quire.serve.answer_blocks import AnswerBlocks, Event
 from quire.serve.answer_reader import AnswerReader, CallBegun, Content, Piece, Reasoning
 from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
-from quire.serve.conversation import able_to_chat
 from quire.serve.error_forms import ANTHROPIC
 from quire.serve.errors import BadField
 from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, notes, room_if_less
@@ -44,7 +43,7 @@ def messages_router(service: Service) -> APIRouter:
         """Answers messages, as Anthropic's."""
         service.check(body)
         params, turn = body.params(), await ChatTurn.of(service, request, body)
-        _check_thinking(body, able_to_chat(service.engine.tokenising), turn.prompt)
+        _check_thinking(body, service.tokenising, turn.prompt)
         reader = await turn.reader(service, request, params)
         room = room_if_less(service, turn.prompt, params, body.max_tokens)
         limit = "max_tokens" if room is None else "model_context_window_exceeded"
@@ -80,7 +79,7 @@ def _begin_retention(service: Service, client: Client, turn: ChatTurn, seconds: 
 
 
 def _check_thinking(body: MessagesBody, tokenising: Tokenising, prompt: Rendered) -> None:
-    reasons = tokenising.response_parser(prompt.text, ()) is not None
+    reasons = tokenising.tokenizer.response_parser(prompt.text, ()) is not None
     if body.thinking is not None and body.thinking.type == "enabled" and not reasons:
         raise BadField("the model does not reason before it answers.", param="thinking", fix="leave thinking out.")
 

@@ -25,6 +25,7 @@ from quire.serve.protocol import (
     CalledName,
     ClosedObject,
     Int32,
+    Parts,
     RequestBody,
     StopText,
     Text,
@@ -125,10 +126,6 @@ class ReferenceBlock(Marked):
     tool_name: ToolName
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 SystemBlock = Annotated[TextBlock, only("text")]
 ResultPart = Annotated[
     Annotated[TextBlock | ReferenceBlock, Field(discriminator="type")], only("text", "tool_reference")
@@ -142,11 +139,7 @@ class ResultBlock(Marked):
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Annotated[
-        list[ResultPart],
-        Field(max_length=MOST_MESSAGES, fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=Text | list[ResultPart]),
-    ] = field("Text, or blocks of it.", [])
+    content: Parts[ResultPart] = field("Text, or blocks of it.", [])
     is_error: bool | None = None
 
     def kept_s(self) -> float:
@@ -176,11 +169,7 @@ class MessageTurn(ClosedObject):
     neutral: ClassVar[tuple[object, ...]] = NOTHING
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        list[Block],
-        Field(max_length=MOST_MESSAGES, fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=Text | list[Block]),
-    ] = field("Text, or blocks.", [])
+    content: Parts[Block] = field("Text, or blocks.", [])
     clear_at: Literal["next_user_message", "never"] | None = None
 
     @model_validator(mode="after")
@@ -295,14 +284,7 @@ class CountBody(RequestBody):
     messages: Annotated[
         list[MessageTurn], Field(max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(few_parts)
     ] = field("The conversation, for the model's chat template.", ...)
-    system: (
-        Annotated[
-            list[SystemBlock],
-            Field(max_length=MOST_MESSAGES, fail_fast=True),
-            BeforeValidator(_as_blocks, json_schema_input_type=Text | list[SystemBlock]),
-        ]
-        | None
-    ) = field("The system prompt.")
+    system: Parts[SystemBlock] | None = field("The system prompt.")
     tools: (
         Annotated[
             list[Annotated[ToolDefinition, BeforeValidator(_has_input_schema)]],

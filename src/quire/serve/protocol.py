@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -18,11 +18,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from quire.cache.session import LONGEST_SESSION_ID
 from quire.errors import InvalidInput
@@ -30,6 +31,8 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.conversation import Conversation, Terms, Tool, ToolChoice, call_of, chosen_tool
 from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
 from quire.serve.form import FormFields
+
+T = TypeVar("T")
 
 MAX_CHOICES = 512
 """Sequences one HTTP request may ask for: prompts times `n`."""
@@ -177,6 +180,24 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 def field(about: str, default: Any = None, **rules: Any) -> Any:
     """A field that may be left out, and its meaning for the reference."""
     return Field(default, description=about, **rules)
+
+
+class _TextOrParts:
+    """A text in place of the parts is one part."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        parts = cast(core_schema.ListSchema, handler(source))
+        described = core_schema.list_schema(parts["items_schema"])  # what bounds a body is its size
+        either = core_schema.union_schema([core_schema.str_schema(), described])
+        return core_schema.no_info_before_validator_function(_as_parts, parts, json_schema_input_schema=either)
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Parts = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True), _TextOrParts()]
+"""Text, or parts of content."""
 
 
 def _say_closed(schema: dict[str, Any], model: type[ClosedObject]) -> None:

@@ -24,6 +24,7 @@ from quire.serve.protocol import (
     TEMPLATE_ROLES,
     CalledName,
     Int32,
+    Parts,
     RequestBody,
     Seed,
     TemplateVariables,
@@ -101,10 +102,6 @@ Part = Annotated[Annotated[InputPart | RefusalPart, Field(discriminator="type")]
 ResultPart = Annotated[InputPart, only(*_TEXTS)]
 
 
-def _as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
@@ -119,11 +116,7 @@ class MessageItem(OpenObject):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        list[Part],
-        Field(max_length=MOST_MESSAGES, fail_fast=True),
-        BeforeValidator(_as_parts, json_schema_input_type=Text | list[Part]),
-    ] = field("Text, or parts.", ...)
+    content: Parts[Part] = field("Text, or parts.", ...)
 
     def turn(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
@@ -152,11 +145,7 @@ class ResultItem(OpenObject):
     type: Literal["function_call_output"]
     call_id: Text = ""
     name: CalledName | None = field("The tool, where no call has this `call_id`.")
-    output: Annotated[
-        list[ResultPart],
-        Field(max_length=MOST_MESSAGES, fail_fast=True),
-        BeforeValidator(_as_parts, json_schema_input_type=Text | list[ResultPart]),
-    ] = field("Text, or parts.", ...)
+    output: Parts[ResultPart] = field("Text, or parts.", ...)
 
     def turn(self) -> dict[str, Any]:
         """The turn as chat templates take it."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 
 from quire.client.tokenising import Tokenising
-from quire.errors import InvalidInput
 from quire.serve.answers import Detokenized, TokenizerInfo, Tokens
 from quire.serve.conversation import Conversation
 from quire.serve.errors import BadField
@@ -63,31 +63,27 @@ def tokenizer_router(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
         """The token ids of a text or a conversation."""
         service.check_model(body.model)
-        tokenising = _able(service)
+        tokenising = service.tokenising
         ids = (await while_connected(request.receive, body.tokens(tokenising))).tolist()
+        names = partial(tokenising.tokenizer.names, ids)
         return {
             "tokens": ids,
             "count": len(ids),
             "max_model_len": service.engine.context_length,
-            "token_strs": await tokenising.names(ids) if body.return_token_strs else None,
+            "token_strs": await tokenising.aside(names) if body.return_token_strs else None,
         }
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
         """The text of token ids, with its special tokens."""
         service.check_model(body.model)
-        return {"prompt": await while_connected(request.receive, _able(service).decode(body.tokens))}
+        decode = partial(service.tokenising.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": await while_connected(request.receive, service.tokenising.aside(decode))}
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> TokenizerInfo:
         """Special tokens and chat template."""
-        found = _able(service).description()
+        found = service.tokenising.tokenizer.description()
         return {**found, "model_max_length": service.engine.context_length}  # type: ignore[typeddict-item]
 
     return router
-
-
-def _able(service: Service) -> Tokenising:
-    if service.engine.tokenising is None:
-        raise InvalidInput("this server has no tokenizer.", fix="use one at the client, and send token ids.")
-    return service.engine.tokenising
