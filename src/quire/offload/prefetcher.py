@@ -27,7 +27,7 @@ from quire.scheduler.prefetching import ReadAhead
 from quire.settings.fields import PrefetchPolicy
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.tiers.prefill import NoPeers, PrefillPeers
+from quire.tiers.prefill import PrefillPeers
 from quire.tiers.store import Answer
 from quire.tiers.transfer import UNDAMAGED, Lane, Transfer
 
@@ -49,7 +49,7 @@ class Prefetcher(ReadAhead[Prefetch]):
         self._tiers = tiers
         self._parts = parts
         peers = tiers.settings.peers
-        self.peers: PrefillPeers = NoPeers() if peers is None else peers
+        self.peers = PrefillPeers() if peers is None else peers
         self.prefetches = tiers.settings.stores or self.peers.asks
         self._has_peers = peers is not None
         self._policy = tiers.settings.prefetch

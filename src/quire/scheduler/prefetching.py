@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from quire.observe.explain import FromPeer
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.tiers.prefill import NoPeers, PrefillAsk, PrefillPeers
+from quire.tiers.prefill import PrefillAsk, PrefillPeers
 
 if TYPE_CHECKING:
     from quire.scheduler.request import Request
@@ -47,7 +47,7 @@ class ReadAhead(Generic[F]):
     """Whether requests can be loaded from a lower tier."""
     prefetches: bool = False
     """Whether there is a store, or a peer that computes prompts."""
-    peers: PrefillPeers = NoPeers()
+    peers = PrefillPeers()
 
     @property
     def can_prefetch(self) -> bool:

@@ -23,6 +23,7 @@ from quire.sim.tiers import SimulatedCopies
 from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from quire.tiers.prefill import PrefillPeers
 from quire.tiers.transfer import Transfer
 from quire.transfer.connector import Connector, Write
 from quire.transfer.decode import Asking, DecodeSide
@@ -204,8 +205,8 @@ class PrefillEngine:
         self.side.ended(request_id)
 
 
-class DecodePeers:
-    """The prefill engines as one decode engine sees them (`quire.tiers.prefill.PrefillPeers`)."""
+class DecodePeers(PrefillPeers):
+    """The prefill engines as one decode engine sees them."""
 
     asks = True
 
@@ -250,15 +251,12 @@ class DecodePeers:
         return math.inf if found is None else found
 
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
-        """See `PrefillPeers.ask`."""
         return self.side.ask(tokens, namespace, num_missing)
 
     def why_local(self, num_missing: int) -> str:
-        """See `PrefillPeers.why_local`."""
         return self.side.why_local(num_missing)
 
     def settle(self) -> list[tuple[Transfer, str]]:
-        """See `PrefillPeers.settle`."""
         for sent in self._messages.until(self._clock.now):
             assert isinstance(sent.message, Answer)
             self.side.do(self.side.receiver.receive(sent.peer, sent.message))

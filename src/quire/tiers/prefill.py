@@ -38,33 +38,21 @@ class PrefillAsk(Protocol):
         """All its transfers are settled; so many tokens of the prompt arrived whole."""
 
 
-class PrefillPeers(Protocol):
-    """One thread, the engine's, calls all methods; none of them waits."""
+class PrefillPeers:
+    """Here no engine computes prompts for this one. One thread, the engine's, calls all methods; none of them waits."""
 
-    asks: bool
+    asks = False
     """Whether there may be peers to ask, now or later."""
 
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> PrefillAsk | None:
         """Ask a peer to compute whole pages of a prompt, whose last `num_missing` tokens are not here. None if no
         peer can be asked, or if that is not worth it."""
-
-    def why_local(self, num_missing: int) -> str:
-        """Why no peer could compute so many tokens now; "" if one could."""
-
-    def settle(self) -> list[tuple[Transfer, str]]:
-        """Transfers whose frames no peer writes to any more: "" if all bytes have landed, or why they have not."""
-
-
-class NoPeers:
-    """No engine computes prompts for this one. Its methods are those of `PrefillPeers`."""
-
-    asks = False
-
-    def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> None:
         return None
 
     def why_local(self, num_missing: int) -> str:
+        """Why no peer could compute so many tokens now; "" if one could."""
         return ""
 
     def settle(self) -> list[tuple[Transfer, str]]:
+        """Transfers whose frames no peer writes to any more: "" if all bytes have landed, or why they have not."""
         return []

@@ -246,7 +246,7 @@ class DecodeSide:
 
 @dataclass(slots=True, eq=False)
 class Asking:
-    """A prompt that a peer computes (`quire.tiers.prefill.PrefillAsk`)."""
+    """A prompt that a peer computes. Its methods are those of `PrefillAsk`."""
 
     side: DecodeSide
     ask: int
@@ -260,23 +260,19 @@ class Asking:
 
     @property
     def is_over(self) -> bool:
-        """See `PrefillAsk.is_over`."""
         asked = self.side.receiver.asks.get(self.ask)
         return asked is not None and asked.is_released
 
     def want(self, transfer: Transfer, places: Sequence[np.ndarray]) -> None:
-        """See `PrefillAsk.want`."""
         self.side.want(self.ask, transfer, places)
 
     def stop(self, cause: str = "") -> None:
-        """See `PrefillAsk.stop`."""
         if cause:
             self.falls_back(cause, _REASONS[cause])
         self._is_stopped = True
         self.side.do(self.side.receiver.release(self.ask))
 
     def release(self, num_tokens: int) -> None:
-        """See `PrefillAsk.release`."""
         if num_tokens < self.num_tokens:
             self.falls_back("room", _REASONS["room"])
         self.side.release(self, num_tokens)

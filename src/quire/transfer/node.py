@@ -18,6 +18,7 @@ from quire.offload.tiering import Tiering
 from quire.scheduler.request import Request as EngineRequest
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from quire.tiers.prefill import PrefillPeers
 from quire.tiers.transfer import Transfer
 from quire.transfer.address import Address, format_address, parse_address
 from quire.transfer.connectors.registry import open_connector
@@ -74,8 +75,8 @@ class TransferCounters:
     )
 
 
-class TransferNode(Part):
-    """Implements `quire.tiers.prefill.PrefillPeers`, and computes prompts for others. The engine's thread calls it, and
+class TransferNode(Part, PrefillPeers):
+    """Engines that compute prompts for this one, and that it computes prompts for. The engine's thread calls it, and
     closes it before `host`. `identity` is what engines that exchange pages have in common, by weights `epoch`. Raises
     InvalidInput, ConnectorError, AddressInUse.
 
@@ -187,15 +188,12 @@ class TransferNode(Part):
             self.prefill.settle()
 
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> Asking | None:
-        """See `PrefillPeers.ask`."""
         return self.decode.ask(tokens, namespace, num_missing)
 
     def why_local(self, num_missing: int) -> str:
-        """See `PrefillPeers.why_local`."""
         return self.decode.why_local(num_missing)
 
     def settle(self) -> list[tuple[Transfer, str]]:
-        """See `PrefillPeers.settle`."""
         if self._is_closed:
             return self.decode.abandon()
         self._process(dialed=True)

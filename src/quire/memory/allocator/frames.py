@@ -42,10 +42,6 @@ class GroupFrames(Generic[A]):
         """Frames that are free now, without those set aside for a batch."""
         return self.allocator.ids.num_free
 
-    def out(self) -> Ids:
-        """Frames that are not free, ascending."""
-        return self.allocator.ids.out()
-
     @abstractmethod
     def free_frames(self, frames: Ids) -> None:
         """Free frames that no page has."""
@@ -96,9 +92,6 @@ class PageIdFrames(PageFrames):
     def num_free(self) -> int:
         """Frames of pages that are not in the table."""
         return self.num_frames - self._num_bound
-
-    def out(self) -> Ids:
-        return np.flatnonzero(self.table.frame).astype(np.int32)
 
     def take(self, pages: Ids) -> Ids:
         self.table.bind(pages, pages)

@@ -39,10 +39,6 @@ class IdPool:
         """Per id: whether it is allocated; a copy."""
         return np.array(self._out[ids])
 
-    def out(self) -> Ids:
-        """The allocated ids, ascending."""
-        return np.flatnonzero(self._out).astype(np.int32)
-
     # -- handing out
 
     def check_room(self, count: int, free: int | None = None) -> None:
