@@ -74,6 +74,7 @@ class FrameDigests:
             self._words.append((words, weights.to(self._device)))
             if field.per == 1 and words.dtype == torch.int64 and words.shape[2] == entries:
                 self._marked.append(words[..., 0])
+        self.bytes_per_frame = sum(words[:, 0].numel() * words.element_size() for words, _ in self._words)
 
     def mark(self, frames: Ids) -> None:
         """Write the mark to each entry of these frames, whose pages are begun: before the step writes."""
