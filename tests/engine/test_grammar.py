@@ -225,6 +225,37 @@ def test_an_owner_has_few_places_of_grammars_that_wait() -> None:
         made.close()
 
 
+def test_a_reference_whose_base_drafts_read_differently() -> None:
+    schema = {"$id": "http://a/b", "$ref": "#/$defs/c", "$defs": {"c": {"type": "string"}}}
+    json_schema(schema)
+    with pytest.raises(InvalidInput, match=r"an '\$id' beside a '\$ref' at #/allOf/0"):
+        json_schema({"allOf": [schema]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        ("date", "2023-02-28 2024-02-29 2000-02-29 2023-12-31", "2023-02-29 1900-02-29 0000-01-01 2023-04-31"),
+        ("date-time", "2023-02-28T23:59:59Z 2024-02-29t01:02:03.5-02:00", "2023-02-29T01:02:03Z 1998-12-31T23:59:60Z"),
+        ("time", "23:59:59Z 01:02:03.5+01:00", "23:59:60Z 24:00:00Z"),
+    ],
+)
+def test_dates_and_times(kind: str, right: str, wrong: str) -> None:
+    """Of any calendar, beside another pattern or none."""
+    for text in (*right.split(), *wrong.split()):
+        for more in ({}, {"pattern": "^[^x]*$"}, {"allOf": [{"minLength": 2}]}):
+            allowed = json.dumps({"type": "string", "format": kind} | more), text
+            assert _allows(*allowed) == (text in right.split()), allowed
+
+
+def _allows(schema: str, value: str) -> bool:
+    _, tokenizer = bundled()
+    content, vocabulary, eos = _setup()
+    state = trial.compiled(trial.LLTokenizer(content, n_vocab=vocabulary, eos_token=eos), json_schema(schema))
+    tokens = tokenizer.encode(json.dumps(value), add_special_tokens=False).tolist()
+    return bool(state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting())
+
+
 def test_too_many_optional_properties() -> None:
     schema = {"type": "object", "properties": {f"p{each}": {"type": "string"} for each in range(401)}}
     with pytest.raises(InvalidInput, match="401 properties at #"):

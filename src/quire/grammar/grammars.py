@@ -35,8 +35,9 @@ def json_schema(schema: Mapping[str, Any] | str | bool) -> Grammar:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(f"the JSON schema has what JSON cannot have: {error}.") from None
     _check_size("the JSON schema", text)
-    check_schema(schema)
-    return Grammar("json", text)
+    checked = json.loads(text)
+    check_schema(checked)
+    return Grammar("json", json.dumps(checked, ensure_ascii=False))
 
 
 def json_object() -> Grammar:

@@ -24,21 +24,29 @@ _NOTES = frozenset((
     "$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema", "default",
     "deprecated", "description", "discriminator", "example", "examples", "id", "readOnly", "title", "writeOnly",
 ))  # fmt: skip
+_YEAR, _OF_FOUR = "(000[1-9]|00[1-9].|0[1-9]..|[1-9]...)", "(0[48]|[2468][048]|[13579][26])"
+_DAY = f"({_YEAR}-((0[13-9]|1[0-2])-..|02-([01].|2[0-8]))|(..{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
+_NARROWER = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}.{{7}}[0-5]", "time": "^.{6}[0-5]"}
+"""What llguidance's formats lack: days that are none, the year 0, and seconds 60, which are right on few days."""
 KEYWORDS = _OF_SCHEMA | _OF_LIST | _OF_NAMES | _ENFORCED | _NOTES
 
 
 def check_schema(schema: Any) -> None:
     """Raise InvalidInput for the first keyword that is not supported, with its path, and for schemas that are no object
-    or are too deep."""
+    or are too deep. Formats of dates and times get a pattern beside them, in place."""
     waiting = [("#", schema, 1)]
     while waiting:
         path, found, depth = waiting.pop()
         if isinstance(found, bool):
             continue
-        if not isinstance(found, Mapping):
+        if not isinstance(found, dict):
             raise InvalidInput(f"the JSON schema must have an object at {path}, got a {type(found).__name__}.")
         if depth > MOST_DEPTH:
             raise InvalidInput(f"the JSON schema has more than {MOST_DEPTH} levels at {path[:200]}.", fix="flatten it.")
+        if depth > 1 and "$ref" in found and not found.keys().isdisjoint(("$id", "id")):
+            what = "for which drafts of JSON Schema have two meanings"
+            raise InvalidInput(f"the JSON schema has an '$id' beside a '$ref' at {path[:200]}, {what}.", fix="leave it out.")
+        narrower = _NARROWER.get(found["format"]) if isinstance(found.get("format"), str) else None
         for keyword in found:
             if keyword not in KEYWORDS and (not str(keyword).startswith("x-") or keyword == "x-guidance"):
                 raise InvalidInput(
@@ -46,6 +54,8 @@ def check_schema(schema: Any) -> None:
                     fix="leave it out, or say the same by supported keywords.",
                 )
         waiting += [(f"{path}/{name}", inner, depth + 1) for name, inner in _inner(path, found)]
+        if narrower:
+            found["allOf"] = [*found.get("allOf", ()), {"pattern": narrower}]
 
 
 def _inner(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
