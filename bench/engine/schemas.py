@@ -20,8 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import SEED, machine, new_parser, save
-from jsonschema import Draft202012Validator
-from jsonschema.validators import validator_for
+from jsonschema import (
+    Draft4Validator,
+    Draft6Validator,
+    Draft7Validator,
+    Draft201909Validator,
+    Draft202012Validator,
+)
 from llguidance import LLMatcher
 
 from quire import LLM, SamplingParams
@@ -32,13 +37,21 @@ from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from quire.spec.grammar import Grammar
 
-DRAFTS = ("draft2020-12", "draft2019-09", "draft7", "draft6", "draft4")
+VALIDATORS = {
+    "draft2020-12": Draft202012Validator,
+    "draft2019-09": Draft201909Validator,
+    "draft7": Draft7Validator,
+    "draft6": Draft6Validator,
+    "draft4": Draft4Validator,
+}
 CHAIN = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MODES: dict[str, dict[str, Any] | None] = {
     "without drafts": None,
     "chains": CHAIN,
     "trees": {**CHAIN, "topk": 2, "num_draft_tokens": 7},
 }
+Accepted = tuple[str, Any, Grammar]
+"""Where a schema is from, the schema and its grammar."""
 SHARES = {"without drafts": 2, "chains": 1, "trees": 1}
 _SCHEMAS, _OUTPUTS = 12, 8  # of a batch, and of each of them
 _MOST_TOKENS = 48
@@ -88,7 +101,7 @@ def generated(draw: random.Random, depth: int = 3) -> Any:
 
 def official(folder: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
     """Each draft, schema and the tests of it."""
-    for draft in DRAFTS:
+    for draft in VALIDATORS:
         for file in sorted((folder / draft).rglob("*.json")):
             for case in json.loads(file.read_text()):
                 yield draft, case["schema"], case["tests"]
@@ -98,7 +111,7 @@ class Schemas:
     """Those that are accepted, in the order in which they came, and how many of a suite were not."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
-        self.accepted: list[tuple[Any, Grammar]] = []
+        self.accepted: list[Accepted] = []
         self.counts: dict[str, Counter[str]] = {}
         self._tokenizer = tokenizer
         self._compiler = Compiler(tokenizer.portable, vocabulary, sorted(tokenizer.eos_token_ids))
@@ -113,11 +126,11 @@ class Schemas:
         except InvalidInput:
             counts["refused"] += 1
             return
-        self.accepted.append((schema, grammar))
+        self.accepted.append((source, schema, grammar))
         counts["accepted"] += 1
         wrong = [test for test in tests if not test["valid"] and self._allows(matcher, test["data"])]
         counts["allows what a test rejects"] += bool(wrong)
-        wrong = [test for test in wrong if violation(schema, json.dumps(test["data"]))]
+        wrong = [test for test in wrong if violation(source, schema, json.dumps(test["data"]))]
         counts["unsound"] += bool(wrong)
         counts["rejects a valid text"] += any(
             test["valid"] and not self._allows(matcher, test["data"]) for test in tests
@@ -139,18 +152,18 @@ class Schemas:
         return False
 
 
-def violation(schema: Any, text: str) -> str:
+def violation(source: str, schema: Any, text: str) -> str:
     """Why a text is none of a schema's; "" if it is."""
     try:
         found = json.loads(text)
     except ValueError as error:
         return str(error)
-    kind = validator_for(schema, default=Draft202012Validator)
+    kind = VALIDATORS.get(source, Draft202012Validator)
     first = next(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(found), None)
     return "" if first is None else first.message
 
 
-def outputs(mode: str, schemas: list[tuple[Any, Grammar]], goal: int) -> Counter[str]:
+def outputs(mode: str, schemas: list[Accepted], goal: int) -> Counter[str]:
     """Draw until so many outputs have ended by themselves. Violations are shown."""
     counts: Counter[str] = Counter()
     draw = random.Random(f"{SEED} {mode}")
@@ -165,9 +178,9 @@ def outputs(mode: str, schemas: list[tuple[Any, Grammar]], goal: int) -> Counter
                     temperature=draw.choice([0.5, 1.0, 1.5]), seed=draw.randrange(1 << 30), max_tokens=_MOST_TOKENS,
                     grammar=grammar,
                 )
-                for _, grammar in batch
+                for _, _, grammar in batch
             ]  # fmt: skip
-            for (schema, _), result in zip(batch, llm.generate([_PROMPT] * len(batch), params), strict=True):
+            for (source, schema, _), result in zip(batch, llm.generate([_PROMPT] * len(batch), params), strict=True):
                 counts["outputs"] += 1
                 output = result.outputs[0]
                 if output.finish_reason != "stop":
@@ -175,10 +188,10 @@ def outputs(mode: str, schemas: list[tuple[Any, Grammar]], goal: int) -> Counter
                     continue
                 counts["ended"] += 1
                 counts["tokens"] += len(output.token_ids)
-                reason = violation(schema, tokenizer.decode(output.token_ids))
+                reason = violation(source, schema, tokenizer.decode(output.token_ids))
                 counts["violations"] += bool(reason)
                 if reason:
-                    print(f"{mode}: {json.dumps(schema)}: {output.text!r}: {reason}", file=sys.stderr)
+                    print(f"{mode}: {source}: {json.dumps(schema)}: {output.text!r}: {reason}", file=sys.stderr)
         found = llm.statistics().get("speculation") or {}
         counts["accepted drafts"] = found.get("accepted_tokens", 0)
     return counts

@@ -45,7 +45,9 @@ def check_schema(schema: Any) -> None:
             raise InvalidInput(f"the JSON schema has more than {MOST_DEPTH} levels at {path[:200]}.", fix="flatten it.")
         if depth > 1 and "$ref" in found and not found.keys().isdisjoint(("$id", "id")):
             what = "for which drafts of JSON Schema have two meanings"
-            raise InvalidInput(f"the JSON schema has an '$id' beside a '$ref' at {path[:200]}, {what}.", fix="leave it out.")
+            raise InvalidInput(
+                f"the JSON schema has an '$id' beside a '$ref' at {path[:200]}, {what}.", fix="leave it out."
+            )
         narrower = _NARROWER.get(found["format"]) if isinstance(found.get("format"), str) else None
         for keyword in found:
             if keyword not in KEYWORDS and (not str(keyword).startswith("x-") or keyword == "x-guidance"):
