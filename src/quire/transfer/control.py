@@ -51,47 +51,39 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
-    """The handshake with a peer has succeeded. `dialed`, here and below: by this engine. `address` is what it dialed,
-    or the host that the peer connected from."""
+class PeerEvent:
+    """Something happened to a connection with a peer; `dialed`: by this engine."""
 
     peer: str
     dialed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Connected(PeerEvent):
+    """The handshake with a peer has succeeded. `address` is what was dialed, or the host that the peer connected
+    from."""
+
     hello: Hello
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(PeerEvent):
     """The peer has ended, or closed the connection after its last write: it writes no more."""
 
-    peer: str
-    dialed: bool
-
 
 @dataclass(frozen=True, slots=True)
-class Unreachable:
+class Unreachable(PeerEvent):
     """The connection broke: the peer may still write."""
 
-    peer: str
-    dialed: bool
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Silent:
+class Silent(PeerEvent):
     """Nothing came from the peer for 2 s: it is stopped, or overloaded."""
 
-    peer: str
-    dialed: bool
 
-
-@dataclass(frozen=True, slots=True)
-class Speaks:
+class Speaks(PeerEvent):
     """A silent peer is there again."""
-
-    peer: str
-    dialed: bool
 
 
 @dataclass(frozen=True, slots=True)
