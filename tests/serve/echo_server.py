@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 from functools import partial
@@ -20,8 +21,10 @@ def main() -> None:
     settings = dict(each.split("=", 1) for each in parser.parse_args().settings)
     logging.basicConfig(level=logging.INFO)
 
+    num_frozen = gc.get_freeze_count()  # by what has forked this process
+
     def on_ready(running: Running) -> None:
-        print(json.dumps({"url": running.url}), flush=True)
+        print(json.dumps({"url": running.url, "num_frozen": gc.get_freeze_count() - num_frozen}), flush=True)
 
     serve(
         engine_config(served_model_name="echo"),

@@ -233,6 +233,11 @@ def test_tokens_that_read_alike_keep_their_own_logprobs() -> None:
         assert shape["top_logprobs"][0][shape["tokens"][0]] == shape["token_logprobs"][0]
 
 
+def test_a_full_collection_visits_nothing_that_a_start_has_made(echo: LiveServer) -> None:
+    """It would hold all answers for as long as that takes."""
+    assert echo.summary["num_frozen"] > 1000
+
+
 def test_refusals_have_codes_of_their_own(server: LiveServer) -> None:
     for path, body in (("/v1/models/nope", None), (COMPLETIONS, {"prompt": "a", "model": "nope"})):
         status, answer = server.request(path, body)

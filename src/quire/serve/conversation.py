@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from quire.client.tokenising import Rendered, Tokenising
@@ -168,19 +170,23 @@ def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Neighbours of one role are one turn, but results of tools are not. Results have the names of their tools."""
     found: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    for turn in turns:
-        names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ())}
-        if turn["role"] == "tool":
-            found.append(turn | {"name": names.get(turn["tool_call_id"], turn.get("name", ""))})
-        elif found and found[-1]["role"] == turn["role"]:
-            last = found[-1]
-            for name in ("content", "reasoning_content"):
-                if texts := [text for text in (last.get(name), turn.get(name)) if text]:
-                    last[name] = BETWEEN.join(texts)
-            if calls := [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]:
-                last["tool_calls"] = calls
+    for role, neighbours in groupby(turns, key=itemgetter("role")):
+        if role == "tool":
+            found += [turn | {"name": names.get(turn["tool_call_id"], turn.get("name", ""))} for turn in neighbours]
         else:
-            found.append(turn)
+            found.append(turn := _one_turn(list(neighbours)))
+            names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ())}
+    return found
+
+
+def _one_turn(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Its texts are joined once, so in linear time."""
+    found = turns[0]
+    for name in ("content", "reasoning_content"):
+        if texts := [text for turn in turns if (text := turn.get(name))]:
+            found[name] = BETWEEN.join(texts)
+    if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:
+        found["tool_calls"] = calls
     return found
 
 

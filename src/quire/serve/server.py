@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -140,6 +141,7 @@ async def _serve(
         app = create_app(engine, model_name=config.model_name, server=server, keys=server.keys())
         http = HttpServer(app, server, most_body_bytes=server.body_bytes(engine.context_length))
         serving = await http.begin(listener)
+        gc.freeze()  # else a full collection visits all that a start made: half a second in which nothing is answered
         if on_ready is not None and http.started:
             on_ready(Running(url=url_of(listener), engine=engine, model_name=config.model_name))
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
