@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from quire.client.llm import LLM
 from quire.client.pooled import POOLED
 from quire.engine.core import EngineCore
+from quire.engine.messages import EngineRequest, TokenOutput
 from quire.errors import InvalidInput, UnsupportedModel
 from quire.models.hf import LoadedModel, load_model
 from quire.scheduler.sampling_params import SamplingParams
@@ -57,6 +59,10 @@ def pooled(core: EngineCore, prompts: Sequence[Sequence[int]], name: str = "r", 
     return np.array([np.frombuffer(each, dtype=np.float32) for each in reported])
 
 
+def asking(name: str, prompt: Sequence[int]) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=np.array(prompt, dtype=np.int32).tobytes(), params=POOLED)
+
+
 @cache
 def loaded(folder: Path, *, pack: bool = True) -> LoadedModel:
     return load_model(str(folder), pack=pack)
@@ -90,13 +96,37 @@ def test_after_an_eviction(folders: Any) -> None:
     assert core.statistics()["evicted_pages"] > 0
 
 
-def test_preempted_and_started_again(folders: Any) -> None:
-    """Pages for one and a half of them: each is reported once."""
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_put_back_in_the_middle_of_a_prompt(folders: Any, at: int) -> None:
     folder = folders("qwen3", "embedder")
-    core = core_for(loaded(folder), pages=5, page_size=16, max_num_batched_tokens=16)
-    prompts = shared_prompts(6, shared=2, tails=(40, 50, 45), vocabulary=VOCAB_SIZE)
-    wanted = wanted_of(folder, "embedder", prompts)
-    np.testing.assert_allclose(pooled(core, prompts), wanted, atol=DIFFERENCE)
+    core = core_for(loaded(folder), page_size=4, max_num_batched_tokens=10, overlap=True)
+    [prompt] = shared_prompts(3, shared=1, tails=(60,), vocabulary=VOCAB_SIZE)
+    core.add(asking("r", prompt))
+    outputs: list[TokenOutput] = []
+    for step in count():
+        if not core.has_work():
+            break
+        outputs += core.step()
+        if step == at:
+            [request] = core.scheduler.requests
+            core.scheduler._preempt(request)
+    [found] = [each.pooled for each in outputs if each.pooled is not None]
+    [wanted] = wanted_of(folder, "embedder", [prompt])
+    np.testing.assert_allclose(np.frombuffer(found, dtype=np.float32), wanted, atol=DIFFERENCE)
+    assert core.statistics()["preemptions"] == 1
+
+
+def test_another_prompt_by_the_name_of_one_that_was_aborted(folders: Any) -> None:
+    """While the step of the first one's last token is in flight."""
+    folder = folders("qwen3", "embedder")
+    core = core_for(loaded(folder), page_size=4, overlap=True)
+    core.add(asking("r", PROMPTS[0]))
+    assert not any(each.pooled for each in core.step())
+    core.abort("r")
+    core.add(asking("r", PROMPTS[1]))
+    [found] = [each.pooled for _ in range(4) for each in core.step() if each.pooled is not None]
+    [wanted] = wanted_of(folder, "embedder", PROMPTS[1:2])
+    np.testing.assert_allclose(np.frombuffer(found, dtype=np.float32), wanted, atol=DIFFERENCE)
 
 
 def test_salts_share_nothing(folders: Any) -> None:

@@ -187,6 +187,22 @@ def test_vision_towers_are_estimated_within_a_tenth(name: str) -> None:
     assert estimate(real(name)).other == pytest.approx(sum(tower), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "has_head"),
+    [
+        ("Qwen3ForCausalLM", True),
+        ("GPT2LMHeadModel", True),
+        ("ChatGLMModel", True),
+        ("Qwen3Model", False),
+        ("Qwen3ForSequenceClassification", False),
+    ],
+)
+def test_what_generates_no_text_has_no_output_layer(architecture: str, has_head: bool) -> None:
+    settings = {**_SIZES, **ARCHITECTURES["qwen3"], "architectures": [architecture], "tie_word_embeddings": False}
+    found = estimate(settings)
+    assert found.head == (found.embedding if has_head else 0)
+
+
 # -- tiny models of many architectures
 
 _LATENT = {

@@ -49,12 +49,18 @@ def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightE
         is_tied = config.get("tie_word_embeddings", default=config.implied.get("tied_embeddings"))
         return WeightEstimate(
             embedding=embedding + positions * hidden,
-            head=0 if is_tied else embedding,
+            head=0 if is_tied or _generates_nothing(config.architecture) else embedding,
             layers=layers,
             draft_layers=tuple(draft_layers(config, modules, bits)),
             other=_tower(config),
             bits=plain,
         )
+
+
+def _generates_nothing(architecture: str) -> bool:
+    """Whether a checkpoint of this name has no output layer: a decoder alone, or one that classifies."""
+    alone = architecture.endswith("Model") and not architecture.endswith(("LMHeadModel", "ChatGLMModel"))
+    return alone or architecture.endswith("ForSequenceClassification")
 
 
 def _tower(config: ConfigReader) -> int:
