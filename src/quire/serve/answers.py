@@ -150,56 +150,17 @@ class PoolingUsage(TypedDict):
     prompt_tokens_details: PromptDetails
 
 
-class PoolingFields(TypedDict):
-    """The common fields of answers of models that generate no text."""
+class PoolingAnswer(TypedDict):
+    """The answer of a model that generates no text. `data` are embeddings, each numbers or the base64 of float32, or
+    scores, in the order of the request; `results` are documents, the best first."""
 
     id: str
     object: Literal["list"]
     created: int
     model: str
     usage: PoolingUsage
-
-
-class Embedding(TypedDict):
-    """An embedding: numbers, or the base64 of float32."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class Embeddings(PoolingFields):
-    """The answer of `/v1/embeddings`, in the order of the inputs."""
-
-    data: list[Embedding]
-
-
-class Score(TypedDict):
-    """How well the texts of a pair fit."""
-
-    object: Literal["score"]
-    index: int
-    score: float
-
-
-class Scores(PoolingFields):
-    """The answer of `/v1/score`, in the order of the pairs."""
-
-    data: list[Score]
-
-
-class Ranked(TypedDict):
-    """A document, with its place in the request."""
-
-    index: int
-    relevance_score: float
-    document: NotRequired[dict[str, str] | None]
-
-
-class Ranking(PoolingFields):
-    """The answer of `/v1/rerank`, the best first."""
-
-    results: list[Ranked]
+    data: NotRequired[list[dict[str, Any]] | None]
+    results: NotRequired[list[dict[str, Any]] | None]
 
 
 class TextAnswer(TypedDict):

@@ -12,9 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from quire.client.async_engine import Prompt
 from quire.client.pooled import POOLED, pooled_of
-from quire.errors import InvalidInput, UnsupportedModel
-from quire.serve.answers import Embeddings, PoolingUsage, Ranking, Scores
-from quire.serve.errors import BadField
+from quire.errors import UnsupportedModel
+from quire.serve.answers import PoolingAnswer, PoolingUsage
 from quire.serve.generation import Service, begun
 from quire.serve.pooling_protocol import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from quire.serve.protocol import MAX_CHOICES
@@ -28,6 +27,8 @@ _ROUTES = {
     "/v1/moderations": "moderation",
 }
 """What each route computes."""
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": PoolingAnswer}}
 
 
 def pooling_router(service: Service) -> APIRouter:
@@ -56,15 +57,12 @@ def _refusing(model: str, gives: str, what: str) -> Callable[[], Awaitable[None]
 
 
 def _add_embeddings(router: APIRouter, service: Service, pooling: Pooling) -> None:
-    @router.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}})
+    @router.post("/v1/embeddings", response_model=None, responses=_ANSWERS)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """The embedding of each input, as OpenAI's."""
         service.check_model(body.model)
         body.check()
-        try:
-            pooling.check_dimensions(body.dimensions)
-        except InvalidInput as error:
-            raise BadField(error.message, param="dimensions", fix=error.fix) from None
+        pooling.check_dimensions(body.dimensions)
         pooled, answer = await _pooled(service, request, body.prompts(), body, kind="embd-")
         found = pooling.embeddings(pooled, body.dimensions)
         numbers: list[Any] = [*map(_base64, found)] if body.encoding_format == "base64" else found.tolist()
@@ -81,14 +79,14 @@ def _add_scores(router: APIRouter, service: Service, pooling: Pooling) -> None:
         pooled, answer = await _pooled(service, request, pooling.prompts(pairs), body, kind=kind)
         return pooling.scores(pairs, pooled, activation=body.use_activation is not False).tolist(), answer
 
-    @router.post("/v1/score", response_model=None, responses={200: {"model": Scores}})
+    @router.post("/v1/score", response_model=None, responses=_ANSWERS)
     async def score(body: ScoreBody, request: Request) -> Response:
         """How well the texts of each pair fit, as vLLM's."""
         scores, answer = await scored(body, request, body.pairs(), kind="score-")
         data = [{"object": "score", "index": at, "score": each} for at, each in enumerate(scores)]
         return JSONResponse(answer | {"data": data})
 
-    @router.post("/v1/rerank", response_model=None, responses={200: {"model": Ranking}})
+    @router.post("/v1/rerank", response_model=None, responses=_ANSWERS)
     async def rerank(body: RerankBody, request: Request) -> Response:
         """The documents that fit a query best, first, as Cohere's and vLLM's."""
         texts = body.texts()
