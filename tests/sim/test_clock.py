@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.errors import InvalidInput
 from quire.plan.devices import DEVICES
-from quire.plan.step_cost import CostModel, StepTime, fit_cost_model
+from quire.plan.step_cost import CostFit, CostModel
 from quire.sim.clock import VirtualClock
 from quire.spec.catalogue import catalogue_model
 from quire.spec.model import ModelSpec
@@ -44,18 +43,17 @@ def test_every_device_that_can_be_planned_has_costs(device: str) -> None:
 def test_a_fit_finds_the_costs_that_steps_were_made_of() -> None:
     random = np.random.default_rng(0)
     made = CostModel(launch=0.002, weights=0.0, token=1e-4, pair=2e-8, reads=((3e-7, 0),))
-    records = []
+    fit, falling = CostFit(), CostFit()
     for _ in range(60):
         starts = random.integers(0, 2000, size=8)
         ends = starts + np.where(random.random(8) < 0.7, 1, random.integers(2, 500, size=8))
-        records.append(StepTime(starts, ends, made.launch + made.seconds(starts, ends)))
-    found = fit_cost_model(records)
+        fit.add(starts, ends, made.launch + made.seconds(starts, ends))
+        falling.add(starts, ends, 0.01 / (1 + int((ends - starts).sum())))
+    found, other = fit.model(), falling.model()
+    assert found is not None and other is not None
     assert (found.launch, found.token, found.pair) == pytest.approx((made.launch, made.token, made.pair))
     assert found.reads[0][0] == pytest.approx(3e-7)
-    slower = [StepTime(r.starts, r.ends, 0.01 / (1 + int((r.ends - r.starts).sum()))) for r in records]
-    assert fit_cost_model(slower).token == 0.0  # a cost that would be below zero is none
-    with pytest.raises(InvalidInput, match="too few"):
-        fit_cost_model(records[:7])
+    assert other.token == 0.0  # a cost that would be below zero is none
 
 
 def test_overlapping_steps_wait_for_the_device_and_not_for_launches() -> None:

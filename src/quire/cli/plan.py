@@ -163,7 +163,7 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
         link_rate=parse_speed(roles.link),
         cached=roles.cached,
     )
-    data = {"model": subject.name, "load": asdict(load)} | plan_roles(load).as_dict()
+    data = {"model": subject.name, "load": asdict(load)} | asdict(plan_roles(load))
     data["notes"] = [_WITHOUT_DRAFTS] if is_without_drafts else []
     return Report(data, lambda: [roles_panel(data)])
 

@@ -13,7 +13,7 @@ from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.plan import Plan
 from quire.plan.source import read_model_config
-from quire.plan.step_cost import CostModel, fit_cost_model
+from quire.plan.step_cost import CostModel
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.settings.fields import StepFields
 from quire.sim.clock import measure_engine
@@ -158,7 +158,7 @@ def _plain_record_bytes(plan: MemoryPlan) -> tuple[int, ...]:
 def cost_of(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[MemoryPlan], CostModel]:
     """The costs of a model's steps; those of a plain one are of the model of that name, whatever its pools hold."""
     if engine.fit:
-        fitted = fit_cost_model(measure_engine())
+        fitted = measure_engine()
         return lambda plan: fitted
     if engine.prefill_rate is not None or engine.decode_ms is not None:
         if engine.prefill_rate is None or engine.decode_ms is None:

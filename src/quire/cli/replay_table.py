@@ -15,7 +15,7 @@ from rich.text import Text
 from quire.cli.report import drafts_remark, plain_table
 from quire.plan.budget import counted, format_bytes
 from quire.sim.comparison import ReportProgress
-from quire.sim.result import ReplayResult
+from quire.sim.result import PERCENTILES, ReplayResult
 from quire.sim.roles import RolesResult
 from quire.sim.trace_request import Trace
 
@@ -32,7 +32,6 @@ _LEGEND = (
     "out/s: output tokens a second; all three on the simulated device.\n"
     "manager: CPU time of scheduler and cache. digest: equal where all hits and evictions are."
 )
-_PERCENTILES = (50, 95, 99)
 _HOT_COLUMNS = ("policy", "pool, tokens", "at most", "mean", "hit", "optimum", "MB", "ms")
 _HOT_LEGEND = (
     "+ hot: latents in host memory, in the same device bytes; ->: without and with. at most, mean: requests that run "
@@ -139,7 +138,7 @@ def _tier_tables(same: Sequence[ReplayResult]) -> Iterator[Table]:
     where = _pool_of(same[0], ":")
     uses = [_tier_use(run) for run in same if run.tiers is not None]
     yield plain_table(_TIER_COLUMNS, uses, title=f"{where}: hits by tier, and GB moved")
-    names = ("policy", *(f"p{percentile}" for percentile in _PERCENTILES), "mean")
+    names = ("policy", *(f"p{percentile}" for percentile in PERCENTILES), "mean")
     rows = []
     for without, beside in zip(same[::2], same[1::2], strict=True):
         pairs = zip(_first_token_times(without), _first_token_times(beside), strict=True)
@@ -172,7 +171,7 @@ def _hot_row(result: ReplayResult) -> tuple[str, ...]:
 
 
 def _first_token_times(result: ReplayResult) -> list[float]:
-    return [*result.first_token_seconds(_PERCENTILES), result.mean_first_token_seconds]
+    return [*result.first_token_seconds(), result.mean_first_token_seconds]
 
 
 def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:

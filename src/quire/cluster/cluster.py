@@ -53,6 +53,8 @@ _LASTS_S = 30.0  # a process that ran so long is restarted without a longer paus
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 _LEAST_START_S, _STARTS = 60.0, 4.0  # a start may take so long, or so many times as long as the first one
 _BROKEN_S = 2.0  # for how long a server may say that it is unhealthy
+_CONNECT_S, _POLL_S, _MARGIN_S = 60.0, 0.05, 5.0
+_LONGEST_ANSWER = 300  # characters of an answer that an error repeats
 
 
 def reserve_port() -> socket.socket:
@@ -190,13 +192,6 @@ class Supervisor:
     async def _ended(self, members: Iterable[Member]) -> None:
         await asyncio.gather(*(member.process.wait() for member in members if member.process is not None))
 
-
-logger = logging.getLogger(__name__)
-
-_CONNECT_S = 60.0
-_POLL_S = 0.05
-_LONGEST_ANSWER = 300  # characters of an answer that an error repeats
-_MARGIN_S = 5.0
 
 OnReady = Callable[[list[dict[str, Any]]], None]
 """Is called with a row for each process, the router's last, when requests are answered."""

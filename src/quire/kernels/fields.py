@@ -198,7 +198,6 @@ class KVFields:
         return self._keys.write(slots, key), self._values.write(slots, value)
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `KVReader.gather`."""
         return self._keys.gather(index, dtype, "key"), self._values.gather(index, dtype, "value")
 
 
@@ -225,7 +224,6 @@ class LatentFields:
         self._ropes.write(slots, rope)
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `KVReader.gather`."""
         return _joined(self._latents.gather(index, dtype, "latent"), self._ropes.gather(index, dtype, "rope"))
 
 

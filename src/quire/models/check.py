@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import HotBuffers
 from quire.spec.layout import DType
-from quire.spec.model import ModelSpec
 from quire.upload import to_device
+
+if TYPE_CHECKING:
+    from quire.models.hf import LoadedModel
 
 _PAGE_SIZE = 4  # or more, if a page must hold a block of tokens that share an entry
 _STEPS = (((0, 6), (0, 0)), ((6, 10), (0, 5)), ((10, 11), (5, 8)))
@@ -42,24 +44,12 @@ _TOLERANCE = {DType.FLOAT32: 2e-3, DType.FLOAT16: 5e-2, DType.BFLOAT16: 2e-1}
 """Largest accepted error of a row of logits, relative to the row's norm. A wrong scale, mask or key costs 0.3 to 2."""
 
 
-class CheckedModel(Protocol):
-    """The interface of a model that the check uses."""
-
-    name: str
-    spec: ModelSpec
-    device: torch.device
-
-    def run(self, running: RunningForward, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor: ...
-
-    def plain_logits(self, input_ids: Tensor) -> Tensor: ...
-
-
-def plain_logits(model: CheckedModel) -> list[Tensor]:
+def plain_logits(model: LoadedModel) -> list[Tensor]:
     """The logits of each sequence of the check by the model's own code, as its weights and layers are now."""
     return [model.plain_logits(to_device(tokens, model.device)) for tokens in _tokens(model.spec.vocab_size)]
 
 
-def check_forward(model: CheckedModel, hot: HotBuffers | None = None, *, plain: Sequence[Tensor] = ()) -> None:
+def check_forward(model: LoadedModel, hot: HotBuffers | None = None, *, plain: Sequence[Tensor] = ()) -> None:
     """Raise ModelCheckFailed unless the paged steps give the plain logits, by default those of now. The pool starts as
     NaN: no wrong read escapes. With `hot`, its group is in host memory, and the step of one row reads a hot buffer."""
     tokens = _tokens(model.spec.vocab_size)
@@ -99,7 +89,7 @@ def _hot_buffers(groups: Sequence[GroupSpec], hot: HotBuffers, device: torch.dev
 
 
 def _run_step(
-    model: CheckedModel,
+    model: LoadedModel,
     groups: Sequence[GroupSpec],
     pools: Sequence[Pool],
     step: tuple[tuple[int, int], ...],
@@ -139,7 +129,7 @@ def _states(step: tuple[tuple[int, int], ...], present: list[int]) -> StateBatch
     return StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in (starts, sources, targets)))
 
 
-def _judge(model: CheckedModel, errors: np.ndarray) -> None:
+def _judge(model: LoadedModel, errors: np.ndarray) -> None:
     """In float32 every row counts. In lower precision the median counts, since near ties may go either way."""
     tolerance = _TOLERANCE[model.spec.dtype]
     error = float(errors.max() if model.spec.dtype is DType.FLOAT32 else np.median(errors))

@@ -81,7 +81,7 @@ class _Eagle3Block(nn.Module):
 
 
 class EagleHead(DraftHead):
-    """See the module."""
+    """See the module. Its methods are those of `DraftHead`."""
 
     def __init__(self, config: LlamaConfig, shape: HeadShape) -> None:
         super().__init__()
@@ -104,7 +104,6 @@ class EagleHead(DraftHead):
         return fused
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """See `DraftHead`."""
         others = {"position_embeddings": self.rotary_emb(features, positions)}
         if self.shape.is_eagle3:
             out: Tensor = self.midlayer(embeddings, features, **others)
@@ -113,12 +112,10 @@ class EagleHead(DraftHead):
         return out
 
     def logits(self, features: Tensor, target_head: nn.Module) -> Tensor:
-        """See `DraftHead`."""
         out: Tensor = self.lm_head(self.norm(features)) if self.shape.is_eagle3 else target_head(features)
         return out
 
     def target_ids(self) -> Tensor | None:
-        """See `DraftHead`."""
         if not self.shape.is_eagle3:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

@@ -86,7 +86,8 @@ class LoadedModel:
         self._dtypes = {name: tensor.dtype for name, tensor in _weights(model).items()}
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config()
-        self._num_layers = int(text_config.num_hidden_layers)
+        self.num_layers = int(text_config.num_hidden_layers)
+        """Decoder layers."""
         self.hidden_size = int(text_config.hidden_size)
         self._captured: set[int] = set()
         self.pooler: Pooler | None = None
@@ -134,7 +135,7 @@ class LoadedModel:
         if self.packing.products:
             fused = fuse_layers(model, self.spec.context_length, self._inputs)
             self.num_fused, self._fused_backend = len(fused), fused[0].backend if fused else ""
-            self._decoder = FusedDecoder.of(model, self._inputs) if self.num_fused == self._num_layers else None
+            self._decoder = FusedDecoder.of(model, self._inputs) if self.num_fused == self.num_layers else None
         if check:
             check_forward(self, plain=plain)
         self.weight_bytes = weight_bytes(model)
@@ -156,7 +157,7 @@ class LoadedModel:
         """Decoder layers, how many of them are fused, and by what (native, torch or empty); whether the model runs
         without transformers' code around them (1 or 0); linear layers whose weights are packed, and their bytes."""
         return {
-            "layers": self._num_layers,
+            "layers": self.num_layers,
             "fused_layers": self.num_fused,
             "fused_backend": self._fused_backend,
             "fused_decoder": int(self._decoder is not None and not self._captured),
@@ -238,11 +239,6 @@ class LoadedModel:
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep
         ).logits[0]
         return logits if self._keeps_rows else logits[rows]
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return self._num_layers
 
     @property
     def embedding(self) -> torch.nn.Module:
@@ -332,7 +328,7 @@ class LoadedModel:
         try:
             return ModelSpec.from_config(self.config)
         except UnsupportedModel:
-            if len(self._calls) % self._num_layers or not all(map(_says_everything, self._calls)):
+            if len(self._calls) % self.num_layers or not all(map(_says_everything, self._calls)):
                 raise
         return ModelSpec(
             architecture="",

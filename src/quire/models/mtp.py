@@ -44,7 +44,6 @@ class MtpHead(DraftHead):
         return out
 
     def logits(self, features: Tensor, target_head: nn.Module) -> Tensor:
-        """See `DraftHead`."""
         del target_head  # the layer has it
         out: Tensor = self._project(features)
         return out

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
@@ -53,10 +53,6 @@ class RolePlan:
     link_bytes_per_s: float
     prefill_link_bytes_per_s: float
     decode_link_bytes_per_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
 
 
 def sent_bytes(plan: MemoryPlan, prompt_tokens: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,15 +137,6 @@ def _pair_flops(spec: ModelSpec) -> tuple[float, float]:
     return full, windowed
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """A measured step: the tokens `starts[i]..ends[i] - 1` that it computed of each request, and its seconds."""
-
-    starts: Lengths
-    ends: Lengths
-    seconds: float
-
-
 class CostFit:
     """Fits a cost model to measured steps, with the least squared relative error and no negative cost. So a step that
     was disturbed, and took long, counts little.
@@ -190,15 +180,3 @@ class CostFit:
             launch, token, pair, key = (float(cost) for cost in found)
             self._found = CostModel(launch=launch, weights=0.0, token=token, pair=pair, reads=((key, 0),))
         return self._found
-
-
-def fit_cost_model(records: Sequence[StepTime]) -> CostModel:
-    """The cost model of these steps (`CostFit`). Raises InvalidInput for fewer than 8 steps."""
-    if len(records) < 8:
-        raise InvalidInput(f"{len(records)} measured steps are too few to fit costs.", fix="measure at least 8.")
-    fit = CostFit()
-    for record in records:
-        fit.add(record.starts, record.ends, record.seconds)
-    found = fit.model()
-    assert found is not None
-    return found

@@ -1,6 +1,6 @@
 """VirtualClock: how long steps of a replay would take on a real device. An estimate, never a wait.
 
-`measure_engine` has the times of the real engine's steps, to fit a cost model to."""
+`measure_engine` fits a cost model to the times of the real engine's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.cache.running import Lengths
-from quire.plan.step_cost import CostModel, StepTime
+from quire.plan.step_cost import CostFit, CostModel
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -23,10 +23,10 @@ _PROMPTS = (32, 128, 384)
 _OUTPUTS = 12
 
 
-def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
-    """Run the real engine on prompts of a few sizes, alone and in batches, and measure the time of every step.
+def measure_engine() -> CostModel:
+    """What steps of the real engine cost here, with the bundled model, prompts of a few sizes, alone and in batches.
 
-    Loads the model; needs some seconds on a CPU with the bundled one. Raises what loading raises.
+    Needs some seconds on a CPU. Raises what loading raises.
     """
     from quire.engine.config import engine_config
     from quire.engine.core import EngineCore
@@ -34,32 +34,31 @@ def measure_engine(model: str = "quire-bundled") -> list[StepTime]:
     from quire.scheduler.sampling_params import SamplingParams
 
     settings = {"enable_prefix_caching": False, "overlap": False, "target_itl_ms": "off"}
-    core = EngineCore(engine_config(model=model, kv_memory="256MiB", **settings))
+    core = EngineCore(engine_config(model="quire-bundled", kv_memory="256MiB", **settings))
     random = np.random.Generator(np.random.PCG64(0))
     params = SamplingParams(max_tokens=_OUTPUTS, temperature=0.0, ignore_eos=True)
-    records: list[StepTime] = []
-    for warm in (False, True):  # the first round is for caches and lazy imports
+    for _ in range(2):  # the first round is for caches and lazy imports
+        fit = CostFit()
         for batch, length in product(_BATCHES, _PROMPTS):
             for index in range(batch):
                 prompt = random.integers(core.model.spec.vocab_size, size=length, dtype=np.int32).tobytes()
                 core.add(EngineRequest(request_id=f"{batch}.{length}.{index}", prompt=prompt, params=params))
-            found = _steps(core)
-            records += found if warm else []
-    return records
+            _steps(core, fit)
+    found = fit.model()
+    assert found is not None
+    return found
 
 
-def _steps(core: EngineCore) -> list[StepTime]:
+def _steps(core: EngineCore, fit: CostFit) -> None:
     """Run an engine until it has no requests, a step at a time."""
-    records = []
     while core.scheduler.has_requests:
         step = core.scheduler.schedule()
         began = time.perf_counter()
         launched = core.runner.launch(step, None)
         drawn = launched.wait()
-        records.append(StepTime(step.starts, step.ends, time.perf_counter() - began))
+        fit.add(step.starts, step.ends, time.perf_counter() - began)
         core.scheduler.settle(step, drawn)
         core.cache.close_fence(launched.fence)
-    return records
 
 
 class VirtualClock:

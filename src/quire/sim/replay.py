@@ -165,7 +165,9 @@ class Replay:
             apart=self._manager.apart,
             overlap=settings.overlap,
         )
-        self.drafts = simulated_drafts(plan, settings, device.scripts, self.scheduler, device.move)
+        self.drafts = simulated_drafts(
+            plan, settings.acceptance, device.scripts, self.scheduler, device.move, overlap=settings.overlap
+        )
         self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, *events])
         self._waits.arrives = lambda: self._arrivals.next_time
         own = [*self.drafts, self._waits, *parts, self.recorder]

@@ -16,6 +16,8 @@ from quire.scheduler.scheduler import Scheduler
 from quire.sim.hisparse import HiSparseUse
 from quire.sim.tiers import TierUse
 
+PERCENTILES = (50, 95, 99)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
@@ -128,13 +130,12 @@ class ReplayResult:
     @property
     def mean_first_token_seconds(self) -> float:
         """The mean time from a request's arrival to its first token; zero if there was none."""
-        found = self._first_token_times()
-        return sum(found) / len(found) if found else 0.0
+        found = first_token_times(self.records)
+        return float(found.mean()) if len(found) else 0.0
 
-    def first_token_seconds(self, percentiles: Sequence[float]) -> list[float]:
+    def first_token_seconds(self, shares: Sequence[float] = PERCENTILES) -> tuple[float, ...]:
         """Percentiles of the same; zeros if there was none."""
-        found = self._first_token_times()
-        return [float(value) for value in np.percentile(found, percentiles)] if found else [0.0] * len(percentiles)
+        return percentiles(first_token_times(self.records), shares)
 
     def count(self, end: str) -> int:
         """Requests by how they ended: "length", "abort" or "refused"."""
@@ -151,12 +152,11 @@ class ReplayResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The output of `quire replay --json` for it."""
-        percentiles = self.first_token_seconds((50, 95, 99))
         return {name: getattr(self, name) for name in _JSON_FIELDS} | {
             "requests": len(self.records),
             "refused": self.count("refused"),
             "aborted": self.count("abort"),
-            **dict(zip(("ttft_p50_s", "ttft_p95_s", "ttft_p99_s"), percentiles, strict=True)),
+            **dict(zip(("ttft_p50_s", "ttft_p95_s", "ttft_p99_s"), self.first_token_seconds(), strict=True)),
             **dict(zip(("itl_p50_s", "itl_p95_s", "itl_p99_s"), self.itl_s, strict=True)),
             "ttft_mean_s": self.mean_first_token_seconds,
             "output_tokens_per_s": self.output_rate,
@@ -165,9 +165,6 @@ class ReplayResult:
             "tiers": plain(self.tiers),
             "hisparse": plain(self.hisparse),
         }
-
-    def _first_token_times(self) -> list[float]:
-        return [record.first_token - record.arrived for record in self.records if record.first_token is not None]
 
 
 _JSON_FIELDS = (
@@ -178,12 +175,16 @@ _JSON_FIELDS = (
 )  # fmt: skip
 
 _MOST_SAMPLES = 512
-_PERCENTILES = (50, 95, 99)
 
 
-def percentiles(values: npt.NDArray[np.float64]) -> tuple[float, ...]:
-    """Percentiles 50, 95 and 99; zeros of nothing."""
-    return tuple(map(float, np.percentile(values, _PERCENTILES))) if len(values) else (0.0,) * len(_PERCENTILES)
+def first_token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
+    """Seconds from the arrival of each request to its first token."""
+    return np.array([each.first_token - each.arrived for each in records if each.first_token is not None])
+
+
+def percentiles(values: npt.NDArray[np.float64], shares: Sequence[float] = PERCENTILES) -> tuple[float, ...]:
+    """Percentiles of these; zeros of nothing."""
+    return tuple(map(float, np.percentile(values, shares))) if len(values) else (0.0,) * len(shares)
 
 
 class OccupancyLog:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
@@ -22,7 +21,7 @@ from quire.plan.step_cost import CostModel
 from quire.sim.arrivals import Arrivals, Inbox
 from quire.sim.peers import DecodePeers, PrefillEngine, SimulatedLink, Wires
 from quire.sim.replay import Replay, ReplaySettings
-from quire.sim.result import RequestRecord, percentiles
+from quire.sim.result import first_token_times, percentiles
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.speculation import drafts_of
 from quire.sim.trace_request import TraceRequest
@@ -194,8 +193,3 @@ class Roles:
             speculation=drafts_of(results),
             digest=digest.hexdigest(),
         )
-
-
-def first_token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
-    """Seconds from the arrival of each request to its first token."""
-    return np.array([each.first_token - each.arrived for each in records if each.first_token is not None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,27 +24,16 @@ from quire.speculative.speculator import Speculator
 _STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class DraftSettings(Protocol):
-    """What a replay says of drafts."""
-
-    @property
-    def overlap(self) -> bool:
-        """Whether a step is launched before the one before it has settled."""
-
-    @property
-    def acceptance(self) -> float | None:
-        """The chance of a draft to be right; None: as recorded in the trace."""
-
-
 def simulated_drafts(
-    plan: MemoryPlan, settings: DraftSettings, scripts: Scripts, scheduler: Scheduler, move: Moves
+    plan: MemoryPlan, acceptance: float | None, scripts: Scripts, scheduler: Scheduler, move: Moves, *, overlap: bool
 ) -> Sequence[Speculation]:
-    """The part that drafts, if the plan has speculation. Raises InvalidInput for settings that do not go together."""
+    """The part that drafts, if the plan has speculation. `acceptance` is as in `SimulatedDrafter`. Raises InvalidInput
+    if steps `overlap`: one is launched before the one before it has settled."""
     if plan.speculation is None:
         return ()
-    if settings.overlap:
+    if overlap:
         raise InvalidInput("drafts follow the tokens of the last step.", fix="leave --overlap or --speculate out.")
-    speculator = Speculator(SimulatedDrafter(scripts, settings.acceptance), None, plan.tokens_per_step - 1)
+    speculator = Speculator(SimulatedDrafter(scripts, acceptance), None, plan.tokens_per_step - 1)
     return (Speculation(speculator, scheduler, move),)
 
 

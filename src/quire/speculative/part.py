@@ -80,9 +80,7 @@ class Speculation(Part):
         if step.is_decode:
             self.speculator.drew(len(step))
             return
-        found = self.speculator.accepted(
-            step.batch, step.tokens, step.draws, step.draw_counts, result.tokens, step.parents
-        )
+        found = self.speculator.accepted(step, result.tokens)
         if len(found.sources):
             self._move(result.launched, found.sources, found.targets)
         result.kept, result.order = found.kept, found.order

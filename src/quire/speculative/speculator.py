@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.running import Lengths, RunningBatch
 from quire.counters import counter, gauge
 from quire.errors import UnsupportedModel
 from quire.plan.budget import MemoryPlan
+from quire.scheduler.step import Step
 from quire.spec.ids import Ids
 from quire.spec.layers import INDEXER_GROUP
 from quire.spec.speculation import SpeculativeConfig
@@ -74,17 +75,10 @@ class Speculator:
         self._searched_s = time.perf_counter() - self._began
         return drafts
 
-    def accepted(
-        self,
-        batch: RunningBatch,
-        tokens: Lengths,
-        draws: Rows,
-        draw_counts: Lengths,
-        drawn: Lengths,
-        parents: Ids | None = None,
-    ) -> Accepted:
+    def accepted(self, step: Step, drawn: Lengths) -> Accepted:
         """`accepted_draws` of a step with drafts or prompts, counted."""
-        found = accepted_draws(tokens, draws, draw_counts, drawn, parents)
+        batch, draw_counts = step.batch, step.draw_counts
+        found = accepted_draws(step.tokens, step.draws, draw_counts, drawn, step.parents)
         self._num_drawing += int(np.count_nonzero(found.kept))
         self._num_drawn += int(found.kept.sum())
         at = (draw_counts > 1).nonzero()[0]

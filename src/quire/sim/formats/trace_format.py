@@ -71,9 +71,9 @@ class TraceFormat:
             yield request._replace(build=partial(_read_again, line, read, tokenize))
 
 
-def rows_of(row: type[TraceRow], *, strict: bool = True) -> Callable[[Path], ReadLine]:
+def rows_of(row: type[TraceRow]) -> Callable[[Path], ReadLine]:
     """How lines are read that are JSON objects with the fields of `row`."""
-    decode = msgspec.json.Decoder(row, strict=strict).decode
+    decode = msgspec.json.Decoder(row).decode
     return lambda path: lambda text, number: decode(text).draft(number)
 
 
