@@ -29,7 +29,7 @@ from quire.spec.hisparse import PAGE_BOUNDS, HiSparseConfig, HotBuffers
 )
 def test_the_names_of_the_field_are_read(given: dict[str, Any], expected: HiSparseConfig) -> None:
     assert HiSparseConfig.parse(given) == HiSparseConfig.parse(json.dumps(given)) == expected
-    assert HiSparseConfig.read(expected) is expected
+    assert HiSparseConfig.parse(expected) is expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -276,9 +276,7 @@ class Router:
                 family.samples += [
                     each._replace(labels={**each.labels, "process": upstream.name}) for each in found.samples
                 ]
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(families.values()))
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(_Families(families.values())), media_type=CONTENT_TYPE_LATEST)
 
     def _own_metrics(self) -> Iterator[Metric]:
         rows: tuple[

@@ -53,12 +53,7 @@ def paged_attention(
 
 
 def paged_attention_lse(
-    query: Tensor,
-    reader: KVReader,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = 0,
+    query: Tensor, reader: KVReader, batch: PagedBatch, *, scale: float, window: int | None = 0
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` to be merged with more: float32 output `[T, heads, value_dim]` and log-sum-exp `[T, heads]`."""
     kernel = batch.backend.kernel(query, reader)

@@ -41,13 +41,7 @@ class RunningForward:
     pool is in host memory, rows that decode read its hot buffers, which `hisparse` fills.
     """
 
-    def __init__(
-        self,
-        pools: Sequence[Pool],
-        batches: Sequence[PagedBatch | StateBatch],
-        *,
-        first: int = 0,
-    ) -> None:
+    def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch], *, first: int = 0) -> None:
         self.hisparse = hot_buffers_of(pools)
         self.batches = tuple(batches)
         self._groups = tuple(zip(pools, batches, strict=True))

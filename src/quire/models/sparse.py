@@ -70,12 +70,7 @@ class _SparseAttention:
         return out
 
     def _read(
-        self,
-        query: Tensor,
-        selected: Tensor,
-        fields: LatentFields,
-        batch: PagedBatch,
-        options: CallOptions,
+        self, query: Tensor, selected: Tensor, fields: LatentFields, batch: PagedBatch, options: CallOptions
     ) -> Tensor:
         """Attention over the pages themselves."""
         out = query.new_zeros(*query.shape[:2], self._latent.value_dim)

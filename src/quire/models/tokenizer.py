@@ -261,11 +261,7 @@ def _joins_tokens(decoder: Any) -> bool:
 
 
 def load_tokenizer(
-    path_or_id: str,
-    *,
-    revision: str | None = None,
-    chat_template: str | None = None,
-    response_template: str = "auto",
+    path_or_id: str, *, revision: str | None = None, chat_template: str | None = None, response_template: str = "auto"
 ) -> Tokenizer:
     """The tokenizer in a folder or on the hub, with the chat template in the file `chat_template` if given.
 

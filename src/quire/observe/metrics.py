@@ -11,22 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from quire.counters import (
-    TOKENS,
-    Histogram,
-    Metric,
-    Statistics,
-    counter,
-    gauge,
-    histogram,
-    metrics_of,
-    plain,
-)
+from quire.counters import TOKENS, Histogram, Metric, Statistics, counter, gauge, histogram, metrics_of, plain
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
@@ -97,9 +87,7 @@ class ServerMetrics(Collector):
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
+        return generate_latest(self)
 
 
 def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:

@@ -49,13 +49,7 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
 
 
 def host_budget(
-    asked: int | Literal["auto"],
-    *,
-    available: int,
-    limit: int | None,
-    total: int,
-    device_bytes: int,
-    ranks: int = 1,
+    asked: int | Literal["auto"], *, available: int, limit: int | None, total: int, device_bytes: int, ranks: int = 1
 ) -> int:
     """Bytes of host memory for the records of all groups and all `ranks`; a rank has `num_bytes // ranks`.
 

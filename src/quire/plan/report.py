@@ -187,11 +187,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "largest_request": plan.largest_request,
         "minimum_reusable_prefix": plan.minimum_reusable_prefix,
         "geometry": _geometry(plan.tokens_per_page, plan.mix.mean),
-        "expected": {
-            "requests": plan.mix.source,
-            "mean_tokens": plan.mix.mean,
-            "given": plan.settings.mix is not None,
-        },
+        "expected": {"requests": plan.mix.source, "mean_tokens": plan.mix.mean, "given": plan.settings.mix is not None},
         "parallel": {name: getattr(settings.parallel, name) for name in ("tp", "pp", "dp", "dcp")},
         "deciding_stage": plan.stage,
         "speculation": speculation_as_dict(plan),

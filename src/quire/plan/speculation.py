@@ -144,9 +144,7 @@ def with_draft_model(spec: ModelSpec, settings: PlanSettings, draft: ModelSpec) 
         )
     if not all(map(_is_full_attention, draft.layers)):
         raise _refusal(
-            draft,
-            "has layers with windows, states or indexers",
-            "use a draft whose layers are all full attention.",
+            draft, "has layers with windows, states or indexers", "use a draft whose layers are all full attention."
         )
     stored = {part.group for call in set(spec.calls) for part in call.parts(plain_format(spec.dtype), spec.dtype)}
     if FULL_GROUP not in stored:

@@ -18,10 +18,10 @@ TIERS, TRANSFER, COSTS = "Tiers below the device", "Transfer between engines", "
 
 _LOAD_ASKS = "what the load asks for"
 
-Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.read)]
+Speculation = Annotated[InstanceOf[SpeculativeConfig], BeforeValidator(SpeculativeConfig.parse)]
 """How tokens are drafted, also as JSON or a mapping."""
 
-HiSparse = Annotated[InstanceOf[HiSparseConfig], BeforeValidator(HiSparseConfig.read)]
+HiSparse = Annotated[InstanceOf[HiSparseConfig], BeforeValidator(HiSparseConfig.parse)]
 """Latents in host memory, also as JSON or a mapping."""
 
 TargetItl = Annotated[float, Field(gt=0)] | Literal["auto", "off"]

@@ -203,12 +203,7 @@ def _beside_resident(found: ReplayResult, resident: ReplayResult, resident_token
 
 
 def _plan(
-    trace: Trace,
-    grid: Grid,
-    model: SimulatedModel,
-    page_size: int,
-    tokens: int,
-    hisparse: HiSparseConfig | None = None,
+    trace: Trace, grid: Grid, model: SimulatedModel, page_size: int, tokens: int, hisparse: HiSparseConfig | None = None
 ) -> MemoryPlan:
     lengths = [prompt + max(1, output) for prompt, output in trace.lengths]
     running, chunk, drafts = grid.max_running, grid.settings.chunk, grid.speculation

@@ -7,11 +7,11 @@ attention are in their place: rows that decode read the pages that bounds of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidInput
-from quire.spec.json_object import json_object
+from quire.spec.json_object import NUMBER, TEXT, WHOLE, Kind, read_fields
 from quire.spec.pages import pages_for
 
 _EXAMPLE = 'write it as {"device_buffer_size": 4096}, or {} for planned sizes.'
@@ -19,11 +19,11 @@ PAGE_BOUNDS = "page_bounds"
 MOST_BUFFER_TOKENS = 2**15 - 3
 """Tokens of the largest hot buffer: the numbers of its slots are 16 bits wide."""
 _MOST_RATIO = 10**9
-_WITHOUT_EFFECT = ("swap_in_block_size",)  # threads of another engine's copy kernel
-_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "host_to_device_ratio": ((int, float), "a number"),
-    "selection": ((str,), "text"),
-}
+_WITHOUT_EFFECT = "swap_in_block_size"  # threads of another engine's copy kernel
+_KINDS: Mapping[str, Kind] = {
+    "device_buffer_size": WHOLE, "host_to_device_ratio": NUMBER, "top_k": WHOLE, "selection": TEXT,
+    _WITHOUT_EFFECT: WHOLE,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +69,15 @@ class HiSparseConfig:
             )
 
     @classmethod
-    def read(cls, given: HiSparseConfig | str | Mapping[str, Any]) -> HiSparseConfig:
-        """As `parse`; a configuration is itself."""
-        return given if isinstance(given, HiSparseConfig) else cls.parse(given)
-
-    @classmethod
-    def parse(cls, given: str | Mapping[str, Any]) -> HiSparseConfig:
-        """The configuration in JSON text or a mapping, by the names of these fields; a null counts as absent.
+    def parse(cls, given: HiSparseConfig | str | Mapping[str, Any]) -> HiSparseConfig:
+        """The configuration itself, or in JSON text or a mapping, by names of these fields; a null counts as absent.
 
         Raises InvalidInput for an unknown name and a value of another type.
         """
-        known = [field.name for field in fields(cls)]
-        found: dict[str, Any] = {}
-        for key, value in json_object(given, "hisparse", fix=_EXAMPLE).items():
-            name = str(key).replace("-", "_")
-            if name not in (*known, *_WITHOUT_EFFECT):
-                raise InvalidInput(f"'{key}' is not a setting of hisparse.", fix=f"use one of {', '.join(known)}.")
-            kinds, kind = _KINDS.get(name, ((int,), "a whole number"))
-            if value is not None and type(value) not in kinds:
-                raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
-            if value is not None and name in known:
-                if name in found:
-                    raise InvalidInput(f"{name} is given twice, once as '{key}'.", fix="give it once.")
-                found[name] = value
+        if isinstance(given, HiSparseConfig):
+            return given
+        found = read_fields(given, "hisparse", _KINDS, fix=_EXAMPLE)
+        found.pop(_WITHOUT_EFFECT, None)
         return cls(**found)
 
 

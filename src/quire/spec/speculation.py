@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidInput
-from quire.spec.json_object import json_object
+from quire.spec.json_object import SWITCH, TEXT, WHOLE, Kind, read_fields
 from quire.spec.pages import pages_for
 
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
@@ -35,12 +35,9 @@ _ALIASES = {
 _REFUSED = {"draft_tensor_parallel_size": "leave it out: a draft runs on the ranks of its target."}
 _BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _COUNTS = ("num_steps", "topk", "num_draft_tokens", *_BOUNDS)
-_FIELDS: Mapping[str, type] = dict.fromkeys((*_COUNTS, "num_layers"), int) | {
-    "method": str,
-    "model": str,
-    "revision": str,
-    "shared_history": bool,
-    "rejection_sample_method": str,
+_KINDS: Mapping[str, Kind] = dict.fromkeys((*_COUNTS, "num_layers"), WHOLE) | {
+    **dict.fromkeys(("method", "model", "revision", "rejection_sample_method"), TEXT),
+    "shared_history": SWITCH,
 }
 _MOST = {"num_steps": 256, "num_draft_tokens": 1024, "topk": 64, "prompt_lookup_max": 64}
 _EXAMPLE = 'write it as {"method": "ngram", "num_speculative_tokens": 4}.'
@@ -109,19 +106,16 @@ class SpeculativeConfig:
         return self.method in _HEADS
 
     @classmethod
-    def read(cls, given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
-        """As `parse`; a configuration is itself."""
-        return given if isinstance(given, SpeculativeConfig) else cls.parse(given)
-
-    @classmethod
-    def parse(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
-        """The configuration in JSON text or a mapping, by the names of these fields, of vLLM or of SGLang.
+    def parse(cls, given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
+        """The configuration itself, or in JSON text or a mapping, by the names of these fields, of vLLM or of SGLang.
 
         A null counts as absent. A chain (`topk` 1) of n drafts verifies n + 1 tokens, so one number gives the other.
         One bound of n-grams gives the other. Raises InvalidInput for an unknown name, two names of one field, a value
         of another type, and numbers that contradict each other.
         """
-        found = _named(given)
+        if isinstance(given, SpeculativeConfig):
+            return given
+        found = read_fields(given, "speculation", _KINDS, names=_ALIASES, refused=_REFUSED, fix=_EXAMPLE)
         if "method" not in found:
             raise InvalidInput("speculation without a method.", fix=f"give method: one of {', '.join(METHODS)}.")
         method = found["method"].lower()
@@ -176,33 +170,6 @@ def _derived(found: Mapping[str, Any]) -> dict[str, Any]:
             fix=f"leave num_draft_tokens out, or give {steps + 1:,}.",
         )
     return {}
-
-
-def _named(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are given, by the names of fields."""
-    found: dict[str, Any] = {}
-    for key, value in json_object(given, "a speculation", fix=_EXAMPLE).items():
-        name = str(key).replace("-", "_")
-        if name in _REFUSED:
-            raise InvalidInput(f"'{key}' is not a setting of speculation here.", fix=_REFUSED[name])
-        field = _ALIASES.get(name, name)
-        if field not in _FIELDS:
-            import difflib  # only a mistake needs it
-
-            near = difflib.get_close_matches(name, [*_FIELDS, *_ALIASES], 1)
-            fix = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(_FIELDS)}."
-            raise InvalidInput(f"'{key}' is not a setting of speculation.", fix=fix)
-        if value is None:
-            continue
-        if field in found:
-            raise InvalidInput(
-                f"{field} is given twice, by this name or others of it; once as '{key}'.", fix="give it once."
-            )
-        if type(value) is not _FIELDS[field]:
-            kind = {int: "a whole number", bool: "true or false"}.get(_FIELDS[field], "text")
-            raise InvalidInput(f"'{key}' is {value!r}, not {kind}.", fix=f"give {kind}.")
-        found[field] = value
-    return found
 
 
 # -- what a step reserves

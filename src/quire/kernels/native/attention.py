@@ -15,13 +15,7 @@ from quire.kernels.page_arrays import PageArrays
 from quire.spec.kv_format import KVFormat
 from quire.spec.layout import DType
 
-FORMATS = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 4,
-}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 _E2M1 = 5
 _SCALES = {None: 0, DType.FLOAT32: 1, DType.UINT8: 2, DType.FLOAT8_E4M3: 3}
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float

@@ -153,24 +153,12 @@ def attend_tasks(
     if LSE:
         tl.store(lse + row * heads + head, logarithm, mask=valid & (place < 0))
     tl.store(part_lse + place.to(tl.int64) * heads + head, logarithm, mask=valid & (place >= 0))
-# fmt: on
 
 
 @triton.jit(do_not_specialize=["num_parts"])
 def merge_parts(
-    out,
-    lse,
-    parts,
-    part_lse,
-    sinks,
-    merges,
-    heads,
-    num_parts,
-    SELECTED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
+    out, lse, parts, part_lse, sinks, merges, heads, num_parts,
+    SELECTED: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):
     """One row and head from its parts. `merges` int32 `[n, 3]` are rows, first places and numbers of parts; if
     SELECTED, row r has `num_parts` from place `r * num_parts` on."""
@@ -200,3 +188,4 @@ def merge_parts(
         total += tl.exp(tl.load(sinks + head + tl.arange(0, 1)) - base)
     acc = acc * tl.where(total > 0, 1.0 / total, 0.0)
     tl.store(out + (row * heads + head) * WIDTH + dim, acc.to(out.dtype.element_ty), mask=dim < WIDTH)
+# fmt: on

@@ -55,14 +55,7 @@ def move_pieces(
 
 @triton.jit(do_not_specialize_on_alignment=["frames", "places", "targets"])  # which is another each step
 def swap_in_entries(
-    table,
-    frames,
-    places,
-    targets,
-    TYPE: tl.constexpr,
-    SIZE: tl.constexpr,
-    N: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    table, frames, places, targets, TYPE: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Copy N words, of TYPE and SIZE bytes, of one entry of one field from host memory; `table` is that of
     `HostEntries`."""

@@ -84,22 +84,11 @@ def scaled(number, factors, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     return _in_range(tl.reshape(blocks, (N, WIDE)), DTYPE).to(DTYPE)
 
 
+# fmt: off
 @triton.jit
 def read_tile(
-    rows,
-    token,
-    head_stride,
-    scales,
-    scale_token,
-    scale_head,
-    slots,
-    valid,
-    head,
-    FORMAT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
+    rows, token, head_stride, scales, scale_token, scale_head, slots, valid, head,
+    FORMAT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """The rows `[N, WIDE]` of `slots` int64 `[N]` where they are `valid`, and one head, in DTYPE; zeros elsewhere, and
@@ -126,6 +115,7 @@ def read_tile(
     seen = valid[:, None] & (block < WIDTH // BLOCK)[None, :]
     stored = tl.load(scales + head * scale_head + (slots * scale_token)[:, None] + block[None, :], mask=seen, other=0)
     return scaled(number, scale_of(stored, SCALE), BLOCK, DTYPE)
+# fmt: on
 
 
 # -- encoding
@@ -247,13 +237,7 @@ class StoredField:
 
     def constants(self, name: str) -> dict[str, int]:
         """FORMAT, SCALE, BLOCK, WIDTH and WIDE, each after `name`."""
-        return {
-            f"{name}_FORMAT": self.format,
-            f"{name}_SCALE": self.scale,
-            f"{name}_BLOCK": self.block,
-            f"{name}_WIDTH": self.width,
-            f"{name}_WIDE": self.wide,
-        }
+        return {f"{name}_{each.upper()}": getattr(self, each) for each in ("format", "scale", "block", "width", "wide")}
 
 
 def stored_field(field: PagedField) -> StoredField:

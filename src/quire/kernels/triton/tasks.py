@@ -323,13 +323,7 @@ def _ceil(count: Any, size: Any) -> Any:
 
 
 def _uncut(
-    at: Slots,
-    counts: Slots,
-    firsts: Slots,
-    stops: Slots,
-    sequences: Slots,
-    large: npt.NDArray[np.bool_],
-    rows: Slots,
+    at: Slots, counts: Slots, firsts: Slots, stops: Slots, sequences: Slots, large: npt.NDArray[np.bool_], rows: Slots
 ) -> _Tasks:
     ones = np.ones_like(at)
     return _Tasks(at, counts, firsts, stops, sequences, large, rows, np.arange(len(rows)), ones, 0 * ones)
