@@ -7,13 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from quire.cache.running import Lengths
 from quire.errors import InvalidInput, WrongContent
 from quire.plan.step_cost import CostModel, work_of
+from quire.scheduler.step import Step
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import open_trace
 from quire.spec.speculation import SpeculativeConfig
+from quire.speculative.verify import Accepted
 from tests.changes import SIMULATOR, slow_unless_changed
 from tests.covering import covering, few
 from tests.sim.replays import COST, HYBRIDS, replay_of, requests, run
@@ -103,11 +106,10 @@ def test_what_a_rejected_draft_wrote_is_never_read() -> None:
     (part,) = replay.drafts
     accepted = part.speculator.accepted
 
-    def careless(*of: object) -> object:
-        found = accepted(*of)  # type: ignore[arg-type]
-        return found._replace(kept=of[3])
+    def careless(step: Step, drawn: Lengths) -> Accepted:
+        return accepted(step, drawn)._replace(kept=step.draw_counts)
 
-    part.speculator.accepted = careless  # type: ignore[method-assign, assignment]
+    part.speculator.accepted = careless  # type: ignore[method-assign]
     with pytest.raises((WrongContent, AssertionError)):
         replay.run(requests([(10, 40)]))
 
