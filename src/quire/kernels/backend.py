@@ -58,7 +58,8 @@ BackendWord = Literal["auto", "native", "torch", "triton"]
 
 
 class AttentionKernel(Protocol):
-    """Attention that reads pages in place. One signature for all devices: host arrays say where pages are."""
+    """Attention that reads pages in place. One signature for all devices: host arrays say where pages are. `parts` are
+    those of a reader."""
 
     def pages(
         self,

@@ -177,7 +177,7 @@ class KVReader(Protocol):
 
 
 class KVFields:
-    """A field of keys and a field of values: a `KVReader`."""
+    """A field of keys and a field of values. Its methods are those of `KVReader`."""
 
     __slots__ = ("_keys", "_values")
 
@@ -205,7 +205,7 @@ class LatentFields:
     """Latents and rotary keys, side by side as one head: both are the key and the value, `[n, 1, rank + rope_dim]`.
 
     The value needs the latents alone, so the rest of an output is cut off. That costs less than a second read, and
-    fused kernels need equal widths. A `KVReader` whose rows are copies in scratch memory.
+    fused kernels need equal widths. Its methods are those of `KVReader`; rows are copies in scratch memory.
     """
 
     __slots__ = ("_latents", "_ropes")

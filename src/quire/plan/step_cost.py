@@ -79,8 +79,6 @@ class CostModel:
         """A cost model from the published peaks of a device (`quire.plan.devices` has the names) and what a model
         computes and reads. Assumes half of the peak of products, four fifths of the bandwidth, and that `ranks` devices
         share the work evenly. Raises InvalidInput for an unknown device."""
-        if ranks < 1:
-            raise InvalidInput(f"{ranks} devices.", fix="give at least 1.")
         _, tflops, memory, bus = DEVICES[find_device(name, otherwise="give --prefill-rate and --decode-ms").name]
         compute, bandwidth = ranks * tflops * 1e12 * _COMPUTE_SHARE, ranks * memory * 1e9 * _MEMORY_SHARE
         full, windowed = _pair_flops(spec)
@@ -102,8 +100,6 @@ class CostModel:
     def from_flags(cls, *, prefill_rate: float, decode_ms: float, key_ns: float = 0.0) -> CostModel:
         """A cost model from plain numbers: prompt tokens per second, milliseconds of a decode step without its keys,
         and nanoseconds for a key that a decoding token reads."""
-        if prefill_rate <= 0:
-            raise InvalidInput(f"a prefill rate of {prefill_rate} tokens/s.", fix="give a rate above zero.")
         reads = ((key_ns / 1e9, 0),)
         return cls(launch=_LAUNCH_S, weights=decode_ms / 1e3, token=1 / prefill_rate, pair=0.0, reads=reads)
 

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from quire.errors import InvalidInput
 from quire.sim.arrivals import Inbox
 from quire.sim.clock import VirtualClock
 from quire.sim.replay import Replay
@@ -47,12 +46,6 @@ class SimulatedLink:
     least_tokens: int = 128
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.bandwidth <= 0:
-            raise InvalidInput(f"a link of {self.bandwidth:g} bytes/s.", fix="give --link a speed: 10GB/s.")
-        if not 0 <= self.failures <= 1:
-            raise InvalidInput(f"{self.failures:g} of all writes fail.", fix="give a probability: 0 to 1.")
-
 
 class Wires:
     """The link, and the engines at its ends by name: where their messages arrive, and their connectors."""
@@ -82,9 +75,7 @@ class VirtualConnector(Connector):
         self._first = np.cumsum([0] + [len(copies.rows(group)) for group in range(copies.num_groups)])
         self._open: dict[int, Spans] = {}  # key: tag
         self._free_at = 0.0
-        self._writes: dict[
-            str, list[tuple[float, Write, Callable[[], str]]]
-        ] = {}  # key: peer; end, and what it does then
+        self._writes: dict[str, list[tuple[float, Write, Callable[[], str]]]] = {}  # key: peer; end, and what it does
         self._chances = np.random.default_rng([wires.link.seed, len(name), *name.encode()])
         wires.connectors[name] = self
 

@@ -30,13 +30,7 @@ PLAIN = "plain"
 def plain_pools(
     pool_tokens: int, page_size: int, *, context: int, max_running: int, speculation: SpeculativeConfig | None = None
 ) -> MemoryPlan:
-    """Pools of one full group, for requests of at most `context` tokens, prompt and output. Raises InvalidInput if
-    there is not one page."""
-    if page_size < 1 or pool_tokens < page_size:
-        raise InvalidInput(
-            f"a pool of {pool_tokens:,} tokens in pages of {page_size:,} has no page.",
-            fix="give a pool of at least one page.",
-        )
+    """Pools of one full group and at least a page, for requests of at most `context` tokens, prompt and output."""
     return MemoryPlan(
         page_size=page_size,
         groups=(GroupSpec(name="full", layout=PageLayout(page_size, (_PLAIN_FIELD,))),),

@@ -64,8 +64,6 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise InvalidInput(f"'{self.check}' is not something to check.", fix=f"use one of {', '.join(CHECKS)}.")
-        if self.chunk < 1:
-            raise InvalidInput(f"a step of {self.chunk} tokens.", fix="give at least 1.")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise InvalidInput(f"an acceptance of {self.acceptance:g}.", fix="give a probability: 0 to 1.")
 

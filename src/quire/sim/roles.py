@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.arrivals import Arrivals, Inbox
@@ -85,10 +84,7 @@ class Roles:
         num_decode: int,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> None:
-        if num_prefill < 0 or num_decode < 1:
-            raise InvalidInput("no engine answers requests.", fix="give --decode 1 or more.")
-        if settings.tiers is None:
-            raise InvalidInput("pages travel between host memories, and there is none.", fix="give --host-tokens.")
+        assert settings.tiers is not None, "pages travel between host memories"
         self._progress = progress
         self._num_ended = 0
         self._arrivals = Arrivals(())

@@ -44,7 +44,7 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """The kernel of a loaded library."""
+    """The kernel of a loaded library. Its methods are those of `AttentionKernel`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.quire_attend
@@ -63,10 +63,6 @@ class NativeAttention:
         sinks: Tensor | None = None,
         keep_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`paged_attention` of `query` `[T, heads, key_dim]`; float32 with the log-sum-exp `[T, heads]` if kept.
-
-        `parts` are those of a reader.
-        """
         starts, contexts, frames = _int32(arrays.starts), _int32(arrays.contexts), _int32(arrays.frames)
         parents = None if arrays.parents is None else _int32(arrays.parents)
         call = self._call(query, parts, scale, softcap)
@@ -89,7 +85,6 @@ class NativeAttention:
         scale: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """`attend_selected`."""
         slots, hidden = slots.contiguous(), hidden.contiguous()
         call = self._call(query, parts, scale, softcap)
         call.slots, call.hidden, call.selected = slots.data_ptr(), hidden.data_ptr(), slots.shape[1]

@@ -52,7 +52,8 @@ def tile_of(width: int, out_width: int, item_bytes: int, m: int, *, decodes: boo
 
 
 class TritonAttention:
-    """The kernels on a device. `programs` are those that keep it busy: two on each processor by default."""
+    """The kernels on a device. Its methods are those of `AttentionKernel`. `programs` are those that keep it busy: two
+    on each processor by default."""
 
     def __init__(self, device: torch.device, programs: int = 0) -> None:
         self._device = device
@@ -78,10 +79,6 @@ class TritonAttention:
         sinks: Tensor | None = None,
         keep_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`paged_attention` of `query` `[T, heads, key_dim]`; float32 with the log-sum-exp `[T, heads]` if kept.
-
-        `parts` are those of a reader.
-        """
         prepared = self._prepared(query, parts, scale, softcap, trees=arrays.parents is not None)
         device, blocks = query.device, prepared.blocks
         plan = arrays.derived(
@@ -112,7 +109,6 @@ class TritonAttention:
         scale: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """`attend_selected`."""
         slots = slots.masked_fill(hidden, -1)
         rows, selected = slots.shape
         prepared = self._prepared(query, parts, scale, softcap, trees=False)
