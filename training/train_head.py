@@ -32,7 +32,7 @@ from train import Muon, batch, held_out_split, rate
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from quire.models.eagle import EagleHead, HeadShape, head_config
+from quire.models.draft_head import EagleHead, HeadShape, head_config
 
 ATTENTION = "unrolled"
 DEPTHS = 2  # drafts one after the other that a step trains

@@ -63,9 +63,8 @@ class PlannedModel:
         if settings.kv_memory is not None or settings.rank_device is not None:
             return self._noted(self.plan(settings))
         if settings.max_model_len is None and settings.mix is None:
-            settings = settings.changed(
-                max_model_len=self.spec.context_length
-            )  # the required load is also the expected one
+            # The required load is also the expected one.
+            settings = settings.changed(max_model_len=self.spec.context_length)
         size = least_memory(settings, self.plan)
         if size is None:
             self.plan(settings.changed(kv_memory=2**50))  # raises with the reason, where there is one

@@ -162,7 +162,7 @@ class Router:
         except httpx.TransportError as error:
             upstream.num_failures += 1
             upstream.fails("does not answer")
-            logger.warning("%s: %s [%s]", upstream.name, _told(error), request.state.request_id)
+            logger.warning("%s: %s [%s]", upstream.name, str(error) or type(error).__name__, request.state.request_id)
             if not began:
                 was_received = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 raise _NoAnswer(None, was_received=was_received) from error
@@ -327,7 +327,3 @@ async def _whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             pending = pending[end:]
     if pending:
         yield pending
-
-
-def _told(error: Exception) -> str:
-    return str(error) or type(error).__name__

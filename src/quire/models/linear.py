@@ -85,7 +85,8 @@ class Product:
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, beside those of plain ones."""
-        return 0 if self.packed is None else int(torch.ops.mkldnn._nbytes(self.packed)) + _bytes(self._bias)
+        bias = 0 if self._bias is None else self._bias.nbytes
+        return 0 if self.packed is None else int(torch.ops.mkldnn._nbytes(self.packed)) + bias
 
     def compute(self, rows: Tensor) -> Tensor:
         """Outputs of all layers side by side, `[..., sum(sizes)]`, of `rows` `[..., in]`."""
@@ -287,10 +288,6 @@ def _is_packable(name: str, layer: nn.Module) -> bool:
 
 def _note(calls: list[tuple[CpuLinear, Tensor]], layer: CpuLinear, inputs: tuple[Tensor, ...]) -> None:
     calls.append((layer, inputs[0]))
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.nbytes
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 
 MOST_BUSY: Final = 0.7
@@ -16,8 +17,7 @@ MOST_BUSY: Final = 0.7
 class RoleLoad:
     """`requests_per_s` of mean lengths, of whose prompts the share `cached` is at the engine that answers. One engine
     computes `prefill_rate` prompt tokens a second, or answers `decode_rate` tokens a second, all requests together. A
-    token has `token_bytes` on the link, which carries `link_rate` bytes a second into or out of an engine. All but
-    `cached`, which is below 1, are above 0."""
+    token has `token_bytes` on the link, which carries `link_rate` bytes a second into or out of an engine."""
 
     requests_per_s: float
     prompt_tokens: float
@@ -27,6 +27,13 @@ class RoleLoad:
     token_bytes: float
     link_rate: float
     cached: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("requests_per_s", "prompt_tokens", "output_tokens", "prefill_rate", "decode_rate", "link_rate"):
+            if getattr(self, name) <= 0:
+                raise InvalidInput(f"{name} is {getattr(self, name):g}.", fix="give a number above zero.")
+        if not 0 <= self.cached < 1:
+            raise InvalidInput(f"{self.cached:g} of the prompts is cached.", fix="give a share from 0 to below 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def read_model_config(name: str, revision: str | None = None) -> tuple[Mapping[s
             raise ModelLoadError(f"the folder '{name}' has no config.json.", fix="pass a folder that has one.")
     if path.is_file():
         return _with_quantisation(path), str(path)
-    if _is_path(name):
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or not name.strip():
         raise ModelLoadError(f"there is no file or folder '{name}'.", fix="pass a config.json, or its folder.")
     if name.count("/") != 1:
         close = close_names(name)
@@ -82,10 +82,6 @@ def _with_quantisation(path: Path) -> Mapping[str, Any]:
     if "quantization_config" in config or not beside.is_file():
         return config
     return {**config, "quantization_config": read_json(beside).get("quantization")}
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.endswith(".json") or not name.strip()
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

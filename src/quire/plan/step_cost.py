@@ -150,9 +150,8 @@ class CostFit:
     def add(self, starts: Lengths, ends: Lengths, seconds: float, drafts: Lengths | int = 0) -> None:
         """A step as in `CostModel.seconds` took this time."""
         tokens, pairs, contexts = work_of(starts, ends, drafts)
-        amounts = (
-            np.array((1.0, tokens, pairs, int(contexts.sum()), seconds)) / seconds
-        )  # so that each step counts alike
+        # Divided by its seconds, so that each step counts alike.
+        amounts = np.array((1.0, tokens, pairs, int(contexts.sum()), seconds)) / seconds
         sums = self._sums[int(pairs > 0)]
         sums *= self._keeps
         sums += np.outer(amounts[:4], amounts)

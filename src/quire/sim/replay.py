@@ -45,9 +45,8 @@ _POLL_S = 0.005  # between polls of transfers if nothing can be computed: the en
 class ReplaySettings:
     """The engine's settings: the eviction policy, the order of waiting requests, the tokens of one step, whether a step
     is launched before the one before it has settled, the time between tokens that prompts are chunked for, what is
-    checked, whether each record says why no more of its
-    prompt was cached, the lower tiers, and the selections of a plan with hot buffers. `acceptance` is the chance of a
-    draft to be right if the plan has speculation; None: as recorded in the trace."""
+    checked, whether each record says why no more of its prompt was cached, the lower tiers, and the selections of hot
+    buffers. `acceptance` is the chance of a draft to be right, if the plan has speculation; None: as recorded."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"

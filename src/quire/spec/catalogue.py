@@ -28,12 +28,11 @@ class CatalogueModel:
     config: Mapping[str, Any]
 
 
-def _read() -> dict[str, CatalogueModel]:
-    models = json.loads(Path(__file__).with_name("catalogue.json").read_text(encoding="utf-8"))
-    return {name: CatalogueModel(name=name, **fields) for name, fields in models.items()}
+_MODELS = json.loads(Path(__file__).with_name("catalogue.json").read_text(encoding="utf-8"))
 
-
-CATALOGUE: Mapping[str, CatalogueModel] = MappingProxyType(_read())
+CATALOGUE: Mapping[str, CatalogueModel] = MappingProxyType(
+    {name: CatalogueModel(name=name, **fields) for name, fields in _MODELS.items()}
+)
 """Every model, by short name."""
 
 _BY_HUB: Mapping[str, CatalogueModel] = {model.hub.lower(): model for model in CATALOGUE.values()}

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache import KVCache
-from quire.prefix.node import Node
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
 
@@ -78,7 +77,7 @@ class ContentOracle:
         prefixes: dict[int, tuple[int, ...]] = {}
         for node in self._cache.tree.nodes():
             before = prefixes.get(id(node.parent), ())
-            prefixes[id(node)] = (*before, *_tokens(node))
+            prefixes[id(node)] = (*before, *np.frombuffer(node.key, dtype=np.int32).tolist())
             yield node.pages, self.contents(node.namespace, prefixes[id(node)])[len(before) :]
 
 
@@ -87,7 +86,3 @@ def slots_of_frames(frames: Ids, page_size: int) -> Ids:
     slots: Ids = np.repeat(frames * np.int32(page_size), page_size)
     slots += np.tile(np.arange(page_size, dtype=np.int32), len(frames))
     return slots
-
-
-def _tokens(node: Node) -> tuple[int, ...]:
-    return tuple(np.frombuffer(node.key, dtype=np.int32).tolist())
