@@ -92,7 +92,7 @@ class Request:
         self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`
         self.use: CacheUse | None = None  # the tokens cached at its first admission; None before
-        self.explanation: Explanation | None = None  # of its first admission, if the cache explains
+        self.explanation: Explanation | None = None  # why tokens of its first admission were not cached
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None
