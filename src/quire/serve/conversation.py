@@ -170,8 +170,8 @@ def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Neighbours of one role are one turn, but results of tools are not. Results have the names of their tools."""
     found: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    for role, neighbours in groupby(turns, key=itemgetter("role")):
-        if role == "tool":
+    for kind, neighbours in groupby(turns, key=itemgetter("role")):
+        if kind == "tool":
             found += [turn | {"name": names.get(turn["tool_call_id"], turn.get("name", ""))} for turn in neighbours]
         else:
             found.append(turn := _one_turn(list(neighbours)))
