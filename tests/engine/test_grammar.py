@@ -18,7 +18,7 @@ import pytest
 from quire.counters import plain
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.errors import InvalidInput, Overloaded
-from quire.grammar import choice, compiler, json_object, json_schema, lark, part, regex, trial
+from quire.grammar import choice, compiler, ebnf, json_object, json_schema, lark, part, regex, trial
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.grammar import Grammar
@@ -122,8 +122,17 @@ REFUSED = {
     "an unknown format": (json_schema({"type": "string", "format": "colour"}), "colour"),
     "a reference to itself": (json_schema({"$ref": "#"}), "allows no text"),
     "contradicting bounds": (json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum"),
+    "another syntax": (ebnf("root ::= ("), "cannot be read"),
+    "depth": (ebnf("root ::= " + "(" * 4000 + '"a"' + ")" * 4000), "cannot be read"),
     "JSON of llguidance": (lark('{"grammars": []}'), "brace"),
 }
+
+
+def test_llama_cpp_syntax_is_translated_where_it_is_compiled() -> None:
+    form = ebnf('root ::= answer "!"\nanswer ::= "yes" | "no"')
+    assert form.text.startswith("root ::=")
+    ids = [token for each in outputs_of(bundled_core(), "x", SamplingParams(grammar=form)) for token in each.token_ids]
+    assert bundled()[1].decode(ids) in ("yes!", "no!")
 
 
 def _nested(count: int) -> Any:

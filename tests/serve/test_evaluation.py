@@ -19,6 +19,7 @@ from quire.models.tokenizer import load_tokenizer
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.choices import TextChoices
 from quire.serve.keys import Keys
+from quire.serve.protocol import CompletionBody
 from tests.serve.live_server import LiveServer
 
 TEXT = "It is a truth universally acknowledged, that a single man"
@@ -242,7 +243,7 @@ def test_offsets_are_places_in_the_echoed_text() -> None:
     sequence.push(TokenOutput(request_id="r", prompt_logprobs=scored(one, one)))
     sequence.push(TokenOutput(request_id="r", prompt_logprobs=scored(one, one)))
     delta = sequence.push(TokenOutput(request_id="r", token_ids=[98], logprobs=[one]))
-    found = TextChoices(1, echoes=True).logprobs(0, delta)
+    found = TextChoices(CompletionBody(prompt="", logprobs=1, echo=True)).logprobs(0, delta)
     assert found is not None and delta.text == "aé!b"
     assert found["text_offset"] == [0, 0, 1, 1, 2, 3]
     assert found["tokens"][:2] == ["<s>", "a"]

@@ -17,6 +17,7 @@ from quire.client.output import CompletionOutput, Logprob
 from quire.serve.choices import TextChoices
 from quire.serve.config import LEAST_BODY_BYTES
 from quire.serve.conversation import TEMPLATE_ARGUMENTS
+from quire.serve.protocol import CompletionBody
 from quire.serve.sse import EventStream
 from tests.serve.live_server import LiveServer
 
@@ -226,7 +227,7 @@ def test_tokens_that_read_alike_keep_their_own_logprobs() -> None:
     }
     for drawn, expected in ((7, ["\ufffd", "a", "token_id:9"]), (9, ["token_id:7", "a", "\ufffd"])):
         part = CompletionOutput(index=0, text="", token_ids=[drawn], logprobs=[position])
-        shape = TextChoices(3).logprobs(0, part)
+        shape = TextChoices(CompletionBody(prompt="", logprobs=3)).logprobs(0, part)
         assert shape is not None
         assert shape["top_logprobs"] == [dict(zip(expected, (-0.5, -1.0, -2.0), strict=True))]
         assert list(shape["top_logprobs"][0]) == expected

@@ -104,10 +104,20 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
 def _source(grammar: Grammar) -> str:
     if grammar.kind == "json":
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITE_SPACE})
-    if grammar.kind == "lark" and grammar.text.lstrip().startswith("{"):
+    text = _translated(grammar.text) if grammar.kind == "ebnf" else grammar.text
+    if grammar.kind != "regex" and text.lstrip().startswith("{"):
         raise ValueError("it begins with a brace")  # llguidance would read its own JSON
     made = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
-    return made(grammar.text)
+    return made(text)
+
+
+def _translated(text: str) -> str:
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark  # takes 20 ms, which a plain start does not need
+
+    try:
+        return str(any_to_lark(text))
+    except (GbnfToLarkError, RecursionError) as error:
+        raise ValueError(error) from None
 
 
 def limits() -> LLParserLimits:

@@ -3,55 +3,50 @@
 from __future__ import annotations
 
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from quire.client.output import CompletionOutput, Logprob, SequenceDelta
 from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, ReadAnswer, Reasoning
 from quire.serve.answers import ChoiceFields
 from quire.serve.generation import AnswerForm, Generation, notes
-from quire.serve.protocol import GenerationBody
+from quire.serve.protocol import ChatBody, CompletionBody, GenerationBody
 from quire.serve.sse import DONE, EventTemplate, event
 
 
-class ChoiceShape(Protocol):
-    """The differences of the two routes: names, and the fields of a choice. All begin with 0 at choice `index`."""
+class ChoiceForm(AnswerForm):
+    """The form of an answer to `body` that has choices. The two routes differ in names, and in the fields of a choice.
+    All begin with 0 at choice `index`."""
 
-    kind: str
     answer_object: str
     chunk_object: str
 
-    def whole(self, index: int, part: CompletionOutput) -> Mapping[str, object]:
+    def __init__(self, body: GenerationBody) -> None:
+        self._body = body
+        self._templates: dict[int, EventTemplate] = {}  # key: choice; of deltas that add text and nothing else
+
+    @abstractmethod
+    def content(self, index: int, part: CompletionOutput) -> Mapping[str, object]:
         """The content of a choice; also a `finish_reason` that is not the engine's."""
 
-    def beside(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        """What a whole answer has beside its choices."""
-
+    @abstractmethod
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> Sequence[Mapping[str, object]]:
         """The new content, in so many chunks or more; the last has also a `finish_reason` that is not the engine's."""
 
+    @abstractmethod
     def plain(self, index: int, text: str) -> Mapping[str, object] | None:
         """The chunk of a delta that adds this text and nothing else; None if that depends on the text."""
 
+    @abstractmethod
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
         """Log-probabilities of the positions that follow those given before."""
 
-
-class ChoiceForm(AnswerForm):
-    """The form of an answer to `body` whose choices have this shape."""
-
-    def __init__(self, body: GenerationBody, shape: ChoiceShape) -> None:
-        self.kind = shape.kind
-        self._body = body
-        self._shape = shape
-        self._templates: dict[int, EventTemplate] = {}  # key: choice; of deltas that add text and nothing else
-
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """All choices, with the usage."""
-        found = [self._choice(index, part, self._shape.whole(index, part)) for index, part in enumerate(outputs)]
-        head = _head(generation, self._shape.answer_object) | self._shape.beside(outputs)
-        return head | {"choices": found, "usage": generation.usage()}
+        found = [self._choice(index, part, self.content(index, part)) for index, part in enumerate(outputs)]
+        return _head(generation, self.answer_object) | {"choices": found, "usage": generation.usage()}
 
     def end(self, generation: Generation) -> bytes:
         """The usage, if it was asked for."""
@@ -59,7 +54,7 @@ class ChoiceForm(AnswerForm):
         return (event(self._head(generation) | usage) if self._body.include_usage else b"") + DONE
 
     def _head(self, generation: Generation) -> dict[str, Any]:
-        head = _head(generation, self._shape.chunk_object)
+        head = _head(generation, self.chunk_object)
         if self._body.include_usage:
             head["usage"] = generation.usage() if self._body.continuous_usage else None
         return head
@@ -71,7 +66,7 @@ class ChoiceForm(AnswerForm):
             return b""
         if not shows_more and index in self._templates:
             return self._templates[index].event(delta.text) if delta.text else b""
-        chunks = self._shape.chunks(index, delta, at_least=int(bool(shows_more)))
+        chunks = self.chunks(index, delta, at_least=int(bool(shows_more)))
         if not chunks:
             return b""
         head, idle = self._head(generation), SequenceDelta(index=delta.index, text="", token_ids=[])
@@ -84,14 +79,14 @@ class ChoiceForm(AnswerForm):
 
     def _add_template(self, head: dict[str, Any], index: int, idle: SequenceDelta) -> None:
         hole = uuid.uuid4().hex
-        fields = self._shape.plain(index, hole)
+        fields = self.plain(index, hole)
         if fields is not None:
             self._templates[index] = EventTemplate(head | {"choices": [self._choice(index, idle, fields)]}, hole)
 
     def _choice(self, index: int, part: CompletionOutput, fields: Mapping[str, object]) -> dict[str, Any]:
         choice: ChoiceFields = {
             "index": index,
-            "logprobs": self._shape.logprobs(index, part),
+            "logprobs": self.logprobs(index, part),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
@@ -104,29 +99,23 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
     return {"id": generation.request_id, "object": kind, "created": generation.created, "model": generation.model}
 
 
-class TextChoices:
+class TextChoices(ChoiceForm):
     """Choices with a text, and OpenAI's old shape of logprobs: parallel lists, with each token's place in the text.
-
-    With `echoes`, the lists begin with those of the prompt, as the text does. With `scores`, a choice has log-
-    probabilities of the prompt of its own.
-    """
+    Those of an echo begin with the prompt's, as the text does."""
 
     kind = "cmpl-"
     answer_object = chunk_object = "text_completion"
 
-    def __init__(self, num_top: int | None, *, echoes: bool = False, scores: bool = False) -> None:
-        self._num_top = num_top
-        self._echoes = echoes
-        self._scores = scores
+    def __init__(self, body: CompletionBody) -> None:
+        super().__init__(body)
+        self._num_top = body.logprobs
+        self._echoes = bool(body.echo)
+        self._scores = body.prompt_logprobs is not None
         self._num_characters: dict[int, int] = {}  # key: choice; characters of the tokens shown
 
-    def whole(self, index: int, part: CompletionOutput) -> dict[str, object]:
+    def content(self, index: int, part: CompletionOutput) -> dict[str, object]:
         """The text."""
         return {"text": part.text} | (_prompt_logprobs(part) if self._scores else {})
-
-    def beside(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
         """The new text."""
@@ -194,7 +183,7 @@ def _prompt_logprobs(part: CompletionOutput) -> dict[str, Any]:
     return {"prompt_logprobs": [None, *positions]}
 
 
-class MessageChoices:
+class MessageChoices(ChoiceForm):
     """Choices with a message, in chunks a delta, and OpenAI's newer shape of logprobs: an object for each token.
 
     `reader` makes a reader for the text of each choice. The chunk with the role leaves with the first token.
@@ -204,12 +193,17 @@ class MessageChoices:
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, num_top: int, reader: Callable[[], AnswerReader]) -> None:
-        self._num_top = num_top
+    def __init__(self, body: ChatBody, reader: Callable[[], AnswerReader]) -> None:
+        super().__init__(body)
+        self._num_top = body.top_logprobs or 0
         self._reader = reader
         self._readers: dict[int, AnswerReader] = {}  # key: choice, from its first chunk on
 
-    def whole(self, index: int, part: CompletionOutput) -> dict[str, object]:
+    def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+        """Also log-probabilities of the prompt, if they were asked for."""
+        return super().whole(generation, outputs) | _prompt_logprobs(outputs[0])
+
+    def content(self, index: int, part: CompletionOutput) -> dict[str, object]:
         """The message."""
         reader = self._reader()
         found = ReadAnswer.of(reader.whole(part.text))
@@ -220,10 +214,6 @@ class MessageChoices:
             message["content"] = found.content or None
             message["tool_calls"] = [_called(call.name, call.arguments) for call in found.calls]
         return {"message": message} | _finish(part, reader)
-
-    def beside(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        """Log-probabilities of the prompt, if they were asked for."""
-        return _prompt_logprobs(outputs[0])
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
         """The new part of the message."""

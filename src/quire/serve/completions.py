@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire.client.async_engine import Prompt
 from quire.serve.answers import ChatAnswer, CompletionAnswer, generated
-from quire.serve.choices import ChoiceForm, MessageChoices, TextChoices
+from quire.serve.choices import MessageChoices, TextChoices
 from quire.serve.generation import ChatTurn, Service, answer, by
 from quire.serve.protocol import ChatBody, CompletionBody
 from quire.serve.sse import while_connected
@@ -22,8 +22,7 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=None, responses=generated(CompletionAnswer))
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check(body)
-        choices = TextChoices(body.logprobs, echoes=bool(body.echo), scores=body.prompt_logprobs is not None)
-        form, terms = ChoiceForm(body, choices), body.terms(service.deadline(body.timeout_s))
+        form, terms = TextChoices(body), body.terms(service.deadline(body.timeout_s))
         prompts: list[Prompt] = list(body.prompts())
         if body.truncate_prompt_tokens is not None:
             async with by(terms.deadline):
@@ -33,12 +32,12 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, responses=generated(ChatAnswer))
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check(body)
-        params, turn = body.params(), await ChatTurn.of(service, request, body)
+        params, turn = body.params(), await ChatTurn.of(service, request, body, body.conversation())
         prompt = turn.prompt.token_ids
         if body.truncate_prompt_tokens is not None:
             prompt = prompt[-body.truncate_prompt_tokens :]
         reader = await turn.reader(service, request, params)
-        form = ChoiceForm(body, MessageChoices(body.top_logprobs or 0, reader))
+        form = MessageChoices(body, reader)
         return await answer(service, request, [prompt], params, turn.terms, form, stream=body.stream)
 
     return router

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -30,7 +30,7 @@ from quire.serve.conversation import Conversation, Terms
 from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
 from quire.serve.keys import Client, not_allowed
-from quire.serve.protocol import MAX_CHOICES
+from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, while_connected
 
@@ -66,7 +66,7 @@ class Service:
         limits = [each for each in (timeout_s, self.request_timeout_s) if each is not None]
         return asyncio.get_running_loop().time() + min(limits) if limits else None
 
-    def check(self, body: Body) -> None:
+    def check(self, body: ModelBody) -> None:
         """Refuse a model that is not served, and what `body` refuses."""
         self.check_model(body.model)
         body.check()
@@ -97,23 +97,6 @@ def _too_slow() -> TooSlow:
     )
 
 
-class Body(Protocol):
-    """A body that says how its request is served."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def timeout_s(self) -> float | None: ...
-    def check(self) -> None: ...
-    def terms(self, deadline: float | None) -> Terms: ...
-
-
-class ConversationBody(Body, Protocol):
-    """A body that has a conversation."""
-
-    def conversation(self) -> Conversation: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
     """A conversation on its way to an answer."""
@@ -123,10 +106,10 @@ class ChatTurn:
     prompt: Rendered
 
     @classmethod
-    async def of(cls, service: Service, request: Request, body: ConversationBody) -> ChatTurn:
+    async def of(cls, service: Service, request: Request, body: ModelBody, conversation: Conversation) -> ChatTurn:
         """Render the prompt, until the client leaves, or the deadline. Raises what `Conversation.rendered` does, and
         InvalidInput without a tokenizer."""
-        conversation, terms = body.conversation(), body.terms(service.deadline(body.timeout_s))
+        terms = body.terms(service.deadline(body.timeout_s))
         tokenising, salt = service.tokenising, request.state.client.salt(terms.cache_salt)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))

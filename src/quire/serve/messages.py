@@ -42,7 +42,7 @@ def messages_router(service: Service) -> APIRouter:
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answers messages, as Anthropic's."""
         service.check(body)
-        params, turn = body.params(), await ChatTurn.of(service, request, body)
+        params, turn = body.params(), await ChatTurn.of(service, request, body, body.conversation())
         _check_thinking(body, service.tokenising, turn.prompt)
         reader = await turn.reader(service, request, params)
         room = room_if_less(service, turn.prompt, params, body.max_tokens)
@@ -57,7 +57,7 @@ def messages_router(service: Service) -> APIRouter:
     async def count_tokens(body: CountBody, request: Request) -> TokenCount:
         """The tokens of the prompt that these messages, system prompt and tools make."""
         service.check(body)
-        return {"input_tokens": len((await ChatTurn.of(service, request, body)).prompt.token_ids)}
+        return {"input_tokens": len((await ChatTurn.of(service, request, body, body.conversation())).prompt.token_ids)}
 
     return router
 

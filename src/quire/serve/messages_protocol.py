@@ -25,8 +25,8 @@ from quire.serve.protocol import (
     CalledName,
     ClosedObject,
     Int32,
+    ModelBody,
     Parts,
-    RequestBody,
     StopText,
     Text,
     ToolName,
@@ -268,7 +268,7 @@ class ThreadBody(ClosedObject):
     previous_message_id: Text | None = None
 
 
-class CountBody(RequestBody):
+class CountBody(ModelBody):
     """The body of `/v1/messages/count_tokens`: a conversation."""
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
@@ -280,7 +280,6 @@ class CountBody(RequestBody):
         *_SAMPLING,
     }
 
-    model: Text | None = field("The model that is served; no other.")
     messages: Annotated[
         list[MessageTurn], Field(max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(few_parts)
     ] = field("The conversation, for the model's chat template.", ...)

@@ -14,8 +14,8 @@ from quire.serve.protocol import (
     MAX_CHOICES,
     NOTHING,
     ClosedObject,
+    ModelBody,
     PromptForms,
-    RequestBody,
     Text,
     checked_prompts,
     each_prompt,
@@ -29,7 +29,7 @@ MOST_INPUTS = 2048
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
-class PoolingBody(RequestBody):
+class PoolingBody(ModelBody):
     """What the bodies of models that give embeddings or scores share."""
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -44,8 +44,6 @@ class PoolingBody(RequestBody):
         "truncation_side": NOTHING,
     }
     ignored: ClassVar[frozenset[str]] = IGNORED
-
-    model: Text | None = field("The model that is served; no other.")
 
     def check(self) -> None:
         """See `RequestBody`. What is of generated text is refused, too."""

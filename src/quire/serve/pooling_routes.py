@@ -14,6 +14,7 @@ from quire.client.async_engine import Prompt
 from quire.client.pooled import POOLED, pooled_of
 from quire.errors import UnsupportedModel
 from quire.serve.answers import PoolingAnswer, PoolingUsage
+from quire.serve.errors import naming
 from quire.serve.generation import Service, begun
 from quire.serve.pooling_protocol import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from quire.serve.protocol import MAX_CHOICES
@@ -60,9 +61,9 @@ def _add_embeddings(router: APIRouter, service: Service, pooling: Pooling) -> No
     @router.post("/v1/embeddings", response_model=None, responses=_ANSWERS)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """The embedding of each input, as OpenAI's."""
-        service.check_model(body.model)
-        body.check()
-        pooling.check_dimensions(body.dimensions)
+        service.check(body)
+        with naming("dimensions"):
+            pooling.check_dimensions(body.dimensions)
         pooled, answer = await _pooled(service, request, body.prompts(), body, kind="embd-")
         found = pooling.embeddings(pooled, body.dimensions)
         numbers: list[Any] = [*map(_base64, found)] if body.encoding_format == "base64" else found.tolist()
@@ -74,8 +75,7 @@ def _add_scores(router: APIRouter, service: Service, pooling: Pooling) -> None:
     async def scored(
         body: ScoreBody | RerankBody, request: Request, pairs: Sequence[Pair], *, kind: str
     ) -> tuple[list[float], dict[str, Any]]:
-        service.check_model(body.model)
-        body.check()
+        service.check(body)
         pooled, answer = await _pooled(service, request, pooling.prompts(pairs), body, kind=kind)
         return pooling.scores(pairs, pooled, activation=body.use_activation is not False).tolist(), answer
 

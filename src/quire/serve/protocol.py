@@ -265,6 +265,12 @@ class RequestBody(BaseModel):
                 )
 
 
+class ModelBody(RequestBody):
+    """A body that may name the model."""
+
+    model: Text | None = field("The model that is served; no other.")
+
+
 def drawn(names: Mapping[str, str], **fields: Any) -> SamplingParams:
     """How tokens are drawn. Raises BadField for a wrong value, by the name that `names` has for the field here."""
     try:
@@ -276,7 +282,7 @@ def drawn(names: Mapping[str, str], **fields: Any) -> SamplingParams:
         raise BadField(error.message, param=names.get(name, name), fix=error.fix) from None
 
 
-class GenerationBody(RequestBody, FormFields):
+class GenerationBody(ModelBody, FormFields):
     """What both endpoints of OpenAI share.
 
     With `explain`, each choice (in a stream its last chunk) has an `explanation`: why no more of its prompt was cached.
@@ -286,7 +292,6 @@ class GenerationBody(RequestBody, FormFields):
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
     ignored: ClassVar[frozenset[str]] = IGNORED
 
-    model: Text | None = field("The model that is served; no other.")
     stream: bool | None = field("Answer in events, as tokens come.")
     stream_options: StreamOptions | None = None
     n: Int32 | None = field("Sequences for each prompt; they share its pages.")

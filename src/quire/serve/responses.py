@@ -41,7 +41,7 @@ def responses_router(service: Service) -> APIRouter:
     async def respond(body: ResponsesBody, request: Request) -> Response:
         """Answers a conversation in items, as OpenAI's newer route. It stores no answer."""
         service.check(body)
-        params, turn = body.params(), await ChatTurn.of(service, request, body)
+        params, turn = body.params(), await ChatTurn.of(service, request, body, body.conversation())
         reader = (await turn.reader(service, request, params))()
         if params.logprobs is not None and not reader.is_plain:
             raise BadField(f"{LOGPROBS} is for answers without tools and reasoning.", param="include")
@@ -53,7 +53,7 @@ def responses_router(service: Service) -> APIRouter:
     async def input_tokens(body: ResponsesBody, request: Request) -> InputTokens:
         """The tokens of the prompt that such a conversation makes."""
         service.check(body)
-        prompt = (await ChatTurn.of(service, request, body)).prompt
+        prompt = (await ChatTurn.of(service, request, body, body.conversation())).prompt
         return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
     @router.api_route("/v1/responses/{response_id:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)

@@ -24,8 +24,8 @@ from quire.serve.protocol import (
     TEMPLATE_ROLES,
     CalledName,
     Int32,
+    ModelBody,
     Parts,
-    RequestBody,
     Seed,
     TemplateVariables,
     Text,
@@ -237,7 +237,7 @@ class ReasoningOptions(OpenObject):
     summary: Text | None = None
 
 
-class ResponsesBody(RequestBody):
+class ResponsesBody(ModelBody):
     """The body of `/v1/responses`.
 
     With `explain`, the answer has an `explanation`: why no more of its prompt was cached. With a `session_id` it has a
@@ -247,7 +247,6 @@ class ResponsesBody(RequestBody):
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
     ignored: ClassVar[frozenset[str]] = IGNORED
 
-    model: Text | None = field("The model that is served; no other.")
     input: Annotated[
         list[Item],
         Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),

@@ -11,7 +11,8 @@ WHITE_SPACE = r"(\x20|\r?\n[\x20\x09]{0,24})?"
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """`text` is a JSON schema, a regular expression of the whole output, or a grammar in Lark's syntax."""
+    """`text` is a JSON schema, a regular expression of the whole output, or a grammar: in Lark's syntax, or for "ebnf"
+    perhaps in llama.cpp's."""
 
-    kind: Literal["json", "regex", "lark"]
+    kind: Literal["json", "regex", "lark", "ebnf"]
     text: str
