@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
 from typing import Any
@@ -177,3 +178,37 @@ def test_only_the_newest_are_kept() -> None:
     for gone in ("r6", "r"):
         with pytest.raises(UnknownRequest, match="1,000 are, of at most 1,000"):
             kept.of(gone)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_block_that_changes_is_named(server: LiveServer, stream: bool) -> None:
+    """By its place in the client's own body, and the first token that is not shared."""
+
+    def told(path: str, body: dict[str, Any]) -> Any:
+        status, found = server.request(path, body | EXPLAIN | {"stream": stream})
+        assert status == 200, found
+        events = [json.loads(line[6:]) for line in found.splitlines() if line.startswith("data: {")] if stream else []
+        for each in events or [found]:
+            for part in (each, *each.get("choices", ()), each.get("response", {})):
+                if "explanation" in part:
+                    return part["explanation"].get("first_new")
+        raise AssertionError(found)
+
+    def text(said: str) -> dict[str, str]:
+        return {"type": "text", "text": said}
+
+    same, old, new = (fresh(70) for _ in range(3))
+    user = {"role": "user", "content": fresh(60)}
+    few, last = {"max_tokens": 2}, {"messages": [user]}
+    conversations: list[tuple[str, str, Any]] = [
+        ("chat/completions", "messages[1]", lambda said: few | {"messages": [user, user | {"content": said}, user]}),
+        ("responses", "input[1]", lambda said: {"input": [user, user | {"content": said}], "max_output_tokens": 2}),
+        ("messages", "system[1]", lambda said: few | last | {"system": [text(same), text(said)]}),
+    ]
+    for path, place, body in conversations:
+        told(f"/v1/{path}", body(old))
+        found = told(f"/v1/{path}", body(new))
+        assert 48 <= found["token"] <= 96 and found["token"] % 16 == 0, found
+        assert found["in"][-1] == place, found
+        again = told(f"/v1/{path}", body(new))
+        assert again is None or again["token"] > found["token"]

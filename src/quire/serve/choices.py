@@ -11,7 +11,7 @@ from typing import Any
 from quire.client.output import CompletionOutput, Logprob, SequenceDelta
 from quire.serve.answer_reader import AnswerReader, CallArguments, CallBegun, Content, Piece, ReadAnswer, Reasoning
 from quire.serve.answers import ChoiceFields
-from quire.serve.generation import AnswerForm, Generation, notes
+from quire.serve.generation import AnswerForm, Generation
 from quire.serve.protocol import ChatBody, CompletionBody, GenerationBody
 from quire.serve.sse import DONE, EventTemplate, event
 
@@ -92,7 +92,7 @@ class ChoiceForm(AnswerForm):
         }
         if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids
-        return {**choice, **notes(part), **fields}
+        return {**choice, **self.notes(part), **fields}
 
 
 def _head(generation: Generation, kind: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ BETWEEN = "\n\n"
 class Terms:
     """How a request is served: its part of the cache, its place among others (the engine's `priority`: higher goes
     first; clients send the opposite, as to vLLM), and until when by the event loop's clock. With `echo`, the text of
-    each answer begins with its prompt."""
+    each answer begins with its prompt. `places` names the items of the client's conversation at a token of it."""
 
     cache_salt: str = ""
     session_id: str = ""
@@ -43,6 +43,7 @@ class Terms:
     explain: bool = False
     echo: bool = False
     deadline: float | None = None
+    places: Callable[[int], Sequence[str]] = lambda token: ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from quire.client.output import CompletionOutput, SequenceAssembler, SequenceDel
 from quire.client.request_stream import RequestStream
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import InvalidInput, QuireError, TooSlow, UnknownModel
+from quire.observe.explain import Cause
 from quire.observe.metrics import ServerMetrics
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader
@@ -30,6 +31,7 @@ from quire.serve.conversation import Conversation, Terms
 from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
 from quire.serve.keys import Client, not_allowed
+from quire.serve.places import Places
 from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, while_connected
@@ -113,7 +115,7 @@ class ChatTurn:
         tokenising, salt = service.tokenising, request.state.client.salt(terms.cache_salt)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
-        return cls(conversation, terms, prompt)
+        return cls(conversation, replace(terms, places=Places(body, prompt, tokenising.tokenizer).at), prompt)
 
     async def reader(self, service: Service, request: Request, params: SamplingParams) -> Callable[[], AnswerReader]:
         """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""
@@ -139,6 +141,9 @@ class AnswerForm(ABC):
     kind: str
     """The beginning of the answer's id."""
 
+    places: Callable[[int], Sequence[str]] = staticmethod(lambda token: ())
+    """The items of the client's conversation at a token of its prompt."""
+
     @abstractmethod
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> Any:
         """The body of a whole answer, from its sequences in the order of the choices."""
@@ -154,6 +159,22 @@ class AnswerForm(ABC):
     def failure(self, generation: Generation, error: QuireError) -> bytes:
         """The last events of an answer that fails while it is sent."""
         return OPENAI.last_events(OPENAI.body(error, ""))
+
+    def notes(self, part: CompletionOutput) -> dict[str, Any]:
+        """What the last part of a sequence says beside its content: why no more of its prompt was cached and where that
+        ends, if the request asked for it, and what its session holds."""
+        if part.finish_reason is None:
+            return {}
+        found: dict[str, Any] = {}
+        if part.explanation is not None:
+            told = part.explanation.for_client()
+            found["explanation"] = told.to_dict()
+            last = told.reasons[-1]
+            if last.cause is Cause.NEW and (places := self.places(last.start)):
+                found["explanation"]["first_new"] = {"token": last.start, "in": places}
+        if part.session is not None:
+            found["session"] = asdict(part.session)
+        return found
 
 
 async def begun(
@@ -182,6 +203,7 @@ async def answer(
 ) -> Response:
     """Generate the answer to a checked body, until the client leaves, or the deadline. A `room` is told in a header."""
     generation = await begun(service, request, prompts, params, terms, kind=form.kind)
+    form.places = terms.places
     headers = None if room is None else {ROOM: str(room)}
     if stream:
         return EventStream(_events(generation, form), on_close=generation.close, headers=headers)
@@ -190,19 +212,6 @@ async def answer(
         return JSONResponse(form.whole(generation, outputs), headers=headers)
     finally:
         generation.close()
-
-
-def notes(part: CompletionOutput) -> dict[str, Any]:
-    """What the last part of a sequence says beside its content: why no more of its prompt was cached, if the request
-    asked for it, and what its session holds."""
-    if part.finish_reason is None:
-        return {}
-    found: dict[str, Any] = {}
-    if part.explanation is not None:
-        found["explanation"] = part.explanation.for_client().to_dict()
-    if part.session is not None:
-        found["session"] = asdict(part.session)
-    return found
 
 
 async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[bytes, None]:

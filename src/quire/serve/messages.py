@@ -23,7 +23,7 @@ from quire.serve.answer_reader import AnswerReader, CallBegun, Content, Piece, R
 from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
 from quire.serve.error_forms import ANTHROPIC
 from quire.serve.errors import BadField
-from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, notes, room_if_less
+from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, room_if_less
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
 from quire.serve.sse import EventTemplate, event
@@ -137,7 +137,7 @@ class MessageForm(AnswerForm):
     def _end(self, part: CompletionOutput) -> dict[str, Any]:
         self.at_end()
         stopped = part.stop_reason if isinstance(part.stop_reason, str) else None
-        return {"stop_reason": self._reason(part), "stop_sequence": stopped, **notes(part)}
+        return {"stop_reason": self._reason(part), "stop_sequence": stopped, **self.notes(part)}
 
     def _reason(self, part: CompletionOutput) -> str:
         if part.finish_reason == "length":

@@ -28,7 +28,7 @@ from quire.serve.choices import token_logprobs
 from quire.serve.conversation import Conversation, Tool, ToolChoice
 from quire.serve.error_forms import openai_error
 from quire.serve.errors import BadField
-from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, notes, room_if_less
+from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, room_if_less
 from quire.serve.responses_protocol import ENCRYPTED, LOGPROBS, REPEATED, ResponsesBody, encrypted
 from quire.serve.sse import event
 
@@ -130,7 +130,7 @@ class ResponseForm(AnswerForm):
         assert self._last is not None, "a sequence ends before its answer does"
         status = "completed" if self._last.finish_reason == "stop" else "incomplete"
         events = self._items.last(status)
-        found = self._answer(generation, status) | {"usage": self._usage(generation), **notes(self._last)}
+        found = self._answer(generation, status) | {"usage": self._usage(generation), **self.notes(self._last)}
         if status == "completed":
             found["completed_at"] = int(time.time())
         elif self._last.finish_reason == "length":

@@ -18,7 +18,7 @@ from quire.client.output import CompletionOutput, SequenceDelta
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answers import generated
 from quire.serve.errors import BadField
-from quire.serve.generation import AnswerForm, Generation, Service, answer, notes
+from quire.serve.generation import AnswerForm, Generation, Service, answer
 from quire.serve.protocol import (
     MOST_IDS,
     MOST_STOPS,
@@ -128,7 +128,7 @@ class GenerateForm(AnswerForm):
         }
         if self._logprobs and part.finish_reason is not None:  # once: in each event they would grow with the square
             about["output_token_logprobs"] = self._logprobs
-        return {"text": self._text, "output_ids": self._ids, "meta_info": about, **notes(part)}
+        return {"text": self._text, "output_ids": self._ids, "meta_info": about, **self.notes(part)}
 
 
 def _ended(part: CompletionOutput, num_tokens: int) -> dict[str, Any] | None:
