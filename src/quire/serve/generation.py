@@ -31,7 +31,7 @@ from quire.serve.conversation import Conversation, Terms
 from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
 from quire.serve.keys import Client, not_allowed
-from quire.serve.places import Places
+from quire.serve.places import PromptPlaces
 from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, while_connected
@@ -115,7 +115,7 @@ class ChatTurn:
         tokenising, salt = service.tokenising, request.state.client.salt(terms.cache_salt)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
-        return cls(conversation, replace(terms, places=Places(body, prompt, tokenising.tokenizer).at), prompt)
+        return cls(conversation, replace(terms, places=PromptPlaces(body, prompt, tokenising.tokenizer).at), prompt)
 
     async def reader(self, service: Service, request: Request, params: SamplingParams) -> Callable[[], AnswerReader]:
         """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""

@@ -14,7 +14,7 @@ _COMPARED = 200  # characters by which an item is found
 _PAGE = 16
 
 
-class Places:
+class PromptPlaces:
     """The items of `body` in its prompt. Nothing is looked for before an explanation asks."""
 
     def __init__(self, body: Any, prompt: Rendered, tokenizer: ServingTokenizer) -> None:
