@@ -16,6 +16,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,10 @@ class Schemas:
 
 
 def violation(source: str, schema: Any, text: str) -> str:
-    """Why a text is none of a schema's; "" if it is."""
+    """Why a text is none of a schema's; "" if it is. Numbers are decimals: 1000.3 is a multiple of 0.0001."""
+    schema = json.loads(json.dumps(schema), parse_float=Decimal)
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_float=Decimal)
     except ValueError as error:
         return str(error)
     kind = VALIDATORS.get(source, Draft202012Validator)

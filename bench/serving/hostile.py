@@ -1,10 +1,11 @@
-"""Hostile grammars: how long each takes to be answered, and what it costs the clients that stream beside it.
+"""Hostile grammars: how long each waits for an error or a first token, and the gaps between tokens of others beside it.
 
-    python -m bench.serving.hostile          four clients stream; each request comes so often as it is answered
-    python -m bench.serving.hostile --toy    one of each, in seconds
+    python -m bench.serving.hostile                four clients stream; each grammar comes as often as it is answered
+    python -m bench.serving.hostile --threads 1    on a machine that does other things
+    python -m bench.serving.hostile --toy          one of each, in seconds
 
-The real server runs with the bundled model. The gap between tokens of the clients is measured alone, and while one
-process sends each request in turn. An answer is an error of the client, or text; anything else ends the program.
+The real server runs with the bundled model. Gaps are measured alone, first and last, and beside each grammar. An answer
+is an error of the client, or text; anything else ends the program.
 """
 
 from __future__ import annotations
@@ -75,13 +76,17 @@ def attacks() -> Iterator[tuple[str, dict[str, Any] | str]]:
 
 
 async def ask(client: httpx.AsyncClient, fields: dict[str, Any] | str, turn: int) -> dict[str, Any]:
-    """The status, the time and the beginning of an answer. Each turn is a new prompt and grammar."""
+    """The status and the beginning of an answer, and when it came. Each turn is a new prompt."""
     body = fields if isinstance(fields, str) else json.dumps(fields)
-    body = body[:-1] + "," + json.dumps({"messages": [{"role": "user", "content": f"{turn}"}], "max_tokens": 20})[1:]
-    began = time.perf_counter()
-    answer = await client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
-    seconds = time.perf_counter() - began
-    return {"status": answer.status_code, "seconds": round(seconds, 3), "text": answer.text[:200]}
+    more = {"messages": [{"role": "user", "content": f"{turn}"}], "max_tokens": 20, "stream": True}
+    body = body[:-1] + "," + json.dumps(more)[1:]
+    headers = {"Content-Type": "application/json"}
+    began, text, seconds = time.perf_counter(), "", 0.0
+    async with client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as answer:
+        async for part in answer.aiter_text():
+            if not text:
+                text, seconds = part, time.perf_counter() - began
+    return {"status": answer.status_code, "seconds": round(seconds, 3), "text": text[:200]}
 
 
 async def stream(client: httpx.AsyncClient, gaps: list[float], ends: asyncio.Event) -> None:
@@ -153,10 +158,12 @@ def main() -> None:
     """Measure, show and write."""
     parser = new_parser("Send hostile grammars to a server with clients.")
     parser.add_argument("--seconds", type=float, default=4, help="of each attack")
+    parser.add_argument("--threads", type=int, help="of the model")
     options = parser.parse_args()
     if options.toy:
         options.seconds = 0.5
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--kv-memory", "64MiB"]
+    command += ["--threads", str(options.threads)] if options.threads else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             assert server.stdout is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from quire.client.request_assembler import RequestAssembler
 from quire.counters import plain
 from quire.engine.messages import EngineRequest, prompt_bytes
 from quire.errors import InvalidInput, Overloaded
@@ -107,6 +109,23 @@ def test_sessions() -> None:
         text = tokenizer.decode(drawn)
         assert {0: text[:1] == "{", 1: text in ("a", "b"), 2: text != "", 3: text.isdecimal()}[turn]
         tokens += drawn + tokenizer.encode(" And then?", add_special_tokens=False).tolist()
+
+
+def test_several_answers_of_one_prompt() -> None:
+    """Each has a state of its own, and the prompt is shared."""
+    _, tokenizer = bundled()
+    params = SamplingParams(n=4, seed=5, temperature=2.0, max_tokens=30, grammar=regex(grammars.CODE))
+    core, found = bundled_core(), dict[str, list[int]]()
+    for request in RequestAssembler(
+        request_id="r", prompt="So", prompt_token_ids=tokenizer.encode("So"), params=params, decoder=None
+    ).engine_requests():
+        add(core, request)
+    while core.has_work():
+        for output in core.step():
+            found[output.request_id] = [*found.get(output.request_id, ()), *output.token_ids]
+    texts = {tokenizer.decode(tokens) for tokens in found.values()}
+    assert len(texts) > 1 and all(re.fullmatch(grammars.CODE, text) for text in texts)
+    assert core.statistics()["grammar"]["cache_hits"] == 3
 
 
 def _id(text: str) -> int:

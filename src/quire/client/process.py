@@ -13,6 +13,7 @@ progress.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -213,6 +214,7 @@ def run_engine(config: EngineConfig, end: socket.socket, build: BuildCore, log_l
     exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
+        gc.freeze()  # a collection of what was loaded takes the time of many steps
         link.report(core.ready())
         is_ready = True
         core.wake = link.wake
