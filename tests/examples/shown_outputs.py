@@ -22,8 +22,6 @@ QUIRE = (sys.executable, "-m", "quire")
 FUZZ = (sys.executable, "-m", "tests.fuzz")
 PORT = 8000
 
-
-EXPLAINED = "s27.0"
 PLANS = {
     "plan-gpu": "plan llama-3.1-70b --gpu h100-80gb --tp 4 --context 32k",
     "plan-advice": "plan qwen3-32b --gpu h100-80gb --context 32k --concurrency 16",
@@ -144,7 +142,6 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "generate": lambda: output_of("generate", "--chat", "Tell me about Emma.", "--max-tokens", "60"),
     "replay": replay,
     "replay-hisparse": replay_hisparse,
-    "explain": lambda: output_of("explain", "sessions", EXPLAINED, "--pool-tokens", "1/8"),
     "fuzz": lambda: output_of("--seconds", "10", "--seed", "1", program=FUZZ),
     "fuzz-found": fuzz_found,
     "refusal": lambda: output_of("generate", "It was a fine evening.", "--max-tokens", "100", "--kv-memory", "100KiB"),
