@@ -12,11 +12,12 @@ that violates it.
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +155,22 @@ class Schemas:
 
 
 def violation(source: str, schema: Any, text: str) -> str:
-    """Why a text is none of a schema's; "" if it is. Numbers are decimals: 1000.3 is a multiple of 0.0001."""
-    schema = json.loads(json.dumps(schema), parse_float=Decimal)
+    """Why a text is none of a schema's; "" if it is. `jsonschema` divides floats: 1000.3 is a multiple of 0.0001.
+    A text with a number beyond floats is not checked."""
+    kind = VALIDATORS.get(source, Draft202012Validator)
     try:
-        found = json.loads(text, parse_float=Decimal)
+        found = json.loads(text)
     except ValueError as error:
         return str(error)
-    kind = VALIDATORS.get(source, Draft202012Validator)
-    first = next(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(found), None)
-    return "" if first is None else first.message
+    try:
+        errors = list(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(found))
+    except OverflowError:
+        return ""
+    for error in errors:
+        divided = error.validator == "multipleOf" and math.isfinite(error.instance)
+        if not divided or Fraction(str(error.instance)) % Fraction(str(error.validator_value)):
+            return str(error.message)
+    return ""
 
 
 def outputs(mode: str, schemas: list[Accepted], goal: int) -> Counter[str]:

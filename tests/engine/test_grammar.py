@@ -142,9 +142,21 @@ REFUSED = {
     "a reference to itself": (json_schema({"$ref": "#"}), "allows no text"),
     "contradicting bounds": (json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum"),
     "another syntax": (ebnf("root ::= ("), "cannot be read"),
+    "a rule that is not there": (ebnf("root ::= foo"), "foo"),
     "depth": (ebnf("root ::= " + "(" * 4000 + '"a"' + ")" * 4000), "cannot be read"),
     "JSON of llguidance": (lark('{"grammars": []}'), "brace"),
 }
+
+
+@pytest.mark.parametrize("schema", [False, {"required": 5}, {"properties": {"a": {"type": "string", "enum": 5}}}])
+def test_schemas_that_are_none(schema: Any) -> None:
+    with pytest.raises(InvalidInput, match="the JSON schema"):
+        json_schema(schema)
+
+
+def test_a_schema_may_allow_everything() -> None:
+    params = SamplingParams(grammar=json_schema(True), max_tokens=4, temperature=0)
+    assert outputs_of(bundled_core(), "x", params)[-1].finish_reason in ("stop", "length")
 
 
 def test_llama_cpp_syntax_is_translated_where_it_is_compiled() -> None:

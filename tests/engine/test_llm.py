@@ -181,6 +181,30 @@ def test_a_failing_step_ends_its_requests_only(folder: Path, monkeypatch: pytest
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
+def test_a_failing_step_with_a_scored_prompt_ends_its_requests_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), skip_tokenizer_init=True, kv_memory="1MiB")
+    run_model = llm.engine.model.run
+    monkeypatch.setattr(llm.engine.model, "run", lambda *_, **__: 1 / 0)
+    with pytest.raises(QuireError, match="division by zero"):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    monkeypatch.setattr(llm.engine.model, "run", run_model)
+    [after] = llm.generate([[1, 2, 3]], GREEDY)
+    assert after.outputs[0].token_ids
+
+
+def test_tools_that_a_template_does_not_show_are_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidInput, match="shows no tools"):
+        LLM(kv_memory="16MiB").chat(messages, SamplingParams(max_tokens=1), tools=tools)
+    llm = LLM("quire-bundled-agent", kv_memory="16MiB", max_model_len=1024)
+    asked = SamplingParams(max_tokens=1)
+    [plain], [shown] = llm.chat(messages, asked), llm.chat(messages, asked, tools=tools)
+    assert len(shown.prompt_token_ids) > len(plain.prompt_token_ids)
+
+
 def test_an_adapter_is_refused(llm: LLM) -> None:
     """Answering with the base weights would be a wrong answer without a word."""
     message = EngineRequest(request_id="a-0", prompt=prompt_bytes([1, 2]), params=GREEDY, adapter="x")

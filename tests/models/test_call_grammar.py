@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from quire.errors import InvalidInput
 from quire.models.call_grammar import Calling
 from quire.models.response_template import families
 from tests.models.test_answer_parser import joined, parsed
@@ -32,7 +34,7 @@ FAMILIES = [name for name, family in families().items() if family.template.calls
 MARKS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>"),
     *("<|call|>", "<|start|>", "<|end|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>"),
 )
 
 
@@ -142,5 +144,22 @@ def test_strict_tools_beside_text(family: str, has_marks: bool) -> None:
     assert grammar.allows("")
     assert grammar.allows("I look. " + said(family, ("get_weather", {"city": "P"})))
     assert not grammar.allows("I look. " + said(family, ("get_weather", {"town": "P"})))
-    if families()[family].template.calls.parameter is None:  # type: ignore[union-attr]
-        assert grammar.allows(said(family, ("now", {"any": 1})))
+    assert grammar.allows(said(family, ("now", {"any": 1, "more": "text"})))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if families()[name].template.calls.parameter])  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"properties": {"city": {"type": "string", "maxLength": 3}}}, "maxLength"),
+        ({"properties": {"city": {"type": "string", "const": "P"}}}, "const"),
+        ({"anyOf": [{"required": ["city"]}]}, "anyOf"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "$ref"),
+        ({"minProperties": 1}, "minProperties"),
+        ({"required": ["city"]}, "require 'city'"),
+    ],
+)
+def test_what_parameters_of_their_own_cannot_enforce(family: str, parameters: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(named)):
+        Grammar(family, functions=[{"name": "f", "parameters": parameters}])
+    Grammar(family, is_required=False, functions=[TOOL | {"strict": True}, {"name": "f", "parameters": parameters}])

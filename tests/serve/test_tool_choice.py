@@ -48,6 +48,28 @@ def test_a_required_call_follows_its_schema(bundled: LiveServer, seed: int) -> N
     check(call)
 
 
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        (CHAT, {"tool_choice": "required"}),
+        ("/v1/responses", {"input": "a", "tool_choice": "required", "tools": [{"type": "web_search"}]}),
+        ("/v1/messages", {"tool_choice": {"type": "any"}, "max_tokens": 9}),
+    ],
+)
+def test_a_call_that_is_required_needs_tools(bundled: LiveServer, path: str, given: dict[str, Any]) -> None:
+    given = {"model": "quire-bundled", "messages": [{"role": "user", "content": "a"}]} | given
+    if path == "/v1/responses":
+        del given["messages"]
+    status, found = bundled.request(path, given)
+    assert status == 400 and "a call is required" in found["error"]["message"], found
+
+
+def test_stop_tokens_end_no_required_call(bundled: LiveServer) -> None:
+    _, found = bundled.request("/tokenize", {"prompt": "<tool_call>", "add_special_tokens": False})
+    found = choice(bundled, body("required", parallel_tool_calls=False, stop_token_ids=found["tokens"]))
+    assert found["finish_reason"] == "tool_calls"
+
+
 def test_a_call_by_name_is_of_that_tool_alone(bundled: LiveServer) -> None:
     named = {"type": "function", "function": {"name": "now"}}
     found = choice(bundled, body(named, parallel_tool_calls=False, temperature=0))

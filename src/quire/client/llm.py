@@ -124,9 +124,12 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template, which gets the
-        `tools`. The text of an output has calls as the model writes them."""
+        `tools`. The text of an output has calls as the model writes them. Raises InvalidInput for tools that the
+        template does not show."""
         if self.tokenizer is None:
             raise InvalidInput("chat needs a tokenizer.", fix="leave skip_tokenizer_init out.")
+        if tools:
+            self.tokenizer.check_shows_tools()
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         more = {} if tools is None else {"tools": list(tools)}
         prompts: list[Prompt] = [

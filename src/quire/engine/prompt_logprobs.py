@@ -74,9 +74,9 @@ class PromptLogprobsPart(Part, ForwardPart):
             self._asking += [request for request in step.admitted if not request.most_cached]
 
     def before_forward(self, step: Step, running: RunningForward) -> None:
-        if self._asking:
-            self._stretches = list(self._stretches_of(step))
-            running.keeps_output = bool(self._stretches)
+        self._stretches = list(self._stretches_of(step)) if self._asking else []  # those of a step that failed are gone
+        if self._stretches:
+            running.keeps_output = True
 
     def _stretches_of(self, step: Step) -> Iterator[_Stretch]:
         for request in self._asking:

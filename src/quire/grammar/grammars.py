@@ -35,7 +35,9 @@ def json_schema(schema: Mapping[str, Any] | str | bool) -> Grammar:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(f"the JSON schema has what JSON cannot have: {error}.") from None
     _check_size("the JSON schema", text)
-    checked = json.loads(text)
+    if schema is False:
+        raise InvalidInput("the JSON schema is false, which allows nothing.")
+    checked = {} if schema is True else json.loads(text)
     check_schema(checked)
     return Grammar("json", json.dumps(checked, ensure_ascii=False))
 

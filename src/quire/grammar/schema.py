@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.errors import InvalidInput
+from quire.spec.grammar import NOTES
 
 MOST_DEPTH = 100
 """Schemas in each other."""
@@ -20,15 +21,11 @@ _ENFORCED = frozenset((
     "$ref", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties",
     "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type",
 ))  # fmt: skip
-_NOTES = frozenset((
-    "$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema", "default",
-    "deprecated", "description", "discriminator", "example", "examples", "id", "readOnly", "title", "writeOnly",
-))  # fmt: skip
 _YEAR, _OF_FOUR = "(000[1-9]|00[1-9].|0[1-9]..|[1-9]...)", "(0[48]|[2468][048]|[13579][26])"
 _DAY = f"({_YEAR}-((0[13-9]|1[0-2])-..|02-([01].|2[0-8]))|(..{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
 _NARROWER = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}.{{7}}[0-5]", "time": "^.{6}[0-5]"}
 """What llguidance's formats lack: days that are none, the year 0, and seconds 60, which are right on few days."""
-KEYWORDS = _OF_SCHEMA | _OF_LIST | _OF_NAMES | _ENFORCED | _NOTES
+KEYWORDS = _OF_SCHEMA | _OF_LIST | _OF_NAMES | _ENFORCED | NOTES
 
 
 def check_schema(schema: Any) -> None:
@@ -48,6 +45,9 @@ def check_schema(schema: Any) -> None:
             raise InvalidInput(
                 f"the JSON schema has an '$id' beside a '$ref' at {path[:200]}, {what}.", fix="leave it out."
             )
+        for keyword in ("required", "enum"):
+            if not isinstance(found.get(keyword, []), list):
+                raise InvalidInput(f"the JSON schema must have a list at {path[:200]}/{keyword}.")
         narrower = _NARROWER.get(found["format"]) if isinstance(found.get("format"), str) else None
         for keyword in found:
             if keyword not in KEYWORDS and (not str(keyword).startswith("x-") or keyword == "x-guidance"):

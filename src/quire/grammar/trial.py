@@ -112,11 +112,11 @@ def _source(grammar: Grammar) -> str:
 
 
 def _translated(text: str) -> str:
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark  # takes 20 ms, which a plain start does not need
+    from llguidance.gbnf_to_lark import any_to_lark  # takes 20 ms, which a plain start does not need
 
     try:
         return str(any_to_lark(text))
-    except (GbnfToLarkError, RecursionError) as error:
+    except Exception as error:  # plain ones too, for rules that are not there
         raise ValueError(error) from None
 
 

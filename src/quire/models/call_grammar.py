@@ -12,9 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.spec.grammar import WHITE_SPACE
+from quire.errors import InvalidInput
+from quire.spec.grammar import NOTES, WHITE_SPACE
 
 _ANY = r"/(.|\n)*/"
+_OF_PARAMETERS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions"))
+_OF_TEXT = frozenset(("type", "enum"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +84,28 @@ class _CallGrammar:
     def _required(self) -> str:
         if not self._form.reasoning:
             return "calls"
-        opening, closing = map(self._said, self._form.reasoning)
-        if closing.startswith("<["):
-            self._rules.append(f"ANY: {_ANY}")
-            self._rules.append(f"reasoned: {self._with_others('ANY', self._form.reasoning[1])} {closing} /\\s*/")
+        opening, closing = self._form.reasoning
+        self._until("until", closing)
+        self._rules.append("reasoned: until /\\s*/")
+        return "reasoned calls" if self._calling.reasons else f"({self._said(opening)} reasoned)? calls"
+
+    def _until(self, rule: str, end: str) -> None:
+        """The rule of any text and this end."""
+        if self._tokens.match(end):
+            self._any()
+            self._rules.append(f"{rule}: {self._with_others('ANY', end)} {self._said(end)}")
         else:
-            self._rules.append(f"until[suffix={json.dumps(self._form.reasoning[1])}]: {_ANY}")
-            self._rules.append("reasoned: until /\\s*/")
-        return "reasoned calls" if self._calling.reasons else f"({opening} reasoned)? calls"
+            self._rules.append(f"{rule}[suffix={json.dumps(end, ensure_ascii=False)}]: {_ANY}")
+
+    def _any(self) -> None:
+        if (rule := f"ANY: {_ANY}") not in self._rules:
+            self._rules.append(rule)
 
     def _free(self, marker: str, first: str) -> str:
         """Text, and calls, which begin with the marker, or else with a token of their own: that in `first`."""
         often = "*" if self._calling.is_parallel else "?"
         if not marker:
-            self._rules.append(f"ANY: {_ANY}")
+            self._any()
             self._rules.append(f"free: {self._with_others('ANY', first)}")
             return f"free (calls free){often}"
         escaped = re.escape(marker).replace("\\ ", " ").replace("/", "\\/")
@@ -110,25 +121,40 @@ class _CallGrammar:
 
     def _call(self, number: int, begin: str, function: Mapping[str, Any]) -> str:
         """The rule of calls of this function, which begin so: its name."""
-        schema = {"type": "object", **function.get("parameters", {})}
-        if not (self._calling.is_required or function.get("strict")):
-            schema = {"type": "object"}
+        is_enforced = self._calling.is_required or function.get("strict")
+        schema = {"type": "object", **(function.get("parameters", {}) if is_enforced else {})}
         begin = self._said(begin, function["name"])
         if self._form.parameter is None:
             arguments = f"arguments_{number}"
             self._rules.append(f"{arguments}: {_json(schema)}")
+        elif not is_enforced:
+            arguments = self._any_parameters(number, self._form.parameter)
         else:
             arguments = self._parameters(number, schema, self._form.parameter)
         self._rules.append(f"call_{number}: {begin} {arguments} {self._said(self._form.end)}")
         return f"call_{number}"
 
+    def _any_parameters(self, number: int, around: Mapping[str, str]) -> str:
+        before, after = around["begin"].split("{name}")
+        self._until(f"value_{number}", around["end"])
+        return f"({self._said(before)} /[^<>\\n]+/ {self._said(after)} value_{number})*"
+
     def _parameters(self, number: int, schema: Mapping[str, Any], around: Mapping[str, str]) -> str:
+        tool = self._calling.functions[number]["name"]
+        _check_keywords(tool, "#", schema, _OF_PARAMETERS)
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        properties = schema.get("properties", {})
+        if missing := [name for name in schema.get("required", ()) if name not in properties]:
+            raise InvalidInput(
+                f"the parameters of tool '{tool}' require '{missing[0]}', and it is no property of them."
+            )
         found = []
-        for place, (name, one) in enumerate(schema.get("properties", {}).items()):
+        for place, (name, one) in enumerate(properties.items()):
             rule, after = f"value_{number}_{place}", around["end"]
+            if isinstance(one, Mapping) and one.get("type") == "string":
+                _check_keywords(tool, f"#/properties/{name}", one, _OF_TEXT)
             if isinstance(one, Mapping) and one.get("type") == "string" and "enum" not in one:
-                self._rules.append(f"{rule}[suffix={json.dumps(after)}]: {_ANY}")
+                self._until(rule, after)
             elif isinstance(one, Mapping) and one.get("type") == "string":
                 texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in one["enum"])
                 self._rules.append(f"{rule}: ({texts}) {self._said(after)}")
@@ -152,6 +178,17 @@ class _CallGrammar:
             for piece in pieces
             if piece
         )
+
+
+def _check_keywords(tool: str, path: str, schema: Mapping[str, Any], enforced: Collection[str]) -> None:
+    """Raise InvalidInput for a keyword that calls with each parameter on its own cannot enforce."""
+    for keyword in schema:
+        if keyword not in enforced and keyword not in NOTES:
+            raise InvalidInput(
+                f"the parameters of tool '{tool}' have the keyword '{keyword}' at {path}, which cannot be enforced in "
+                "the form in which this model writes calls.",
+                fix="leave it out, or strict and tool_choice.",
+            )
 
 
 def _json(schema: Mapping[str, Any]) -> str:

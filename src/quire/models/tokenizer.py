@@ -165,6 +165,10 @@ class Tokenizer:
                 f"'{self.name}' has no response template, so calls of tools could not be found in its answers.",
                 fix="choose one by --response-template.",
             )
+        self.check_shows_tools()
+
+    def check_shows_tools(self) -> None:
+        """Raise InvalidInput where the chat template shows no tools."""
         if self._shows_tools is None:
             self._shows_tools = self._finds_tools()
         if not self._shows_tools:

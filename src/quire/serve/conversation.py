@@ -96,6 +96,8 @@ class Conversation:
                     param="chat_template_kwargs",
                     fix=f"leave {name} out.",
                 )
+        if self.choice.mode == "required" and not self.tools:
+            raise BadField("a call is required, and there are no tools.", param="tool_choice", fix="give tools.")
         if not self._offered:
             return await tokenising.chat(self.messages, self.variables, salt=salt)
         for name, count in Counter(tool.name for tool in self.tools).items():
@@ -109,9 +111,9 @@ class Conversation:
     def reader(self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams) -> Callable[[], AnswerReader]:
         """Makes a reader for each answer to it. `params` get what it
         needs: special tokens that mark parts in some families are shown, and calls have the form that was asked for.
-        An answer of calls alone has no content that a stop string could end: it has none.
+        An answer of calls alone has no content that a stop string or token could end: it has none.
 
-        Raises BadField for a schema that cannot be enforced, and for stop strings that might end a strict call.
+        Raises BadField for a schema that cannot be enforced, and for stop strings or tokens that may end a strict call.
         """
         tools = [tool.for_template() for tool in self._offered]
         parser = tokenising.tokenizer.response_parser(prompt.text, tools)
@@ -119,7 +121,7 @@ class Conversation:
             params.skip_special_tokens = "unmarked"
         if self.is_enforced:
             params.grammar = self._grammar(tokenising, prompt, params)
-            params.stop = []
+            params.stop = params.stop_token_ids = []
         return partial(AnswerReader, parser)
 
     @property
@@ -139,11 +141,11 @@ class Conversation:
                 param="tool_choice" if is_required else "tools",
                 fix="leave out response_format, or strict and tool_choice.",
             )
-        if params.stop and not is_required:
+        if (params.stop or params.stop_token_ids) and not is_required:
             raise BadField(
-                "stop strings might end a call whose arguments are strict.",
+                "stop strings and tokens might end a call whose arguments are strict.",
                 param="tools",
-                fix="leave out stop, or strict.",
+                fix="leave out stop and stop_token_ids, or strict.",
             )
         called = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
         for number, tool in enumerate(self.tools):
@@ -156,7 +158,8 @@ class Conversation:
             for tool in called
         ]
         choice = {"is_required": is_required, "is_parallel": self.is_parallel}
-        text = tokenising.tokenizer.call_grammar(prompt.text, offered, **choice)
+        with naming("tools"):
+            text = tokenising.tokenizer.call_grammar(prompt.text, offered, **choice)
         if text is None:
             raise BadField(
                 "the form of calls of tools cannot be enforced for this model: it is not known how it writes one.",

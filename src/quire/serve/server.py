@@ -140,7 +140,6 @@ async def _serve(
     try:
         app = create_app(engine, model_name=config.model_name, server=server, keys=server.keys())
         http = HttpServer(app, server, most_body_bytes=server.body_bytes(engine.context_length))
-        gc.freeze()  # a collection of what was loaded takes as long as many tokens
         serving = await http.begin(listener)
         gc.freeze()  # else a full collection visits all that a start made: half a second in which nothing is answered
         if on_ready is not None and http.started:
