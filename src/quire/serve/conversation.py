@@ -121,7 +121,7 @@ class Conversation:
             params.skip_special_tokens = "unmarked"
         if self.is_enforced:
             params.grammar = self._grammar(tokenising, prompt, params)
-            params.stop = params.stop_token_ids = []
+            params.stop, params.stop_token_ids = [], []
         return partial(AnswerReader, parser)
 
     @property
