@@ -229,6 +229,13 @@ class BodyTooLarge(InvalidInput):
     status = 413
 
 
+class GrammarNotTried(QuireError):
+    """A grammar could not be compiled now, for a reason that is not the grammar's."""
+
+    code = "QUIRE-GRAMMAR-01"
+    status = 503
+
+
 class StepFailed(QuireError, RuntimeError):
     """A step of the engine failed, for example for lack of device memory. Its requests end, and the engine
     continues."""

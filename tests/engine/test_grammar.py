@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 from quire.client.request_assembler import RequestAssembler
 from quire.counters import plain
 from quire.engine.messages import EngineRequest, prompt_bytes
-from quire.errors import InvalidInput, Overloaded
+from quire.errors import GrammarNotTried, InvalidInput, Overloaded
 from quire.grammar import choice, compiler, ebnf, json_object, json_schema, lark, part, regex, trial
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
@@ -166,6 +167,9 @@ def test_llama_cpp_syntax_is_translated_where_it_is_compiled() -> None:
     assert bundled()[1].decode(ids) in ("yes!", "no!")
 
 
+JOINED = lark("start: A\nA: " + " & ".join(f"/.*{each}.*/" for each in range(1000)))
+
+
 def _nested(count: int) -> Any:
     """A schema whose objects are in each other by references."""
     defs: dict[str, Any] = {f"d{at}": _object({"$ref": f"#/$defs/d{at + 1}"}) for at in range(count)}
@@ -178,7 +182,7 @@ def _object(inner: object) -> object:
 
 @pytest.mark.parametrize(
     "form",
-    [json_schema(_nested(1000)), lark("start: A\nA: " + " & ".join(f"/.*{each}.*/" for each in range(1000)))],
+    [json_schema(_nested(1000)), JOINED],
     ids=["overflows the stack", "takes minutes"],
 )
 def test_a_trial_ends_and_the_engine_does_not(form: Grammar) -> None:
@@ -196,6 +200,83 @@ def test_a_trial_whose_process_was_killed_has_another() -> None:
     tried._process.wait()
     tried.check(choice(["yes"]))
     tried.close()
+
+
+def test_refusals_leave_no_pipe_open() -> None:
+    tried = trial.Trial(*_setup())
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="takes over"):
+            tried.check(JOINED)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    tried.close()
+
+
+def _compiler() -> compiler.Compiler:
+    content, vocabulary, eos = _setup()
+    return compiler.Compiler(lambda: content, vocabulary, eos)
+
+
+def test_a_grammar_whose_trial_is_killed_may_be_tried_again() -> None:
+    made, form = _compiler(), choice(["yes"])
+    _, tried = made._loaded()
+    os.kill(tried._process.pid, signal.SIGSTOP)
+    found = made.compile(form)
+    while found.running() and tried._unsent:
+        time.sleep(0.001)
+    tried._process.kill()
+    with pytest.raises(GrammarNotTried, match="has ended with code -9"):
+        found.result(60)
+    assert made.compile(form).result(60).is_error() is False
+    made.close()
+
+
+def test_no_trial_starts_when_the_engine_ends() -> None:
+    made = _compiler()
+    _, tried = made._loaded()
+    found = made.compile(JOINED)
+    while tried._unsent:
+        time.sleep(0.001)
+    made.close()
+    with pytest.raises(GrammarNotTried, match="the engine ends"):
+        found.result(60)
+    assert tried._process.poll() is not None
+
+
+def test_no_trial_stays_when_the_engine_ends_while_the_tokenizer_loads() -> None:
+    goes_on, (content, vocabulary, eos) = threading.Event(), _setup()
+    made = compiler.Compiler(lambda: content if goes_on.wait(60) else None, vocabulary, eos)
+    found = made.compile(choice(["yes"]))
+    while not found.running():
+        time.sleep(0.001)
+    made.close()
+    goes_on.set()
+    with pytest.raises(GrammarNotTried, match="the engine ends"):
+        found.result(60)
+
+
+def test_a_trial_imports_what_its_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
+    tried = trial.Trial(*_setup())
+    tried.check(choice(["yes"]))
+    tried.close()
+
+
+def test_the_stack_of_a_trial_is_smaller_than_its_engines() -> None:
+    code = """if True:
+        import json, sys
+        from quire.errors import InvalidInput
+        from quire.grammar import compiler, json_schema
+        (content, *more), deep, flat = json.load(sys.stdin)
+        made = compiler.Compiler(lambda: content, *more)
+        deep, flat = (made.compile(json_schema(each)) for each in (deep, flat))
+        assert isinstance(deep.exception(), InvalidInput) and not flat.exception()
+        made.close()
+    """
+    limited = ["sh", "-c", 'ulimit -S -s 1024; exec "$@"', "sh", sys.executable, "-c", code]
+    asked = json.dumps([_setup(), _nested(225), _nested(1)])
+    subprocess.run(limited, check=True, timeout=120, input=asked, text=True)
 
 
 def test_a_trial_ends_with_an_engine_that_is_killed() -> None:

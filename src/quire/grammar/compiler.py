@@ -46,12 +46,14 @@ class Compiler:
         self._pending: dict[Future[LLMatcher], str] = {}  # with who asked for it first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
         self._tokens: tuple[LLTokenizer, Trial] | None = None
+        self._is_closed = False
 
     def compile(self, grammar: Grammar, owner: str = "") -> Future[LLMatcher]:
         """Its matcher at the start, for `deep_copy`. The future raises InvalidInput for a grammar that cannot be
-        compiled, allows no token or is too complex. Raises Overloaded if too many wait, of all or of a named owner."""
+        compiled, allows no token or is too complex; with another error it is not kept. Raises Overloaded if too many
+        wait, of all or of a named owner."""
         found = self._kept.get(grammar)
-        if found is not None:
+        if found is not None and _stays(found):
             self._kept.move_to_end(grammar)
             self.totals.cache_hits += 1
             return found
@@ -76,6 +78,7 @@ class Compiler:
 
     def close(self) -> None:
         """The thread ends with the grammar that it has."""
+        self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._tokens is not None:
             self._tokens[1].close()
@@ -96,4 +99,11 @@ class Compiler:
             except ValueError as error:
                 raise InvalidInput(f"grammars cannot use the tokenizer of this model: {error}.") from None
             self._tokens = tokens, Trial(content, self._vocabulary, self._eos)
+            if self._is_closed:  # meanwhile
+                self._tokens[1].close()
         return self._tokens
+
+
+def _stays(future: Future[LLMatcher]) -> bool:
+    """Whether its result is for all who ask for it: it is not an error that passes."""
+    return not future.done() or isinstance(future.exception(), InvalidInput | None)

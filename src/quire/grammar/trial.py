@@ -11,20 +11,24 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from quire.errors import InvalidInput
+from quire.errors import GrammarNotTried, InvalidInput
 from quire.spec.grammar import WHITE_SPACE, Grammar
 
 CPU_S = 0.5
 """Time of a processor in which a grammar is compiled, or refused."""
 
-STACK_BYTES = 2 << 20
-"""Stack of a trial: a quarter of what threads of the engine have, which compile the grammar again."""
+THREAD_STACK_BYTES = 2 << 20
+"""Stack of a thread where the system has no limit. A trial has a quarter of its engine's, and no more than this."""
+
+_OF_GRAMMAR = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGBUS)
+"""How a trial ends if a grammar is too complex."""
 
 _MOST_MESSAGE = 300
 _NICE = 5
@@ -36,38 +40,51 @@ class Trial:
     def __init__(self, tokenizer: str, vocabulary: int, eos: Sequence[int]) -> None:
         """The process starts, and is waited for when there is a grammar."""
         self._setup = msgspec.json.encode((tokenizer, vocabulary, eos))
-        self._start()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._process = self._started()
 
     def check(self, grammar: Grammar) -> None:
-        """Raise InvalidInput for a grammar that cannot be compiled within the limits."""
-        if self._process.poll() is not None:  # something else has ended it
+        """Raise InvalidInput for a grammar that cannot be compiled within the limits, and GrammarNotTried if something
+        else has ended the process. Such a grammar may be tried again."""
+        if self._process.poll() is not None:
             self._start()
         answer = self._answer(msgspec.json.encode(grammar))
         if not answer:
             code = self._process.wait()
             self._start()
+            if code not in _OF_GRAMMAR:
+                raise GrammarNotTried(f"the process that tries a grammar first has ended with code {code}.")
             what = f"takes over {CPU_S:g} s to compile, or its rules are too deep in each other"
-            if code >= 0:
-                what = f"cannot be tried: its process has ended with code {code}"
             raise InvalidInput(f"the grammar {what}.", fix="simplify it.")
         found = msgspec.json.decode(answer, type=list[str])
         if found:
             raise InvalidInput(found[0], fix=found[1])
 
     def close(self) -> None:
-        """End the process."""
-        self._end()
+        """End the process; no other one starts. Any thread may call it."""
+        with self._lock:
+            self._is_closed = True
+            self._end()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "quire.grammar.trial"],
+        with self._lock:
+            self._end()
+            if self._is_closed:
+                raise GrammarNotTried("the engine ends.")
+            self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        found = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", "-m", "quire.grammar.trial"],  # -P: without the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # an interrupt of the server lets it finish
         )
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, found)
         self._unsent = self._setup
+        return found
 
     def _answer(self, question: bytes) -> bytes:
         """Its line; none if the process ends instead."""
@@ -77,7 +94,7 @@ class Trial:
             self._process.stdin.write(b"".join(line + b"\n" for line in lines))
             self._process.stdin.flush()
             return self._process.stdout.readline()
-        except OSError:
+        except (OSError, ValueError):  # a pipe that is broken, or closed
             return b""
 
 
@@ -129,7 +146,9 @@ def main() -> None:
     """Answer each grammar with why it is refused; with an empty list if it is not."""
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    stack, most = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = THREAD_STACK_BYTES if stack == resource.RLIM_INFINITY else stack
+    resource.setrlimit(resource.RLIMIT_STACK, (min(stack // 4, THREAD_STACK_BYTES), most))
     tokenizer, vocabulary, eos = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int, list[int]])
     tokens = LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=eos)
     for line in sys.stdin.buffer:
