@@ -198,6 +198,9 @@ def test_the_tokenizers_routes(server: LiveServer, tiny_model: Path, ids: list[i
     for body in ({}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "x": 1}):
         assert server.request("/tokenize", body)[0] == 400
     assert server.request("/detokenize", {"tokens": ["a"]})[0] == 400
+    assert "use prompt, or leave" in str(server.request("/tokenize", {"text": "a"}))
+    status, text = server.request("/detokenize", {"tokens": [5, 257]})
+    assert status == 400 and "token id 257 is outside the tokenizer's vocabulary of 257" in str(text)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/tokenizer_info"])

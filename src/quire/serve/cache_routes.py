@@ -17,11 +17,12 @@ from pydantic import AliasChoices, Field
 from quire.client.async_engine import Prompt
 from quire.client.process import Core
 from quire.engine.config import MOST_EPOCHS
+from quire.serve.closed_object import ClosedObject
 from quire.serve.conversation import Conversation
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
 from quire.serve.keys import Client, not_allowed
-from quire.serve.protocol import ClosedObject, Int32, Messages, SaltText, TemplateVariables, Text, TokenId, field
+from quire.serve.protocol import Int32, Messages, SaltText, TemplateVariables, Text, TokenId, field
 from quire.serve.sse import while_connected
 from quire.spec.events import Namespace
 

@@ -197,7 +197,12 @@ def _one_turn(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def chosen_tool(name: str, tools: Sequence[Tool]) -> ToolChoice:
     """The choice of the tool with this name. Raises BadField if there is none."""
     if all(tool.name != name for tool in tools):
-        raise BadField(f"tool_choice names '{name[:60]}', and there is no such tool.", param="tool_choice")
+        known = ", ".join(tool.name for tool in tools[:8]) + (", ..." if len(tools) > 8 else "")
+        raise BadField(
+            f"tool_choice names '{name[:60]}', and there is no such tool.",
+            param="tool_choice",
+            fix=f"choose one of {known}." if tools else "add it to tools.",
+        )
     return ToolChoice(mode="required", name=name)
 
 

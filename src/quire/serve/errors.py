@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import re
@@ -28,12 +29,18 @@ COME_AGAIN = (429, 503)
 RETRY_AFTER_S = 5
 """What it says where no time is known at which a request would succeed."""
 
-_SAME = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-"""Names of other servers, with the names here."""
+_LIMITS = ("max_tokens", "max_output_tokens", "max_new_tokens", "max_completion_tokens")
+_SAME = dict.fromkeys(_LIMITS, _LIMITS) | {
+    "prompt": ("text", "messages", "input"),
+    "response_format.schema": ("json_schema.schema",),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "text": ("prompt",),
+}
+"""Paths of fields of other routes and servers, with names here; the first is used that an object has."""
 
-_REPR = reprlib.Repr()  # short texts of bodies of any size
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 80
-_REPR.maxlist = _REPR.maxdict = 20
+_REPR = reprlib.Repr()  # short texts of values of any size
+_REPR.maxstring, _REPR.maxother, _REPR.maxlong = 80, 80, 80
 
 UNKNOWN_FIELD = "unknown_field"
 """Pydantic's type of the error of an object with a field that it does not have; `ctx` has its `name`, and those
@@ -59,7 +66,9 @@ def naming(param: str, about: str = "") -> Iterator[None]:
 
 def unknown_field(name: str, known: Iterable[str], *, param: str | None = None) -> BadField:
     """The error for an unknown field, with the nearest known name."""
-    near = [_SAME[name]] if name in _SAME else get_close_matches(name[:60], known, n=1, cutoff=0.8)
+    known = list(known)
+    near = [each for each in _SAME.get(param or name, ()) if each.partition(".")[0] in known]
+    near = near or get_close_matches(name[:60], known, n=1, cutoff=0.8)
     return BadField(
         f"{(param or name)[:120]} is no field of this request.",
         param=(param or name)[:120],
@@ -119,9 +128,11 @@ def _http_error(error: HTTPException, request: Request) -> QuireError:
     if isinstance(error.__cause__, QuireError):  # raised while the body was being received
         return error.__cause__
     if error.status_code == 404:
-        return UnknownRoute("this server has no such route.", fix="GET /docs lists its routes.")
+        return UnknownRoute("this server has no such route.", fix="GET /openapi.json lists its routes.")
     if error.status_code == 405:
-        found: QuireError = UnknownRoute(f"{request.method} is no method of this route.", fix="see GET /docs.")
+        found: QuireError = UnknownRoute(
+            f"{request.method} is no method of this route.", fix="GET /openapi.json has its methods."
+        )
     else:
         found = _unreadable(error.__cause__) or InvalidInput(f"{error.detail}.")
     found.status = error.status_code
@@ -147,8 +158,6 @@ def _bad_body(error: RequestValidationError, request: Request) -> QuireError:
         if problem["type"] == UNKNOWN_FIELD:
             name, known = problem["ctx"]["name"], problem["ctx"]["known"]
             return unknown_field(name, known, param=f"{_path(problem['loc'])}.{name}".removeprefix("."))
-        if problem["type"] == "extra_forbidden":
-            return unknown_field(str(problem["loc"][-1]), (), param=_path(problem["loc"]))
     first = problems[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
@@ -180,12 +189,20 @@ def _wrong_field(problems: Sequence[Mapping[str, Any]]) -> BadField:
         kind, known = worst["input"][:40], worst["ctx"]["expected"]
         return BadField(f"{parent}: type '{kind}' is not supported here; it should be {known}.", param=path)
     messages = dict.fromkeys(str(each["msg"]) for each, at in zip(problems, paths, strict=True) if at == path)
-    reasons = [_GARBLED.sub("", each) for each in list(messages)[:4]]
+    reasons = [_GARBLED.sub("", each).replace("a valid dictionary", "an object") for each in list(messages)[:4]]
     if all(each.startswith("be ") for each in reasons):
         reasons = [reasons[0], *(each.removeprefix("be ") for each in reasons[1:])]
-    got = _REPR.repr(worst.get("input"))
-    got = got if len(got) <= 60 else got[:57] + "..."
-    return BadField(f"{path} should {', or '.join(reasons)}; got {got}.", param=path)
+    return BadField(f"{path} should {', or '.join(reasons)}; got {_short(worst.get('input'))}.", param=path)
+
+
+def _short(given: Any) -> str:
+    """A value of a body in few characters, as JSON has it."""
+    if isinstance(given, dict | list):
+        return "an object" if isinstance(given, dict) else "a list"
+    if given is None or isinstance(given, bool):
+        return json.dumps(given)
+    found = _REPR.repr(given)
+    return found if len(found) <= 60 else found[:57] + "..."
 
 
 _GARBLED = re.compile(r"^\w+ should | after validation| or object to extract fields from")

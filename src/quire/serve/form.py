@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from quire.errors import InvalidInput
 from quire.grammar import choice, ebnf, json_object, json_schema, regex
 from quire.grammar.grammars import MOST_CHARACTERS, MOST_CHOICES
+from quire.serve.closed_object import ClosedObject
 from quire.serve.errors import BadField, naming
 from quire.spec.grammar import Grammar
 
@@ -22,11 +23,7 @@ def _one(about: str, **rules: Any) -> Any:
     return Field(None, description=about, **rules)
 
 
-class _ClosedForm(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class NamedSchema(_ClosedForm):
+class NamedSchema(ClosedObject):
     """The schema of an answer. Its name and description change nothing. It is enforced also if it is not `strict`."""
 
     name: str | None = None
@@ -35,7 +32,7 @@ class NamedSchema(_ClosedForm):
     schema_: JsonSchema | None = _one("By default that of any object.", alias="schema")
 
 
-class ResponseFormat(_ClosedForm):
+class ResponseFormat(ClosedObject):
     """Text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -51,7 +48,7 @@ class ResponseFormat(_ClosedForm):
         return [json_object() if schema is None else json_schema(schema)]
 
 
-class StructuredOutputs(_ClosedForm):
+class StructuredOutputs(ClosedObject):
     """The form of an answer, by one of these."""
 
     json_: JsonSchema | GrammarText | None = _one("A JSON schema, or its text.", alias="json")

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from quire.errors import UnknownThread
 from quire.grammar import json_schema
 from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.closed_object import ClosedObject
 from quire.serve.conversation import BETWEEN, Conversation, Tool, ToolChoice, chosen_tool, joined
 from quire.serve.errors import BadField, naming
 from quire.serve.protocol import (
@@ -23,7 +24,6 @@ from quire.serve.protocol import (
     MOST_STOPS,
     NOTHING,
     CalledName,
-    ClosedObject,
     Int32,
     ModelBody,
     Parts,

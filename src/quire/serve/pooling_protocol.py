@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, WrapValidator
 
+from quire.serve.closed_object import ClosedObject
 from quire.serve.errors import BadField
 from quire.serve.protocol import (
     IGNORED,
     MAX_CHOICES,
     NOTHING,
-    ClosedObject,
     ModelBody,
     PromptForms,
     Text,

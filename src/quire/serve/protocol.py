@@ -28,8 +28,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.cache.session import LONGEST_SESSION_ID
 from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
+from quire.serve.closed_object import ClosedObject
 from quire.serve.conversation import Conversation, Terms, Tool, ToolChoice, call_of, chosen_tool
-from quire.serve.errors import UNKNOWN_FIELD, BadField, unknown_field
+from quire.serve.errors import BadField, unknown_field
 from quire.serve.form import FormFields
 
 T = TypeVar("T")
@@ -200,27 +201,6 @@ Parts = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True), _Tex
 """Text, or parts of content."""
 
 
-def _say_closed(schema: dict[str, Any], model: type[ClosedObject]) -> None:
-    schema["additionalProperties"] = bool(model.ignored)
-
-
-class ClosedObject(BaseModel):
-    """A body, or an object in one, without fields of other names: they are refused with the nearest that it has."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_say_closed)
-
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    neutral: ClassVar[tuple[object, ...]] = ()  # values with which a field of any name says nothing
-
-    @model_validator(mode="after")
-    def _has_no_others(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if name not in self.ignored and value not in self.neutral:
-                found = {"name": name, "known": list(type(self).model_fields)}
-                raise PydanticCustomError(UNKNOWN_FIELD, "Input should have no unknown fields", found)
-        return self
-
-
 class StreamOptions(ClosedObject):
     """Options of a stream."""
 
@@ -389,6 +369,12 @@ class CompletionBody(GenerationBody):
         if self.echo:
             asked += [self.logprobs, 0 if self.max_tokens == 0 else None]
         most = max((each for each in asked if each is not None), default=None)
+        if self.max_tokens == 0 and most is None:
+            raise BadField(
+                "max_tokens must be an integer of at least 1, got 0.",
+                param="max_tokens",
+                fix="for no tokens, ask for echo or prompt_logprobs.",
+            )
         return self.sampling_params(logprobs=self.logprobs, prompt_logprobs=most)
 
 

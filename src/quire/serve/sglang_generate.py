@@ -17,13 +17,13 @@ from quire.client.async_engine import Prompt
 from quire.client.output import CompletionOutput, SequenceDelta
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answers import generated
+from quire.serve.closed_object import ClosedObject
 from quire.serve.errors import BadField
 from quire.serve.generation import AnswerForm, Generation, Service, answer
 from quire.serve.protocol import (
     MOST_IDS,
     MOST_STOPS,
     NOTHING,
-    ClosedObject,
     Int32,
     RequestBody,
     StopText,

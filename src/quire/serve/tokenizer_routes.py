@@ -10,10 +10,11 @@ from pydantic import Field
 
 from quire.client.tokenising import Tokenising
 from quire.serve.answers import Detokenized, TokenizerInfo, Tokens
+from quire.serve.closed_object import ClosedObject
 from quire.serve.conversation import Conversation
 from quire.serve.errors import BadField
 from quire.serve.generation import Service
-from quire.serve.protocol import ClosedObject, Messages, TemplateVariables, Text, TokenId, Tools, field
+from quire.serve.protocol import Messages, TemplateVariables, Text, TokenId, Tools, field
 from quire.serve.sse import while_connected
 from quire.spec.ids import Ids
 
@@ -77,7 +78,15 @@ def tokenizer_router(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
         """The text of token ids, with its special tokens."""
         service.check_model(body.model)
-        decode = partial(service.tokenising.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        tokenizer = service.tokenising.tokenizer
+        size, most = tokenizer.description()["vocab_size"], max(body.tokens, default=0)
+        if most >= size:
+            raise BadField(
+                f"token id {most} is outside the tokenizer's vocabulary of {size:,}.",
+                param="tokens",
+                fix="check the tokenizer.",
+            )
+        decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
         return {"prompt": await while_connected(request.receive, service.tokenising.aside(decode))}
 
     @router.get("/tokenizer_info")
