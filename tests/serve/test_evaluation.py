@@ -254,3 +254,21 @@ def test_offsets_are_places_in_the_echoed_text() -> None:
     last = sequence.push(TokenOutput(request_id="r", token_ids=[99], logprobs=[one], finish_reason="length"))
     assert last.text == "c" and last.prompt is None
     assert sequence.completion().text == "aé!bc"
+
+
+def test_scores_of_a_prompt_are_made_when_they_are_read() -> None:
+    """A server reads them in a thread."""
+    decoded: list[Any] = []
+
+    class Recorded(Bytes):
+        def decode(self, token_ids: Any, **options: Any) -> str:
+            decoded.extend(token_ids)
+            return super().decode(token_ids, **options)
+
+    ids = np.array([97, 99], dtype=np.int32)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    sequence = PromptedSequence(params, Recorded(), index=0, prompt="ac", token_ids=ids, echo=True, scored=[])
+    sequence.push(TokenOutput(request_id="r", prompt_logprobs=scored(TokenLogprobs(-1.0, 2, [98], [-0.5]))))
+    shown = sequence.push(TokenOutput(request_id="r", token_ids=[100], finish_reason="length")).prompt
+    assert shown is not None and 98 not in decoded
+    assert shown.logprobs is not None and shown.logprobs[1] is not None and 98 in decoded

@@ -149,6 +149,22 @@ def test_a_body_that_cannot_be_read_says_why(echo: LiveServer, raw: bytes, text:
     assert text in refused(echo, COMPLETIONS, raw=raw)["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", {"a": float("nan")}),
+        ("metadata", {"a": "\ud800"}),
+        ("user", "\ud800"),
+        ("tools", [{"type": "function", "name": "f", "parameters": {"default": float("inf")}}]),
+        ("text", {"format": {"type": "text", "schema": {"a": float("nan")}}}),
+    ],
+)
+def test_what_an_answer_could_not_repeat(scripted: LiveServer, field: str, value: object, *, stream: bool) -> None:
+    body = {"input": "x", "max_output_tokens": 1, "stream": stream, field: value}
+    assert refused(scripted, "/v1/responses", body)["param"] == field
+
+
 def test_a_body_in_chunks_has_the_same_limit(echo: LiveServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", echo.port, timeout=60)
     connection.putrequest("POST", COMPLETIONS)

@@ -88,6 +88,10 @@ def test_by_openais_client(embeds: LiveServer, embedder: Path) -> None:
     np.testing.assert_allclose([one.data[0].embedding], embeddings_of(embedder, TEXTS[:1], 10), atol=DIFFERENCE)
 
 
+def test_its_model_does_not_generate(embeds: LiveServer) -> None:
+    assert embeds.request("/model_info", method="GET")[1]["is_generation"] is False
+
+
 def test_all_forms_of_input(embeds: LiveServer, embedder: Path) -> None:
     ids = load_tokenizer(str(embedder)).encode(TEXTS[0]).tolist()
     found = [embeds.client().embeddings.create(model="tiny", input=each) for each in (TEXTS[0], [TEXTS[0]], ids, [ids])]

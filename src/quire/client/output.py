@@ -10,9 +10,12 @@ the same place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
+
+import msgspec
 
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
@@ -35,8 +38,7 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | str = True) -> str: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Log-probability of one token at one position; `rank` 1 is the most likely."""
 
     logprob: float
@@ -44,17 +46,22 @@ class Logprob:
     decoded_token: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShownPrompt:
-    """A prompt that is a part of an answer. `logprobs[i]` maps token ids to their log-probability at position `i`, and
-    is None where nothing precedes; all are None if they were not asked for. Of an echoed prompt, `tokens[i]` is the
-    text of a token by itself, which begins at `offsets[i]` of `text`."""
+    """A prompt that is a part of an answer. Of an echoed prompt, `tokens[i]` is the text of a token by itself, which
+    begins at `offsets[i]` of `text`. `score` makes its `logprobs`."""
 
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob] | None] | None
+    score: Callable[[], list[dict[int, Logprob] | None] | None]
     text: str = ""
     tokens: Sequence[str] = ()
     offsets: Sequence[int] = ()
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Entry `i` maps token ids to their log-probability at position `i`, and is None where nothing precedes; None
+        if they were not asked for. Those of a long prompt take seconds, so a server makes them in a thread."""
+        return self.score()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,15 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from quire.client.output import CompletionOutput, Decoder, SequenceAssembler, SequenceDelta, ShownPrompt, TextStream
+from quire.client.output import (
+    CompletionOutput,
+    Decoder,
+    Logprob,
+    SequenceAssembler,
+    SequenceDelta,
+    ShownPrompt,
+    TextStream,
+)
 from quire.engine.messages import TokenLogprobs, TokenOutput
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
@@ -63,11 +71,8 @@ class PromptedSequence(SequenceAssembler):
     @cached_property
     def _shown(self) -> ShownPrompt:
         """The prompt; made when all of it was computed."""
-        positions = None
-        if self._params.prompt_logprobs is not None:
-            positions = [None, *map(self._position, self._prompt_ids[1:], self._scored)]
         if not self._echo or self._decoder is None:
-            return ShownPrompt(token_ids=self._prompt_ids, logprobs=positions)
+            return ShownPrompt(token_ids=self._prompt_ids, score=self._scores)
         text, skip = self._prompt, self._params.skip_special_tokens
         if text is None:
             text = self._decoder.decode(self._prompt_ids, skip_special_tokens=skip)
@@ -78,7 +83,12 @@ class PromptedSequence(SequenceAssembler):
             offsets.append(min(at, len(text)))
             at += len(stream.push(token_id))
         tokens = [self._text_of(token_id) for token_id in self._prompt_ids]
-        return ShownPrompt(token_ids=self._prompt_ids, logprobs=positions, text=text, tokens=tokens, offsets=offsets)
+        return ShownPrompt(token_ids=self._prompt_ids, score=self._scores, text=text, tokens=tokens, offsets=offsets)
+
+    def _scores(self) -> list[dict[int, Logprob] | None] | None:
+        if self._params.prompt_logprobs is None:
+            return None
+        return [None, *map(self._position, self._prompt_ids[1:], self._scored)]
 
     def _text_of(self, token_id: int) -> str:
         """A prompt has many tokens, and many of them twice."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from quire.client.output import CompletionOutput, Logprob, SequenceDelta
@@ -177,10 +176,7 @@ def _prompt_logprobs(part: CompletionOutput) -> dict[str, Any]:
     """The log-probabilities of a prompt as vLLM has them: of each position an object by token id."""
     if part.prompt is None or part.prompt.logprobs is None:
         return {}
-    positions = (
-        {key: asdict(each) for key, each in position.items()} for position in part.prompt.logprobs[1:] if position
-    )
-    return {"prompt_logprobs": [None, *positions]}
+    return {"prompt_logprobs": part.prompt.logprobs}
 
 
 class MessageChoices(ChoiceForm):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from quire.client.async_engine import AsyncEngine, Prompt
 from quire.client.output import CompletionOutput, SequenceAssembler, SequenceDelta
@@ -34,7 +34,7 @@ from quire.serve.keys import Client, not_allowed
 from quire.serve.places import PromptPlaces
 from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
-from quire.serve.sse import DONE, EventStream, while_connected
+from quire.serve.sse import DONE, EventStream, json_answer, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -206,18 +206,29 @@ async def answer(
     form.places = terms.places
     headers = None if room is None else {ROOM: str(room)}
     if stream:
-        return EventStream(_events(generation, form), on_close=generation.close, headers=headers)
+        events = _events(generation, form, is_scored=params.prompt_logprobs is not None)
+        return EventStream(events, on_close=generation.close, headers=headers)
     try:
-        outputs = await while_connected(request.receive, generation.finish())
-        return JSONResponse(form.whole(generation, outputs), headers=headers)
+        await while_connected(request.receive, generation.finish())
+
+        def whole() -> Response:
+            return json_answer(form.whole(generation, generation.outputs()), headers)
+
+        is_scored = params.logprobs is not None or params.prompt_logprobs is not None
+        return await asyncio.to_thread(whole) if is_scored else whole()
     finally:
         generation.close()
 
 
-async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[bytes, None]:
+async def _events(generation: Generation, form: AnswerForm, *, is_scored: bool) -> AsyncGenerator[bytes, None]:
+    """With `is_scored`, the prompt has log-probabilities, which take long."""
     try:
         async for found in generation.deltas():
-            yield b"".join([form.events(generation, index, delta) for index, delta in found])
+
+            def chunk(found: list[tuple[int, SequenceDelta]] = found) -> bytes:
+                return b"".join([form.events(generation, index, delta) for index, delta in found])
+
+            yield await asyncio.to_thread(chunk) if is_scored else chunk()
         yield form.end(generation)
     except Exception as error:
         yield form.failure(generation, error if isinstance(error, QuireError) else defect(error))
@@ -339,11 +350,14 @@ class Generation:
             for pump in pumps:
                 pump.cancel()
 
-    async def finish(self) -> list[CompletionOutput]:
-        """Wait for the end; the sequences in the order of the choices."""
+    async def finish(self) -> None:
+        """Wait for the end."""
         async for _ in self.deltas():
             pass
-        return [output for request in self._requests for output in request.output().outputs]
+
+    def outputs(self) -> list[CompletionOutput]:
+        """The sequences in the order of the choices."""
+        return [sequence.completion() for sequence in self._sequences()]
 
     def usage(self) -> Usage:
         """Tokens read, generated, and served from the cache, so far. Rejected drafts are not among the completion

@@ -60,8 +60,11 @@ def names_router(service: Service) -> APIRouter:
 
     async def model_info() -> dict[str, Any]:
         """The model that is served, as SGLang's."""
-        context = engine.context_length
-        return {"model_path": service.model_name, "is_generation": True, "max_context_length": context}
+        return {
+            "model_path": service.model_name,
+            "is_generation": "pooling" not in engine.last_statistics,
+            "max_context_length": engine.context_length,
+        }
 
     async def flush() -> dict[str, Any]:
         """Delete all cached pages, in every tier, as `/v1/cache/flush` with `all`."""

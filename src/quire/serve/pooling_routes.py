@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from quire.client.async_engine import Prompt
 from quire.client.pooled import POOLED, pooled_of
@@ -18,7 +19,7 @@ from quire.serve.errors import naming
 from quire.serve.generation import Service, begun
 from quire.serve.pooling_protocol import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from quire.serve.protocol import MAX_CHOICES
-from quire.serve.sse import while_connected
+from quire.serve.sse import json_answer, while_connected
 from quire.spec.pooling import Pair, Pooling, Vectors
 
 _ROUTES = {
@@ -66,9 +67,13 @@ def _add_embeddings(router: APIRouter, service: Service, pooling: Pooling) -> No
             pooling.check_dimensions(body.dimensions)
         pooled, answer = await _pooled(service, request, body.prompts(), body, kind="embd-")
         found = pooling.embeddings(pooled, body.dimensions)
-        numbers: list[Any] = [*map(_base64, found)] if body.encoding_format == "base64" else found.tolist()
-        data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(numbers)]
-        return JSONResponse(answer | {"data": data})
+
+        def whole() -> Response:
+            numbers: list[Any] = [*map(_base64, found)] if body.encoding_format == "base64" else found.tolist()
+            data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(numbers)]
+            return json_answer(answer | {"data": data})
+
+        return await asyncio.to_thread(whole)
 
 
 def _add_scores(router: APIRouter, service: Service, pooling: Pooling) -> None:
@@ -84,7 +89,7 @@ def _add_scores(router: APIRouter, service: Service, pooling: Pooling) -> None:
         """How well the texts of each pair fit, as vLLM's."""
         scores, answer = await scored(body, request, body.pairs(), kind="score-")
         data = [{"object": "score", "index": at, "score": each} for at, each in enumerate(scores)]
-        return JSONResponse(answer | {"data": data})
+        return json_answer(answer | {"data": data})
 
     @router.post("/v1/rerank", response_model=None, responses=_ANSWERS)
     async def rerank(body: RerankBody, request: Request) -> Response:
@@ -95,7 +100,7 @@ def _add_scores(router: APIRouter, service: Service, pooling: Pooling) -> None:
         results: list[dict[str, Any]] = [{"index": at, "relevance_score": scores[at]} for at in best]
         if body.return_documents is not False:
             results = [each | {"document": {"text": texts[each["index"]]}} for each in results]
-        return JSONResponse(answer | {"results": results})
+        return json_answer(answer | {"results": results})
 
 
 async def _pooled(
@@ -110,7 +115,8 @@ async def _pooled(
         some = prompts[at : at + MAX_CHOICES]
         generation = await begun(service, request, some, POOLED, terms, kind=kind)
         try:
-            parts.append(pooled_of(await while_connected(request.receive, generation.finish())))
+            await while_connected(request.receive, generation.finish())
+            parts.append(pooled_of(generation.outputs()))
         finally:
             generation.close()
         usage = generation.usage()

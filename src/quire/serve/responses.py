@@ -11,10 +11,12 @@ completed, incomplete or failed           with the whole answer
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
@@ -261,11 +263,11 @@ class Items(AnswerBlocks):
         return [*ended, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
 
 
-def _repeated(body: ResponsesBody, params: SamplingParams, conversation: Conversation) -> dict[str, Any]:
-    """What an answer has of its request."""
+def _repeated(body: ResponsesBody, params: SamplingParams, conversation: Conversation) -> dict[str, msgspec.Raw]:
+    """What an answer has of its request, encoded once. Raises BadField for what JSON cannot have."""
     given = body.model_extra or {}
     effort = body.reasoning.effort if body.reasoning else None
-    return {
+    repeated = {
         "background": False,
         "conversation": None,
         "instructions": body.instructions,
@@ -287,6 +289,18 @@ def _repeated(body: ResponsesBody, params: SamplingParams, conversation: Convers
         "top_p": params.top_p,
         "truncation": "disabled",
     } | {name: given[name] for name in REPEATED if given.get(name) is not None}
+    return {name: _encoded(name, value) for name, value in repeated.items()}
+
+
+def _encoded(name: str, value: object) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode())
+    except (ValueError, RecursionError):
+        raise BadField(
+            f"{name} has a number or a text that JSON cannot have, and the answer repeats it.",
+            param=name,
+            fix="send finite numbers, and text without lone surrogates.",
+        ) from None
 
 
 def _chosen(choice: ToolChoice) -> str | dict[str, Any]:

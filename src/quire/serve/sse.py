@@ -31,6 +31,11 @@ def event(body: object, *, name: bytes = b"") -> bytes:
     return (b"event: %b\n" % name if name else b"") + b"data: " + _encoder.encode(body) + b"\n\n"
 
 
+def json_answer(body: object, headers: Mapping[str, str] | None = None) -> Response:
+    """A whole answer with `body` as JSON."""
+    return Response(_encoder.encode(body), media_type="application/json", headers=headers)
+
+
 class EventTemplate:
     """Events that differ in one text only. `body` has `hole` in its place, which must occur nowhere else in it."""
 
