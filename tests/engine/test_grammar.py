@@ -423,6 +423,16 @@ def test_a_client_leaves_while_it_is_compiled() -> None:
     assert later.poll(True) and not core.has_work()
 
 
+def test_a_compiled_grammar_wakes_its_engine() -> None:
+    core, awake = bundled_core(), threading.Event()
+    core.wake = awake.set
+    request = EngineRequest(request_id="r", prompt=prompt_bytes([1]), params=SamplingParams(grammar=json_object()))
+    later = core.add(request)
+    assert later is not None and awake.wait(60)
+    assert later.poll(True)
+    core.close()
+
+
 def test_grammars_that_are_being_compiled_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MOST_KEPT", 1)
     goes_on = threading.Event()

@@ -21,7 +21,7 @@ def grammars_of(engine: EngineCore) -> GrammarPart:
         return None if config.skip_tokenizer_init else config.load_tokenizer().portable()
 
     compiler = Compiler(tokenizer, vocabulary, engine.eos_token_ids)
-    return GrammarPart(compiler, vocabulary, engine.eos_token_ids)
+    return GrammarPart(compiler, vocabulary, engine.eos_token_ids, lambda: engine.wake())
 
 
 def grammar_parts(engine: EngineCore) -> Iterator[Part]:

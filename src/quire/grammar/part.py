@@ -46,8 +46,10 @@ class GrammarPart(Part, ForwardPart):
     those have arrived: the device has this step by then.
     """
 
-    def __init__(self, compiler: Compiler, vocabulary: int, eos: Sequence[int]) -> None:
+    def __init__(self, compiler: Compiler, vocabulary: int, eos: Sequence[int], wake: Callable[[], None]) -> None:
+        """`wake` is called on another thread when a grammar is compiled."""
         self._compiler = compiler
+        self._wake = wake
         self._words = -(-vocabulary // 32)
         self._eos = frozenset(eos)
         self._matchers: dict[Request, Matcher] = {}
@@ -68,6 +70,7 @@ class GrammarPart(Part, ForwardPart):
         assert request.params.grammar is not None
         compiled = self._compiler.compile(request.params.grammar, request.owner)
         self._waiting[request.request_id] = request
+        compiled.add_done_callback(lambda _: self._wake())
 
         def poll(waits: bool) -> bool | None:
             if self._waiting.get(request.request_id) is not request:
