@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,10 +46,19 @@ MOST_LINES = {"09_store.py": 130, "10_a_part.py": 59}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of `quire serve` with the bundled model."""
-    with server_process("--kv-memory", "16MiB") as (summary, _):
-        yield summary["url"]
+def at_server() -> Iterator[Callable[[str], str]]:
+    """Blocks with the address of a `quire serve` that has the bundled model they name."""
+    with ExitStack() as servers:
+
+        @cache
+        def address(model: str) -> str:
+            return servers.enter_context(server_process("--model", model, "--kv-memory", "16MiB"))[0]["url"]
+
+        def placed(block: str) -> str:
+            model = "quire-bundled-agent" if "quire-bundled-agent" in block else "quire-bundled"
+            return block.replace("http://127.0.0.1:8000", address(model)) if "http://127.0.0.1:8000" in block else block
+
+        yield placed
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -93,11 +104,15 @@ def _blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("block", _blocks("python"), ids=lambda block: block.splitlines()[0])
 def test_python_of_documents_runs(
-    block: str, server: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block: str,
+    at_server: Callable[[str], str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What says how much came from the cache says nothing the first time, and something the last time."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(block.replace("http://127.0.0.1:8000", server), "document", "exec"), {})
+    exec(compile(at_server(block), "document", "exec"), {})
     printed = capsys.readouterr().out
     assert printed
     if "from the cache" in block:
@@ -107,10 +122,9 @@ def test_python_of_documents_runs(
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("block", _blocks("bash"), ids=lambda block: block.split()[0])
-def test_shell_of_documents_runs(block: str, server: str) -> None:
+def test_shell_of_documents_runs(block: str, at_server: Callable[[str], str]) -> None:
     """The first time nothing is in the cache, the second time nearly everything."""
-    command = block.replace("http://127.0.0.1:8000", server)
-    run = ["bash", "-c", command]
+    run = ["bash", "-c", at_server(block)]
     outputs = [subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout for _ in range(2)]
     first, second = (json.loads(output)["usage"] for output in outputs)
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
