@@ -163,7 +163,7 @@ class Tokenizer:
         if self._response_template is None or not self._response_template.has_calls:
             raise InvalidInput(
                 f"'{self.name}' has no response template, so calls of tools could not be found in its answers.",
-                fix="choose one by --response-template.",
+                fix="serve a model that has one, such as quire-bundled-agent, or choose one by --response-template.",
             )
         self.check_shows_tools()
 
