@@ -324,6 +324,29 @@ def test_slow_masks_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert end.finish_reason == "error" and "its masks take too long" in end.error
 
 
+DOUBTFUL = lark('start: a\na: a a a | a a | /[a-z ]/ | ""')
+"""Its masks become slower with each token."""
+
+
+@pytest.mark.parametrize("config", [None, CHAIN, TREE])
+def test_a_slow_grammar_ends_for_all_its_sequences(
+    config: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no other grammar, also of that owner, who takes too long in a step."""
+    monkeypatch.setattr(part, "STEP_S", 0.05)
+    monkeypatch.setattr(part, "SLOW_S", 60.0)
+    core, tokens = bundled_core(speculative_config=config), bundled()[1].encode("So")
+    many = {f"s{each}": DOUBTFUL for each in range(8)} | {"easy": json_schema({"type": "integer", "maxLength": 9})}
+    for name, form in many.items():
+        given = SamplingParams(grammar=form, max_tokens=40, temperature=1.0, seed=len(name), ignore_eos=True)
+        add(core, EngineRequest(request_id=name, prompt=prompt_bytes(tokens), params=given))
+    ends = {}
+    while core.has_work():
+        ends |= {output.request_id: output for output in core.step() if output.finish_reason}
+    assert ends.pop("easy").finish_reason in ("stop", "length")
+    assert {(end.finish_reason, "its masks take too long" in end.error) for end in ends.values()} == {("error", True)}
+
+
 def test_an_owner_has_few_places_of_grammars_that_wait() -> None:
     goes_on = threading.Event()
 

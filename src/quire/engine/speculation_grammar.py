@@ -49,17 +49,21 @@ class GrammarDrafts:
                 parents = np.full(tokens.shape, -1, dtype=np.int32)
                 parents[:, : drafts.parents.shape[1]] = drafts.parents
         for row in at.tolist():
-            matcher = self.part.matcher(batch.requests[row])
-            if matcher is None:
-                continue
-            own = tokens[row, : counts[row]].tolist()
-            if parents is None:
-                chain = self._chain(matcher, own, int(room[row]))
-                counts[row] = len(chain)
-                tokens[row, : len(chain)] = chain
-            else:
-                kept = matcher.visit(own, parents[row, : counts[row]].tolist())
-                counts[row] = _cut(tokens[row], parents[row], np.array(kept, dtype=np.bool_))
+            request = batch.requests[row]
+            with self.part.timed(request) as matcher:
+                if matcher is None:
+                    continue
+                matcher.advance(request.output_tokens)
+                if matcher.has_ended or matcher.state.is_error():
+                    continue
+                own = tokens[row, : counts[row]].tolist()
+                if parents is None:
+                    chain = self._chain(matcher, own, int(room[row]))
+                    counts[row] = len(chain)
+                    tokens[row, : len(chain)] = chain
+                else:
+                    kept = matcher.visit(own, parents[row, : counts[row]].tolist())
+                    counts[row] = _cut(tokens[row], parents[row], np.array(kept, dtype=np.bool_))
         found = Drafts(counts, tokens, parents)
         return found if found.num_tokens else None
 

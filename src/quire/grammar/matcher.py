@@ -11,10 +11,11 @@ from quire.spec.ids import Ids
 
 class Matcher:
     """`state` is that after the first `num_outputs` tokens of a sequence. After one of `eos` it stays as it is, and
-    `has_ended` is true: the sequence ends there. `mask_s` is the time of a processor that `num_masks` have taken."""
+    `has_ended` is true: the sequence ends there. `mask_s` is the time of a processor that `num_masks` and drafts have
+    taken. `start`, which is copied, belongs to all sequences of one compiled grammar."""
 
     def __init__(self, start: LLMatcher, eos: frozenset[int]) -> None:
-        """`start` is copied."""
+        self.start = start
         self.state = start.deep_copy()
         self.num_outputs = 0
         self.has_ended = False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ PATIENCE_S = 60.0
 MASK_S = 0.01
 SLOW_S = 0.2
 """A request's masks may take so long each, on the average, and so much more together."""
+
+STEP_S = 0.2
+"""One owner's masks and drafts of one step may take so long. Then its slowest grammar ends."""
 
 
 @dataclass(kw_only=True)
@@ -57,6 +61,8 @@ class GrammarPart(Part, ForwardPart):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._filling: Future[tuple[Rows, Ids] | None] | None = None  # masks of the step that is being launched
         self._failed: list[tuple[Request, QuireError]] = []
+        self._step_s: dict[str, dict[LLMatcher, float]] = {}  # time in this step, by owner and compiled grammar
+        self._slow: set[tuple[str, LLMatcher]] = set()
         self._counted = MaskCounters()
 
     def attach(self, loop: Loop) -> None:
@@ -112,13 +118,24 @@ class GrammarPart(Part, ForwardPart):
         """Whether any request has a grammar."""
         return bool(self._matchers)
 
-    def matcher(self, request: Request) -> Matcher | None:
-        """Where a request is after its known tokens; None for one without a grammar, or at its end."""
+    @contextmanager
+    def timed(self, request: Request) -> Iterator[Matcher | None]:
+        """A request's matcher, for work whose time counts as that of its masks. None if it has ended, or if its grammar
+        has taken too long in this step."""
         found = self._matchers.get(request)
-        if found is None:
-            return None
-        found.advance(request.output_tokens)
-        return None if found.has_ended or found.state.is_error() else found
+        if found is None or (request.owner, found.start) in self._slow:
+            yield None
+            return
+        since = time.thread_time()
+        yield found
+        took = time.thread_time() - since
+        found.mask_s += took
+        spent = self._step_s.setdefault(request.owner, {})
+        spent[found.start] = spent.get(found.start, 0.0) + took
+        if sum(spent.values()) > STEP_S:
+            slowest = max(spent, key=spent.__getitem__)
+            del spent[slowest]
+            self._slow.add((request.owner, slowest))
 
     # -- steps
 
@@ -151,16 +168,14 @@ class GrammarPart(Part, ForwardPart):
         firsts = np.flatnonzero(np.diff(owners, prepend=-1))
         for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True):
             request, work = places.requests[rows[first]], int(owners[first])
-            matcher = self._matchers.get(request)
-            if matcher is None:
-                continue  # the request has ended since
-            pending = int(places.outputs[rows[first]]) > request.num_outputs
-            since = time.thread_time()
-            matcher.advance(request.output_tokens, [late[work]] if pending else ())
-            if not matcher.has_ended:
-                self._fill_rows(step, matcher, rows[first:stop], bits[first:stop])
-            matcher.mask_s += time.thread_time() - since
-            matcher.num_masks += stop - first
+            with self.timed(request) as matcher:
+                if matcher is None:
+                    continue
+                pending = int(places.outputs[rows[first]]) > request.num_outputs
+                matcher.advance(request.output_tokens, [late[work]] if pending else ())
+                if not matcher.has_ended:
+                    self._fill_rows(step, matcher, rows[first:stop], bits[first:stop])
+                matcher.num_masks += stop - first
         self._check(places, rows[firsts], np.logical_and.reduceat(bits.any(axis=1), firsts))
         self._counted.masks += len(rows)
         self._counted.mask_seconds += time.perf_counter() - began
@@ -188,10 +203,13 @@ class GrammarPart(Part, ForwardPart):
             if matcher is None:
                 continue
             is_slow = matcher.mask_s > SLOW_S + MASK_S * matcher.num_masks
+            is_slow |= (request.owner, matcher.start) in self._slow
             if allows and not is_slow and not matcher.state.is_error():
                 continue
             reason = matcher.error() or ("its masks take too long" if is_slow else "no token continues it")
             self._failed.append((request, InvalidInput(f"the grammar cannot go on: {reason}.", fix="simplify it.")))
+        self._step_s.clear()
+        self._slow.clear()
 
     def counters(self) -> list[Section]:
         self._counted.running = len(self._matchers)
