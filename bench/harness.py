@@ -97,9 +97,12 @@ def best(samples: Samples, name: str, to: str) -> float:
 
 
 class Worker:
-    """A process of `bench/peers` that answers lines of JSON, by any interpreter. `log` gets its standard error."""
+    """A process of `bench/peers` that answers lines of JSON, by any interpreter. `log` gets its standard error.
+    Quire is that of `checkout`."""
 
-    def __init__(self, python: str, script: str, name: str, log: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, python: str, script: str, name: str, log: Path, env: Mapping[str, str], checkout: Path = ROOT
+    ) -> None:
         self.name = name
         self._log = log
         with log.open("w") as stderr:
@@ -109,7 +112,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env=dict(env) | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
+                env=dict(env) | {"PYTHONPATH": f"{ROOT}{os.pathsep}{checkout / 'src'}"},
                 cwd=log.parent,
             )
 

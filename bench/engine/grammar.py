@@ -1,6 +1,7 @@
 """What grammars cost: output tokens per second with a JSON schema and without, 16 requests at once; and forced tokens.
 
     python -m bench.engine.grammar                       the bundled model, product defaults
+    python -m bench.engine.grammar --larger              a model of 55 million parameters, whose weights are random
     python -m bench.engine.grammar --beside ../old       and another checkout of Quire without grammars
     python -m bench.engine.grammar --toy                 small sizes, in seconds
 
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.engine.compare import Shape, save_model
 from bench.harness import ROOT, SEED, Worker, machine, new_parser, save, shuffled
 
 ENDLESS = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 40}, "minItems": 1000}
@@ -40,10 +42,14 @@ Found = dict[str, list[dict[str, Any]]]
 def workers(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[Worker, str]]]:
     """Engines by name, each with its process."""
     made: list[Worker] = []
+    model = "quire-bundled"
+    if options.larger:
+        model = str(folder / "larger")
+        save_model(Shape(), Path(model))
 
     def start(checkout: Path, name: str, drafts: dict[str, Any] | None) -> tuple[Worker, str]:
         made.append(Worker(sys.executable, "grammar_worker.py", name, folder / name, os.environ, checkout))
-        made[-1].ask("start", name=name, speculative=drafts)
+        made[-1].ask("start", name=name, folder=model, speculative=drafts)
         return made[-1], name
 
     try:
@@ -88,6 +94,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--new", type=int, default=256, help="output tokens of each request")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--larger", action="store_true", help="a model of 55 million parameters")
     parser.add_argument("--beside", type=Path, help="another checkout of Quire")
     options = parser.parse_args()
     if options.toy:
@@ -111,7 +118,10 @@ def main() -> None:
     for name, value in ratios.items():
         print(f"{name:40} {value:6.3f}")
     print(f"{'drafts of records that were accepted':40} {accepted:6.1%}")
-    save(options.json, {**machine(), "ratios": ratios, "accepted": round(accepted, 3), "rows": found})
+    save(
+        options.json,
+        {**machine(larger=options.larger), "ratios": ratios, "accepted": round(accepted, 3), "rows": found},
+    )
 
 
 if __name__ == "__main__":

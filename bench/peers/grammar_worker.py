@@ -1,6 +1,6 @@
 """Quire of any checkout for `grammar.py`: lines of JSON on stdin, answers on the stdout it was given.
 
-start -> {}                                                load the bundled model, with drafts or without
+start -> {}                                                load a model, with drafts or without
 run   -> {"seconds", "tokens", "steps", "drafts", "accepted"}   complete prompts that are cached, each with the schema
 """
 
@@ -23,9 +23,11 @@ class Grammars:
 
         self._make, self._engines = LLM, dict[str, Any]()
 
-    def start(self, name: str, speculative: dict[str, Any] | None) -> dict[str, Any]:
-        """Load an engine with the product's defaults."""
-        self._engines[name] = self._make(show_plan=False, max_model_len=_CONTEXT, speculative_config=speculative)
+    def start(self, name: str, folder: str, speculative: dict[str, Any] | None) -> dict[str, Any]:
+        """Load an engine with the product's defaults, and the bundled model's tokenizer."""
+        self._engines[name] = self._make(
+            folder, tokenizer="quire-bundled", show_plan=False, max_model_len=_CONTEXT, speculative_config=speculative
+        )
         return {}
 
     def run(self, name: str, prompts: list[str], new: int, schema: dict[str, Any] | None) -> dict[str, Any]:
