@@ -109,6 +109,18 @@ def test_required_calls(family: str, has_marks: bool) -> None:
     assert json.loads(joined(parsed(family, good, 3, tools=tools))[2][0][1]) == {"city": "Paris", "days": 3}
 
 
+@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_or_an_answer_by_a_schema(family: str, has_marks: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"]}
+    schema |= {"$defs": {"A": {"type": "integer"}}, "additionalProperties": False}
+    grammar = Grammar(family, has_marks=has_marks, is_required=False, schema=schema)
+    assert grammar.allows('{"a": 1}'), grammar.text
+    assert grammar.allows(said(family, ("now", {})))
+    for wrong in ("I cannot.", '{"a": "b"}', 'So: {"a": 1}', '{"a": 1}' + said(family, ("now", {}))):
+        assert not grammar.allows(wrong)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_call_alone(family: str) -> None:
     grammar = Grammar(family, is_parallel=False)

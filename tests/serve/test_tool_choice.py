@@ -96,6 +96,27 @@ def test_an_answer_has_one_form(bundled: LiveServer) -> None:
     assert (status, found["error"]["param"]) == (400, "tool_choice")
 
 
+@pytest.mark.parametrize("calls", [False, True])
+def test_an_answer_by_a_schema_leaves_calls_possible(bundled: LiveServer, calls: bool) -> None:
+    """The first token is made likely; the grammar leaves no other on."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
+    start = "<tool_call>" if calls else '{"'
+    _, first = bundled.request("/tokenize", {"prompt": start, "add_special_tokens": False})
+    strict = [each | {"function": each["function"] | {"strict": True}} for each in (WEATHER, NOW)]
+    more = {"tools": strict, "response_format": form, "parallel_tool_calls": False}
+    found = choice(bundled, body("auto", **more, logit_bias={str(first["tokens"][0]): 100}))
+    if calls:
+        check(found["message"]["tool_calls"][0])
+    else:
+        assert json.loads(found["message"]["content"])["a"] in ("b", "c")
+
+
+def test_a_form_that_leaves_no_calls_possible_is_refused(bundled: LiveServer) -> None:
+    status, found = bundled.request(CHAT, body("auto", structured_outputs={"regex": "a+"}))
+    assert (status, found["error"]["param"]) == (400, "tools")
+
+
 def test_tools_that_are_too_large_together_are_refused_by_name() -> None:
     tokenizer = load_tokenizer(str(BUNDLED_MODELS["quire-bundled-agent"]))
     long = {"type": "object", "description": "x" * 100_000}

@@ -38,12 +38,14 @@ class CallForm:
 @dataclass(frozen=True, kw_only=True)
 class Calling:
     """What an answer may call: functions with a `name`, `parameters` and `strict`, as chat templates take tools. With
-    `is_required`, at least one of them. `reasons` says that the prompt has begun with reasoning."""
+    `is_required`, at least one of them. `reasons` says that the prompt has begun with reasoning. With a `schema`,
+    an answer without calls is JSON that it allows, and no text stands beside calls."""
 
     functions: Sequence[Mapping[str, Any]]
     is_required: bool
     is_parallel: bool
     reasons: bool = False
+    schema: Mapping[str, Any] | None = None
 
 
 def call_grammar(form: CallForm, calling: Calling, added: Mapping[str, int], special: Collection[str]) -> str:
@@ -67,7 +69,8 @@ class _CallGrammar:
         first = form.section or form.begin
         found = re.match(r"[^\n{]+", first)
         marker = found[0] if found else first.partition("{name}")[0]
-        if self._calling.is_required or self._tokens.match(first):
+        is_alone = self._calling.is_required or self._calling.schema is not None
+        if is_alone or self._tokens.match(first):
             marker = ""  # nothing else begins so
         section, begin = form.section.removeprefix(marker), form.begin
         if not form.section:
@@ -78,16 +81,21 @@ class _CallGrammar:
             f"({self._said(form.between)} call)*" if self._calling.is_parallel and (form.section or not marker) else ""
         )
         self._rules.append(f"calls: {self._said(section)} call {more} {self._said(form.section_end)}")
-        start = self._required() if self._calling.is_required else self._free(marker, first)
+        start = self._alone() if is_alone else self._free(marker, first)
         return "\n".join([f"start: {start}", *self._rules])
 
-    def _required(self) -> str:
+    def _alone(self) -> str:
+        """Calls without text beside them, or an answer by the schema, perhaps after reasoning."""
+        answer = "calls"
+        if self._calling.schema is not None:
+            self._rules.append(f"answer: {_json(self._calling.schema)}")
+            answer = "(answer | calls)"
         if not self._form.reasoning:
-            return "calls"
+            return answer
         opening, closing = self._form.reasoning
         self._until("until", closing)
         self._rules.append("reasoned: until /\\s*/")
-        return "reasoned calls" if self._calling.reasons else f"({self._said(opening)} reasoned)? calls"
+        return f"reasoned {answer}" if self._calling.reasons else f"({self._said(opening)} reasoned)? {answer}"
 
     def _until(self, rule: str, end: str) -> None:
         """The rule of any text and this end."""

@@ -146,7 +146,7 @@ class Tokenizer:
             return None
         return lambda streams: template.parser(prompt, tools, streams=streams)
 
-    def call_grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], **choice: bool) -> str | None:
+    def call_grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], **choice: Any) -> str | None:
         """The grammar, in Lark's syntax, of answers to this prompt that call these tools; `choice` is as in `Calling`.
         None where it is not known how a call is written."""
         if self._response_template is None:

@@ -119,29 +119,32 @@ class Conversation:
         parser = tokenising.tokenizer.response_parser(prompt.text, tools)
         if parser is not None and params.skip_special_tokens:
             params.skip_special_tokens = "unmarked"
-        if self.is_enforced:
+        if self.has_grammar(params):
             params.grammar = self._grammar(tokenising, prompt, params)
-            params.stop, params.stop_token_ids = [], []
+            if self.choice.mode == "required":
+                params.stop, params.stop_token_ids = [], []
         return partial(AnswerReader, parser)
 
     @property
     def _offered(self) -> Sequence[Tool]:
         return () if self.choice.mode == "none" else self.tools
 
-    @property
-    def is_enforced(self) -> bool:
-        """Whether a grammar holds the calls to their form."""
-        return bool(self._offered) and (self.choice.mode == "required" or any(tool.strict for tool in self.tools))
+    def has_grammar(self, params: SamplingParams) -> bool:
+        """Whether a grammar holds the calls to their form, or leaves them possible beside the form of the answer."""
+        return bool(self._offered) and (
+            self.choice.mode == "required" or params.grammar is not None or any(tool.strict for tool in self.tools)
+        )
 
     def _grammar(self, tokenising: Tokenising, prompt: Rendered, params: SamplingParams) -> Grammar:
-        is_required = self.choice.mode == "required"
-        if params.grammar is not None:
+        is_required, form = self.choice.mode == "required", params.grammar
+        if form is not None and (is_required or form.kind != "json"):
             raise BadField(
-                "an answer cannot have a form of its own and that of calls of tools.",
+                "an answer cannot have this form of its own and that of calls of tools.",
                 param="tool_choice" if is_required else "tools",
-                fix="leave out response_format, or strict and tool_choice.",
+                fix="leave out one of them; JSON by a schema may stand beside tools with tool_choice auto.",
             )
-        if (params.stop or params.stop_token_ids) and not is_required:
+        is_strict = any(tool.strict for tool in self.tools)
+        if (params.stop or params.stop_token_ids) and is_strict and not is_required:
             raise BadField(
                 "stop strings and tokens might end a call whose arguments are strict.",
                 param="tools",
@@ -157,14 +160,16 @@ class Conversation:
             {"type": "function", "function": {**tool.for_template()["function"], "strict": tool.strict}}
             for tool in called
         ]
-        choice = {"is_required": is_required, "is_parallel": self.is_parallel}
+        choice: dict[str, Any] = {"is_required": is_required, "is_parallel": self.is_parallel}
+        if form is not None:
+            choice["schema"] = json.loads(form.text)
         with naming("tools"):
             text = tokenising.tokenizer.call_grammar(prompt.text, offered, **choice)
         if text is None:
             raise BadField(
                 "the form of calls of tools cannot be enforced for this model: it is not known how it writes one.",
                 param="tool_choice" if is_required else "tools",
-                fix="use tool_choice auto without strict, or choose a family by --response-template.",
+                fix="use tool_choice auto without strict or a form, or choose a family by --response-template.",
             )
         with naming("tools", "the tools together: "):
             return lark(text)

@@ -120,7 +120,7 @@ class ChatTurn:
     async def reader(self, service: Service, request: Request, params: SamplingParams) -> Callable[[], AnswerReader]:
         """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""
         make = partial(self.conversation.reader, service.tokenising, self.prompt, params)
-        if not self.conversation.is_enforced:
+        if not self.conversation.has_grammar(params):
             return make()
         async with by(self.terms.deadline):
             return await while_connected(request.receive, service.tokenising.aside(make))
