@@ -110,7 +110,7 @@ def test_required_calls(family: str, has_marks: bool) -> None:
 
 
 @pytest.mark.parametrize("has_marks", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama3"])
 def test_calls_or_an_answer_by_a_schema(family: str, has_marks: bool) -> None:
     schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"]}
     schema |= {"$defs": {"A": {"type": "integer"}}, "additionalProperties": False}
@@ -119,6 +119,11 @@ def test_calls_or_an_answer_by_a_schema(family: str, has_marks: bool) -> None:
     assert grammar.allows(said(family, ("now", {})))
     for wrong in ("I cannot.", '{"a": "b"}', 'So: {"a": 1}', '{"a": 1}' + said(family, ("now", {}))):
         assert not grammar.allows(wrong)
+
+
+def test_calls_that_begin_as_json_stand_beside_no_schema() -> None:
+    calling = Calling(functions=[OTHER], is_required=False, is_parallel=True, schema={})
+    assert families()["llama3"].template.grammar("", calling, {}, ()) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -67,8 +67,11 @@ class ResponseTemplate:
         return replace(self, reasons=any(mark in chat_template for mark in chain.from_iterable(marks)))
 
     def grammar(self, prompt: str, calling: Calling, added: Mapping[str, int], special: Collection[str]) -> str | None:
-        """The grammar of answers to this prompt (`call_grammar`), where it is known how a call is written."""
+        """The grammar of answers to this prompt (`call_grammar`), where it is known how a call is written, and where
+        that differs at once from JSON that may stand in its place."""
         if self.calls is None:
+            return None
+        if calling.schema is not None and (self.calls.section or self.calls.begin).startswith("{"):
             return None
         ends = tuple(self.calls.reasoning[1:])
         may_reason = self.reasons and not prompt.rstrip().endswith(ends or "\n")

@@ -167,7 +167,8 @@ class Conversation:
             text = tokenising.tokenizer.call_grammar(prompt.text, offered, **choice)
         if text is None:
             raise BadField(
-                "the form of calls of tools cannot be enforced for this model: it is not known how it writes one.",
+                "the form of calls of tools cannot be enforced for this model: it is not known how it writes one, or "
+                "they begin as the answer does, which has a form of its own.",
                 param="tool_choice" if is_required else "tools",
                 fix="use tool_choice auto without strict or a form, or choose a family by --response-template.",
             )
