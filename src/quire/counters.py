@@ -169,7 +169,7 @@ def plain(found: Any) -> Any:
     if isinstance(found, Histogram):
         return found.to_dict()
     if is_dataclass(found):
-        return {name: plain(getattr(found, name)) for name in found.__dataclass_fields__}
+        return {each.name: plain(getattr(found, each.name)) for each in fields(found)}
     if isinstance(found, Mapping):
         return {":".join(key) if isinstance(key, tuple) else key: plain(each) for key, each in found.items()}
     return [plain(each) for each in found] if isinstance(found, list | tuple) else found

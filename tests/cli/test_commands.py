@@ -61,6 +61,9 @@ def test_generate(run: Run, tiny_model: Path) -> None:
     found = json.loads(run("generate", "-", *options, "--json", input="Hello").stdout)
     assert found["prompt"] == "Hello"
     assert len(found["outputs"][0]["token_ids"]) == 8
+    assert found["outputs"][0].keys().isdisjoint(("prompt", "pooled"))
+    assert {"hit_tokens", "reasons"} <= found["outputs"][0]["explanation"].keys()
+    assert all("" not in reason.values() for reason in found["outputs"][0]["explanation"]["reasons"])
     assert plain.stdout == found["outputs"][0]["text"] + "\n"
     chat = json.loads(run("generate", "Hello", *options, "--chat", "--json").stdout)
     assert len(chat["prompt_token_ids"]) == len("<user>Hello\n<assistant>")

@@ -70,6 +70,7 @@ def root(
 ) -> None:
     """Serve language models from a paged, prefix-shared KV cache.
 
-    [bold]quire serve[/bold] serves the model that comes with Quire. Exit codes: 0 done, 1 a defect, 2 bad input
-    or does not fit, 3 a combination that is refused, 4 something was found to be wrong.
+    [bold]quire serve[/bold] serves the model that comes with Quire.
+
+    Exit codes: 0 done, 1 a defect, 2 bad input or does not fit, 3 a combination that is refused, 4 a fault was found.
     """

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -84,7 +84,8 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
                 if report is not None:
                     report.print(as_json=as_json)
 
-        run.__doc__, run.__name__ = body.__doc__, body.__name__
+        run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(body.__doc__ or ""))  # lines are as wide as the terminal
+        run.__name__ = body.__name__
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(cls=_command_class(models), **options)(run)
@@ -138,9 +139,10 @@ def _in_environment(models: Sequence[type[Settings]]) -> dict[str, str]:
 def _spelled(
     model: type[Settings], field: str, *, options: Mapping[str, Any], in_environment: Mapping[str, Any]
 ) -> str:
-    """A setting's name as the user wrote it."""
+    """A setting's name as the user wrote it, and of an option its aliases: either may have been written."""
     if field in options and not shown_of(model, field)["argument"]:
-        return option_names(model, field)[0].partition("/")[0]
+        name, *aliases = (each.partition("/")[0] for each in option_names(model, field))
+        return f"{name} ({', '.join(aliases)})" if aliases else name
     return variable_of(field) if field in in_environment and field not in options else field
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -31,6 +33,7 @@ _MEANINGS = {
     "new": "never seen behind this prefix",
     "refused": "of requests that this pool can never hold",
 }
+_RESPONSE = re.compile("(cmpl|chatcmpl)-|(msg|resp)_")
 _MOST_EVICTIONS = 8  # rows of a table
 _MOST_NAMES = 2  # requests named in one of them
 _STYLES = {"hit": "green", "evicted": "red", "group": "yellow", "peer": "yellow", "namespace": "yellow"}
@@ -133,6 +136,9 @@ def _replay(source: str, request_id: str | None, cache: ReplayedCache) -> Report
     from quire.sim.trace import open_trace
 
     grid = grid_of(cache, ReplayedEngine(), explain=True)
+    if _RESPONSE.match(source) and not Path(source).exists():
+        fix = f"ask its server: quire explain --url http://127.0.0.1:8000 {source}."
+        raise InvalidInput(f"'{source}' is the id of a server's response, not a trace.", fix=fix)
     trace = open_trace(source, limit=cache.limit, seed=cache.trace_seed)
     with progress_bar(len(trace)) as progress:
         result = replay_one(trace, grid, progress)

@@ -47,6 +47,10 @@ def generate(question: Question, engine: EngineConfig, *, as_json: bool) -> None
     with llm:
         ask = llm.chat([{"role": "user", "content": text}], params) if question.chat else llm.generate([text], params)
     if as_json:
-        print(json.dumps(asdict(ask[0])))
+        found = asdict(ask[0])
+        for shown, output in zip(found["outputs"], ask[0].outputs, strict=True):
+            shown["explanation"] = output.explanation and output.explanation.to_dict()
+            del shown["prompt"], shown["pooled"]  # no answer here has them
+        print(json.dumps(found))
     else:
         print(ask[0].outputs[0].text)

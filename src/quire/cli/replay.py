@@ -34,7 +34,7 @@ class ReplayedCache(Settings):
         None,
         "Eviction policies to compare: lru,lfu.",
         option="--policy",
-        otherwise="lru,density; of engines with roles, and to explain, density",
+        otherwise="lru,density; with roles, and for explain: density",
     )
     pool_tokens: str | None = setting(
         None,
@@ -104,7 +104,7 @@ class ReplayOutput(ListedOutput):
     """The trace of a replay."""
 
     replayed: str | None = setting(
-        None, "A trace's file or folder, or a workload: see --list.", argument=True, metavar="[TRACE]"
+        None, "A trace's file or folder, or a workload: see --list.", argument=True, metavar="TRACE"
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
-    """Serve a model over HTTP, as OpenAI's API.
+    """Serve a model over HTTP, as OpenAI's and Anthropic's APIs.
 
     [dim]Example:[/dim] quire serve Qwen/Qwen3-0.6B --kv-memory 2GiB
 

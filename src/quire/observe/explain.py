@@ -118,7 +118,7 @@ class Explanation:
         at = sum(reason.tokens for reason in known)
         if at == self.prompt_tokens:
             return replace(self, reasons=known)
-        rest = Reason(Cause.NEW, at, self.prompt_tokens - at, "no whole page more is known to be in common")
+        rest = Reason(Cause.NEW, at, self.prompt_tokens - at, "no further whole page is cached")
         return replace(self, reasons=(*known, rest))
 
 

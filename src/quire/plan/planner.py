@@ -53,6 +53,8 @@ def make_plan(spec: ModelSpec, settings: PlanSettings, weights: WeightEstimate |
         if error.fix and settings.kv_memory is not None:
             raise
         fix = more_room(settings, lambda changed: _make_plan(spec, changed, weights), error.left)
+        if settings.max_model_len is None and settings.mix is None:
+            fix += f" That is for a context of {spec.context_length:,} tokens: a smaller --max-model-len may need less."
         raise PlanError(error.message, fix=fix) from None
 
 

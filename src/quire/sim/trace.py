@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from quire.errors import InvalidInput
@@ -38,7 +39,9 @@ def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize
         planned = (Planned.of(draft, tokenize) for draft in drafts)
         trace = Trace(source, f"workload {source}, seed {seed}", planned, limit=limit)
     else:
-        known = f"name a file ({_format_names()}) or a workload ({', '.join(WORKLOADS)})."
+        near = get_close_matches(source.partition(":")[0], WORKLOADS, 1)
+        known = f"use {near[0]}, or " if near else ""
+        known += f"name a file ({_format_names()}) or a workload ({', '.join(WORKLOADS)})."
         raise InvalidInput(f"there is no trace file or workload '{source}'.", fix=known)
     if not len(trace):
         raise InvalidInput(f"'{source}' has no requests.", fix="add at least one line.")
