@@ -198,7 +198,6 @@ def test_the_lists_are_what_there_is(run: Run) -> None:
 BAD = [
     ((), "no trace is named"),
     (("nothing-like-it",), "no trace file or workload"),
-    (("sesions:requests=5",), "use sessions, or"),
     (("chat", "--policy", "lru,best"), "unknown eviction policy 'best'"),
     (("chat", "--pool-tokens", "1/0"), "not a pool size"),
     (("chat", "--pool-tokens", "many"), "number of tokens"),

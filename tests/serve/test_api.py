@@ -262,7 +262,14 @@ BAD_BODIES: list[tuple[str, bytes | dict[str, object], int, str | None, str]] = 
         "keyword 'not' at #",
     ),
     ("completions", {"prompt": "a", "guided_json": '{"a": '}, 400, "guided_json", "is not JSON"),
-    ("completions", {"prompt": "a", "regex": "a", "guided_choice": ["a"]}, 400, "regex", "again"),
+    (
+        "completions",
+        {"prompt": "a", "regex": "a", "guided_choice": ["a"]},
+        400,
+        "regex",
+        "guided_choice and regex both say",
+    ),
+    ("completions", {"prompt": "a", "regex": "a", "min_tokens": 2}, 400, "min_tokens", "leave out min_tokens"),
     (
         "completions",
         {"prompt": "a", "structured_outputs": {"structural_tag": "{}"}},

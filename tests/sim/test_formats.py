@@ -250,6 +250,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         open_trace(str(tmp_path / "broken.jsonl.xz"))
     with pytest.raises(InvalidInput, match=r"no trace file or workload.*chat.*fits"):
         open_trace("no-such-thing")
+    with pytest.raises(InvalidInput, match="Fix: use sessions, or name a file"):
+        open_trace("sesions:requests=5")
     with pytest.raises(InvalidInput, match="trace of 0 requests"):
         open_trace("chat", limit=0)
 

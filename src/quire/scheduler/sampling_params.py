@@ -103,7 +103,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         if not isinstance(self.grammar, Grammar):
             raise InvalidInput(f"grammar must be made by quire.grammar, got a {type(self.grammar).__name__}.")
         if self.min_tokens:
-            raise InvalidInput("min_tokens says that a text goes on which a grammar may end.", fix="leave one out.")
+            raise InvalidInput(
+                "min_tokens cannot be used with a grammar: the grammar says where a text may end.",
+                fix="leave out min_tokens.",
+            )
 
     @property
     def greedy(self) -> bool:

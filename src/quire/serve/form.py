@@ -81,15 +81,16 @@ class FormFields(BaseModel):
 
     def grammar(self) -> Grammar | None:
         """What the answer may be; None for any text. Raises BadField for a form that is not supported, and for two."""
-        found: list[Grammar] = []
+        found: list[tuple[str, Grammar]] = []
         for name, grammars in _MADE.items():
             if (given := getattr(self, name)) is None:
                 continue
             with naming(name):
-                found += grammars(given)
+                found += [(name, each) for each in grammars(given)]
             if len(found) > 1:
-                raise BadField(f"{name} says the form of the answer again.", param=name, fix="say it once.")
-        return found[0] if found else None
+                both = f"{name} says twice" if found[0][0] == name else f"{found[0][0]} and {name} both say"
+                raise BadField(f"{both} what the form of the answer is.", param=name, fix="say it once.")
+        return found[0][1] if found else None
 
 
 _MADE: dict[str, Callable[[Any], list[Grammar]]] = {
