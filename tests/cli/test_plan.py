@@ -149,7 +149,7 @@ def test_what_does_not_fit_says_what_would(run: Run) -> None:
         (("llama-3.1-8b", "--gpu", "h100", "--mem-fraction-static", "2"), 2, "QUIRE-INPUT-01", "between 0 and 1"),
         (("llama-3.1-8b", "--mem-fraction-static", "0.8"), 2, "QUIRE-INPUT-01", "share of a device"),
         (("llama-3.1-8b", "--kv-memory", "8GiB", "--context", "10m"), 2, "QUIRE-INPUT-01", "is beyond"),
-        (("llama-3.1-8b", "--kv-memory", "8GiB", "--context", "long"), 2, "QUIRE-INPUT-01", "(--context): 'long'"),
+        (("llama-3.1-8b", "--kv-memory", "8GiB", "--context", "long"), 2, "QUIRE-INPUT-01", "number of tokens"),
         (("llama-3.1-8b", "--kv-memory", "8GiB", "--tp", "3"), 2, "QUIRE-INPUT-01", "cannot be split"),
         (("llama-3.1-8b", "--kv-memory", "8GiB", "--kv-dtype", "int3"), 2, "QUIRE-INPUT-01", "not a KV dtype"),
         (("llama-3.1-8b", "--kv-memory", "8GiB", "--page-size", "0"), 2, "QUIRE-INPUT-01", "page-size"),

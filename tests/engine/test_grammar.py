@@ -138,6 +138,12 @@ def _id(text: str) -> int:
 REFUSED = {
     "no text": (lark('start: start "a"'), "allows no text"),
     "an unknown rule": (lark("start: x"), "unknown name"),
+    "no regular expression": (regex("[a"), "the regular expression cannot be compiled: unclosed character class. Fix:"),
+    "none in a grammar": (lark('start: /[a/ "b"'), r'at 1\(8\): invalid regex "\[a": unclosed character class. Fix:'),
+    "no type": (
+        json_schema({"type": "strng"}),
+        "the JSON schema cannot be compiled: Invalid type: strng. Fix: correct",
+    ),
     "look-ahead": (json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
     "an unknown format": (json_schema({"type": "string", "format": "colour"}), "colour"),
     "a reference to itself": (json_schema({"$ref": "#"}), "allows no text"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -139,10 +140,11 @@ def _in_environment(models: Sequence[type[Settings]]) -> dict[str, str]:
 def _spelled(
     model: type[Settings], field: str, *, options: Mapping[str, Any], in_environment: Mapping[str, Any]
 ) -> str:
-    """A setting's name as the user wrote it, and of an option its aliases: either may have been written."""
+    """A setting's name as the user wrote it."""
     if field in options and not shown_of(model, field)["argument"]:
-        name, *aliases = (each.partition("/")[0] for each in option_names(model, field))
-        return f"{name} ({', '.join(aliases)})" if aliases else name
+        names = [each.partition("/")[0] for each in option_names(model, field)]
+        typed = {word.partition("=")[0] for word in sys.argv}
+        return next((name for name in names if name in typed), names[0])
     return variable_of(field) if field in in_environment and field not in options else field
 
 

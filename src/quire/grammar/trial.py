@@ -7,6 +7,7 @@ this process, and the next grammar gets another one. A process ends with its sta
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -31,6 +32,7 @@ _OF_GRAMMAR = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGBUS)
 """How a trial ends if a grammar is too complex."""
 
 _MOST_MESSAGE = 300
+_NAMES = {"json": "the JSON schema", "regex": "the regular expression"}
 _NICE = 5
 
 
@@ -110,12 +112,22 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
     except ValueError as error:  # no JSON
         raise InvalidInput(f"the grammar cannot be read: {error}.") from None
     first = b"" if matcher.is_error() else matcher.compute_bitmask()
-    message = " ".join(matcher.get_error().split())
-    if message.startswith("NoExtension") or not (message or any(first)):
+    error = matcher.get_error().strip()
+    if error.startswith("NoExtension") or not (error or any(first)):
         raise InvalidInput("the grammar allows no text.")
-    if message:
-        raise InvalidInput(f"the grammar is not supported: {message[:_MOST_MESSAGE]}.", fix="simplify it.")
+    if error:
+        what = _NAMES.get(grammar.kind, "the grammar")
+        raise InvalidInput(f"{what} cannot be compiled: {_reason(error, grammar.kind)}.", fix="correct or simplify it.")
     return matcher
+
+
+def _reason(error: str, kind: str) -> str:
+    """What an error of llguidance says, without the lines that show where: their text is llguidance's own."""
+    said = error.partition("\n")[0].partition(" (in regex)")[0].rstrip(":")[:_MOST_MESSAGE]
+    found = re.search("^error: (.*)", error, re.MULTILINE)  # a regular expression has one
+    if found is None:
+        return said
+    return found[1] if kind == "regex" else f"{said}: {found[1]}"
 
 
 def _source(grammar: Grammar) -> str:
