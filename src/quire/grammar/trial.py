@@ -112,12 +112,14 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
     except ValueError as error:  # no JSON
         raise InvalidInput(f"the grammar cannot be read: {error}.") from None
     first = b"" if matcher.is_error() else matcher.compute_bitmask()
-    error = matcher.get_error().strip()
-    if error.startswith("NoExtension") or not (error or any(first)):
+    message = matcher.get_error().strip()
+    if message.startswith("NoExtension") or not (message or any(first)):
         raise InvalidInput("the grammar allows no text.")
-    if error:
+    if message:
         what = _NAMES.get(grammar.kind, "the grammar")
-        raise InvalidInput(f"{what} cannot be compiled: {_reason(error, grammar.kind)}.", fix="correct or simplify it.")
+        raise InvalidInput(
+            f"{what} cannot be compiled: {_reason(message, grammar.kind)}.", fix="correct or simplify it."
+        )
     return matcher
 
 
