@@ -30,8 +30,10 @@ MASK_S = 0.01
 SLOW_S = 0.2
 """A request's masks may take so long each, on the average, and so much more together."""
 
+ROW_S = 0.002
 STEP_S = 0.2
-"""One owner's masks and drafts of one step may take so long. Then its slowest grammar ends."""
+"""Masks and drafts of a row may take so long, and those of one owner in one step so much more together. Then its
+slowest grammar ends."""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +63,9 @@ class GrammarPart(Part, ForwardPart):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._filling: Future[tuple[Rows, Ids] | None] | None = None  # masks of the step that is being launched
         self._failed: list[tuple[Request, QuireError]] = []
-        self._step_s: dict[str, dict[LLMatcher, float]] = {}  # time in this step, by owner and compiled grammar
+        self._step_s: dict[
+            str, dict[LLMatcher, float]
+        ] = {}  # time beyond ROW_S in this step, by owner and compiled grammar
         self._slow: set[tuple[str, LLMatcher]] = set()
         self._counted = MaskCounters()
 
@@ -131,7 +135,7 @@ class GrammarPart(Part, ForwardPart):
         took = time.thread_time() - since
         found.mask_s += took
         spent = self._step_s.setdefault(request.owner, {})
-        spent[found.start] = spent.get(found.start, 0.0) + took
+        spent[found.start] = spent.get(found.start, 0.0) + max(0.0, took - ROW_S)
         if sum(spent.values()) > STEP_S:
             slowest = max(spent, key=spent.__getitem__)
             del spent[slowest]
