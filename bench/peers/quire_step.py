@@ -82,6 +82,7 @@ class DescribedModel:
     device = DEVICE
     num_parameters = weight_bytes = 0
     eos_token_ids = (0,)
+    pooler = None
 
     def __init__(self, kind: str, context: int) -> None:
         self.spec = ModelSpec.from_config(_MODEL | _HYBRID[kind] | {"max_position_embeddings": context})

@@ -131,7 +131,7 @@ def test_a_page_between_keeps_evictions_apart() -> None:
 BAD = [
     ((), "nothing to explain"),
     (("nothing-like-it",), "no trace file or workload"),
-    (("chatcmpl-0123",), "--url http://127.0.0.1:8000 chatcmpl-0123"),
+    (("chatcmpl-0123",), "is the id of a server's response"),
     (("chat", "c.1", "--limit", "3"), "no request 'c.1'"),
     (("chat", "--limit", "3", "--policy", "lru,lfu"), "these are 2 replays"),
     (("near-capacity", "fits-never", "--pool-tokens", "4k"), "no request 'fits-never'"),

@@ -71,5 +71,5 @@ def test_full_reach_ends_at_the_first_hole() -> None:
 
 def test_reach_comes_from_its_description() -> None:
     assert isinstance(reach_of(ReachSpec(), 4), Full)
-    with pytest.raises(UnsupportedModel, match=r"'ring'.*knows chunk, full, state, window"):
+    with pytest.raises(UnsupportedModel, match=r"'ring'.*has chunk, full, state, window"):
         reach_of(ReachSpec("ring"), 4)

@@ -40,7 +40,7 @@ def test_each_error_says_when_to_come_again() -> None:
     with_time = EngineDead("it starts.")
     with_time.retry_after_s = 7.2
     raised += [Overloaded("too many.", retry_after_s=90.0), with_time, HTTPException(503), HTTPException(429)]
-    assert len(raised) == 11
+    assert len(raised) == 12
 
     @app.get("/raised/{at}")
     async def fail(at: int) -> None:
