@@ -335,22 +335,30 @@ DOUBTFUL = lark('start: a\na: a a a | a a | /[a-z ]/ | ""')
 
 
 @pytest.mark.parametrize("config", [None, CHAIN, TREE])
-def test_a_slow_grammar_ends_for_all_its_sequences(
-    config: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_grammar_ends_for_all_its_sequences(config: dict[str, Any] | None) -> None:
+    check_a_slow_grammar(config)
+
+
+def check_a_slow_grammar(config: dict[str, Any] | None) -> None:
     """And no other grammar, also of that owner, who takes too long in a step."""
-    monkeypatch.setattr(part, "STEP_S", 0.05)
-    monkeypatch.setattr(part, "SLOW_S", 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, "STEP_S", 0.05)
+        patch.setattr(part, "SLOW_S", 60.0)
+        ends = _ends_of_slow_grammars(config)
+    assert ends.pop("easy").finish_reason in ("stop", "length")
+    assert {(end.finish_reason, "its masks take too long" in end.error) for end in ends.values()} == {("error", True)}
+
+
+def _ends_of_slow_grammars(config: dict[str, Any] | None) -> dict[str, Any]:
     core, tokens = bundled_core(speculative_config=config), bundled()[1].encode("So")
     many = {f"s{each}": DOUBTFUL for each in range(8)} | {"easy": json_schema({"type": "integer", "maxLength": 9})}
     for name, form in many.items():
         given = SamplingParams(grammar=form, max_tokens=40, temperature=1.0, seed=len(name), ignore_eos=True)
         add(core, EngineRequest(request_id=name, prompt=prompt_bytes(tokens), params=given))
-    ends = {}
+    ends: dict[str, Any] = {}
     while core.has_work():
         ends |= {output.request_id: output for output in core.step() if output.finish_reason}
-    assert ends.pop("easy").finish_reason in ("stop", "length")
-    assert {(end.finish_reason, "its masks take too long" in end.error) for end in ends.values()} == {("error", True)}
+    return ends
 
 
 def test_an_owner_has_few_places_of_grammars_that_wait() -> None:
@@ -432,7 +440,7 @@ def test_one_that_cannot_go_on_fails_alone(monkeypatch: pytest.MonkeyPatch) -> N
     many = {"hard": hard, "easy": SamplingParams(grammar=choice(["yes"])), "plain": SamplingParams(max_tokens=20)}
     for name, given in many.items():
         add(core, EngineRequest(request_id=name, prompt=prompt_bytes(tokenizer.encode("So")), params=given))
-    ends = {}
+    ends: dict[str, Any] = {}
     while core.has_work():
         ends |= {output.request_id: output for output in core.step() if output.finish_reason}
     assert ends["hard"].finish_reason == "error" and "the grammar cannot go on" in ends["hard"].error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from llguidance import LLMatcher
 
@@ -57,6 +58,18 @@ def the_pending_token_is_left_out(patch: Patch) -> None:
 def states_are_shared(patch: Patch) -> None:
     def init(self: Matcher, start: LLMatcher, eos: frozenset[int]) -> None:
         self.state, self.num_outputs, self.has_ended, self._eos = start, 0, False, eos
-        self.num_masks, self.mask_s = 0, 0.0
+        self.num_masks, self.mask_s, self.is_quick = 0, 0.0, None
 
     patch.setattr(Matcher, "__init__", init)
+
+
+@mutant("slow grammars", "nobody looks which of the masks that are computed together take long")
+def slow_masks_hide_among_quick_ones(patch: Patch) -> None:
+    real = part.GrammarPart._fill_together
+
+    def fill(self: part.GrammarPart, quick: Any, bits: Ids) -> None:
+        real(self, quick, bits)
+        for matcher, *_ in quick:
+            matcher.is_quick = True
+
+    patch.setattr(part.GrammarPart, "_fill_together", fill)

@@ -12,7 +12,8 @@ from quire.spec.ids import Ids
 class Matcher:
     """`state` is that after the first `num_outputs` tokens of a sequence. After one of `eos` it stays as it is, and
     `has_ended` is true: the sequence ends there. `mask_s` is the time of a processor that `num_masks` and drafts have
-    taken. `start`, which is copied, belongs to all sequences of one compiled grammar."""
+    taken. `is_quick` is whether its masks are computed with those of others, None before the first one. `start`, which
+    is copied, belongs to all sequences of one compiled grammar."""
 
     def __init__(self, start: LLMatcher, eos: frozenset[int]) -> None:
         self.start = start
@@ -21,6 +22,7 @@ class Matcher:
         self.has_ended = False
         self.num_masks = 0
         self.mask_s = 0.0
+        self.is_quick: bool | None = None
         self._eos = eos
 
     def advance(self, outputs: Ids, more: Sequence[int] = ()) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 from quire.cache.running import Rows
 from quire.counters import Section, counter, gauge
@@ -48,13 +48,26 @@ class MaskCounters:
 class GrammarPart(Part, ForwardPart):
     """The grammars of one engine's requests. A step of requests without any costs one look at an empty dictionary.
 
-    Masks are computed in a thread while the model runs. If a step continues tokens of the step in flight, that is when
-    those have arrived: the device has this step by then.
+    Masks are computed by several threads while a device of its own runs the model. If a step continues tokens of the
+    step in flight, that is when those have arrived: the device has this step by then. A model that runs on the same
+    cores has them first: masks beside it would delay it by more than they take.
     """
 
-    def __init__(self, compiler: Compiler, vocabulary: int, eos: Sequence[int], wake: Callable[[], None]) -> None:
-        """`wake` is called on another thread when a grammar is compiled."""
+    def __init__(
+        self,
+        compiler: Compiler,
+        vocabulary: int,
+        eos: Sequence[int],
+        wake: Callable[[], None],
+        *,
+        threads: int,
+        beside: bool,
+    ) -> None:
+        """`wake` is called on another thread when a grammar is compiled. With `beside`, masks do not wait for the
+        model."""
         self._compiler = compiler
+        self._together = LLExecutor(threads)
+        self._beside = beside
         self._wake = wake
         self._words = -(-vocabulary // 32)
         self._eos = frozenset(eos)
@@ -144,7 +157,7 @@ class GrammarPart(Part, ForwardPart):
     # -- steps
 
     def before_forward(self, step: Step, batches: Sequence[Any]) -> None:
-        known = self._matchers and len(step.draws) and not len(step.future)
+        known = self._beside and self._matchers and len(step.draws) and not len(step.future)
         self._filling = self._thread.submit(self._fill, step, None) if known else None
 
     def allowed(self, step: Step, previous: Launched | None) -> tuple[Rows, Ids] | None:
@@ -170,16 +183,26 @@ class GrammarPart(Part, ForwardPart):
         bits: Ids = np.full((len(rows), self._words), -1, dtype=np.int32)
         owners = step.drawers[rows]
         firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+        quick: list[tuple[Matcher, int, Ids, Sequence[int]]] = []
         for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True):
             request, work = places.requests[rows[first]], int(owners[first])
+            pending = int(places.outputs[rows[first]]) > request.num_outputs
+            new = request.output_tokens, [late[work]] if pending else ()
+            found = self._matchers.get(request)
+            if found is not None and found.is_quick and stop - first == 1:
+                quick.append((found, first, *new))
+                continue
             with self.timed(request) as matcher:
                 if matcher is None:
                     continue
-                pending = int(places.outputs[rows[first]]) > request.num_outputs
-                matcher.advance(request.output_tokens, [late[work]] if pending else ())
+                matcher.advance(*new)
                 if not matcher.has_ended:
                     self._fill_rows(step, matcher, rows[first:stop], bits[first:stop])
                 matcher.num_masks += stop - first
+            if matcher.is_quick is None:
+                matcher.is_quick = matcher.mask_s <= ROW_S
+        if quick:
+            self._fill_together(quick, bits)
         self._check(places, rows[firsts], np.logical_and.reduceat(bits.any(axis=1), firsts))
         self._counted.masks += len(rows)
         self._counted.mask_seconds += time.perf_counter() - began
@@ -198,6 +221,19 @@ class GrammarPart(Part, ForwardPart):
         places = step.draws[rows]
         parents = None if step.parents is None else _parents(places, step.parents)
         matcher.visit(step.tokens[places[1:]].tolist(), parents, lambda draft: fill(draft + 1))
+
+    def _fill_together(self, quick: Sequence[tuple[Matcher, int, Ids, Sequence[int]]], bits: Ids) -> None:
+        """The masks of single draws, each at its row. Nobody knows which of them took long: if any did, each is timed
+        from now on."""
+        since = time.perf_counter()
+        for matcher, _, outputs, more in quick:
+            matcher.advance(outputs, more)
+            matcher.num_masks += 1
+        if states := [(matcher.state, row) for matcher, row, _, _ in quick if not matcher.has_ended]:
+            self._together.unsafe_compute_mask_ptr(states, bits.ctypes.data, bits.strides[0], len(bits))
+        if time.perf_counter() - since > ROW_S * len(quick):
+            for matcher, *_ in quick:
+                matcher.is_quick = False
 
     def _check(self, places: Places, rows: Rows, some: Any) -> None:
         """Note requests whose grammar cannot go on. `some[i]` is whether the masks of row i allow any token."""
