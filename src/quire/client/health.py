@@ -39,3 +39,5 @@ def stuck(statistics: dict[str, Any]) -> Iterator[str]:
         yield f"peer {peer}: {problem}"
     for name, problem in transfer.get("failed_threads", {}).items():
         yield f"transfer {name}: its thread has failed: {problem}"
+    if problem := (statistics.get("kv_events") or {}).get("problem"):
+        yield f"events of the cache: {problem}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.util import find_spec
 
 from quire.engine.config import EngineConfig
 from quire.engine.hisparse_checks import check_latents
@@ -37,6 +38,8 @@ def check_model(config: EngineConfig) -> Plan | None:
 
 
 def check_features(config: EngineConfig) -> None:
-    """Refuse what `check_draft` and `check_latents` refuse, and raise what they raise."""
+    """Refuse what `check_draft` and `check_latents` refuse, and raise what they raise; and events without pyzmq."""
     check_draft(config)
     check_latents(config)
+    if config.kv_events is not None and find_spec("zmq") is None:
+        raise InvalidInput("--kv-events needs pyzmq.", fix="pip install 'quire-kv[events]'.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -43,6 +44,8 @@ _ADD = {
     "--prefetch timeout": "--prefetch timeout",
     "--role": "--role prefill, decode or both",
     "--prefill": "--prefill 1",
+    "--kv-events": "--kv-events tcp://127.0.0.1:5557",
+    "prefix caching": "--prefix-caching",
 }
 
 _ADD_FOR = {"prefill_peers": "--role decode", "transfer_listen": "--role prefill"}
@@ -136,6 +139,20 @@ class CacheFields(Settings):
         None, "Folder for a file about each damaged page.", metavar="DIR", otherwise="the log, and GET /v1/cache/audit"
     )
     enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
+    kv_events: str | None = setting(
+        None,
+        "Where routers read what is cached, in vLLM's format: tcp://HOST:PORT, or ipc://PATH. Tokens are in clear.",
+        needs="prefix caching",
+        metavar="URL",
+        otherwise="nowhere",
+    )
+    kv_events_replay: str | None = setting(
+        None,
+        "Where they ask for events that they missed.",
+        needs="--kv-events",
+        metavar="URL",
+        otherwise="nowhere",
+    )
 
 
 class StorageFields(TierFields):
@@ -297,6 +314,13 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
                 raise InvalidInput(f"'{address}' is no address.", fix=fix) from error
         return value
 
+    @field_validator("kv_events", "kv_events_replay")
+    @classmethod
+    def _zeromq(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"tcp://.+:\d{1,5}|ipc://.+", value):
+            raise InvalidInput(f"'{value}' is no address of ZeroMQ.", fix="use tcp://127.0.0.1:5557, or ipc://PATH.")
+        return value
+
     @field_validator("role", mode="before")
     @classmethod
     def _role(cls, value: Any) -> Any:
@@ -395,6 +419,8 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
             "host memory or storage": storage or any(given.get(name) is not None for name in ("host_memory", "role")),
             "--prefetch timeout": given.get("prefetch") == "timeout",
             "--role": given.get("role") is not None,
+            "--kv-events": given.get("kv_events") is not None,
+            "prefix caching": given.get("enable_prefix_caching", True),
         }
         needed = {name: shown_of(cls, name)["needs"] for name in given if name in cls.model_fields}
         return {name: what for name, what in needed.items() if what and not there[what]}

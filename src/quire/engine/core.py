@@ -27,6 +27,7 @@ from quire.engine.device.runner import ModelRunner
 from quire.engine.grammar import grammar_parts, grammars_of
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
+from quire.engine.kv_events import kv_event_parts
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
 from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
 from quire.engine.prompt_logprobs import prompt_parts
@@ -76,6 +77,7 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     hot_buffer_parts,
     tier_parts,
     check_parts,
+    kv_event_parts,
 )
 """Make the parts of an engine, in the order of their hooks. A feature is a line here."""
 

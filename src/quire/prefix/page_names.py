@@ -41,7 +41,7 @@ class PageNames:
 
     def keys_ahead(self, namespace: Namespace, above: int, tokens: bytes) -> PageHashes:
         """The keys of pages that may be cached later, after page `above` (0: at the beginning)."""
-        found = self._chain(self.keys[above].tobytes() if above else self._seed(namespace), tokens)
+        found = self._chain(self.keys[above].tobytes() if above else self.seed(namespace), tokens)
         self._ahead[found.parent] = found
         if len(self._ahead) > _MOST_AHEAD:
             del self._ahead[next(iter(self._ahead))]
@@ -63,15 +63,26 @@ class PageNames:
 
     # -- events
 
+    def follow(self, emit: Callable[[CacheEvent], None]) -> None:
+        """Give events to another reader too. Nothing may be cached yet."""
+        before = self._emit
+
+        def both(event: CacheEvent) -> None:
+            if before is not None:
+                before(event)
+            emit(event)
+
+        self._emit = both
+
     def appended(self, node: Node, parent: Node, data: bytes, run: bytes, tier: Tier) -> None:
         """Pages with these tokens and ids are cached after the end of `parent`, as the last ones of `node`."""
         if self._has_tiers:
-            above = self.keys[parent.pages[-1]].tobytes() if parent.run else self._seed(parent.namespace)
+            above = self.keys[parent.pages[-1]].tobytes() if parent.run else self.seed(parent.namespace)
             hashes = self._chain(above, data)
             made = np.frombuffer(b"".join(hashes.digests), dtype=np.uint8)
             self.keys[np.frombuffer(run, dtype=np.int32)] = made.reshape(-1, KEY_BYTES)
         elif self._emit is not None:
-            above_them = parent.hashes[-1] if parent.hashes else self._seed(parent.namespace)
+            above_them = parent.hashes[-1] if parent.hashes else self.seed(parent.namespace)
             hashes = PageHashes(above_them, data, self._page_bytes)
         if self._emit is not None:
             node.hashes.append(hashes)
@@ -88,7 +99,8 @@ class PageNames:
             for hashes in cut_hashes(cut_hashes(node.hashes, stop)[0], start)[1]:
                 self._emit(event(node.namespace, hashes, tier))
 
-    def _seed(self, namespace: Namespace) -> bytes:
+    def seed(self, namespace: Namespace) -> bytes:
+        """The hash before the first page of a namespace."""
         return namespace_seed(namespace, self._identity)
 
     def _chain(self, parent: bytes, tokens: bytes) -> PageHashes:

@@ -327,6 +327,15 @@ class RadixCache:
                 self.names.tell(PagesStored, node, first, end, Tier.HOST)
                 self._tiers.offer_path(node)
 
+    def tell_all(self) -> None:
+        """Emit that nothing is cached, then all that is, for readers who missed events. O(nodes)."""
+        self.names.cleared()
+        for root in self.roots.values():
+            for node in nodes_below(root):
+                if self.is_here(node):
+                    self.names.tell(PagesStored, node, 0, node.num_pages, Tier.DEVICE)
+                self.names.tell(PagesStored, node, 0, self.num_copies(node), Tier.HOST)
+
     # -- reading, for audits and statistics
 
     def nodes(self) -> Iterator[Node]:
