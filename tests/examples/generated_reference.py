@@ -145,9 +145,10 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """The families that a server with all tiers, speculation, hot buffers and peers exposes."""
+    """The families that a server with all tiers, speculation, hot buffers, peers and events exposes."""
     from quire import LLM
     from quire.counters import metrics_of
+    from quire.observe.kv_publisher import PublisherCounters
     from quire.observe.metrics import ServerCounters
     from quire.sparse.coordinator import HiSparseCounters
     from quire.transfer.node import TransferCounters
@@ -157,7 +158,8 @@ def metrics() -> str:
         drafts = {"method": "ngram", "num_speculative_tokens": 4}
         with LLM(max_model_len=64, show_plan=False, speculative_config=drafts, **settings) as llm:
             declared = llm.engine.ready().metrics
-    declared += [found for each in (HiSparseCounters, TransferCounters, ServerCounters) for found in metrics_of(each)]
+    more = (HiSparseCounters, TransferCounters, PublisherCounters, ServerCounters)
+    declared += [found for each in more for found in metrics_of(each)]
     lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
     for metric in {each.name: each for each in declared}.values():
         shown = ", ".join(f"`{label}`" for label in sorted((*metric.labels, *metric.constant))) or "-"

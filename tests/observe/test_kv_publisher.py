@@ -99,7 +99,7 @@ def new_tree() -> RadixCache:
 @contextmanager
 def published(tree: RadixCache) -> Iterator[KvPublisher]:
     here = "tcp://127.0.0.1:0"
-    publisher = KvPublisher(KvBatches(PAGE, tree.names.seed, is_hybrid=False), here, here, lambda: None)
+    publisher = KvPublisher(KvBatches(PAGE, tree.names.seed), here, here, lambda: None)
     tree.names.follow(publisher.append)
     try:
         yield publisher
@@ -153,7 +153,7 @@ def check_readers(seed: int, steps: int, lose: int) -> None:
         try:
             for at in range(steps):
                 life.step()
-                if publisher.takes_snapshot():
+                if publisher.takes_all():
                     tree.tell_all()
                 publisher.flush()
                 if at % 97 == 0:
@@ -201,8 +201,8 @@ def test_who_comes_late_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None
         reader = Reader(publisher)
         try:
             reader.ask(0)
-            until(lambda: publisher.wants_snapshot)
-            assert publisher.takes_snapshot()
+            until(lambda: publisher.wants_all)
+            assert publisher.takes_all()
             tree.tell_all()
             publisher.flush()
             settle(publisher)
@@ -220,7 +220,7 @@ def test_events_that_nobody_could_send_are_followed_by_a_snapshot(monkeypatch: p
         for _ in range(200):
             life.step()
         publisher.flush()
-        assert publisher.counters().dropped > 20 and publisher.takes_snapshot()
+        assert publisher.counters().dropped > 20 and publisher.takes_all()
         monkeypatch.undo()
         tree.tell_all()
         publisher.flush()
@@ -247,7 +247,7 @@ def test_messages_without_events_show_a_gap() -> None:
 def test_a_batch_is_what_vllm_sends() -> None:
     """Field by field, of its 0.32: a map for each event, in an array."""
     tree = new_tree()
-    batches = KvBatches(PAGE, tree.names.seed, is_hybrid=False)
+    batches = KvBatches(PAGE, tree.names.seed)
     events: list[Any] = []
     tree.names.follow(events.append)
     for namespace in NAMESPACES[:2]:

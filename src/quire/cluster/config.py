@@ -24,13 +24,15 @@ class ClusterConfig(EngineConfig):
 
     prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", ge=0, le=64)
     decode: int = setting(1, "Engines that answer requests.", ge=1, le=64)
-    CHOSEN: ClassVar[frozenset[str]] = frozenset({"role", "prefill_peers", "transfer_listen", "transfer_name"})
+    CHOSEN: ClassVar[frozenset[str]] = frozenset(
+        {"role", "prefill_peers", "transfer_listen", "transfer_name", "kv_events", "kv_events_replay"}
+    )
 
     @field_validator(*sorted(CHOSEN))
     @classmethod
     def _chosen(cls, value: str | None) -> str | None:
         if value:
-            raise InvalidInput("a cluster chooses it for each of its engines.", fix="leave it out.")
+            raise InvalidInput("a cluster chooses it for each of its engines, or has none.", fix="leave it out.")
         return value
 
     @classmethod

@@ -141,7 +141,7 @@ class CacheFields(Settings):
     enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
     kv_events: str | None = setting(
         None,
-        "Where routers read what is cached, in vLLM's format: tcp://HOST:PORT, or ipc://PATH. Tokens are in clear.",
+        "Where routers read what is cached, in vLLM's format: tcp://HOST:PORT. Tokens are in clear.",
         needs="prefix caching",
         metavar="URL",
         otherwise="nowhere",
@@ -317,8 +317,10 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
     @field_validator("kv_events", "kv_events_replay")
     @classmethod
     def _zeromq(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"tcp://.+:\d{1,5}|ipc://.+", value):
-            raise InvalidInput(f"'{value}' is no address of ZeroMQ.", fix="use tcp://127.0.0.1:5557, or ipc://PATH.")
+        if value is not None and not re.fullmatch(r"tcp://.+:\d{1,5}", value):
+            raise InvalidInput(
+                f"'{value}' is no address of ZeroMQ.", fix="use tcp://HOST:PORT, as in tcp://127.0.0.1:5557."
+            )
         return value
 
     @field_validator("role", mode="before")

@@ -13,7 +13,7 @@ from quire.models.hf import LoadedModel
 from quire.plan.plan import Plan
 from quire.plan.report import plan_as_dict
 
-OPTIONAL_SECTIONS = ("eviction", "tiers", "transfer", "speculation", "hisparse", "cuda_graphs", "canary")
+OPTIONAL_SECTIONS = ("eviction", "tiers", "transfer", "speculation", "hisparse", "cuda_graphs", "canary", "kv_events")
 """Sections of the statistics that are None for an engine without that part."""
 
 

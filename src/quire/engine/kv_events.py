@@ -32,7 +32,7 @@ class EventsPart(Part):
         return self.publisher.is_due
 
     def after_step(self, *, idle: bool) -> None:
-        if self.publisher.takes_snapshot():
+        if self.publisher.takes_all():
             self._tree.tell_all()
         self.publisher.flush()
 
@@ -54,11 +54,11 @@ def kv_event_parts(engine: EngineCore) -> Iterator[Part]:
                 "%s: whoever reaches it reads the tokens and salts of all prompts; nobody is asked who they are.",
                 address,
             )
-    batches = KvBatches(cache.page_size, cache.tree.names.seed, is_hybrid=len(cache.groups) > 1)
+    kind = "full_attention" if len(cache.groups) > 1 else None  # readers count no other
+    batches = KvBatches(cache.page_size, cache.tree.names.seed, kind)
     publisher = KvPublisher(batches, config.kv_events, config.kv_events_replay, lambda: engine.wake())
     yield EventsPart(cache.tree, publisher)
 
 
 def _stays_here(address: str) -> bool:
-    kind, _, place = address.partition("://")
-    return kind == "ipc" or is_loopback(place.rpartition(":")[0].strip("[]"))
+    return is_loopback(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))

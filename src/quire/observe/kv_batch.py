@@ -63,14 +63,13 @@ class KvBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class KvBatches:
-    """Makes batches of an engine's events. `seed` gives the hash before the first page of a namespace. `is_hybrid`:
-    pages have several kinds of memory, and readers are told that these events are of its full attention."""
+    """Makes batches of an engine's events. `seed` gives the hash before the first page of a namespace. `kind` is what
+    readers are told of the memory, None if there is one kind alone."""
 
-    def __init__(self, page_size: int, seed: Callable[[Namespace], bytes], *, is_hybrid: bool) -> None:
+    def __init__(self, page_size: int, seed: Callable[[Namespace], bytes], kind: str | None = None) -> None:
         self._page_size = page_size
         self._seed = seed
-        self._group = 0 if is_hybrid else None
-        self._kind = "full_attention" if is_hybrid else None
+        self._kind, self._group = kind, None if kind is None else 0
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, events: Sequence[CacheEvent]) -> bytes:

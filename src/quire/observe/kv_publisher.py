@@ -34,7 +34,7 @@ MOST_KEPT_BYTES = 64 << 20
 """Batches that are kept for those who missed some."""
 _MOST_IN_BATCH = 256  # events
 _MOST_AT_ONCE = 100_000  # messages that wait for a slow reader; it misses those beyond, and asks for them
-_SNAPSHOT_S = 1.0  # between two snapshots that readers asked for
+_ALL_S = 1.0  # between two snapshots that readers asked for
 _BEATS = 10  # messages without events, one each second
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -67,8 +67,8 @@ class KvPublisher:
         self._kept_bytes = 0
         self._first = self._next = time.time_ns() // 1000
         self._beats = 0
-        self._snapshot_at = -_SNAPSHOT_S
-        self.wants_snapshot = False
+        self._all_at = -_ALL_S
+        self.wants_all = False
         self.totals = PublisherCounters()
         self._context = zmq.Context()
         try:
@@ -93,7 +93,7 @@ class KvPublisher:
         try:
             socket.bind(address)
         except self._zmq.ZMQError as error:
-            fix = "use tcp://127.0.0.1:PORT with a free port, or ipc://PATH."
+            fix = "use tcp://127.0.0.1:PORT with a free port."
             raise InvalidInput(f"{option} {address}: {error}.", fix=fix) from error
         return socket
 
@@ -110,8 +110,8 @@ class KvPublisher:
             return
         if len(self._queue) > MOST_WAITING:
             self.totals.dropped += len(self._queue)
-            self._queue.clear()
-            self.wants_snapshot = True
+            self._queue = deque()
+            self.wants_all = True
             return
         if self._queue and not self._is_woken:
             self._is_woken = True
@@ -120,11 +120,11 @@ class KvPublisher:
     @property
     def is_due(self) -> bool:
         """Whether `flush` or a snapshot is wanted."""
-        return self.wants_snapshot or (bool(self._queue) and not self._is_woken)
+        return self.wants_all or (bool(self._queue) and not self._is_woken)
 
-    def takes_snapshot(self) -> bool:
+    def takes_all(self) -> bool:
         """Whether all that is cached is to be appended now, after `AllCleared`."""
-        wanted, self.wants_snapshot = self.wants_snapshot, False
+        wanted, self.wants_all = self.wants_all, False
         self.totals.snapshots += wanted
         return wanted
 
@@ -171,12 +171,8 @@ class KvPublisher:
 
     def _publish(self) -> None:
         while self._queue:
-            events: list[CacheEvent] = []
-            with suppress(IndexError):
-                while len(events) < _MOST_IN_BATCH:
-                    events.append(self._queue.popleft())
-            if not events:
-                return
+            queue = self._queue  # the engine may replace it, and only this thread takes from it
+            events = [queue.popleft() for _ in range(min(len(queue), _MOST_IN_BATCH))]
             self._send(events)
             self._beats = _BEATS
             self.totals.batches += 1
@@ -210,7 +206,7 @@ class KvPublisher:
     def _is_short_of(self, start: int) -> None:
         first = self._kept[0][0] if self._kept else self._next
         dropped = first > self._first and start < first
-        if (dropped or start == int.from_bytes(_END, "big")) and time.monotonic() > self._snapshot_at + _SNAPSHOT_S:
-            self._snapshot_at = time.monotonic()
-            self.wants_snapshot = True
+        if (dropped or start == int.from_bytes(_END, "big")) and time.monotonic() > self._all_at + _ALL_S:
+            self._all_at = time.monotonic()
+            self.wants_all = True
             self._wake()
