@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,25 +187,20 @@ class KvPublisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer(self) -> None:
-        """Send what is kept to those who ask. A snapshot follows if that is not all they miss."""
+        """Send what is kept to one who asks. A snapshot follows if that is not all it misses."""
         assert self._router is not None
-        with suppress(self._zmq.Again):
-            while True:
-                frames = self._router.recv_multipart(self._zmq.NOBLOCK)
-                if len(frames) != 3 or len(frames[2]) != 8:
-                    continue
-                reader, start = frames[0], int.from_bytes(frames[2], "big")
-                self.totals.replays += 1
-                for sequence, payload in self._kept:
-                    if sequence >= start:
-                        self._router.send_multipart((reader, b"", b"", sequence.to_bytes(8, "big"), payload))
-                self._router.send_multipart((reader, b"", b"", _END, b""))
-                self._is_short_of(start)
-
-    def _is_short_of(self, start: int) -> None:
+        reader, *request = self._router.recv_multipart()
+        if len(request) != 2 or len(request[1]) != 8:
+            return
+        start = int.from_bytes(request[1], "big")
+        self.totals.replays += 1
+        for sequence, payload in self._kept:
+            if sequence >= start:
+                self._router.send_multipart((reader, b"", b"", sequence.to_bytes(8, "big"), payload))
+        self._router.send_multipart((reader, b"", b"", _END, b""))
         first = self._kept[0][0] if self._kept else self._next
-        dropped = first > self._first and start < first
-        if (dropped or start == int.from_bytes(_END, "big")) and time.monotonic() > self._all_at + _ALL_S:
+        is_short = self._first < first > start or request[1] == _END
+        if is_short and time.monotonic() > self._all_at + _ALL_S:
             self._all_at = time.monotonic()
             self.wants_all = True
             self._wake()
