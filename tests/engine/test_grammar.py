@@ -353,7 +353,7 @@ def _ends_of_slow_grammars(config: dict[str, Any] | None) -> dict[str, Any]:
     core, tokens = bundled_core(speculative_config=config), bundled()[1].encode("So")
     many = {f"s{each}": DOUBTFUL for each in range(8)} | {"easy": json_schema({"type": "integer", "maxLength": 9})}
     for name, form in many.items():
-        given = SamplingParams(grammar=form, max_tokens=40, temperature=1.0, seed=len(name), ignore_eos=True)
+        given = SamplingParams(grammar=form, max_tokens=30, temperature=1.0, seed=len(name), ignore_eos=True)
         add(core, EngineRequest(request_id=name, prompt=prompt_bytes(tokens), params=given))
     ends: dict[str, Any] = {}
     while core.has_work():
