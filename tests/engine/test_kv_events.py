@@ -144,7 +144,7 @@ def test_other_machines_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         core_for(case_of("llama_gqa").model, pages=60, page_size=4, kv_events=HERE).close()
         assert not caplog.records
         core_for(case_of("llama_gqa").model, pages=60, page_size=4, kv_events="tcp://0.0.0.0:0").close()
-    assert "reads the tokens and salts of all prompts" in caplog.text
+    assert "can read the tokens and salts of all prompts" in caplog.text
 
 
 @pytest.mark.parametrize(

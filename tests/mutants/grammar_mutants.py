@@ -63,7 +63,7 @@ def states_are_shared(patch: Patch) -> None:
     patch.setattr(Matcher, "__init__", init)
 
 
-@mutant("slow grammars", "nobody looks which of the masks that are computed together take long")
+@mutant("slow grammars", "masks that are computed together are never timed")
 def slow_masks_hide_among_quick_ones(patch: Patch) -> None:
     real = part.GrammarPart._fill_together
 

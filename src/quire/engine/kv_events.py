@@ -51,7 +51,7 @@ def kv_event_parts(engine: EngineCore) -> Iterator[Part]:
     for address in (config.kv_events, config.kv_events_replay):
         if address is not None and not _stays_here(address):
             logger.warning(
-                "%s: whoever reaches it reads the tokens and salts of all prompts; nobody is asked who they are.",
+                "%s: all who reach it can read the tokens and salts of all prompts, without a key.",
                 address,
             )
     kind = "full_attention" if len(cache.groups) > 1 else None  # readers count no other

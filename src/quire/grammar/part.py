@@ -223,8 +223,8 @@ class GrammarPart(Part, ForwardPart):
         matcher.visit(step.tokens[places[1:]].tolist(), parents, lambda draft: fill(draft + 1))
 
     def _fill_together(self, quick: Sequence[tuple[Matcher, int, Ids, Sequence[int]]], bits: Ids) -> None:
-        """The masks of single draws, each at its row. Nobody knows which of them took long: if any did, each is timed
-        from now on."""
+        """The masks of single draws, each at its row. Which of them took long is not known: if any did, each is
+        timed from now on."""
         since = time.perf_counter()
         for matcher, _, outputs, more in quick:
             matcher.advance(outputs, more)

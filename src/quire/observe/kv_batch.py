@@ -73,7 +73,7 @@ class KvBatches:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, events: Sequence[CacheEvent]) -> bytes:
-        """One batch. Computes hashes of pages that nobody has read before."""
+        """One batch. Computes hashes that were not read before."""
         return self._encoder.encode(KvBatch(time.time(), [self._event(each) for each in events]))
 
     def _event(self, event: CacheEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
