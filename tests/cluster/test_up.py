@@ -21,14 +21,14 @@ import pytest
 
 from quire.cluster.cluster import Member, Supervisor, _start, make_members, reserve_port
 from quire.cluster.config import ClusterConfig
-from quire.cluster.router import open_client
-from quire.cluster.upstream import Upstream
 from quire.errors import ConnectorError, InvalidInput, NoServer
+from quire.routing.router import open_client
+from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind
 from tests.changes import TRANSFER, slow_unless_changed
 from tests.cli.conftest import Run
-from tests.cluster.live_router import wait_until
+from tests.routing.live_router import wait_until
 from tests.serve.live_server import LiveServer
 
 SMALL = ("--kv-memory", "32MiB", "--dtype", "float32", "--max-model-len", "1024")

@@ -20,7 +20,7 @@ from quire.engine.core import EngineCore
 from quire.models.hf import load_model
 from quire.scheduler.sampling_params import SamplingParams
 from tests.changes import slow_unless_changed
-from tests.cluster.live_router import wait_until
+from tests.routing.live_router import wait_until
 
 PROMPT = list(range(40, 90))
 

@@ -18,7 +18,7 @@ from quire.errors import EngineDead, Overloaded, QuireError
 from quire.serve import errors
 from quire.serve.gate import add_gate
 from quire.serve.keys import Keys
-from tests.cluster.live_router import LiveRouter, wait_until
+from tests.routing.live_router import LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 from tests.serve.test_owners import ROUTES, filled
 

@@ -12,7 +12,7 @@ from quire.engine.messages import WireError
 from quire.errors import ContextTooLong, UnknownModel
 from quire.serve.config import LEAST_BODY_BYTES
 from quire.serve.error_forms import ANTHROPIC, OPENAI, form_of
-from tests.cluster.live_router import LiveRouter
+from tests.routing.live_router import LiveRouter
 from tests.serve.fake_core import CONTEXT
 from tests.serve.live_server import LiveServer
 

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic, beta_tool
 
-from tests.cluster.live_router import wait_until
+from tests.routing.live_router import wait_until
 from tests.serve.live_server import LiveServer
 
 MODEL = "scripted"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.live_router import LiveRouter
+from tests.routing.live_router import LiveRouter
 from tests.serve.live_server import LiveServer
 
 CHAT = [{"role": "user", "content": "abc"}]

@@ -15,11 +15,11 @@ import pytest
 from starlette.routing import Route
 
 from quire.client.llm import LLM
-from quire.cluster.router import _FOR_ONE, Router
 from quire.errors import UnknownRequest
+from quire.routing.router import _FOR_ONE, Router
 from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.config import ServerConfig
-from tests.cluster.live_router import LiveRouter
+from tests.routing.live_router import LiveRouter
 from tests.serve.live_server import LiveServer
 
 ANN, BOB, OPERATOR = "key-of-ann", "key-of-bob", "key-of-admin"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.live_router import LiveRouter, wait_until
+from tests.routing.live_router import LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 from tests.serve.test_owners import ANN, OPERATOR, bearer
 

@@ -43,7 +43,9 @@ FEATURES = {
     "hisparse": _feature("hisparse", r"hisparse|hosted|latent_host|hot(_|$)|^hot|hot_|latents$", "sparse"),
     "speculation": _feature("speculation", r"speculat|draft|verified|proposal", "speculative"),
     "tiers": _feature("tier", r"(^|_)tiers?$|offload|below$|host_pool|has_tiers|^storage", "tiers", "offload"),
-    "transfer": _feature("transfer", r"^_?transfer$|peers?$|(^|_)role$|for_peer", "transfer", "tiers", "cluster"),
+    "transfer": _feature(
+        "transfer", r"^_?transfer$|peers?$|(^|_)role$|for_peer", "transfer", "tiers", "cluster", "routing", "fleet"
+    ),
     "sessions": _feature("session", r"session", "sessions"),
     "canary": _feature("canary", r"canary|proof|self_check", "canary"),
 }

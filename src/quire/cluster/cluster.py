@@ -33,11 +33,11 @@ import httpx
 import uvloop
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.router import CHECK_S, Router, open_client
-from quire.cluster.upstream import Upstream
 from quire.engine.config import EngineConfig
 from quire.engine.cores import available_cores
 from quire.errors import ConnectorError, NoServer, QuireError, start_error
+from quire.routing.router import CHECK_S, Router, open_client
+from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.server import HttpServer, bind, url_of, when_input_ends
 from quire.settings.setting import environment_of, variable_of

@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from quire.cluster.upstream import Upstream, beginning, preferred
 from quire.errors import InvalidInput, NoServer
+from quire.routing.upstream import Upstream, beginning, preferred
 from quire.serve import errors
 from quire.serve.error_forms import form_of
 from quire.serve.errors import error_response

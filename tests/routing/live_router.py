@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import uvloop
 from openai import OpenAI
 
-from quire.cluster.router import Router, open_client
-from quire.cluster.upstream import Upstream
+from quire.routing.router import Router, open_client
+from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.keys import Keys
 from quire.serve.server import HttpServer, bind, url_of

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 from openai import APIError, APIStatusError
 
-from quire.cluster.upstream import Upstream, beginning, preferred
+from quire.routing.upstream import Upstream, beginning, preferred
 from quire.serve.config import LEAST_BODY_BYTES, MOST_BODY_BYTES
 from quire.serve.keys import Keys
-from tests.cluster.live_router import LiveRouter, wait_until
+from tests.routing.live_router import LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 
 
