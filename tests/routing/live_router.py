@@ -49,7 +49,7 @@ class LiveRouter(LiveServer):
 
     async def _run(self) -> None:
         async with open_client() as client:
-            router = Router(self.upstreams, client, keys=self._keys)
+            self.router = router = Router(self.upstreams, client, keys=self._keys)
             self._http = HttpServer(router.app, ServerConfig(drain_s=0))
             serving = await self._http.begin(self._listener)
             watching = asyncio.create_task(router.watch())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from openai import APIError, APIStatusError
 
+from quire.routing.router import CHECK_S
 from quire.routing.upstream import Upstream, beginning, preferred
 from quire.serve.config import LEAST_BODY_BYTES, MOST_BODY_BYTES
 from quire.serve.keys import Keys
@@ -103,6 +104,38 @@ def test_a_key_is_asked_for_and_passed_on() -> None:
         assert open_router.request("/v1/models", headers=headers)[0] == 200
         for path in ("/v1/models", "/v1/cache/statistics"):
             assert open_router.request(path)[0] == 401, "the server's answer"
+
+
+def test_a_server_with_a_key_of_its_own_is_sent_that_one() -> None:
+    with LiveServer.echo(api_key="inside") as server, LiveRouter([server]) as router:
+        router.upstreams[0].key = "inside"
+        for headers in ({}, {"Authorization": "Bearer of a client"}, {"X-Api-Key": "of a client"}):
+            assert router.request("/v1/models", headers=headers)[0] == 200
+        assert router.request("/v1/cache/statistics")[0] == 200
+        assert "inside" not in repr(router.upstreams) + str(router.request("/health"))
+
+
+def test_servers_come_and_go(servers: list[LiveServer]) -> None:
+    with LiveRouter([servers[0]]) as live:
+        first = live.upstreams[0]
+        second = Upstream(name="decode-9", role="decode", url=servers[1].summary["url"])
+        live.router.use([first, second])
+        wait_until(lambda: second.is_healthy)
+        assert len(live.request("/v1/cache/statistics")[1]["processes"]) == 2
+        live.router.use([second])
+        for _ in range(4):
+            assert live.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
+        assert (first.num_requests, second.num_requests) == (0, 4)
+        live.router.use([])
+        assert live.request("/health")[1]["status"] == "unhealthy"
+        for path in ("/v1/models", "/server_info", "/v1/cache/explain/x"):
+            assert live.request(path)[0] == 503
+        assert live.request("/v1/cache/statistics")[1]["processes"] == []
+        second.fails("is not asked")
+        live.router.use([first])
+        assert live.request("/v1/models")[0] == 200
+        time.sleep(2 * CHECK_S)
+        assert not second.is_healthy, "it is asked no more"
 
 
 def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: list[LiveServer]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -59,6 +60,16 @@ _OWN_HEADERS = (
 )
 """Headers that belong to one connection, and those that each side writes anew."""
 
+_KEYS = {b"authorization", b"x-api-key"}
+
+_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A machine that is gone says nothing: its connections break after five seconds."""
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -66,7 +77,20 @@ def open_client() -> httpx.AsyncClient:
     """The connections to servers. Idle ones are closed before the servers would close them."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
     timeout = httpx.Timeout(None, connect=_CHECK_TIMEOUT_S)
-    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=False)
+    transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False, verify=False, socket_options=_ALIVE)
+    return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False)
+
+
+async def check(upstream: Upstream, client: httpx.AsyncClient) -> None:
+    """Ask for its health once, and note the answer."""
+    try:
+        answer = await client.get(f"{upstream.url}/health", timeout=_CHECK_TIMEOUT_S)
+        if answer.status_code == 200:
+            upstream.works()
+        else:
+            upstream.fails(f"is unhealthy: {answer.json().get('reason')}", is_broken=True)
+    except (httpx.TransportError, ValueError):
+        upstream.fails("does not answer")
 
 
 class _NoAnswer(Exception):
@@ -78,7 +102,10 @@ class _NoAnswer(Exception):
 
 
 class Router:
-    """The ASGI app is `app`. `watch` runs beside it, and checks the health of servers. The client is the caller's."""
+    """The ASGI app is `app`. `watch` runs beside it, and checks the health of servers. The client is the caller's.
+
+    `use` changes the servers while it runs: those that stay are the same objects, and keep what is counted of them.
+    """
 
     def __init__(
         self,
@@ -88,9 +115,8 @@ class Router:
         keys: Keys | None = None,
         cors_origins: Sequence[str] = (),
     ) -> None:
-        self._upstreams = upstreams
-        self._answering = [upstream for upstream in upstreams if upstream.role != "prefill"]
         self._client = client
+        self.use(upstreams)
         self._responses = Counter[tuple[str, str]]()
         self._for_one = [Route(path, self._relay) for path in _FOR_ONE]
         self.app = app = FastAPI(title="Quire's router", docs_url=None, redoc_url=None, openapi_url=None)
@@ -114,6 +140,11 @@ class Router:
         app.mount("", self._relay)
         add_gate(app, self._responses, keys=keys or Keys(), cors_origins=cors_origins)
 
+    def use(self, upstreams: Sequence[Upstream]) -> None:
+        """These are the servers from now on. What was sent to others goes on."""
+        self._upstreams = tuple(upstreams)
+        self._answering = [upstream for upstream in upstreams if upstream.role != "prefill"]
+
     # -- requests for one server
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +166,7 @@ class Router:
                 num_receivers += failed.was_received
             if num_receivers == _MOST_RECEIVERS:
                 break
-        response = said or error_response(self._none_answers(), request.scope)
+        response = said or self._no_answer(request)
         await response(request.scope, request.receive, send)
 
     async def _exchange(self, upstream: Upstream, request: Request, body: bytes, send: Send) -> None:
@@ -176,10 +207,15 @@ class Router:
     def _passed_on(self, upstream: Upstream, request: Request, body: bytes) -> dict[str, Any]:
         """The request for an upstream, as httpx takes it."""
         path, query = request.scope["raw_path"].decode(), request.scope["query_string"].decode()
-        headers: Headers = [pair for pair in request.headers.raw if pair[0].lower() not in _OWN_HEADERS]
+        left_out = _OWN_HEADERS | (_KEYS if upstream.key else set())
+        headers: Headers = [pair for pair in request.headers.raw if pair[0].lower() not in left_out]
+        headers += [(b"authorization", f"Bearer {upstream.key}".encode())] if upstream.key else []
         headers += [(b"accept-encoding", b"identity"), (REQUEST_ID.encode(), request.state.request_id.encode())]
         url = upstream.url + path + (f"?{query}" if query else "")
         return {"method": request.method, "url": url, "headers": headers, "content": body or None}
+
+    def _no_answer(self, request: Request) -> Response:
+        return error_response(self._none_answers(), request.scope)
 
     def _none_answers(self) -> NoServer:
         reasons = [f"{upstream.name} {upstream.reason}" for upstream in self._answering if not upstream.is_healthy]
@@ -198,43 +234,43 @@ class Router:
     async def _ask_all(self, request: Request) -> Response:
         """A list of what each server says. What changes servers has to succeed in all of them."""
         answers = await self._ask(request)
-        failed = [answer for answer in answers if answer.status_code >= 400]
+        failed = [answer for _, answer in answers if answer.status_code >= 400]
         if failed and (request.method != "GET" or len(failed) == len(answers)):
             return failed[0]
         rows = [
             {**upstream.to_dict(), "status": answer.status_code, "answer": json.loads(bytes(answer.body))}
-            for upstream, answer in zip(self._upstreams, answers, strict=True)
+            for upstream, answer in answers
         ]
         return JSONResponse({"processes": rows})
 
     async def _explain(self, request: Request) -> Response:
         """What the one server says that answered the request."""
-        answers = await self._ask(request)
-        return min(answers, key=lambda answer: answer.status_code)
+        answers = [answer for _, answer in await self._ask(request)]
+        return min(answers, key=lambda answer: answer.status_code, default=self._no_answer(request))
 
     async def _server_info(self, request: Request) -> Response:
         """What a server says, with the state of each."""
-        answers = await self._ask(request)
+        answers = [answer for _, answer in await self._ask(request)]
         worked = [json.loads(bytes(answer.body)) for answer in answers if answer.status_code == 200]
         if not worked:
-            return answers[0]
+            return answers[0] if answers else self._no_answer(request)
         return JSONResponse(worked[0] | {"internal_states": [each["internal_states"][0] for each in worked]})
 
     async def _load(self) -> dict[str, int]:
         return {"server_load": sum(upstream.in_flight for upstream in self._upstreams)}
 
-    async def _ask(self, request: Request) -> list[Response]:
+    async def _ask(self, request: Request) -> list[tuple[Upstream, Response]]:
         body = await request.body()
 
-        async def ask(upstream: Upstream) -> Response:
+        async def ask(upstream: Upstream) -> tuple[Upstream, Response]:
             try:
                 asked = self._passed_on(upstream, request, body)
                 seconds = _ANSWER_TIMEOUT_S if upstream.is_healthy else _CHECK_TIMEOUT_S
                 answer = await self._client.request(**asked, timeout=seconds)
             except httpx.TransportError:
                 silent = NoServer(f"{upstream.name} does not answer.", fix="send the request again.")
-                return error_response(silent, request.scope)
-            return _response(answer, answer.content)
+                return upstream, error_response(silent, request.scope)
+            return upstream, _response(answer, answer.content)
 
         return await asyncio.gather(*map(ask, self._upstreams))
 
@@ -242,25 +278,25 @@ class Router:
 
     async def watch(self) -> None:
         """Check the health of each server, until cancelled."""
-        await asyncio.gather(*map(self._watch, self._upstreams))
+        async with asyncio.TaskGroup() as tasks:
+            watched = set[Upstream]()
+            while True:
+                watched &= set(self._upstreams)
+                for upstream in set(self._upstreams) - watched:
+                    watched.add(upstream)
+                    tasks.create_task(self._watch(upstream))
+                await asyncio.sleep(CHECK_S)
 
     async def _watch(self, upstream: Upstream) -> None:
-        while True:
-            try:
-                answer = await self._client.get(f"{upstream.url}/health", timeout=_CHECK_TIMEOUT_S)
-                if answer.status_code == 200:
-                    upstream.works()
-                else:
-                    upstream.fails(f"is unhealthy: {answer.json().get('reason')}", is_broken=True)
-            except (httpx.TransportError, ValueError):
-                upstream.fails("does not answer")
+        while upstream in self._upstreams:
+            await check(upstream, self._client)
             await asyncio.sleep(CHECK_S)
 
     async def _health(self) -> Response:
         """200 while a request could be answered; then `degraded` says that a server is missing."""
         can_answer = any(upstream.is_healthy for upstream in self._answering)
         all_work = all(upstream.is_healthy for upstream in self._upstreams)
-        status = "ok" if all_work else "degraded" if can_answer else "unhealthy"
+        status = "unhealthy" if not can_answer else "ok" if all_work else "degraded"
         why = {} if can_answer else {"reason": self._none_answers().message}
         processes = [upstream.to_dict() for upstream in self._upstreams]
         return JSONResponse({"status": status, **why, "processes": processes}, status_code=200 if can_answer else 503)
@@ -269,7 +305,7 @@ class Router:
         """The metrics of all servers, each sample with the name of its process as a label: a query adds them up, and
         could not take a sum apart."""
         families: dict[str, Metric] = {family.name: family for family in self._own_metrics()}
-        for upstream, answer in zip(self._upstreams, await self._ask(request), strict=True):
+        for upstream, answer in await self._ask(request):
             text = bytes(answer.body).decode() if answer.status_code == 200 else ""
             for found in text_string_to_metric_families(text):
                 family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
