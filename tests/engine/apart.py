@@ -31,7 +31,9 @@ def prefill_engine(model: LoadedModel, *, num_tokens: int, **settings: Any) -> E
 def decode_engine(model: LoadedModel, others: Sequence[EngineCore], *, num_tokens: int, **settings: Any) -> EngineCore:
     """An engine that has these compute its prompts. Returns when it is connected."""
     peers = ",".join(address_of(other) for other in others)
-    core = tiered_core(model, num_tokens=num_tokens, **{**COMMON, "role": "decode", "prefill_peers": peers, **settings})
+    core = tiered_core(
+        model, num_tokens=num_tokens, **{**COMMON, "role": "decode", "prefill_peers": peers or None, **settings}
+    )
     wait_for(lambda: len(ready_peers(core)) == len(others), core, *others)
     return core
 

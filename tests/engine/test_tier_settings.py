@@ -41,6 +41,10 @@ PEER, SECRET = "10.0.0.1:8998", {"transfer_secret": "s" * 16}
             "0.0.0.0:0 names none",
             "the address of this machine",
         ),
+        ({"role": "decode", **SECRET, "transfer_listen": "[::]:0"}, "names none", "the address of this machine"),
+        ({"role": "both", **SECRET, "prefill_peers": f"{PEER},{PEER}"}, "is given twice", "once"),
+        ({"role": "both", **SECRET, "prefill_peers": "10.0.0.1:0"}, "port 0", "the port of the peer"),
+        ({"role": "both", **SECRET, "transfer_listen": "8998"}, "'8998' is not HOST:PORT", "127.0.0.1:8998"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], said: str, fix: str) -> None:
@@ -63,6 +67,7 @@ def test_settings_that_agree() -> None:
 def test_what_a_refusal_advises_is_accepted() -> None:
     assert engine_config(prefill_peers=PEER, role="decode", **SECRET).has_tiers
     assert engine_config(transfer_listen=PEER, role="prefill", **SECRET).has_tiers
+    assert engine_config(role="decode", **SECRET).has_tiers, "its peers come later"
 
 
 def test_an_engine_with_storage_may_take_longer_to_end() -> None:

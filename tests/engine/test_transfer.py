@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire.engine.core import EngineCore
 from quire.errors import InvalidInput, PeerRefused
 from quire.transfer.messages import Send, Serves
 from tests.covering import covering
@@ -17,6 +18,7 @@ from tests.engine.apart import (
     ready_peers,
     run_apart,
     transfer_of,
+    turn,
     wait_for,
 )
 from tests.engine.running import tiered_core
@@ -84,6 +86,73 @@ def test_a_role_changes_while_engines_run() -> None:
         first.close()
 
 
+def test_peers_change_while_engines_run() -> None:
+    """Each turn's prompts come from the peer of the turn, and without one they are computed here, without a word."""
+    case = case_of("llama")
+    room = 8 * LONGEST
+    first, second = (prefill_engine(case.model, num_tokens=room) for _ in range(2))
+    decode = decode_engine(case.model, [], num_tokens=room)
+    both = (first, second)
+    where = [address_of(peer) for peer in both]
+    try:
+        turns = (([], set()), (where[:1], {0}), (where[1:], {1}), ([], set()), (where, {0, 1}))
+        for number, (peers, senders) in enumerate(turns):
+            before = [transfer_of(core) for core in (decode, *both)]
+            assert decode.set_prefill_peers(peers) == decode.set_prefill_peers(peers) == peers
+            wait_for(lambda peers=peers: named(decode) == set(peers), decode, *both)
+            assert run_apart(decode, both, PROMPTS, GREEDY, f"turn{number}") == case.expected
+            now = [transfer_of(core) for core in (decode, *both)]
+            sent = {at for at in (0, 1) if now[at + 1]["sent_tokens"] > before[at + 1]["sent_tokens"]}
+            assert sent <= senders and bool(sent) is bool(peers)
+            assert now[0]["fallbacks"] == 0 and now[0]["held_bytes"] == 0
+            assert (now[0]["asks"] > before[0]["asks"]) is bool(peers)
+            for core in (decode, *both):
+                core.flush(None)
+    finally:
+        for core in (decode, *both):
+            core.close()
+
+
+def named(core: EngineCore) -> set[str]:
+    """Addresses of the prefill engines that it is connected to."""
+    return {peer["address"] for peer in transfer_of(core)["prefill_peers"]}
+
+
+def test_what_can_be_no_peer_changes_nothing() -> None:
+    case = case_of("llama")
+    first = prefill_engine(case.model, num_tokens=LONGEST, role="both")
+    decode = decode_engine(case.model, [first], num_tokens=LONGEST)
+    try:
+        good, own = address_of(first), address_of(first)
+        for core, peers, said in (
+            (decode, [good, "nowhere"], "'nowhere' is not HOST:PORT"),
+            (decode, [good, "127.0.0.1:0"], "nothing listens at port 0"),
+            (decode, [good, "127.0.0.1:9", good], "is given twice"),
+            (first, ["127.0.0.1:9", own], "no peer of itself"),
+        ):
+            with pytest.raises(InvalidInput, match=said):
+                core.set_prefill_peers(peers)
+        first.set_role("prefill")
+        with pytest.raises(InvalidInput, match="computes its own prompts"):
+            first.set_prefill_peers(["127.0.0.1:9"])
+        assert first.set_prefill_peers([]) == []
+        turn(decode, first)
+        assert named(decode) == {good} and not transfer_of(first)["problems"]
+    finally:
+        decode.close()
+        first.close()
+
+
+def test_peers_need_an_address_to_send_pages_to() -> None:
+    case = case_of("llama")
+    open_to_all = prefill_engine(case.model, num_tokens=LONGEST, role="both", transfer_listen="0.0.0.0:0")
+    try:
+        with pytest.raises(InvalidInput, match="names no host"):
+            open_to_all.set_prefill_peers(["127.0.0.1:9"])
+    finally:
+        open_to_all.close()
+
+
 def test_engines_that_derive_other_keys_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("gemma3_text")
     prefill = prefill_engine(case.model, num_tokens=LONGEST)
@@ -149,10 +218,9 @@ def test_a_role_needs_what_the_engine_was_started_with() -> None:
     alone, prefill = tiered_core(case.model, num_tokens=LONGEST), prefill_engine(case.model, num_tokens=LONGEST)
     decode = decode_engine(case.model, [prefill], num_tokens=LONGEST)
     try:
-        with pytest.raises(InvalidInput, match="has no role"):
-            alone.set_role("both")
-        with pytest.raises(InvalidInput, match="has no peer"):
-            prefill.set_role("decode")
+        for verb in (lambda: alone.set_role("both"), lambda: alone.set_prefill_peers([])):
+            with pytest.raises(InvalidInput, match="has no role"):
+                verb()
         with pytest.raises(InvalidInput, match="listens to no other"):
             decode.set_role("both")
         assert (transfer_of(prefill)["role"], transfer_of(decode)["role"]) == ("prefill", "decode")

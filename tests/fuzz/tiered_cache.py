@@ -117,7 +117,7 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
     ) -> None:
         self.world = world
         super().__init__(cache, events, faults, world.names)
-        self.loads, self.prefetches = self.ahead.loads, self.ahead.prefetches
+        self.loads = self.ahead.loads
         world.records.device = self.device
         if isinstance(self.model, TieredPlain):
             self.model.withheld = self._withheld
@@ -129,6 +129,10 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
     def ever(self) -> set[int]:
         """The last names of pages that were cached at any time."""
         return self.model.ever if isinstance(self.model, TieredPlain) else set()
+
+    @property
+    def prefetches(self) -> bool:
+        return self.ahead.prefetches
 
     @property
     def tiers(self) -> Tiering:

@@ -155,11 +155,12 @@ def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: 
     assert (status, health["status"], len(health["processes"])) == (200, "ok", 2)
 
 
-def test_roles_are_not_changed_through_the_router(router: LiveRouter) -> None:
+def test_roles_and_peers_are_not_changed_through_the_router(router: LiveRouter) -> None:
     before = sent(router)
-    status, answer = router.request("/v1/cache/role", {"role": "decode"})
-    assert (status, sent(router)) == (400, before)
-    assert "quire up" in answer["error"]["message"]
+    for method, name, body in (("POST", "role", {"role": "decode"}), ("PUT", "peers", {"prefill_peers": []})):
+        status, answer = router.request(f"/v1/cache/{name}", body, method=method)
+        assert (status, sent(router)) == (400, before)
+        assert "quire up" in answer["error"]["message"]
 
 
 def test_answers_are_counted_by_the_names_that_a_server_gives_its_routes(

@@ -77,6 +77,7 @@ ROUTES: dict[tuple[str, str], Asked] = {
     ("POST", "/v1/cache/flush"): Asked({"all": True}),
     ("POST", "/v1/cache/epoch"): Asked({"weights_epoch": 1}),
     ("POST", "/v1/cache/role"): Asked({"role": "both"}),
+    ("PUT", "/v1/cache/peers"): Asked({"prefill_peers": []}),
     ("GET", "/v1/cache/statistics"): Asked(),
     ("GET", "/v1/cache/retained"): Asked(),
     ("GET", "/v1/cache/audit"): Asked(),

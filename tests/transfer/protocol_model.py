@@ -1,8 +1,8 @@
 """Both state machines and a wire between them, explored breadth first: every order of what can happen, within bounds.
 
-The wire reorders, duplicates and breaks. Either side may be killed, or stopped and continued, at any point. A write is
-in flight from `Begin` until the sender's machine was told that it ended, and may touch its target at any time before.
-In each state:
+The wire reorders, duplicates and breaks. Either side may be killed, or stopped and continued, at any point. The
+receiver may remove its peer, which closes the connection after its writes, and add it again. A write is in flight from
+`Begin` until the sender's machine was told that it ended, and may touch its target at any time before. In each state:
 
 - no write in flight has a target that may be reused, and its pages are held;
 - a part is SENT only if all its bytes have landed;
@@ -24,6 +24,7 @@ from quire.transfer.messages import Answer, Ask, Gone, Granted, Message, Refused
 from quire.transfer.receiving import Ended, PartState, ReceivedPart, Receiver, Shut
 from quire.transfer.sending import AskingPeer, Begin, Disconnect, Drained, Drop, Sender, StartPrompt, StopPrompt, Wanted
 
+FAULTS = ("duplicates", "breaks", "kills", "stops")
 PREFILL, DECODE = "prefill", "decode"
 SECONDS = MARGIN = DRAIN = 1.0  # the sender's deadlines are one and two later than the receiver's
 FAIR = ("deliver", "notice", "grant", "computed", "ready", "landed", "continue", "connect")
@@ -44,6 +45,7 @@ class Bounds:
     kills: int = 0
     stops: int = 0
     ends: int = 0
+    leaves: int = 0
     fails: bool = True
     at_once: bool = True
     shuts: bool = False
@@ -56,7 +58,7 @@ class World:
         self.shuts, self.fails, self.at_once = bounds.shuts, bounds.fails, bounds.at_once
         self.asks_left = bounds.asks
         self.most_parts = bounds.parts
-        self.left = {name: getattr(bounds, name) for name in ("duplicates", "breaks", "kills", "stops", "ends")}
+        self.left = {name: getattr(bounds, name) for name in (*FAULTS, "ends", "leaves")}
         self.receiver, self.sender = Receiver(), Sender(MARGIN, DRAIN)
         self.parts: dict[Place, ReceivedPart] = {}
         self.to: dict[str, dict[Message, int]] = {PREFILL: {}, DECODE: {}}
@@ -71,6 +73,7 @@ class World:
         self.is_up = True
         self.knows: frozenset[str] = frozenset()  # sides that noticed the loss of the connection
         self.is_drained = False
+        self.is_leaving = False  # the receiver has removed its peer, which has not closed the connection
         self.is_broken = False  # for the receiver, which has noticed a break and no connection since
 
     def copy(self) -> World:
@@ -140,11 +143,16 @@ class World:
 
     def _between(self) -> tuple[object, ...]:
         wire = tuple(frozenset(messages.items()) for messages in self.to.values())
-        place = self.dead, self.stopped, self.is_up, self.knows, self.is_drained, self.is_broken
+        place = self.dead, self.stopped, self.is_up, self.knows, self.is_drained, self.is_broken, self.is_leaving
         return wire, self.landed, self.closed_tags, place, tuple(self.left.values())
 
     def runs(self, side: str) -> bool:
         return side not in (self.dead, self.stopped)
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether the receiver has a peer."""
+        return self.is_up and not self.is_leaving
 
     # -- what can happen
 
@@ -153,10 +161,12 @@ class World:
         for side, runs in ((DECODE, decode), (PREFILL, prefill)):
             if runs and side not in self.knows:
                 yield from (("deliver", side, message) for message in self.to[side])
-                if not self.is_up:
+                if not self.is_up or (self.is_leaving and (side == PREFILL or self.is_drained)):
                     yield ("notice", side)
         if decode:
-            if self.is_up and self.asks_left and (self.at_once or self.over.issuperset(self.receiver.asks)):
+            if self.may_ask and self.left["leaves"]:
+                yield ("leave",)
+            if self.may_ask and self.asks_left and (self.at_once or self.over.issuperset(self.receiver.asks)):
                 yield ("ask",)
             for ask, asked in self.receiver.asks.items():
                 if asked.state is not receiving.AskState.ENDED and len(asked.parts) < self.most_parts:
@@ -195,7 +205,7 @@ class World:
             yield from (("stop", side) for side in (DECODE, PREFILL) if side != self.dead)
         if self.stopped:
             yield ("continue",)
-            if self.stopped == PREFILL and self.is_up and decode:
+            if self.stopped == PREFILL and self.may_ask and decode:
                 yield ("silent",)
         if self.left["ends"] and prefill:
             yield ("end all",)
@@ -225,8 +235,15 @@ class World:
             self._received(self.receiver.unreachable(PREFILL))
 
     def do_connect(self) -> None:
-        self.is_up, self.is_drained, self.is_broken, self.knows = True, False, False, frozenset()
+        self.is_up, self.knows = True, frozenset()
+        self.is_drained = self.is_broken = self.is_leaving = False
         self._received(self.receiver.connected(PREFILL))
+
+    def do_leave(self) -> None:
+        """What was sent before may still arrive."""
+        self.left["leaves"] -= 1
+        self.is_leaving = True
+        self._received(self.receiver.left(PREFILL))
 
     def do_ask(self) -> None:
         self.asks_left -= 1
@@ -327,9 +344,11 @@ class World:
 
     def _send(self, side: str, message: Message) -> None:
         """`Granted` arrives at once: what it changes has no effect, so its order need not be explored."""
-        if self.is_up and isinstance(message, Granted):
+        if not self.is_up or (self.is_leaving and (side == PREFILL or PREFILL in self.knows)):
+            return
+        if isinstance(message, Granted):
             self.receiver.receive(PREFILL, message)
-        elif self.is_up:
+        else:
             self.to[side][message] = self.to[side].get(message, 0) + 1
 
     def _received(self, effects: receiving.Effects) -> None:

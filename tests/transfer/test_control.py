@@ -16,8 +16,8 @@ import pytest
 from quire.errors import AddressInUse, InvalidInput
 from quire.transfer import control as module
 from quire.transfer import network
-from quire.transfer.address import Address, format_address, parse_address
-from quire.transfer.control import Arrived, Closed, Connected, Control, Silent, Speaks, Unreachable
+from quire.transfer.address import Address, format_address, parse_address, parse_peers
+from quire.transfer.control import Arrived, Closed, Connected, Control, Left, Silent, Speaks, Unreachable
 from quire.transfer.handshake import VERSION, Handshake
 from quire.transfer.messages import MOST_FRAME_BYTES, Ask, Granted, Refused, Release, Want
 from tests.transfer.peers import IDENTITY, LONG_S, SECRET, Watched, control, hello, process, until
@@ -312,6 +312,89 @@ def test_another_engine_at_the_address_of_an_unreachable_one_proves_its_end() ->
             assert decode.wait(Connected).peer == again.peer
 
 
+def test_peers_change_and_those_that_stay_keep_their_connection() -> None:
+    other = hello("prefill-1", "prefill")
+    with control(PREFILL) as stays, control(other) as leaves, control(hello("prefill-2", "prefill")) as comes:
+        kept, old, new = (address_of(each) for each in (stays, leaves, comes))
+        with control(DECODE, listen=None, peers=[kept, old]) as decode:
+            assert {decode.wait(Connected).peer for _ in range(2)} == {PREFILL.peer, other.peer}
+            leaves.wait(Connected)
+            decode.control.set_peers([new, kept])
+            assert decode.wait(Left) == Left(other.peer, True)
+            assert decode.wait(Connected).peer == "prefill-2@0000000000000001"
+            assert not decode.control.send(other.peer, ASK), "it is asked no more"
+            assert leaves.wait(Closed) == Closed(DECODE.peer, False)
+            decode.none(Closed, Unreachable, Silent)  # its writes may go on
+            leaves.control.drained(DECODE.peer)
+            assert decode.wait(Closed) == Closed(other.peer, True)
+            decode.control.set_peers([kept, new])
+            time.sleep(2 * module._TICK_S)
+            decode.none(Connected, Left, Closed)
+            assert decode.control.problems() == {} and not leaves.control.refused
+            decode.control.set_peers([])
+            assert {decode.wait(Left).peer for _ in range(2)} == {PREFILL.peer, "prefill-2@0000000000000001"}
+
+
+def test_a_peer_that_is_added_while_it_leaves_connects_when_it_has_left() -> None:
+    with control(PREFILL) as prefill, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+        decode.wait(Connected)
+        for peers in ([], [address_of(prefill)], [], [address_of(prefill)]):
+            decode.control.set_peers(peers)
+        decode.wait(Left)
+        prefill.wait(Closed)
+        time.sleep(2 * module._TICK_S)
+        decode.none(Connected, Closed, Left)
+        prefill.control.drained(DECODE.peer)
+        decode.wait(Closed)
+        assert decode.wait(Connected).peer == PREFILL.peer
+        assert not prefill.control.refused, "it was not dialed before"
+
+
+def test_a_removed_peer_that_is_stopped_or_killed_is_neither_silent_nor_asked() -> None:
+    with process(PREFILL) as (prefill, address, _), control(DECODE, listen=None, peers=[address]) as decode:
+        decode.wait(Connected)
+        assert prefill.pid is not None
+        os.kill(prefill.pid, signal.SIGSTOP)
+        decode.wait(Silent)
+        decode.control.set_peers([])
+        decode.wait(Left)
+        time.sleep(module.SILENT_S + 2 * module.BEAT_S)
+        decode.none(Silent, Speaks, Closed, Unreachable)
+        prefill.kill()
+        assert decode.wait(Closed) == Closed(PREFILL.peer, True)
+        decode.none(Speaks, Connected)
+        assert decode.control.problems() == {}
+
+
+def test_an_address_that_is_removed_is_dialed_no_more_and_its_last_engine_is_remembered() -> None:
+    with control(PREFILL) as prefill, control(DECODE, listen=None, peers=[address_of(prefill)]) as decode:
+        decode.wait(Connected)
+        address = address_of(prefill)
+        prefill.control._peers[DECODE.peer, False].outbox.extend(BROKEN["garbage"])
+        decode.wait(Unreachable)
+        decode.control.set_peers([])
+        prefill.control.close()
+        with control(hello("prefill-0", "prefill", epoch=2), listen=address) as again:
+            time.sleep(3 * module._TICK_S)
+            assert again.control.events() == []
+            decode.control.set_peers([address])
+            assert decode.wait(Closed) == Closed(PREFILL.peer, True), "another engine is at its address: it has ended"
+            decode.wait(Connected)
+
+
+def test_a_handshake_that_goes_on_ends_with_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as quiet:
+        address = quiet.getsockname()[:2]
+        with control(DECODE, listen=None, peers=[address]) as decode:
+            made, _ = quiet.accept()
+            decode.control.set_peers([])
+            made.settimeout(LONG_S / 4)
+            with made:
+                assert is_closed(made)
+            decode.none(Closed, Unreachable, Left)
+            assert decode.control.problems() == {} and not decode.control.refused
+
+
 def test_what_cannot_start() -> None:
     with control(PREFILL) as prefill, pytest.raises(AddressInUse, match="--transfer-listen"):
         module.Control(PREFILL, SECRET, listen=address_of(prefill))
@@ -394,8 +477,15 @@ def test_an_address_is_read_as_it_is_written(text: str) -> None:
     "text", ["::1:8998", "[::1]", "host", "host:", ":1", "[]:1", "host:65536", "host:-1", "host:1_0"]
 )
 def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(ValueError, match="is not HOST:PORT"):
+    with pytest.raises(InvalidInput, match="is not HOST:PORT"):
         parse_address(text)
+
+
+def test_what_are_no_peers() -> None:
+    assert parse_peers([" a:1", "[::1]:1"]) == [("a", 1), ("::1", 1)]
+    for peers, said in ((["a:1", "a:0"], "port 0, as 'a:0'"), (["a:1", "b:1", " a:1"], "' a:1' is given twice")):
+        with pytest.raises(InvalidInput, match=said):
+            parse_peers(peers)
 
 
 def test_a_thread_that_cannot_start_is_a_problem_of_its_address_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ SMALL = {
     "a stop": Bounds(stops=1, fails=False),
     "a duplicate": Bounds(duplicates=1, fails=False),
     "new weights": Bounds(ends=1),
+    "a removal": Bounds(leaves=1, fails=False),
     "a connector that shuts tags": Bounds(breaks=1, shuts=True),
     "two parts": Bounds(parts=2, fails=False),
 }
@@ -27,6 +28,9 @@ LARGE = {
     "two parts, a stop": Bounds(parts=2, stops=1, fails=False),
     "two parts, a duplicate": Bounds(parts=2, duplicates=1, fails=False),
     "two parts that fail": Bounds(parts=2),
+    "two parts, a removal and a break": Bounds(parts=2, leaves=1, breaks=1, fails=False),
+    "two asks, one by one, and a removal": Bounds(asks=2, leaves=1, fails=False, at_once=False),
+    "a removal, a kill and a stop": Bounds(leaves=1, kills=1, stops=1),
     "two asks": Bounds(asks=2, fails=False),
     "two asks, one by one, and a break": Bounds(asks=2, breaks=1, fails=False, at_once=False),
     "two asks, one by one, and a duplicate": Bounds(asks=2, duplicates=1, fails=False, at_once=False),
@@ -48,6 +52,7 @@ def test_what_each_bound_adds_has_happened() -> None:
     assert explore(SMALL["a kill"]).keys() >= {"kill decode", "kill prefill", "notice decode", "notice prefill"}
     assert explore(SMALL["a stop"]).keys() >= {"stop decode", "stop prefill", "silent", "continue"}
     assert explore(SMALL["new weights"])["end all"]
+    assert explore(SMALL["a removal"]).keys() >= {"leave", "notice decode", "notice prefill", "connect"}
 
 
 @pytest.mark.slow
@@ -60,7 +65,7 @@ def test_every_order_of_more(name: str) -> None:
 class Lives(RuleBasedStateMachine):
     """Hypothesis chooses what happens next."""
 
-    BOUNDS = Bounds(asks=8, parts=4, duplicates=4, breaks=2, kills=1, stops=2, ends=1)
+    BOUNDS = Bounds(asks=8, parts=4, duplicates=4, breaks=2, kills=1, stops=2, ends=1, leaves=2)
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +87,7 @@ class Lives(RuleBasedStateMachine):
 class LivesWithShutTags(Lives):
     """The same with a connector whose `shut` returns True."""
 
-    BOUNDS = Bounds(asks=8, parts=4, duplicates=8, breaks=2, stops=2, ends=1, shuts=True)
+    BOUNDS = Bounds(asks=8, parts=4, duplicates=8, breaks=2, stops=2, ends=1, leaves=2, shuts=True)
 
 
 Lives.TestCase.settings = LivesWithShutTags.TestCase.settings = settings(max_examples=200, stateful_step_count=30)

@@ -142,6 +142,17 @@ def test_a_broken_connection_is_no_proof_and_a_closed_one_is() -> None:
     assert third.may_reuse
 
 
+def test_a_removed_peer_is_sent_nothing_and_keeps_its_frames_until_it_closes() -> None:
+    receiver = Receiver()
+    part, other = wanted(receiver), receiver.part(asked(receiver, peer=OTHER)[0])
+    receiver.want(other, PLACES, b"target")
+    assert receiver.left(PEER) == [Ended(1, "removed", "the peer was removed"), Shut(part)]
+    assert receiver.left(PEER) == receiver.tick(1.0) == []
+    assert (part.state, other.state) == (PartState.CANCELLING, PartState.WANTED)
+    receiver.closed(PEER)
+    assert (part.state, other.state) == (PartState.GONE, PartState.WANTED)
+
+
 def test_the_oldest_ask_is_the_first_with_frames() -> None:
     receiver = Receiver()
     part = wanted(receiver)

@@ -144,6 +144,8 @@ def _role(summary: dict[str, Any]) -> str:
     name = f" ({transfer['name']})" if transfer["name"] else ""
     where = f"; computes prompts for engines that connect to {transfer['address']}" if transfer["address"] else ""
     peers = f"; has prompts computed by {', '.join(transfer['prefill_peers'])}" if transfer["prefill_peers"] else ""
+    if summary["role"] == "decode" and not peers:
+        peers = "; computes its prompts until PUT /v1/cache/peers names engines that do"
     return f"{summary['role']}{name}; pages go over {transfer['connector']}{where}{peers}"
 
 

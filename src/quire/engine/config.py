@@ -25,7 +25,7 @@ from quire.settings.setting import Bytes, Settings, Tokens, setting, shown_of
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
 from quire.spec.kv_format import kv_format
 from quire.spec.layout import DType
-from quire.transfer.address import parse_address
+from quire.transfer.address import parse_address, parse_peers
 from quire.transfer.connectors.registry import connector_kind
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class RoleFields(TransferFields):
         "Where the engines listen that compute prompts for this one: HOST:PORT, several with commas.",
         needs="--role",
         metavar="ADDRESSES",
-        otherwise="none",
+        otherwise="none until PUT /v1/cache/peers",
     )
     transfer_listen: str = setting(
         "127.0.0.1:8998",
@@ -303,15 +303,16 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
             )
         return value
 
-    @field_validator("prefill_peers", "transfer_listen")
+    @field_validator("transfer_listen")
     @classmethod
-    def _addresses(cls, value: str | None) -> str | None:
-        for address in value.split(",") if value is not None else ():
-            try:
-                parse_address(address)
-            except ValueError as error:
-                fix = "use HOST:PORT, as in 127.0.0.1:8998 or [::1]:8998."
-                raise InvalidInput(f"'{address}' is no address.", fix=fix) from error
+    def _listens(cls, value: str) -> str:
+        parse_address(value)
+        return value
+
+    @field_validator("prefill_peers")
+    @classmethod
+    def _peers(cls, value: str | None) -> str | None:
+        parse_peers(value.split(",") if value is not None else ())
         return value
 
     @field_validator("kv_events", "kv_events_replay")
@@ -383,18 +384,13 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
                 f"engines that transfer pages show each other a secret of 16 characters or more, and {given}.",
                 fix="set QUIRE_TRANSFER_SECRET to the same text for all of them.",
             )
-        if self.role == "decode" and not self.prefill_peers:
-            raise InvalidInput(
-                "role decode has others compute its prompts, and no other engine is named.",
-                fix="add --prefill-peers HOST:PORT.",
-            )
         if self.role == "prefill" and self.prefill_peers:
             raise InvalidInput(
                 "role prefill computes its own prompts, and --prefill-peers names others.", fix="use --role both."
             )
         host, _ = parse_address(self.transfer_listen)
         connector_kind(self.transfer_connector, host, unauthenticated=self.transfer_unauthenticated)
-        if self.prefill_peers and host in ("0.0.0.0", "::"):
+        if (self.prefill_peers or self.role == "decode") and host in ("0.0.0.0", "::"):
             raise InvalidInput(
                 f"other engines send pages to the host of --transfer-listen, and {self.transfer_listen} names none.",
                 fix="give the address of this machine that they reach.",

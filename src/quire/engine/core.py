@@ -36,7 +36,7 @@ from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
 from quire.engine.tier_storage import Storage, open_tiers
 from quire.engine.tiers import EngineTiers, build_memory, lower_frames, offloads_of, open_tiers_of, tier_parts
-from quire.engine.transfer import identity_of, open_transfer, set_role, transfer_parts
+from quire.engine.transfer import connections_of, identity_of, open_transfer, transfer_parts
 from quire.errors import InvalidInput, QuireError
 from quire.grammar.part import PATIENCE_S
 from quire.loop import ForwardPart, Loop, Part
@@ -55,7 +55,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.spec.events import Namespace
 from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
-from quire.transfer.handshake import Identity
+from quire.transfer.handshake import Identity, parse_role
 from quire.transfer.node import TransferNode
 
 logger = logging.getLogger(__name__)
@@ -334,7 +334,13 @@ class EngineCore:
 
     def set_role(self, role: str) -> str:
         """Have another role among engines from now on (`TransferNode.set_role`); returns it. Raises InvalidInput."""
-        return set_role(self, role)
+        connections_of(self).set_role(parse_role(role))
+        return role
+
+    def set_prefill_peers(self, addresses: list[str]) -> list[str]:
+        """Have the engines at these addresses compute prompts from now on, and no others
+        (`TransferNode.set_prefill_peers`); returns them. Raises InvalidInput."""
+        return connections_of(self).set_prefill_peers(addresses)
 
     # -- looking
 

@@ -17,7 +17,7 @@ from quire.prefix.hashing import chain_pages, layout_identity, namespace_seed
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.transfer.handshake import Identity, parse_role
+from quire.transfer.handshake import Identity
 from quire.transfer.node import TransferNode
 
 if TYPE_CHECKING:
@@ -59,12 +59,11 @@ def transfer_parts(engine: EngineCore) -> Iterator[Part]:
         yield engine.transfer
 
 
-def set_role(engine: EngineCore, role: str) -> str:
-    """See `TransferNode.set_role`. Raises InvalidInput also for an engine without connections."""
+def connections_of(engine: EngineCore) -> TransferNode:
+    """Raises InvalidInput for an engine without a role."""
     if engine.transfer is None:
         raise InvalidInput("this engine has no role.", fix="start it with --role both and QUIRE_TRANSFER_SECRET.")
-    engine.transfer.set_role(parse_role(role))
-    return role
+    return engine.transfer
 
 
 def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_epoch: int) -> Identity:

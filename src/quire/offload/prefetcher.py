@@ -50,7 +50,6 @@ class Prefetcher(ReadAhead[Prefetch]):
         self._parts = parts
         peers = tiers.settings.peers
         self.peers = PrefillPeers() if peers is None else peers
-        self.prefetches = tiers.settings.stores or self.peers.asks
         self._has_peers = peers is not None
         self._policy = tiers.settings.prefetch
         self._size = parts.plan.page_size
@@ -85,6 +84,10 @@ class Prefetcher(ReadAhead[Prefetch]):
         self._tiers.break_even.computed(num_tokens, seconds)
 
     # -- requests that wait
+
+    @property
+    def prefetches(self) -> bool:
+        return self._tiers.settings.stores or self.peers.asks
 
     @property
     def can_prefetch(self) -> bool:

@@ -136,7 +136,8 @@ class Router:
             app.add_api_route(path, self._ask_all, methods=["POST"], response_model=None)
         app.add_api_route("/v1/sessions", self._ask_all, response_model=None)
         app.add_api_route("/v1/sessions/{session_id:path}", self._ask_all, methods=["DELETE"], response_model=None)
-        app.add_api_route("/v1/cache/role", self._refuse_role, methods=["POST"], response_model=None)
+        for name, method in (("role", "POST"), ("peers", "PUT")):
+            app.add_api_route(f"/v1/cache/{name}", self._refuse_role, methods=[method], response_model=None)
         app.mount("", self._relay)
         add_gate(app, self._responses, keys=keys or Keys(), cors_origins=cors_origins)
 
@@ -225,7 +226,7 @@ class Router:
     async def _refuse_role(self) -> Response:
         """The router has chosen which engines answer by their roles."""
         raise InvalidInput(
-            "the router does not change roles: its requests go to engines by the role that they were started with.",
+            "the router changes no role and no peers: its requests go to engines by the roles they were started with.",
             fix="start `quire up` with other numbers of --prefill and --decode.",
         )
 

@@ -45,9 +45,12 @@ class ReadAhead(Generic[F]):
 
     loads: bool = False
     """Whether requests can be loaded from a lower tier."""
-    prefetches: bool = False
-    """Whether there is a store, or a peer that computes prompts."""
     peers = PrefillPeers()
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether there is a store, or a peer that computes prompts."""
+        return False
 
     @property
     def can_prefetch(self) -> bool:

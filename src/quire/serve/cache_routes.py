@@ -101,6 +101,12 @@ class RoleBody(ClosedObject):
     role: Literal["prefill", "decode", "both"] = field("Which prompts it computes, and for which engines.", ...)
 
 
+class PeersBody(ClosedObject):
+    """The engines that compute prompts for this one."""
+
+    prefill_peers: list[Text] = field("Where they listen: HOST:PORT. Without any, prompts are computed here.", ...)
+
+
 def _allowed_pin(body: RetainBody, request: Request) -> bool:
     """A pin takes memory from all others, so it is the operator's."""
     if body.pin and not request.state.client.is_admin:
@@ -162,6 +168,12 @@ def cache_router(service: Service) -> APIRouter:
     async def role(body: RoleBody) -> dict[str, Any]:
         """The engine's role among others changes. Running requests and transfers continue."""
         return {"role": await engine.ask(Core.set_role, body.role)}
+
+    @router.put("/v1/cache/peers")
+    async def peers(body: PeersBody) -> dict[str, Any]:
+        """The engines that compute prompts for this one are these, and no others. New ones are connected to as at a
+        start. What was asked of removed ones is computed here."""
+        return {"prefill_peers": await engine.ask(Core.set_prefill_peers, body.prefill_peers)}
 
     @router.get("/v1/sessions")
     async def sessions(request: Request, cache_salt: SessionSalt = "") -> dict[str, Any]:

@@ -42,7 +42,7 @@ class PrefillPeers:
     """Here no engine computes prompts for this one. One thread, the engine's, calls all methods; none of them waits."""
 
     asks = False
-    """Whether there may be peers to ask, now or later."""
+    """Whether there are peers to ask, connected or not."""
 
     def ask(self, tokens: Ids, namespace: Namespace, num_missing: int) -> PrefillAsk | None:
         """Ask a peer to compute whole pages of a prompt, whose last `num_missing` tokens are not here. None if no

@@ -6,7 +6,8 @@
 A peer that closes its connection has ended, or its writes to this engine have: `Closed` proves that it writes no more.
 `Unreachable` proves nothing. So an accepted connection that is lost stays open, unread, until the owner says `drained`;
 until then the same peer is refused, and connects again later. A dialed one is closed at once: its owner writes nothing.
-A stopped process keeps its connections: it is `Silent` until it `Speaks`.
+A stopped process keeps its connections: it is `Silent` until it `Speaks`. A peer that is removed (`Left`) reads the end
+of its connection. It ends its writes, then closes it too: `Closed` is the same proof as of a peer that has ended.
 
 Frames are a length and a message; an empty one is a heartbeat. A connection that has not proved the shared secret,
 or breaks the protocol, is closed and counted in `refused`, and nothing else changes.
@@ -78,6 +79,10 @@ class Unreachable(PeerEvent):
     reason: str
 
 
+class Left(PeerEvent):
+    """This engine asks the peer no more, and may still be written to: `Closed` or `Unreachable` follows."""
+
+
 class Silent(PeerEvent):
     """Nothing came from the peer for 2 s: it is stopped, or overloaded."""
 
@@ -94,7 +99,7 @@ class Arrived:
     message: Message
 
 
-Event = Connected | Closed | Unreachable | Silent | Speaks | Arrived
+Event = Connected | Closed | Unreachable | Left | Silent | Speaks | Arrived
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +156,7 @@ class Control:
         self._peers: dict[tuple[str, bool], _PeerConnection] = {}  # key: name and `dialed`, after the handshake
         self._lost: dict[str, _PeerConnection] = {}  # accepted ones, until `drained`
         self._targets = [_Target(address) for address in peers]
+        self._former: list[_Target] = []  # removed, with a connection that ends or a peer that may still write
         self._next_beat = self._ticked = 0.0
         listener = _listen(listen) if listen is not None else None
         self.address: Address | None = listener.getsockname()[:2] if listener is not None else None
@@ -218,6 +224,21 @@ class Control:
     def set_role(self, role: Role) -> None:
         """The role that later handshakes compare; connections remain."""
         self._hello = msgspec.structs.replace(self._hello, role=role)
+
+    def set_peers(self, peers: Sequence[Address]) -> None:
+        """Connect to these addresses from now on. Connections to the others end; those that are in both remain."""
+
+        def change() -> None:
+            known = {target.address: target for target in (*self._former, *self._targets)}
+            self._targets = [known.pop(address, _Target(address)) for address in peers]
+            links = {link.target: link for link in self._loop.connections if link.dialed}
+            self._former = [target for target in known.values() if target in links or target.unproven]
+            for target in self._former:
+                if target in links:
+                    self._leave(links[target])
+            self._seek()
+
+        self._loop.call(change)
 
     def problems(self) -> dict[Address, str]:
         """Addresses without a connection, and why."""
@@ -349,6 +370,19 @@ class Control:
         is_known = sum(other is not None and other.peer == theirs.peer for other in peers) > 1
         return "another address of a connected peer" if is_known else ""
 
+    def _leave(self, link: _PeerConnection) -> None:
+        """Ask a peer no more. Its answers are read until it closes the connection, after its last write."""
+        if not link.peer:
+            self._loop.drop(link, OSError("it is no peer any more"))
+        elif self._peers.get((link.peer, True)) is link:  # else it has left already
+            with self._lock:
+                del self._peers[link.peer, True]
+                link.outbox.clear()  # the end says it all
+            link.is_silent = False
+            with contextlib.suppress(OSError):
+                link.socket.shutdown(socket.SHUT_WR)
+            self._put(Left(link.peer, True))
+
     def _connected(self, link: _PeerConnection) -> None:
         theirs, target = link.theirs, link.target
         assert theirs is not None
@@ -382,7 +416,7 @@ class Control:
             logger.warning("A connection was refused (%s); 'refused_connections' counts others like it.", error.reason)
         if link.peer:
             with self._lock:
-                del self._peers[link.peer, link.dialed]
+                self._peers.pop((link.peer, link.dialed), None)
             self._put(Closed(link.peer, link.dialed) if is_closed else Unreachable(link.peer, link.dialed, problem))
         if link.peer and not link.dialed:
             self._lost[link.peer] = link

@@ -39,6 +39,7 @@ _FIXES = {
     "silent": "see whether the prefill engine is stopped, or its machine overloaded",
     "closed": "the prefill engine has ended: see its log",
     "unreachable": "look at the network between the engines",
+    "removed": "nothing: PUT /v1/cache/peers has removed the prefill engine",
     "connector": "see the log, and start this engine again",
     "role": "have it compute prompts again, with POST /v1/cache/role",
     "room": "give this engine more --host-memory",

@@ -20,9 +20,9 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.prefill import PrefillPeers
 from quire.tiers.transfer import Transfer
-from quire.transfer.address import Address, format_address, parse_address
+from quire.transfer.address import Address, format_address, parse_address, parse_peers
 from quire.transfer.connectors.registry import open_connector
-from quire.transfer.control import Arrived, Closed, Connected, Control, Event, Silent, Speaks, Unreachable
+from quire.transfer.control import Arrived, Closed, Connected, Control, Event, Left, Silent, Speaks, Unreachable
 from quire.transfer.counts import ReceivedCounts, SentCounts
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.handshake import Hello, Identity, Role
@@ -105,7 +105,6 @@ class TransferNode(Part, PrefillPeers):
         wake: Callable[[], None],
     ) -> None:
         self.role = role
-        self.asks = bool(peers)
         self._host = host
         self._identity, mine = identity, identity(epoch)
         self._page_size = mine.page_size
@@ -113,7 +112,8 @@ class TransferNode(Part, PrefillPeers):
         self._seconds = seconds
         self._least_tokens = least_tokens
         self._wake = wake
-        self._listen, self._peers = parse_address(listen), [parse_address(peer) for peer in peers]
+        self._listen, self._peers = parse_address(listen), parse_peers(peers)
+        self.asks = bool(peers)
         name, start = f"{socket.gethostname()[:40]}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
         self._secret = secret.encode()
         self.connector = open_connector(
@@ -157,7 +157,7 @@ class TransferNode(Part, PrefillPeers):
             seconds=self._seconds,
             least_tokens=self._least_tokens,
         )
-        self.decode.is_on = self.asks and self.role != "prefill"
+        self._switch()
         self.prefill = PrefillSide(
             self.connector,
             self._host,
@@ -221,7 +221,7 @@ class TransferNode(Part, PrefillPeers):
                 "name": event.hello.label or event.address,
                 "address": event.address,
             }
-        elif isinstance(event, Closed | Unreachable):
+        elif isinstance(event, Closed | Unreachable | Left):
             self._others.pop((event.peer, event.dialed), None)
         match event:
             case Arrived(peer, message):
@@ -251,6 +251,11 @@ class TransferNode(Part, PrefillPeers):
             case Unreachable(peer):
                 self._lost(event)
                 decode.do(decode.receiver.unreachable(peer))
+            case Left(peer):
+                logger.info("Prefill engine %s is no peer any more.", decode.counts.label(peer) or peer)
+                decode.ready(peer, is_ready=False)
+                decode.counts.lost(peer)
+                decode.do(decode.receiver.left(peer))
             case Silent(peer):
                 logger.warning("Prefill engine %s does not answer.", decode.counts.label(peer) or peer)
                 decode.ready(peer, is_ready=False)
@@ -286,14 +291,38 @@ class TransferNode(Part, PrefillPeers):
             raise InvalidInput(
                 "this engine was started as decode, and listens to no other engine.", fix="start it with --role both."
             )
-        if role == "decode" and not self._peers:
-            raise InvalidInput(
-                "this engine has no peer that could compute its prompts.", fix="start it with --prefill-peers."
-            )
         self.role = role
         self._control.set_role(role)
-        self.decode.is_on = self.asks and role != "prefill" and not self._is_broken
+        self._switch()
         self.prefill.serve(is_on=role != "decode" and not self._is_broken)
+
+    def set_prefill_peers(self, peers: Sequence[str]) -> list[str]:
+        """Have the engines at these addresses compute prompts from now on, and no others; returns the addresses. New
+        ones are dialed on another thread. What was asked of removed ones is computed here, as all prompts are without
+        peers. Raises InvalidInput for addresses that cannot be peers; nothing has changed then."""
+        assert self._control is not None
+        found = parse_peers(peers)
+        if found and self.role == "prefill":
+            raise InvalidInput(
+                "an engine with role prefill computes its own prompts.",
+                fix="give it another role: POST /v1/cache/role.",
+            )
+        if self.address in found:
+            raise InvalidInput("an engine is no peer of itself.", fix="leave out the address of this engine.")
+        if found and self._listen[0] in ("0.0.0.0", "::"):
+            raise InvalidInput(
+                "this engine was started with a --transfer-listen that names no host to send pages to.",
+                fix="start it with an address of this machine that its peers reach.",
+            )
+        self._peers = found
+        self.asks = bool(found)
+        self._control.set_peers(found)
+        self._switch()
+        return [format_address(address) for address in found]
+
+    def _switch(self) -> None:
+        """Ask peers, or do not."""
+        self.decode.is_on = self.asks and self.role != "prefill" and not self._is_broken
 
     def counters(self) -> list[Section]:
         """Counters since the start, in all and by peer, and where connections are missing."""

@@ -83,7 +83,7 @@ class Shut:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Effect: the ask has ended, and not through `release`. Its request continues with the pages that have arrived.
-    `cause` is "deadline", "silent", "closed", "unreachable" or the code of the refusal."""
+    `cause` is "deadline", "silent", "closed", "unreachable", "removed" or the code of the refusal."""
 
     ask: int
     cause: str
@@ -186,6 +186,10 @@ class Receiver:
     def unreachable(self, peer: str) -> Effects:
         """The connection broke, which does not prove that the peer writes no more."""
         return self._lost(peer, "unreachable", "the peer is not reachable", proven=False)
+
+    def left(self, peer: str) -> Effects:
+        """The peer is asked no more, and was told to end its writes: they have when it closes the connection."""
+        return self._lost(peer, "removed", "the peer was removed", proven=False)
 
     def tick(self, now: float) -> Effects:
         """Ask ends at their deadlines."""
