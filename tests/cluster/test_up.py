@@ -19,9 +19,10 @@ from unittest.mock import AsyncMock
 import psutil
 import pytest
 
-from quire.cluster.cluster import Member, Supervisor, _start, make_members, reserve_port
+from quire.cluster.cluster import Supervisor, _start, make_members, reserve_port
 from quire.cluster.config import ClusterConfig
 from quire.errors import ConnectorError, InvalidInput, NoServer
+from quire.routing.member import Member
 from quire.routing.router import open_client
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
@@ -210,7 +211,7 @@ def test_a_process_that_does_not_start_again_is_tried_less_and_less(monkeypatch:
             raise asyncio.CancelledError
 
     monkeypatch.setattr("quire.cluster.cluster.asyncio.sleep", sleep)
-    monkeypatch.setattr(supervisor, "_start", AsyncMock(side_effect=NoServer("no memory.")))
+    monkeypatch.setattr(Member, "start", AsyncMock(side_effect=NoServer("no memory.")))
     monkeypatch.setattr(supervisor, "_end_of", AsyncMock(return_value="ended"))
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(supervisor._keep(member))

@@ -10,6 +10,7 @@ from quire import __version__
 from quire.cli.command import command
 from quire.cli.doctor import DoctorSettings, doctor
 from quire.cli.explain import explain
+from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.plan import plan
 from quire.cli.replay import replay
@@ -29,6 +30,7 @@ app = typer.Typer(name="quire", **_SHOWN)
 store = typer.Typer(name="store", help="Look into a store of pages, check it, and shrink it.", **_SHOWN)
 command(app, positional="model")(serve)
 command(app, positional="model")(up)
+command(app, positional="model")(fleet)
 command(app)(generate)
 command(app, positional="planned")(plan)
 for body in (replay, explain, audit, doctor):

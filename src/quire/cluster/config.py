@@ -1,14 +1,10 @@
-"""ClusterConfig: the settings that all engines of a cluster share, and how many there are."""
+"""ClusterConfig: how many engines a cluster has, beside the settings that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import field_validator
-
-from quire.engine.config import EngineConfig
-from quire.errors import InvalidInput
+from quire.routing.config import MembersConfig
 from quire.settings.setting import setting
 
 _GROUP = "Cluster"
@@ -17,32 +13,10 @@ MemberRole = Literal["prefill", "decode"] | None
 """An engine without a role is on its own."""
 
 
-class ClusterConfig(EngineConfig):
-    """Settings of engines that run beside each other. Their roles and addresses follow from the numbers."""
+class ClusterConfig(MembersConfig):
+    """Settings of engines of one machine."""
 
     GROUP: ClassVar[str] = _GROUP
 
     prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", ge=0, le=64)
     decode: int = setting(1, "Engines that answer requests.", ge=1, le=64)
-    CHOSEN: ClassVar[frozenset[str]] = frozenset(
-        {"role", "prefill_peers", "transfer_listen", "transfer_name", "kv_events", "kv_events_replay"}
-    )
-
-    @field_validator(*sorted(CHOSEN))
-    @classmethod
-    def _chosen(cls, value: str | None) -> str | None:
-        if value:
-            raise InvalidInput("a cluster chooses it for each of its engines, or has none.", fix="leave it out.")
-        return value
-
-    @classmethod
-    def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
-        """Settings of transfers, where no engine computes prompts for others."""
-        alone = str(given.get("prefill")) == "0"
-        found = super().idle(given if alone else {**given, "role": "decode"})
-        return {name: "--prefill" if what == "--role" else what for name, what in found.items()}
-
-    def engine(self, **chosen: Any) -> EngineConfig:
-        """The settings of one engine, with those that are chosen for it. Raises InvalidInput."""
-        shared = self.model_fields_set & EngineConfig.model_fields.keys()
-        return EngineConfig.read({name: getattr(self, name) for name in shared} | chosen)

@@ -44,6 +44,7 @@ _ADD = {
     "--prefetch timeout": "--prefetch timeout",
     "--role": "--role prefill, decode or both",
     "--prefill": "--prefill 1",
+    "--max-replicas": "--max-replicas 4",
     "--kv-events": "--kv-events tcp://127.0.0.1:5557",
     "prefix caching": "--prefix-caching",
 }

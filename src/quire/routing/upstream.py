@@ -17,12 +17,13 @@ _SHARE, _SPARE = 1.25, 2  # a server may have so much of the mean load, and so m
 @dataclass(slots=True, eq=False, kw_only=True)
 class Upstream:
     """One server behind the router. Its `role` is prefill, decode, or engine for one without a role. With a `key` it is
-    sent that in place of the client's."""
+    sent that in place of the client's. `listens` is where one that computes prompts for others is asked."""
 
     name: str
     role: str
     url: str
     key: str | None = field(default=None, repr=False)
+    listens: str | None = None
     pid: int | None = None
     failing_since_s: float | None = field(default_factory=time.monotonic)  # None while it is healthy
     reason: str = "has not started"

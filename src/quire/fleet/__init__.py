@@ -1,0 +1,1 @@
+"""Engines on one machine or many, which Ray Serve starts, replaces and counts."""

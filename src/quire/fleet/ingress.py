@@ -1,0 +1,71 @@
+"""The ingress: Quire's router as a deployment, whose servers are those of the engines' replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from quire.fleet.discovery import EVERY_S, upstreams_of
+from quire.fleet.loopback import keep_on_loopback
+from quire.routing.router import Router, open_client
+from quire.routing.upstream import Upstream
+from quire.serve.config import ServerConfig
+from quire.serve.server import HttpServer, bind
+
+
+@serve.ingress()
+class Ingress:
+    """Answers over Serve's proxies, and with `listens` at the server's own address."""
+
+    async def __init__(self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool) -> None:  # type: ignore[misc]
+        keep_on_loopback()
+        self._engines = engines
+        self._client = open_client()
+        self._router = Router((), self._client, keys=server.keys(), cors_origins=server.origins)
+        self._upstreams: dict[str, dict[str, Upstream]] = {}
+        self._http: HttpServer | None = None
+        self._tasks = [asyncio.create_task(self._router.watch()), *map(asyncio.create_task, map(self._follow, engines))]
+        if listens:
+            self._http = HttpServer(self._router.app, server)
+            self._tasks.append(await self._http.begin(bind(server.host, server.port)))
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._router.app
+
+    async def processes(self) -> list[dict[str, Any]]:
+        """The servers that it knows."""
+        return [upstream.to_dict() for known in self._upstreams.values() for upstream in known.values()]
+
+    async def _follow(self, engines: DeploymentHandle[Any]) -> None:
+        """Keep the servers of these replicas those of the router. They stay while replicas are not known."""
+        known = self._upstreams[engines.deployment_name] = {}
+        while True:
+            found = await upstreams_of(engines)
+            if found is not None and known.keys() != {each.name for each in found}:
+                now = {each.name: known.get(each.name, each) for each in found}
+                known.clear()
+                known.update(now)
+                self._router.use([upstream for each in self._upstreams.values() for upstream in each.values()])
+            await asyncio.sleep(EVERY_S)
+
+    async def check_health(self) -> None:
+        """Raises what has ended one of its tasks."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError("a task of the ingress has ended.")
+
+    async def __del__(self) -> None:
+        """Take no new requests, and let open ones finish."""
+        if self._http is not None:
+            self._http.should_exit = True
+            await asyncio.wait((self._tasks.pop(),))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        await self._client.aclose()

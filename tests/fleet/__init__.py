@@ -1,0 +1,1 @@
+"""Fleets on a real Ray of this machine."""
