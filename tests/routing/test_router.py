@@ -296,13 +296,9 @@ def _is_first(router: LiveRouter, prompt: str) -> bool:
     return preferred(router.upstreams, beginning(json.dumps({"prompt": prompt}).encode()))[0] is router.upstreams[0]
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+def test_what_is_said_without_a_server() -> None:
     with LiveServer.echo() as server, LiveRouter([server]) as router:
-        with router.client().completions.create(model="echo", prompt="abc", max_tokens=250, stream=True) as chunks:
-            assert next(chunks).choices[0].text == "a"
-            server.close()
-            with pytest.raises(APIError, match="ended while it answered"):
-                list(chunks)
+        server.close()
         with pytest.raises(APIStatusError, match="decode-0 does not answer") as failed:
             router.client().completions.create(model="echo", prompt="abc")
         assert (failed.value.status_code, failed.value.code) == (503, "QUIRE-SERVE-02")

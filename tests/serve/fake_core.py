@@ -46,7 +46,7 @@ class EchoCore:
         if b"defect" in bytes(tokens):
             raise RuntimeError("a defect in add")
         assert b"broken law" not in bytes(tokens), "a law does not hold"
-        self._running[request.request_id] = (request, [])
+        self._running[request.request_id] = (request, request.begun.tokens().tolist() if request.begun else [])
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         if self._running.pop(request_id, None) is not None:
@@ -78,8 +78,10 @@ class EchoCore:
     def _advance(self, request_id: str) -> TokenOutput:
         request, drawn = self._running[request_id]
         prompt = request.tokens().tolist()
-        if b"crash" in bytes(prompt):
+        if b"crash" in bytes(prompt) and b"late" not in bytes(prompt):
             raise RuntimeError("a crash in step")
+        if b"late crash" in bytes(prompt) and len(drawn) > 98:
+            raise RuntimeError("a crash in a later step")
         if b"free twice" in bytes(prompt):
             raise InvalidFree("a page is freed twice.")
         drawn.append(prompt[len(drawn) % len(prompt)])

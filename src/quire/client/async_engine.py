@@ -231,9 +231,10 @@ class AsyncEngine:
         session_id: str = "",
         owner: str = "",
         echo: bool = False,
+        begun: Sequence[TokenOutput] = (),
     ) -> RequestStream:
         """Hand a request to the engine; returns once it is accepted. Raises the engine's refusal. With `echo` the text
-        begins with the prompt."""
+        begins with the prompt. If another engine has `begun` the request and said this of it, it is continued."""
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need a tokenizer.", fix="use stop_token_ids.")
         token_ids = await self.token_ids(prompt)
@@ -247,16 +248,18 @@ class AsyncEngine:
             params=params,
             decoder=self.tokenizer,
             echo=echo,
+            session_id=session_id,
         )
+        stream = RequestStream(assembler, on_close=self._close, begun=begun)
         options = {"adapter": adapter, "salt": salt, "priority": priority, "explain": explain, "owner": owner}
-        requests = assembler.engine_requests(**options, session_id=session_id)
+        requests = assembler.engine_requests(**options)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
         asked = [encoded((request,)) for request in requests]  # refused before it is registered
-        stream = RequestStream(assembler, on_close=self._close)
         if not self._streams:
             self._progress_s = time.monotonic()
-        self._idle.clear()
+        if requests:
+            self._idle.clear()
         self._streams |= dict.fromkeys((request.request_id for request in requests), stream)
         try:
             await asyncio.gather(*[self._send(Core.add.__name__, arguments) for arguments in asked])
@@ -311,6 +314,11 @@ class AsyncEngine:
         `options` are further fields of `RetainRequest`."""
         tokens = prompt_bytes(await self.token_ids(prompt))
         return await self.ask(Core.retain, RetainRequest(prompt=tokens, ttl_seconds=ttl_seconds, **options))
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it ends, and takes no new requests."""
+        return self._draining
 
     def health(self) -> EngineHealth:
         """Whether a request made now could be answered."""

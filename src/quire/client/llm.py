@@ -104,8 +104,8 @@ class LLM:
         assemblers = [self._assembler(prompt, p) for prompt, p in zip(batch, params, strict=True)]
         options = {"salt": salt, "priority": -priority, "explain": self.config.explain}
         try:
-            for prompt, one in zip(batch, assemblers, strict=True):
-                for request in one.engine_requests(**options, session_id=_session_of(prompt)):
+            for one in assemblers:
+                for request in one.engine_requests(**options):
                     later = self.engine.add(request)
                     while later is not None and later.poll(time.monotonic() < later.until_s) is None:
                         time.sleep(_COMPILES_S)
@@ -248,6 +248,7 @@ class LLM:
             prompt_token_ids=tokens,
             params=params,
             decoder=self.tokenizer,
+            session_id=_session_of(prompt),
         )
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Ids]:

@@ -16,12 +16,14 @@ from functools import cached_property
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
 from quire.client.stop_strings import StopAutomaton, StopStrings
 from quire.engine.messages import DraftUse, TokenLogprobs, TokenOutput
 from quire.observe.explain import Explanation
+from quire.scheduler.request import Begun
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pooling import Vectors
 
@@ -96,12 +98,13 @@ class SequenceDelta(CompletionOutput):
     """What one engine step added to a sequence. The deltas of a sequence joined are its final output.
 
     `must_abort`: the text ended on a stop string, which the engine cannot see; its sequence still runs. `error` and
-    `status`, the HTTP status, are those of a sequence that finished with "error".
+    `status`, the HTTP status, are those of a sequence that finished with "error". `source` is what the engine said.
     """
 
     must_abort: bool = False
     error: str = ""
     status: int = 500
+    source: TokenOutput | None = None
 
 
 class TextStream:
@@ -256,6 +259,7 @@ class SequenceAssembler:
             status=output.status,
             explanation=self.explanation,
             session=self.session,
+            source=output,
         )
 
     def push_token(self, token_id: int, *, shown: bool = True) -> bool:
@@ -266,6 +270,11 @@ class SequenceAssembler:
         if self._stream and shown:
             self._show(self._stream.push(token_id))
         return self.finish_reason is not None
+
+    def begun(self) -> Begun | None:
+        """What an engine needs that is to continue it; None for a sequence without tokens."""
+        outputs = np.array(self.token_ids, dtype=np.int32).tobytes()
+        return Begun(outputs=outputs, use=self.use, **self.drafts._asdict()) if outputs else None
 
     def completion(self) -> CompletionOutput:
         """The sequence as it is now."""

@@ -53,6 +53,7 @@ class RequestAssembler:
     params: SamplingParams
     decoder: Decoder | None
     echo: bool = False
+    session_id: str = ""
     sequences: dict[str, SequenceAssembler] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +65,8 @@ class RequestAssembler:
             make = PooledSequence
         assemblers = [make(self.params, self.decoder, index=i) for i in range(self.params.n)]
         self.sequences = {f"{self.request_id}-{each.index}": each for each in assemblers}
+        for each in assemblers:
+            each.is_turn = bool(self.session_id)
 
     @property
     def use(self) -> CacheUse:
@@ -71,22 +74,24 @@ class RequestAssembler:
         return min((each.use for each in self.sequences.values()), key=lambda use: use.num_cached_tokens)
 
     def engine_requests(self, **options: Any) -> list[EngineRequest]:
-        """The requests to give to the engine, one for each sequence. `options` are further fields of them. The
-        first alone has the log-probabilities of the prompt computed."""
-        for each in self.sequences.values():
-            each.is_turn = bool(options.get("session_id"))
+        """The requests to give to the engine, one for each sequence that has not ended. `options` are further fields of
+        them. The first alone has the log-probabilities of the prompt computed. A sequence that has tokens, drawn by
+        another engine, is continued."""
         prompt, others = self.prompt_token_ids.tobytes(), self.params
-        if others.prompt_logprobs is not None and others.n > 1:
+        if others.prompt_logprobs is not None:
             others = replace(others, prompt_logprobs=None, max_tokens=others.max_tokens or 1)
         return [
             EngineRequest(
                 request_id=name,
                 prompt=prompt,
-                params=others if each.index else self.params,
+                params=others if each.index or each.token_ids else self.params,
                 index=each.index,
+                session_id=self.session_id,
+                begun=each.begun(),
                 **options,
             )
             for name, each in self.sequences.items()
+            if not each.finished
         ]
 
     def unfinished_ids(self) -> list[str]:

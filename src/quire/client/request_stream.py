@@ -6,7 +6,7 @@ It ends when each sequence had its last delta, or with one error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from quire.client.output import SequenceDelta
 from quire.client.request_assembler import RequestAssembler, RequestOutput
@@ -21,16 +21,26 @@ class RequestStream:
     """The deltas of one request, for all its sequences, in the order of their arrival. Made by `AsyncEngine.submit`.
 
     `request` has all that has arrived. Its owner calls `close` at the end; a stream closed early aborts what still
-    runs.
+    runs. What an engine before this one said of a request that it has `begun` makes the deltas `before`, which are not
+    in the stream.
     """
 
-    def __init__(self, request: RequestAssembler, *, on_close: Callable[[RequestAssembler], None]) -> None:
+    def __init__(
+        self,
+        request: RequestAssembler,
+        *,
+        on_close: Callable[[RequestAssembler], None],
+        begun: Sequence[TokenOutput] = (),
+    ) -> None:
         self.request = request
         self._on_close = on_close
         self._arrived: list[SequenceDelta] = []
         self._error: QuireError | None = None
         self._has_news: asyncio.Future[None] | None = None  # the reader's, while it waits
-        self._num_open = request.params.n
+        self.before = [request.push(output) for output in begun]
+        self._num_open = request.params.n - sum(delta.finish_reason is not None for delta in self.before)
+        if self._num_open > len(request.unfinished_ids()):  # a turn whose text has ended: its session is lost
+            self.push(TokenOutput(request_id=begun[-1].request_id, finish_reason="abort"))
 
     async def take(self) -> list[SequenceDelta]:
         """The next deltas, all that have arrived or the first of many; none at the end. Raises the error."""

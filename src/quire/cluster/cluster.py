@@ -154,7 +154,9 @@ def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[in
     members: list[Member] = []
     for each in chosen:
         port, role = next(free), each.get("role", "engine")
-        own = server.model_copy(update={"host": HOST, "port": port, "cors_origins": None, "max_restarts": 0})
+        own = server.model_copy(
+            update={"host": HOST, "port": port, "cors_origins": None, "max_restarts": 0, "journals": True}
+        )
         name = f"{role}-{sum(member.upstream.role == role for member in members)}"
         engine = config.engine(**each, threads=threads, **({"transfer_name": name} if each else {}))
         members.append(

@@ -12,6 +12,7 @@ from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams, eos_or_stop
 from quire.spec.events import Namespace
+from quire.spec.ids import Ids
 from quire.spec.pages import ALL_TOKENS
 
 
@@ -19,10 +20,9 @@ def request_of(
     message: EngineRequest, config: EngineConfig, plan: MemoryPlan, vocabulary: int, eos_token_ids: Sequence[int]
 ) -> Request:
     """The request of a message. Raises InvalidInput for tokens and fields that this engine cannot compute with."""
-    tokens = message.tokens()
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
-        raise InvalidInput(f"token id {bad} is outside the vocabulary of {vocabulary:,}.", fix="check the tokenizer.")
+    tokens, begun = message.tokens(), message.begun
+    for drawn in (tokens, begun.tokens() if begun is not None else tokens[:0]):
+        _check_ids(drawn, vocabulary)
     for name, ids in (("logit_bias", message.params.logit_bias), ("stop_token_ids", message.params.stop_token_ids)):
         if wrong := [token for token in ids if not 0 <= token < vocabulary]:
             raise InvalidInput(f"{name} names token {wrong[0]}, outside the vocabulary of {vocabulary:,}.")
@@ -33,11 +33,14 @@ def request_of(
         _check_turn(message.session_id, message.params)
     params = message.params
     limit = params.max_tokens
+    max_tokens = max(1, plan.largest_request - len(tokens) if limit is None else limit)
+    if begun is not None and len(begun.tokens()) >= max_tokens:
+        raise InvalidInput(f"a sequence of {max_tokens} tokens was to be continued after {len(begun.tokens())}.")
     return Request(
         message.request_id,
         tokens,
         message.params,
-        max_tokens=max(1, plan.largest_request - len(tokens) if limit is None else limit),
+        max_tokens=max_tokens,
         stop_ids=eos_or_stop(message.params, eos_token_ids),
         index=message.index,
         namespace=Namespace(message.adapter, message.salt),
@@ -47,7 +50,14 @@ def request_of(
         session_id=message.session_id,
         owner=message.owner,
         most_cached=ALL_TOKENS if params.prompt_logprobs is None else 0,
+        begun=begun,
     )
+
+
+def _check_ids(ids: Ids, vocabulary: int) -> None:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
+        raise InvalidInput(f"token id {bad} is outside the vocabulary of {vocabulary:,}.", fix="check the tokenizer.")
 
 
 def _check_turn(session_id: str, params: SamplingParams) -> None:

@@ -19,7 +19,7 @@ from quire.cache.session import SessionGrant
 from quire.counters import Metric
 from quire.errors import InvalidInput, QuireError
 from quire.observe.explain import Explanation
-from quire.scheduler.request import Request
+from quire.scheduler.request import Begun, Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ids import Ids
 
@@ -36,7 +36,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     cache namespace: nothing is ever shared across two of them. Higher `priority` goes first. With `explain`, an output
     says why no more of the prompt was cached. One that `is_for_peer` computes a prompt for another engine. One with a
     `session_id` is a turn of that session (`quire.cache.sessions`). Its `owner` alone, and the operator, may
-    ask for its explanation, and see or end its session.
+    ask for its explanation, and see or end its session. One that another engine has `begun` is continued.
     """
 
     request_id: str
@@ -50,6 +50,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     is_for_peer: bool = False
     session_id: str = ""
     owner: str = ""
+    begun: Begun | None = None
 
     def tokens(self) -> Ids:
         """The prompt's token ids, int32 `[num_prompt_tokens]`, a read-only view."""

@@ -1,8 +1,7 @@
 """The router: one OpenAI endpoint in front of several servers. It reads no more of a body than where to send it.
 
 A request goes to the server that requests with the same beginning go to, unless that has more than its share of the
-load. If a server fails before anything was sent to the client, another one gets the request; after that the client gets
-an error, never a shortened answer. Answers that are no events are read whole before they are sent.
+load. If that server is lost, another one answers or goes on (`quire.routing.relay`).
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import json
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import httpx
 from fastapi import FastAPI
@@ -28,11 +26,11 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidInput, NoServer
+from quire.routing.relay import Relay, answered, passed_on
 from quire.routing.upstream import Upstream, beginning, preferred
 from quire.serve import errors
-from quire.serve.error_forms import form_of
 from quire.serve.errors import error_response
-from quire.serve.gate import REQUEST_ID, add_gate
+from quire.serve.gate import add_gate
 from quire.serve.keys import Keys
 from quire.serve.sse import ClientGone, while_connected
 
@@ -51,17 +49,6 @@ _FOR_ONE = (
 )
 """Routes of servers whose requests go to one of them, as their metrics name them."""
 
-_MOST_RECEIVERS = 2  # servers that may fail with the same request: it may be its fault
-
-_OWN_HEADERS = (
-    {b"host", b"content-length", b"date", b"server", b"accept-encoding", REQUEST_ID.lower().encode()}
-    | {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
-    | {b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
-)
-"""Headers that belong to one connection, and those that each side writes anew."""
-
-_KEYS = {b"authorization", b"x-api-key"}
-
 _ALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
@@ -69,8 +56,6 @@ _ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 """A machine that is gone says nothing: its connections break after five seconds."""
-
-Headers = list[tuple[bytes, bytes]]
 
 
 def open_client() -> httpx.AsyncClient:
@@ -91,14 +76,6 @@ async def check(upstream: Upstream, client: httpx.AsyncClient) -> None:
             upstream.fails(f"is unhealthy: {answer.json().get('reason')}", is_broken=True)
     except (httpx.TransportError, ValueError):
         upstream.fails("does not answer")
-
-
-class _NoAnswer(Exception):
-    """A server failed before anything was sent to the client. `response` is what it said, if anything."""
-
-    def __init__(self, response: Response | None, *, was_received: bool) -> None:
-        self.response = response
-        self.was_received = was_received
 
 
 class Router:
@@ -153,6 +130,7 @@ class Router:
         scope["route"] = next((route for route in self._for_one if route.matches(scope)[0] is not Match.NONE), None)
         with suppress(ClientGone, ClientDisconnect):
             body = await request.body()
+<<<<<<< HEAD
             await while_connected(receive, self._answer(request, body, send))
 
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
@@ -214,6 +192,11 @@ class Router:
         headers += [(b"accept-encoding", b"identity"), (REQUEST_ID.encode(), request.state.request_id.encode())]
         url = upstream.url + path + (f"?{query}" if query else "")
         return {"method": request.method, "url": url, "headers": headers, "content": body or None}
+=======
+            key, relay = beginning(body), Relay(self._client, request, body, send)
+            asking = relay.run(lambda: preferred(self._answering, key), self._none_answers)
+            await while_connected(receive, asking)
+>>>>>>> c9cc7804 (A stream whose server is lost is continued by another one)
 
     def _no_answer(self, request: Request) -> Response:
         return error_response(self._none_answers(), request.scope)
@@ -265,13 +248,18 @@ class Router:
 
         async def ask(upstream: Upstream) -> tuple[Upstream, Response]:
             try:
-                asked = self._passed_on(upstream, request, body)
+                asked = passed_on(upstream, request, body)
                 seconds = _ANSWER_TIMEOUT_S if upstream.is_healthy else _CHECK_TIMEOUT_S
                 answer = await self._client.request(**asked, timeout=seconds)
             except httpx.TransportError:
                 silent = NoServer(f"{upstream.name} does not answer.", fix="send the request again.")
+<<<<<<< HEAD
                 return upstream, error_response(silent, request.scope)
             return upstream, _response(answer, answer.content)
+=======
+                return error_response(silent, request.scope)
+            return answered(answer, answer.content)
+>>>>>>> c9cc7804 (A stream whose server is lost is continued by another one)
 
         return await asyncio.gather(*map(ask, self._upstreams))
 
@@ -341,26 +329,3 @@ class _Families(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._families
-
-
-def _passed(answer: httpx.Response) -> Headers:
-    return [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _OWN_HEADERS]
-
-
-def _response(answer: httpx.Response, content: bytes) -> Response:
-    response = Response(content, status_code=answer.status_code)
-    response.raw_headers.extend(_passed(answer))
-    return response
-
-
-async def _whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Chunks that end where an event does, as soon as they are there."""
-    pending = b""
-    async for chunk in chunks:
-        pending += chunk
-        end = pending.rfind(b"\n\n") + 2
-        if end > 1:
-            yield pending[:end]
-            pending = pending[end:]
-    if pending:
-        yield pending

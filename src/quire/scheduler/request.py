@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import msgspec
 import numpy as np
 
 from quire.cache.request_kv import CacheUse, RequestKV
@@ -30,6 +31,19 @@ class Following:
     num_cached: int
 
 
+class Begun(msgspec.Struct, kw_only=True):
+    """What another engine drew of a sequence that this one continues: `outputs`, int32 as bytes, and its counts."""
+
+    outputs: bytes
+    use: CacheUse = CacheUse()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def tokens(self) -> Ids:
+        """The outputs, int32, a read-only view."""
+        return np.frombuffer(self.outputs, dtype=np.int32)
+
+
 class RequestState(Enum):
     """WAITING has no memory, RUNNING has a `RequestKV`, FINISHED is over."""
 
@@ -46,7 +60,8 @@ class Request:
 
     `pending` tokens are drawn by a step in flight and are not on the host yet. Settled tokens do not change any more;
     only they are committed. `num_drafted` and `num_accepted` count drafts, of all its steps. While it runs, tokens and
-    lengths are views of its row in `RunningRows`, where steps advance all requests at once.
+    lengths are views of its row in `RunningRows`, where steps advance all requests at once. One that another engine has
+    `begun` is as if it had been preempted.
     """
 
     def __init__(
@@ -65,6 +80,7 @@ class Request:
         session_id: str = "",
         owner: str = "",
         most_cached: int = ALL_TOKENS,
+        begun: Begun | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -91,14 +107,17 @@ class Request:
         self.follows: Following | None = None  # the leader it waits for, when it was last considered
         self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`
-        self.use: CacheUse | None = None  # the tokens cached at its first admission; None before
+        begun = begun or Begun(outputs=b"")
+        # The tokens cached at its first admission; None before.
+        self.use: CacheUse | None = begun.use if begun.outputs else None
         self.explanation: Explanation | None = None  # why tokens of its first admission were not cached
         self.num_preemptions = 0
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
-        self._tokens: Ids = np.array(prompt, dtype=np.int32)
-        self._lengths: Lengths = np.array([len(prompt), 0, 0, 0, 0, 0], dtype=np.int64)
+        self._tokens: Ids = np.concatenate((prompt, begun.tokens()), dtype=np.int32)
+        counts = (len(self._tokens), 0, 0, 0, begun.num_draft_tokens, begun.num_accepted_tokens)
+        self._lengths: Lengths = np.array(counts, dtype=np.int64)
 
     def bind(self, tokens: Ids, lengths: Lengths) -> None:
         """The request runs: from now on its tokens and lengths are in these arrays, which have room for all."""

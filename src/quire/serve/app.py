@@ -77,6 +77,7 @@ def create_app(
         keys=keys,
         most_body_bytes=server.body_bytes(engine.context_length),
         cors_origins=server.origins,
+        journals=server.journals,
     )
     return app
 

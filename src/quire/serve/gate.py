@@ -21,6 +21,7 @@ from quire.errors import BodyTooLarge
 from quire.serve.config import MOST_BODY_BYTES
 from quire.serve.error_forms import form_of
 from quire.serve.errors import COME_AGAIN, RETRY_AFTER_S, error_response
+from quire.serve.journal import JOURNAL, MOST_JOURNAL_BYTES, behind_journal
 from quire.serve.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,14 @@ class Gate:
     """Wraps the app. `responses` counts by route and status. The state of a request has its `client` (`keys.Client`)
     and its `request_id`."""
 
-    def __init__(self, app: ASGIApp, *, responses: Counter[tuple[str, str]], keys: Keys, most_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, responses: Counter[tuple[str, str]], keys: Keys, most_body_bytes: int, journals: bool
+    ) -> None:
         self._app = app
         self._responses = responses
         self._keys = keys
         self._most_body_bytes = most_body_bytes
+        self._journals = journals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,13 +73,16 @@ class Gate:
 
         client, refusal = self._keys.refusal(scope["path"], _given_key(headers.raw))
         scope.setdefault("state", {}).update(request_id=request_id, client=client)
-        length = headers.get("content-length", "0")
-        if refusal is None and length.isdecimal() and int(length) > self._most_body_bytes:
-            refusal = _too_large(int(length), self._most_body_bytes)
+        length, most, journal = headers.get("content-length", "0"), self._most_body_bytes, headers.get(JOURNAL, "")
+        if self._journals and journal.isdecimal():
+            num_lines = min(int(journal), MOST_JOURNAL_BYTES)
+            receive, most = behind_journal(receive, num_lines, scope["state"]), most + num_lines
+        if refusal is None and length.isdecimal() and int(length) > most:
+            refusal = _too_large(int(length), most)
         if refusal is not None:
             await error_response(refusal, scope)(scope, receive, counted_send)
             return
-        await self._app(scope, _limited(receive, self._most_body_bytes), counted_send)
+        await self._app(scope, _limited(receive, most), counted_send)
 
 
 def add_gate(
@@ -85,9 +92,11 @@ def add_gate(
     keys: Keys,
     most_body_bytes: int = MOST_BODY_BYTES,
     cors_origins: Sequence[str],
+    journals: bool = False,
 ) -> None:
-    """Put the gate before the routes of `app`. Pages of `cors_origins` may call it; "*" is any."""
-    app.add_middleware(Gate, responses=responses, keys=keys, most_body_bytes=most_body_bytes)
+    """Put the gate before the routes of `app`. Pages of `cors_origins` may call it; "*" is any. With `journals` it
+    believes what a router says of answers that were begun elsewhere."""
+    app.add_middleware(Gate, responses=responses, keys=keys, most_body_bytes=most_body_bytes, journals=journals)
     if cors_origins:  # around the gate: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,

@@ -30,11 +30,13 @@ from quire.serve.answers import PromptDetails, Usage
 from quire.serve.conversation import Conversation, Terms
 from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
+from quire.serve.journal import NO_JOURNAL, NoJournal, journal_of
 from quire.serve.keys import Client, not_allowed
 from quire.serve.places import PromptPlaces
 from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, json_answer, while_connected
+from quire.spec.ids import Ids
 
 logger = logging.getLogger(__name__)
 
@@ -178,14 +180,21 @@ class AnswerForm(ABC):
 
 
 async def begun(
-    service: Service, request: Request, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, *, kind: str
+    service: Service,
+    request: Request,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    terms: Terms,
+    *,
+    kind: str,
+    journal: NoJournal = NO_JOURNAL,
 ) -> Generation:
     """The engine's side of a checked body, until the client leaves, or the deadline. The caller closes it."""
     client: Client = request.state.client
     if client.name and not client.is_admin and terms.priority > 0:
         raise not_allowed("a priority below 0")
     submit = Generation.submit(
-        service, prompts, params, terms, kind=kind, client_id=request.state.request_id, client=client
+        service, prompts, params, terms, kind=kind, client_id=request.state.request_id, client=client, journal=journal
     )
     return await while_connected(request.receive, submit)
 
@@ -202,11 +211,14 @@ async def answer(
     room: int | None = None,
 ) -> Response:
     """Generate the answer to a checked body, until the client leaves, or the deadline. A `room` is told in a header."""
-    generation = await begun(service, request, prompts, params, terms, kind=form.kind)
+    journal = journal_of(request, stream=stream)
+    journal.seeded(params)
+    generation = await begun(service, request, prompts, params, terms, kind=form.kind, journal=journal)
     form.places = terms.places
-    headers = None if room is None else {ROOM: str(room)}
+    headers = {} if room is None else {ROOM: str(room)}
     if stream:
-        events = _events(generation, form, is_scored=params.prompt_logprobs is not None)
+        headers |= journal.headers
+        events = _events(generation, form, journal, is_scored=params.prompt_logprobs is not None)
         return EventStream(events, on_close=generation.close, headers=headers)
     try:
         await while_connected(request.receive, generation.finish())
@@ -220,18 +232,25 @@ async def answer(
         generation.close()
 
 
-async def _events(generation: Generation, form: AnswerForm, *, is_scored: bool) -> AsyncGenerator[bytes, None]:
+async def _events(
+    generation: Generation, form: AnswerForm, journal: NoJournal, *, is_scored: bool
+) -> AsyncGenerator[bytes, None]:
     """With `is_scored`, the prompt has log-probabilities, which take long."""
+
+    def shown(found: list[tuple[int, SequenceDelta]]) -> bytes:
+        return b"".join([form.events(generation, i, delta) for i, delta in found if _says_something(delta)])
+
     try:
+        shown(generation.before())
+        yield journal.first(generation)
         async for found in generation.deltas():
-
-            def chunk(found: list[tuple[int, SequenceDelta]] = found) -> bytes:
-                return b"".join([form.events(generation, index, delta) for index, delta in found])
-
-            yield await asyncio.to_thread(chunk) if is_scored else chunk()
-        yield form.end(generation)
-    except Exception as error:
-        yield form.failure(generation, error if isinstance(error, QuireError) else defect(error))
+            events = await asyncio.to_thread(shown, found) if is_scored else shown(found)
+            yield events + journal.after(found)
+        yield form.end(generation) + journal.last()
+    except Exception as caught:
+        error = caught if isinstance(caught, QuireError) else defect(caught)
+        told = journal.lost(error, is_cause=not generation.engine.is_draining)
+        yield told or form.failure(generation, error) + journal.last()
     finally:
         generation.close()
 
@@ -252,6 +271,7 @@ class Generation:
         client_id: str,
         started_s: float,
         turn: OpenSequences,
+        created: int,
     ) -> None:
         self._turn = turn
         loop = asyncio.get_running_loop()
@@ -259,7 +279,7 @@ class Generation:
         self.request_id = request_id
         self.terms = terms
         self.model = service.model_name
-        self.created = int(time.time())
+        self.created = created
         self._service = service
         self._client_id = client_id
         self._streams = streams
@@ -280,6 +300,7 @@ class Generation:
         kind: str,
         client_id: str,
         client: Client,
+        journal: NoJournal,
     ) -> Generation:
         """Hand all prompts to the engine when it is the client's turn, or none: the first refusal takes back the others
         and is raised."""
@@ -297,7 +318,7 @@ class Generation:
                 fix="send them one by one.",
             )
         started_s = time.perf_counter()
-        request_id = f"{kind}{uuid.uuid4().hex}"
+        request_id = journal.request_id or f"{kind}{uuid.uuid4().hex}"
         streams: dict[int, RequestStream] = {}
 
         async def submit_one(i: int, prompt: Prompt) -> None:
@@ -311,6 +332,7 @@ class Generation:
                 session_id=terms.session_id,
                 echo=terms.echo,
                 owner=client.owner,
+                begun=journal.begun(i),
             )
 
         turn: OpenSequences | None = None
@@ -327,13 +349,34 @@ class Generation:
                 turn.close()
             raise (error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error) from None
         in_order = [streams[i] for i in range(len(prompts))]
-        return cls(service, request_id, in_order, terms, client_id=client_id, started_s=started_s, turn=turn)
+        created = journal.created or int(time.time())
+        return cls(
+            service, request_id, in_order, terms, client_id=client_id, started_s=started_s, turn=turn, created=created
+        )
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine that it runs on."""
+        return self._service.engine
+
+    @property
+    def prompts(self) -> list[Ids]:
+        """The tokens of each prompt."""
+        return [request.prompt_token_ids for request in self._requests]
+
+    def before(self) -> list[tuple[int, SequenceDelta]]:
+        """What the servers before this one have shown, as (choice, delta)."""
+        return [
+            (prompt * stream.request.params.n + delta.index, delta)
+            for prompt, stream in enumerate(self._streams)
+            for delta in stream.before
+        ]
 
     async def deltas(self) -> AsyncGenerator[list[tuple[int, SequenceDelta]], None]:
         """What has arrived since the last, as (choice, delta) in the order of arrival, of all prompts together."""
         if len(self._streams) == 1:
             while found := await self._streams[0].take():
-                yield [self._timed(0, delta) for delta in found if _says_something(delta)]
+                yield [self._timed(0, delta) for delta in found]
             return
         queue: asyncio.Queue[tuple[int, list[SequenceDelta]] | QuireError] = asyncio.Queue()
         pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
@@ -345,7 +388,7 @@ class Generation:
                     raise item
                 prompt, found = item
                 num_open -= not found
-                yield [self._timed(prompt, delta) for delta in found if _says_something(delta)]
+                yield [self._timed(prompt, delta) for delta in found]
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -366,9 +409,9 @@ class Generation:
         num_output_tokens = sum(len(each.token_ids) for each in self._sequences())
         cached, host, storage, peer = map(sum, zip(*(request.use for request in self._requests), strict=True))
         details: PromptDetails = {"cached_tokens": cached}
-        if self._service.engine.last_statistics.get("tiers"):
+        if self.engine.last_statistics.get("tiers"):
             tiers = {"device": cached - host - storage - peer, "host": host, "storage": storage}
-            if self._service.engine.last_statistics.get("transfer"):
+            if self.engine.last_statistics.get("transfer"):
                 tiers["peer"] = peer
             details["cached_tokens_by_tier"] = tiers
         found: Usage = {
@@ -377,7 +420,7 @@ class Generation:
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": details,
         }
-        if self._service.engine.last_statistics.get("speculation"):
+        if self.engine.last_statistics.get("speculation"):
             drafted, accepted = map(sum, zip(*(each.drafts for each in self._sequences()), strict=True))
             found["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,

@@ -1,0 +1,212 @@
+"""Relay: one request on its way to servers, until one of them has answered it whole.
+
+A server that is lost before the client has seen anything: another one gets the request. A server that is lost in the
+middle of a stream: another one continues it, by its journal (`quire.serve.journal`), and the client sees one stream.
+Answers that are no events are read whole before they are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import httpx
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Send
+
+from quire.errors import NoServer, QuireError
+from quire.routing.upstream import Upstream
+from quire.serve.error_forms import form_of
+from quire.serve.errors import COME_AGAIN, error_response
+from quire.serve.gate import REQUEST_ID
+from quire.serve.journal import END, JOURNAL, LOST, MOST_JOURNAL_BYTES, PREFIX
+
+logger = logging.getLogger(__name__)
+
+CONTINUE_S = 60.0
+"""For how long a stream that has begun waits for a server that can go on with it."""
+
+_PAUSE_S = 0.2
+_MOST_LOST = 2  # servers that may be lost with the same request: it may be its fault
+_PROGRESS = 16  # lines of a journal after which it is not the cause of what happened before
+
+_OWN_HEADERS = (
+    {b"host", b"content-length", b"date", b"server", b"accept-encoding"}
+    | {REQUEST_ID.lower().encode(), JOURNAL.lower().encode()}
+    | {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
+    | {b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
+)
+"""Headers that belong to one connection, and those that each side writes anew."""
+
+_KEYS = {b"authorization", b"x-api-key"}
+
+Headers = list[tuple[bytes, bytes]]
+
+Preferred = Callable[[], Iterable[Upstream]]
+"""The healthy servers now, best first."""
+
+
+def passed_on(upstream: Upstream, request: Request, body: bytes, journal: bytes = b"") -> dict[str, Any]:
+    """The request for an upstream, as httpx takes it."""
+    path, query = request.scope["raw_path"].decode(), request.scope["query_string"].decode()
+    left_out = _OWN_HEADERS | (_KEYS if upstream.key else set())
+    headers: Headers = [pair for pair in request.headers.raw if pair[0].lower() not in left_out]
+    headers += [(b"authorization", f"Bearer {upstream.key}".encode())] if upstream.key else []
+    headers += [(b"accept-encoding", b"identity"), (REQUEST_ID.encode(), request.state.request_id.encode())]
+    headers.append((JOURNAL.encode(), str(len(journal)).encode()))
+    url = upstream.url + path + (f"?{query}" if query else "")
+    return {"method": request.method, "url": url, "headers": headers, "content": journal + body or None}
+
+
+def answered(answer: httpx.Response, content: bytes) -> Response:
+    """The answer of an upstream for the client."""
+    response = Response(content, status_code=answer.status_code)
+    response.raw_headers.extend(_passed(answer))
+    return response
+
+
+class Relay:
+    """One request with its body. `send` takes what the client gets."""
+
+    def __init__(self, client: httpx.AsyncClient, request: Request, body: bytes, send: Send) -> None:
+        self._client = client
+        self._request = request
+        self._body = body
+        self._send = send
+        self._has_begun = False  # the client has seen a part of a stream
+        self._journal = bytearray()
+        self._num_lines = 0
+        self._num_lost = 0  # servers, without much progress in between
+        self._lost_at = 0  # lines when the last one was lost
+        self._said: Response | None = None  # by the last server that could not answer
+
+    async def run(self, preferred: Preferred, none_answers: Callable[[], QuireError]) -> None:
+        """Ask one server after the other. At the end the client has an answer, or an error."""
+        tried: set[str] = set()
+        until_s = 0.0
+        while self._num_lost < _MOST_LOST:
+            upstream = next((each for each in preferred() if each.name not in tried), None)
+            if upstream is None:
+                if not self._has_begun or time.monotonic() > until_s:
+                    break
+                tried.clear()
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            before = self._num_lines
+            if await self._ask(upstream):
+                return
+            if self._num_lines > before or not until_s:
+                tried.clear()
+                until_s = time.monotonic() + CONTINUE_S
+            tried.add(upstream.name)
+        error = none_answers()
+        if not self._has_begun:
+            response = self._said or error_response(error, self._request.scope)
+            await response(self._request.scope, self._request.receive, self._send)
+            return
+        if self._num_lost == _MOST_LOST:
+            error = NoServer("the server that answered has ended, and none can go on.", fix="send the request again.")
+        form = form_of(self._request.scope["path"])
+        await self._end(form.last_events(form.body(error, self._request.state.request_id)))
+
+    async def _ask(self, upstream: Upstream) -> bool:
+        """Pass the request on, and the answer back. False if another server may be asked."""
+        upstream.in_flight += 1
+        upstream.num_requests += 1
+        try:
+            asked = passed_on(upstream, self._request, self._body, bytes(self._journal))
+            async with self._client.stream(**asked) as answer:
+                if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    return await self._stream(upstream, answer)
+                content = await answer.aread()
+                if answer.status_code == 503 or (self._has_begun and answer.status_code in COME_AGAIN):
+                    self._said = answered(answer, content)
+                    self._num_lost += not self._has_begun
+                    return False
+                if self._has_begun:  # it cannot be continued there, nor elsewhere
+                    form = form_of(self._request.scope["path"])
+                    await self._end(form.last_events(msgspec.json.decode(content)))
+                    return True
+                await answered(answer, content)(self._request.scope, self._request.receive, self._send)
+                return True
+        except httpx.TransportError as error:
+            upstream.fails("does not answer")
+            self._lost(upstream, str(error) or type(error).__name__)
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                self._num_lost -= 1  # it has not seen the request
+            return False
+        finally:
+            upstream.in_flight -= 1
+
+    async def _stream(self, upstream: Upstream, answer: httpx.Response) -> bool:
+        """Pass events on as soon as the journal has what they show."""
+        is_journaled = JOURNAL in answer.headers
+        pending, shown = b"", bytearray()
+        async for chunk in answer.aiter_raw():
+            pending += chunk
+            *blocks, pending = pending.split(b"\n\n")
+            for block in blocks:
+                if not block.startswith(PREFIX):
+                    shown += block + b"\n\n"
+                    continue
+                line = block[len(PREFIX) :]
+                if line.startswith(LOST):
+                    return self._is_lost(upstream, line)
+                if line.startswith(END):
+                    await self._show(answer, shown)
+                    await self._end(b"")
+                    return True
+                self._note(line)
+                await self._show(answer, shown)
+            if not is_journaled:
+                await self._show(answer, shown)
+        if is_journaled:
+            self._lost(upstream, "its stream has no end")
+            return False
+        await self._show(answer, shown + pending)
+        await self._end(b"")
+        return True
+
+    def _note(self, line: bytes) -> None:
+        self._num_lines += 1
+        if len(self._journal) <= MOST_JOURNAL_BYTES:
+            self._journal += line + b"\n"
+
+    async def _show(self, answer: httpx.Response, shown: bytearray) -> None:
+        """The client gets these events."""
+        if not shown:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            start = {"type": "http.response.start", "status": answer.status_code, "headers": _passed(answer)}
+            await self._send(start)
+        await self._send({"type": "http.response.body", "body": bytes(shown), "more_body": True})
+        shown.clear()
+
+    async def _end(self, events: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _is_lost(self, upstream: Upstream, line: bytes) -> bool:
+        """The server says that it cannot go on."""
+        told = msgspec.json.decode(line)
+        self._lost(upstream, told["lost"])
+        self._num_lost -= not told.get("is_cause")
+        return False
+
+    def _lost(self, upstream: Upstream, why: str) -> None:
+        """Count a server that was lost while it had the request."""
+        upstream.num_failures += 1
+        logger.warning("%s: %s [%s]", upstream.name, why, self._request.state.request_id)
+        if self._num_lines - self._lost_at >= _PROGRESS:
+            self._num_lost = 0
+        self._num_lost = _MOST_LOST if len(self._journal) > MOST_JOURNAL_BYTES else self._num_lost + 1
+        self._lost_at = self._num_lines
+
+
+def _passed(answer: httpx.Response) -> Headers:
+    return [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _OWN_HEADERS]
