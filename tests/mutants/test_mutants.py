@@ -29,6 +29,7 @@ from tests.engine import (
     drafted,
     grammars,
     test_channel,
+    test_continued,
     test_draft_head,
     test_draft_trees,
     test_fake_cuda,
@@ -77,6 +78,7 @@ from tests.mutants import (
     hold_mutants,
     hot_slot_mutants,
     hybrid_mutants,
+    journal_mutants,
     launch_mutants,
     liveness_mutants,
     native_mutants,
@@ -102,6 +104,7 @@ from tests.prefix import test_ended
 from tests.prefix.test_evict import check_eviction_orders
 from tests.prefix.test_lru_bound import GUARD
 from tests.prefix.test_policy_models import KEYS, check_policy
+from tests.routing import test_relay
 from tests.scheduler import test_chunk_budget, test_sessions
 from tests.scheduler.session_machine import run_sessions
 from tests.scheduler.step_machine import run_steps
@@ -355,6 +358,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "canary budget": [check_short_steps],
     "canary chains": [check_chains],
     "channels": [test_channel.check_messages],
+    "continued": [test_continued.check_tiny],
+    "relayed": [test_relay.check_a_kill],
     "readers": [test_async_engine.check_a_slow_reader],
     "foreign files": [
         lambda plant=plant: in_folder(lambda path: check_a_slab_is_not_followed(path, plant))
@@ -525,6 +530,7 @@ def test_names_and_sentences_are_all_different() -> None:
         output_mutants.words_are_decoded_alone,
         triton_mutants.a_row_sees_the_token_after_it,
         graph_mutants.inputs_are_those_of_the_capture,
+        journal_mutants.outputs_of_another_engine_are_a_prompt,
         launch_mutants.long_contexts_are_not_warmed_up,
         canary_mutants.damaged_frames_are_free_again,
         security_mutants.links_are_followed,

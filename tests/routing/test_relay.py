@@ -76,6 +76,12 @@ def test_all_streams_are_whole(name: str) -> None:
             server.close()
 
 
+def check_a_kill() -> None:
+    """One of two servers is killed under streams."""
+    with echo() as first, echo() as second, LiveRouter([first, second]) as router:
+        lose(router, [first, second], LiveServer.close)
+
+
 def test_a_stream_waits_for_its_only_server() -> None:
     with echo(max_restarts=3) as server, LiveRouter([server]) as router:
         lose(router, [server], lambda live: live.engine().kill())
@@ -113,7 +119,10 @@ def test_clients_see_no_journal_and_write_none() -> None:
         (b"no line", "cannot be read"),
         (b'{"outputs":[]}\n', "has no beginning"),
         (b'{"start":{"request_id":"cmpl-1","created":1,"seed":1,"prompt":"another one"}}\n', "cannot be continued"),
-        (b'{"start":{"request_id":"cmpl-1","created":1,"seed":1}}\n{"outputs":[{"request_id":"7"}]}', "cannot be continued"),
+        (
+            b'{"start":{"request_id":"cmpl-1","created":1,"seed":1}}\n{"outputs":[{"request_id":"7"}]}',
+            "cannot be continued",
+        ),
     ],
 )
 def test_a_server_refuses_a_journal_that_is_not_of_the_request(lines: bytes, why: str) -> None:

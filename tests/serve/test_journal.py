@@ -33,7 +33,10 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs": ("/v1/completions", TEXTS | {"logprobs": 3, "n": 2}),
     "chat": ("/v1/chat/completions", CHAT | {"temperature": 1.2, "explain": True}),
     "choices": ("/v1/chat/completions", CHAT | {"n": 3, "logprobs": True, "top_logprobs": 2, "temperature": 1.3}),
-    "usage": ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    "usage": (
+        "/v1/chat/completions",
+        CHAT | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
     "session": ("/v1/chat/completions", CHAT | {"session_id": "of a journal", "temperature": 1.1}),
     "tool": ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
     "schema": ("/v1/chat/completions", CHAT | {"guided_json": SCHEMA, "max_tokens": 40}),
@@ -58,7 +61,9 @@ def journals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         assert "Traceback" not in live.log()
 
 
-def stream(live: LiveServer, path: str, body: dict[str, Any], lines: bytes = b"") -> tuple[bytes, list[tuple[bytes, bytes]]]:
+def stream(
+    live: LiveServer, path: str, body: dict[str, Any], lines: bytes = b""
+) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """The events of an answer up to each line of its journal, with these; and those behind the last line."""
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
     payload = lines + json.dumps(body | {"stream": True}).encode()
@@ -76,7 +81,9 @@ def steady(events: bytes) -> tuple[bytes, list[float]]:
     what its session has, ids of calls that nobody has seen."""
     found = re.sub(rb'"completed_at":\d+|"session":\{[^}]*\}|"call_[0-9a-f]+"', b"", events).split(b"\n\n")
     choice = re.compile(rb'"choices":\[\{"index":(\d+)')
-    texts = re.split(rb"(-?\d+\.\d+(?:e-?\d+)?)", b"|".join(sorted(found, key=lambda each: choice.findall(each) or [b"9"])))
+    texts = re.split(
+        rb"(-?\d+\.\d+(?:e-?\d+)?)", b"|".join(sorted(found, key=lambda each: choice.findall(each) or [b"9"]))
+    )
     return b"".join(texts[::2]), [float(number) for number in texts[1::2]]
 
 
