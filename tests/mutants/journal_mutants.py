@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import numpy as np
 
 from quire.routing.relay import Relay
@@ -47,9 +48,11 @@ def a_journal_is_not_kept(patch: Patch) -> None:
 @mutant("relayed", "an answer ends in its middle as if it were complete")
 def a_stream_without_an_end_is_complete(patch: Patch) -> None:
     async def stream(relay: Relay, upstream: object, answer: object) -> bool:
-        if not await real(relay, upstream, answer):  # type: ignore[arg-type]
+        try:
+            return await real(relay, upstream, answer)  # type: ignore[arg-type]
+        except httpx.TransportError:
             await relay._end(b"")
-        return True
+            return True
 
     real = Relay._stream
     patch.setattr(Relay, "_stream", stream)

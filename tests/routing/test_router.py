@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from openai import APIError, APIStatusError
+from openai import APIStatusError
 
 from quire.routing.router import CHECK_S
 from quire.routing.upstream import Upstream, beginning, preferred

@@ -83,7 +83,7 @@ class Relay:
         self._num_lines = 0
         self._num_lost = 0  # servers, without much progress in between
         self._lost_at = 0  # lines when the last one was lost
-        self._said: Response | None = None  # by the last server that could not answer
+        self._said: Response | None = None  # what the last server said that could not answer
 
     async def run(self, preferred: Preferred, none_answers: Callable[[], QuireError]) -> None:
         """Ask one server after the other. At the end the client has an answer, or an error."""
@@ -128,7 +128,7 @@ class Relay:
                     self._said = answered(answer, content)
                     self._num_lost += not self._has_begun
                     return False
-                if self._has_begun:  # it cannot be continued there, nor elsewhere
+                if self._has_begun:  # no server can continue the answer
                     form = form_of(self._request.scope["path"])
                     await self._end(form.last_events(msgspec.json.decode(content)))
                     return True
@@ -138,7 +138,7 @@ class Relay:
             upstream.fails("does not answer")
             self._lost(upstream, str(error) or type(error).__name__)
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                self._num_lost -= 1  # it has not seen the request
+                self._num_lost -= 1  # the server has not seen the request
             return False
         finally:
             upstream.in_flight -= 1

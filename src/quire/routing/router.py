@@ -130,73 +130,9 @@ class Router:
         scope["route"] = next((route for route in self._for_one if route.matches(scope)[0] is not Match.NONE), None)
         with suppress(ClientGone, ClientDisconnect):
             body = await request.body()
-<<<<<<< HEAD
-            await while_connected(receive, self._answer(request, body, send))
-
-    async def _answer(self, request: Request, body: bytes, send: Send) -> None:
-        said: Response | None = None
-        num_receivers = 0
-        for upstream in preferred(self._answering, beginning(body)):
-            try:
-                await self._exchange(upstream, request, body, send)
-                return
-            except _NoAnswer as failed:
-                said = failed.response or said
-                num_receivers += failed.was_received
-            if num_receivers == _MOST_RECEIVERS:
-                break
-        response = said or self._no_answer(request)
-        await response(request.scope, request.receive, send)
-
-    async def _exchange(self, upstream: Upstream, request: Request, body: bytes, send: Send) -> None:
-        """Pass the request on, and the answer back. Raises _NoAnswer if another server may be asked."""
-        began = False
-        upstream.in_flight += 1
-        upstream.num_requests += 1
-        try:
-            async with self._client.stream(**self._passed_on(upstream, request, body)) as answer:
-                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    response = _response(answer, await answer.aread())
-                    if answer.status_code == 503:
-                        raise _NoAnswer(response, was_received=True)
-                    await response(request.scope, request.receive, send)
-                    return
-                events = _whole_events(answer.aiter_raw())
-                first = await anext(events, b"")
-                began = True
-                await send({"type": "http.response.start", "status": answer.status_code, "headers": _passed(answer)})
-                await send({"type": "http.response.body", "body": first, "more_body": True})
-                async for some in events:
-                    await send({"type": "http.response.body", "body": some, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except httpx.TransportError as error:
-            upstream.num_failures += 1
-            upstream.fails("does not answer")
-            logger.warning("%s: %s [%s]", upstream.name, str(error) or type(error).__name__, request.state.request_id)
-            if not began:
-                was_received = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                raise _NoAnswer(None, was_received=was_received) from error
-            broken = NoServer(f"{upstream.name} ended while it answered.", fix="send the request again.")
-            form = form_of(request.scope["path"])
-            told = form.last_events(form.body(broken, request.state.request_id))
-            await send({"type": "http.response.body", "body": told, "more_body": False})
-        finally:
-            upstream.in_flight -= 1
-
-    def _passed_on(self, upstream: Upstream, request: Request, body: bytes) -> dict[str, Any]:
-        """The request for an upstream, as httpx takes it."""
-        path, query = request.scope["raw_path"].decode(), request.scope["query_string"].decode()
-        left_out = _OWN_HEADERS | (_KEYS if upstream.key else set())
-        headers: Headers = [pair for pair in request.headers.raw if pair[0].lower() not in left_out]
-        headers += [(b"authorization", f"Bearer {upstream.key}".encode())] if upstream.key else []
-        headers += [(b"accept-encoding", b"identity"), (REQUEST_ID.encode(), request.state.request_id.encode())]
-        url = upstream.url + path + (f"?{query}" if query else "")
-        return {"method": request.method, "url": url, "headers": headers, "content": body or None}
-=======
             key, relay = beginning(body), Relay(self._client, request, body, send)
             asking = relay.run(lambda: preferred(self._answering, key), self._none_answers)
             await while_connected(receive, asking)
->>>>>>> c9cc7804 (A stream whose server is lost is continued by another one)
 
     def _no_answer(self, request: Request) -> Response:
         return error_response(self._none_answers(), request.scope)
@@ -253,13 +189,8 @@ class Router:
                 answer = await self._client.request(**asked, timeout=seconds)
             except httpx.TransportError:
                 silent = NoServer(f"{upstream.name} does not answer.", fix="send the request again.")
-<<<<<<< HEAD
                 return upstream, error_response(silent, request.scope)
-            return upstream, _response(answer, answer.content)
-=======
-                return error_response(silent, request.scope)
-            return answered(answer, answer.content)
->>>>>>> c9cc7804 (A stream whose server is lost is continued by another one)
+            return upstream, answered(answer, answer.content)
 
         return await asyncio.gather(*map(ask, self._upstreams))
 

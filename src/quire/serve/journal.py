@@ -37,7 +37,7 @@ LOST, END = b'{"lost":', b'{"end":'
 """How lines begin that say that the server cannot go on, or that the stream is complete."""
 
 
-class Start(msgspec.Struct, kw_only=True):
+class JournalHead(msgspec.Struct, kw_only=True):
     """What the first server chose: the id and the time of the answer, and the seed; and what must be the same: a hash
     of the prompt's tokens, and the weights."""
 
@@ -48,11 +48,11 @@ class Start(msgspec.Struct, kw_only=True):
     weights_epoch: int = 0
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class JournalLine(msgspec.Struct, omit_defaults=True):
     """One line. The ids of `outputs` are without that of the answer. A server that is `lost` says whether the request
     may be the cause."""
 
-    start: Start | None = None
+    start: JournalHead | None = None
     outputs: list[TokenOutput] = []
     lost: str = ""
     is_cause: bool = False
@@ -64,7 +64,7 @@ class Line(msgspec.Struct, omit_defaults=True):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Line)
+_decoder = msgspec.json.Decoder(JournalLine)
 
 
 class NoJournal:
@@ -130,7 +130,7 @@ class Journal(NoJournal):
             params.seed = self._seed
 
     def first(self, generation: Generation) -> bytes:
-        start = Start(
+        start = JournalHead(
             request_id=generation.request_id,
             created=generation.created,
             seed=self._seed,
@@ -139,7 +139,7 @@ class Journal(NoJournal):
         )
         if self._start is None:
             self._start, self.request_id = start, generation.request_id
-            return Line(start=start).encoded()
+            return JournalLine(start=start).encoded()
         if self._start != start:
             raise InvalidInput("the answer cannot be continued here: its prompt or the weights are others.")
         return b""
@@ -147,13 +147,13 @@ class Journal(NoJournal):
     def after(self, deltas: Iterable[tuple[int, SequenceDelta]]) -> bytes:
         at = len(self.request_id) + 1
         outputs = [replace(each, request_id=each.request_id[at:]) for _, delta in deltas if (each := delta.source)]
-        return Line(outputs=outputs).encoded()
+        return JournalLine(outputs=outputs).encoded()
 
     def last(self) -> bytes:
-        return Line(end=True).encoded()
+        return JournalLine(end=True).encoded()
 
     def lost(self, error: QuireError, *, is_cause: bool) -> bytes:
-        return Line(lost=error.message, is_cause=is_cause).encoded() if error.status == 503 else b""
+        return JournalLine(lost=error.message, is_cause=is_cause).encoded() if error.status == 503 else b""
 
 
 NO_JOURNAL = NoJournal()
