@@ -148,7 +148,7 @@ class AddressInUse(QuireError, OSError):
 
 
 class NoServer(QuireError):
-    """A router without a server that could answer, or one that ended while it answered."""
+    """A router without a server that could answer, or could go on with an answer."""
 
     code = "QUIRE-SERVE-02"
     status = 503
