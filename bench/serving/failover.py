@@ -24,7 +24,7 @@ import httpx
 from bench.harness import machine, new_parser, save
 
 TEXT = "It was a fine autumn evening, and the whole party had walked out to see the new plantation. "
-ENGINES = ("--prefill", "0", "--decode", "2", "--dtype", "float32", "--kv-memory", "128MiB", "--max-model-len", "2048")
+ENGINES = ("--decode", "2", "--dtype", "float32", "--kv-memory", "128MiB", "--max-model-len", "2048")
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Stream:
 
 
 @contextmanager
-def cluster() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def cluster(prefill: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`quire up`, and the address of its router."""
-    command = [sys.executable, "-m", "quire", "up", "--json", "--port", "0", *ENGINES]
+    command = [sys.executable, "-m", "quire", "up", "--json", "--port", "0", "--prefill", str(prefill), *ENGINES]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -137,11 +137,13 @@ async def measure(url: str, clients: int, tokens: int, times: int) -> dict[str, 
 
 def main() -> None:
     """Measure, show and write."""
-    options = new_parser("Kill servers under streams, and compare what clients get.").parse_args()
-    with cluster() as (url, _):
+    parser = new_parser("Kill servers under streams, and compare what clients get.")
+    parser.add_argument("--prefill", type=int, default=0, help="engines that compute prompts; they are killed, too")
+    options = parser.parse_args()
+    with cluster(options.prefill) as (url, _):
         found = asyncio.run(measure(url, *((4, 64, 1) if options.toy else (32, 400, 20))))
     print(json.dumps(found, indent=2))
-    save(options.json, {**machine(), **found})
+    save(options.json, {**machine(), "prefill": options.prefill, **found})
 
 
 if __name__ == "__main__":

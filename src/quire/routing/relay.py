@@ -134,7 +134,7 @@ class Relay:
                     return True
                 await answered(answer, content)(self._request.scope, self._request.receive, self._send)
                 return True
-        except httpx.TransportError as error:
+        except (httpx.TransportError, msgspec.DecodeError) as error:
             upstream.fails("does not answer")
             self._lost(upstream, str(error) or type(error).__name__)
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
