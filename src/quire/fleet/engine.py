@@ -51,7 +51,7 @@ class Engine:
         self._prefill = prefill
         self._peers: list[str] = []
         name = f"{role or 'engine'}-{serve.get_replica_context().replica_tag}"
-        own, key = _with_keys(server.changed(host=host, port=0, cors_origins=None, max_restarts=0))
+        own, key = _with_keys(server.changed(host=host, port=0, cors_origins=None, max_restarts=0, journals=True))
         self._admin = {"authorization": f"Bearer {own.admin_key or own.api_key}"}
         upstream = Upstream(name=name, role=role or "engine", url="", key=key)
         chosen = {"role": role, "transfer_name": name, "transfer_listen": format_address((host, 0))} if role else {}
