@@ -76,15 +76,16 @@ def stream(
     return parts[-1], list(zip(parts[:-1:2], parts[1::2], strict=True))
 
 
-def steady(events: bytes) -> tuple[bytes, list[float]]:
-    """Choice by choice, and the floats apart; without what no server can know: when another one completes the answer,
-    what its session has, ids of calls that nobody has seen."""
-    found = re.sub(rb'"completed_at":\d+|"session":\{[^}]*\}|"call_[0-9a-f]+"', b"", events).split(b"\n\n")
+def steady(events: bytes) -> tuple[bytes, list[float], list[bytes]]:
+    """Choice by choice; the floats, and the counts of the last usage, apart. Without what no server can know: when
+    another one completes the answer, what its session has, ids of calls that nobody has seen, and how many tokens have
+    arrived when an event is written."""
+    counts = re.compile(rb'"(?:completion|total)_tokens":\d+')
+    found = re.sub(rb'"completed_at":\d+|"session":\{[^}]*\}|"call_[0-9a-f]+"', b"", events)
     choice = re.compile(rb'"choices":\[\{"index":(\d+)')
-    texts = re.split(
-        rb"(-?\d+\.\d+(?:e-?\d+)?)", b"|".join(sorted(found, key=lambda each: choice.findall(each) or [b"9"]))
-    )
-    return b"".join(texts[::2]), [float(number) for number in texts[1::2]]
+    in_order = sorted(counts.sub(b"", found).split(b"\n\n"), key=lambda each: choice.findall(each) or [b"9"])
+    texts = re.split(rb"(-?\d+\.\d+(?:e-?\d+)?)", b"|".join(in_order))
+    return b"".join(texts[::2]), [float(number) for number in texts[1::2]], counts.findall(found)[-2:]
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -93,13 +94,13 @@ def test_another_server_goes_on(journals: LiveServer, name: str) -> None:
     stream(journals, path, body)  # from now on the same tokens are cached
     rest, parts = stream(journals, path, body)
     assert rest == b"" and parts[-1][1] == b'{"end":true}' and parts[0][1].startswith(b'{"start":')
-    whole, numbers = steady(b"".join(events for events, _ in parts))
+    whole, numbers, counted = steady(b"".join(events for events, _ in parts))
     assert len(parts) > 4
     for cut in {1, 2, 3, len(parts) // 2, len(parts) - 2, len(parts) - 1}:
         lines = b"".join(line + b"\n" for _, line in parts[:cut])
         rest, later = stream(journals, path, body, lines)
         shown = b"".join(events for events, _ in parts[:cut]) + b"".join(events for events, _ in later)
-        text, floats = steady(shown)
-        assert text == whole, cut
+        text, floats, counts = steady(shown)
+        assert (text, counts) == (whole, counted), cut
         assert floats == pytest.approx(numbers, abs=1e-3)
         assert rest == b""
