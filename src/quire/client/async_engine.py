@@ -126,6 +126,7 @@ class AsyncEngine:
         self.facts, self.metrics = dict[str, Any](), list[Metric]()
         self.last_statistics: dict[str, Any] = {}
         self.num_restarts = 0
+        self.on_beat: Callable[[], None] = lambda: None  # is called after each heartbeat
         self._process = process
         self._start_again = start_again
         self._max_restarts = max_restarts
@@ -448,6 +449,7 @@ class AsyncEngine:
         if beat.progress != self._progress or not self._streams:
             self._progress_s = time.monotonic()
         self._progress, self._has_work = beat.progress, beat.has_work
+        self.on_beat()
 
     def _on_exit(self) -> None:
         """The process is gone, or about to be."""

@@ -23,8 +23,10 @@ from quire.serve.config import ServerConfig
 from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.keys import Keys
+from quire.serve.live import Live
 from quire.serve.messages import messages_router
 from quire.serve.other_names import names_router
+from quire.serve.page import page_router
 from quire.serve.pooling_routes import pooling_router
 from quire.serve.responses import responses_router
 from quire.serve.sglang_generate import generate_router
@@ -59,6 +61,7 @@ def create_app(
         shares=Shares(most_open=running + server.max_queue, most_begun=2 * running, have_names=keys.have_names),
         request_timeout_s=server.request_timeout_s,
         retains_marked=server.retain_marked,
+        live=Live(engine, metrics.counters, model_name=model_name),
     )
     app = FastAPI(
         title="Quire",
@@ -127,5 +130,5 @@ def _router(service: Service) -> APIRouter:
 
 _ROUTES = (
     completions_router, messages_router, generate_router, tokenizer_router, pooling_router, responses_router, _router,
-    names_router, cache_router, insight_router,
+    names_router, cache_router, insight_router, page_router,
 )  # fmt: skip

@@ -32,6 +32,7 @@ from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
 from quire.serve.journal import NO_JOURNAL, NoJournal, journal_of
 from quire.serve.keys import Client, not_allowed
+from quire.serve.live import Live
 from quire.serve.places import PromptPlaces
 from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
@@ -53,6 +54,7 @@ class Service:
     model_name: str
     started_at: int
     shares: Shares
+    live: Live
     request_timeout_s: float | None = None
     retains_marked: bool = False
     after: set[asyncio.Task[object]] = field(default_factory=set)
@@ -446,6 +448,9 @@ class Generation:
         metrics.generation_tokens.observe(usage["completion_tokens"])
         if not {"abort", "error"} & set(reasons):
             metrics.request_s.observe(seconds)
+        ends = ", ".join(reason if count == 1 else f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        told = {"id": self.request_id, "client_id": self._client_id, "usage": usage, "seconds": seconds, "ends": ends}
+        self._service.live.ended(told | {"first_token_s": self._first_token_s})
         logger.info(
             "%s [%s]: %d prompt tokens, %d cached, %d output tokens%s, first after %s, %.3f s, %s",
             self.request_id,
@@ -456,7 +461,7 @@ class Generation:
             _said_of_drafts(usage),
             "-" if self._first_token_s is None else f"{self._first_token_s:.3f} s",
             seconds,
-            ", ".join(reason if count == 1 else f"{count} {reason}" for reason, count in sorted(reasons.items())),
+            ends,
         )
 
     def _expire(self) -> None:

@@ -39,11 +39,6 @@ def names_router(service: Service) -> APIRouter:
     for path in ("/health", "/ping"):
         router.add_api_route(path, health, response_model=None, responses=responses)
 
-    @router.get("/")
-    async def root() -> dict[str, str]:
-        """The server's name and version, and where its routes are described."""
-        return {"name": "quire", "version": __version__, "model": service.model_name, "documentation": "/docs"}
-
     @router.get("/load")
     async def load() -> dict[str, int]:
         """Requests that run or wait, as vLLM's."""

@@ -1,0 +1,53 @@
+// Charts of the last ten minutes, by uPlot. Each chart keeps its columns, and is drawn anew when the page is resized or
+// its colours change.
+
+import { one } from "./dom.js";
+
+const KEEPS = 600;
+const HEIGHT = 150;
+const clock = (at) => (at === undefined ? "-" : new Date(1000 * at).toLocaleTimeString("en-GB"));
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+export class Chart {
+  constructor(place, series, { unit = "", most } = {}) {
+    Object.assign(this, { place, series, unit, most, data: [[], ...series.map(() => [])] });
+    new ResizeObserver(() => this.draw()).observe(place);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(true));
+  }
+
+  add(at, values) {
+    [at, ...values].forEach((value, column) => {
+      this.data[column].push(value);
+      if (this.data[column].length > KEEPS) this.data[column].shift();
+    });
+  }
+
+  clear() {
+    this.data = this.data.map(() => []);
+  }
+
+  draw(anew = false) {
+    const width = this.place.clientWidth;
+    if (!width) return;
+    const last = this.series.map(({ name }, at) => `${name} ${one(this.data[at + 1].at(-1) ?? null)}${this.unit}`);
+    this.place.setAttribute("role", "img");
+    this.place.setAttribute("aria-label", `The last ten minutes; now ${last.join(", ")}`);
+    if (this.plot && !anew && this.width === width) return void this.plot.setData(this.data);
+    this.plot?.destroy();
+    this.width = width;
+    this.plot = new uPlot(this.options(width), this.data, this.place);
+  }
+
+  options(width) {
+    const axis = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+    return {
+      width, height: HEIGHT, cursor: { y: false }, legend: { live: true },
+      scales: { y: { range: (_, low, high) => [0, this.most ?? Math.max(1, high * 1.1)] } },
+      axes: [{ ...axis, size: 30, space: 80, values: (_, times) => times.map(clock), incrs: [1, 5, 10, 30, 60, 120, 300] }, { ...axis, size: 56 }],
+      series: [{ label: "at", value: (_, at) => clock(at ?? this.data[0].at(-1)) }, ...this.series.map(({ name, color }, at) => ({
+        label: name, stroke: css(`--c-${color}`), width: 2, points: { show: false },
+        value: (_, value, __, place) => one((place === null ? this.data[at + 1].at(-1) : value) ?? null) + this.unit,
+      }))],
+    };
+  }
+}

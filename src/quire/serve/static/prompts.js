@@ -1,0 +1,88 @@
+// The last requests, and a prompt as a strip: which of its tokens were cached, and why the others were computed.
+
+import { count, find, make, put, seconds, share, table } from "./dom.js";
+
+// In the order of `quire.observe.explain.Cause`.
+export const CAUSES = [
+  { name: "hit", color: "hit", about: "reused" },
+  { name: "last_token", color: "host", about: "cached, and computed again: the last token, with its page" },
+  { name: "logprobs", color: "store", about: "cached, and computed again for log-probabilities of the prompt" },
+  { name: "slower", color: "peer", about: "cached below the device, and faster to compute than to load" },
+  { name: "group", color: "private", about: "cached, but a group of layers could not go on from there" },
+  { name: "peer", color: "moving", about: "asked of a prefill engine, and computed here" },
+  { name: "evicted", color: "evicted", about: "was cached and had to make room" },
+  { name: "namespace", color: "namespace", about: "cached for another adapter or salt only" },
+  { name: "page", color: "page", about: "less than a page in common" },
+  { name: "new", color: "new", about: "never seen behind this prefix" },
+];
+const COLORS = Object.fromEntries(CAUSES.map(({ name, color }) => [name, color]));
+const MOST_TICKS = 200;
+const short = (id) => (id.length > 20 ? `${id.slice(0, 16)}…` : id);
+
+export class Prompts {
+  constructor(ask) {
+    this.ask = ask;
+    find("explain").addEventListener("submit", (submitted) => {
+      submitted.preventDefault();
+      this.explain(find("explain-id").value.trim());
+    });
+  }
+
+  show(requests, pageSize) {
+    this.pageSize = pageSize;
+    const known = requests.toReversed();
+    put(find("requests"), known.map((each) => each.id), () => [known.length === 0
+      ? make("p", { class: "hint" }, "No request has ended yet.")
+      : table("The last requests, the newest first", ["request", "ended", "prompt", "cached", "output", "first token", "seconds", "end"],
+          known.map((each) => this.row(each)))]);
+  }
+
+  row({ id, client_id: own, at, usage, first_token_s: first, seconds: took, ends }) {
+    const { cached_tokens: cached, cached_tokens_by_tier: tiers } = usage.prompt_tokens_details;
+    const where = tiers && cached ? ` (${Object.entries(tiers).filter(([, tokens]) => tokens).map(([tier, tokens]) => `${tier} ${count(tokens)}`).join(", ")})` : "";
+    return [
+      make("button", { type: "button", class: "link", "data-id": id, title: `${id}, X-Request-Id: ${own}`, "aria-label": `Explain ${id}`, onclick: () => this.explain(id) }, short(id)),
+      new Date(1000 * at).toLocaleTimeString("en-GB"), count(usage.prompt_tokens),
+      `${count(cached)}, ${share(cached, usage.prompt_tokens)}${where}`,
+      count(usage.completion_tokens), seconds(first), seconds(took), ends,
+    ];
+  }
+
+  async explain(id) {
+    const place = find("explained");
+    find("explain-id").value = id;
+    try {
+      const { explanations } = await this.ask(`/v1/cache/explain/${encodeURIComponent(id)}`);
+      place.replaceChildren(...explanations.map((each) => this.strip(each)));
+    } catch (error) {
+      place.replaceChildren(make("p", { class: "bad" }, error.message));
+    }
+    place.scrollIntoView({ block: "nearest" });
+  }
+
+  strip({ sequence, prompt_tokens: whole, hit_tokens: hits, reasons }) {
+    const said = reasons.map(({ cause, tokens }) => `${count(tokens)} ${cause}`).join(", ");
+    const shown = make("div", { class: "bar strip", role: "img", "aria-label": `The prompt, from its first token on: ${said}` });
+    for (const { cause, start, tokens, detail } of reasons) {
+      const part = make("span", { class: `c-${COLORS[cause] ?? "new"}`, title: `${start} to ${start + tokens - 1}: ${cause}${detail ? `, ${detail}` : ""}` });
+      part.style.flexGrow = tokens;
+      shown.append(part);
+    }
+    const ticks = whole / this.pageSize;
+    if (ticks > 1 && ticks <= MOST_TICKS) shown.style.setProperty("--page", `${100 / ticks}%`);
+    const rows = reasons.map(({ cause, start, tokens, detail, by }) => [
+      `${count(start)} to ${count(start + tokens - 1)}`, count(tokens),
+      make("span", {}, make("span", { class: `dot c-${COLORS[cause] ?? "new"}`, "aria-hidden": true }), cause),
+      make("span", {}, detail ?? CAUSES.find(({ name }) => name === cause)?.about ?? "", by ? this.link(by) : null),
+    ]);
+    return make("div", { class: "explained" },
+      make("h3", {}, sequence, make("small", {}, ` ${count(hits)} of ${count(whole)} prompt tokens were reused, ${share(hits, whole)}`)),
+      shown, table("Why, from the first token on", ["tokens", "count", "cause", "detail"], rows));
+  }
+
+  // The request for which others had to go: the first, if there were several.
+  link(by) {
+    const id = by.split(" and ")[0];
+    return /^[\w.-]+$/.test(id) ? make("button", { type: "button", class: "link after", "aria-label": `Explain ${id}`, onclick: () => this.explain(id) }, "Explain it") : null;
+  }
+}

@@ -1,0 +1,224 @@
+// The sections of the page: what is in each event, in words, bars and charts.
+
+import { Chart } from "./charts.js";
+import { bar, bytes, count, figure, find, make, one, put, seconds, share, table } from "./dom.js";
+import { CAUSES, Prompts } from "./prompts.js";
+
+const STATES = [["private", "private"], ["cached", "cached"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
+const MINUTE = 60;
+
+export class Sections {
+  constructor(ask) {
+    this.ask = ask;
+    this.prompts = new Prompts(ask);
+    this.past = [];
+    this.charts = {
+      tokens: new Chart(find("chart-tokens"), [{ name: "in", color: "hit" }, { name: "out", color: "host" }]),
+      requests: new Chart(find("chart-requests"), [{ name: "running", color: "hit" }, { name: "waiting", color: "evicted" }]),
+      usage: new Chart(find("chart-usage"), [{ name: "in use", color: "private" }], { unit: " %", most: 100 }),
+    };
+    find("audit-ask").addEventListener("click", () => this.answer("audit", "/v1/cache/audit", auditTold));
+    find("retained-ask").addEventListener("click", () => this.answer("retained", "/v1/cache/retained", retainedTold));
+  }
+
+  // What never changes, and the points of the last ten minutes.
+  begin({ model, version, facts, points }) {
+    find("model").textContent = `${model} · ${version}`;
+    document.title = `${model} · Quire`;
+    this.facts = facts;
+    this.last = null;
+    this.past = [];
+    for (const chart of Object.values(this.charts)) chart.clear();
+    points.forEach((point) => this.point(point));
+    showPlan(facts);
+  }
+
+  show(now) {
+    const { counters } = now;
+    if (now.point && now.point.at !== this.last?.at) this.point(now.point);
+    if (this.latencies(now)) this.past = [];
+    this.showNow(now);
+    showMemory(counters);
+    showHits(counters);
+    this.prompts.show(now.requests, counters.page_size);
+    showMoves(counters);
+    showChecks(now);
+    for (const chart of Object.values(this.charts)) chart.draw();
+  }
+
+  point(point) {
+    const before = this.last;
+    this.last = point;
+    const rate = (now, then) => (before && now >= then ? (now - then) / (point.at - before.at) : null);
+    const { charts } = this;
+    this.rates = [rate(point.prompt_tokens, before?.prompt_tokens), rate(point.output_tokens, before?.output_tokens)];
+    charts.tokens.add(point.at, this.rates);
+    charts.requests.add(point.at, [point.running_requests, point.waiting_requests]);
+    charts.usage.add(point.at, [100 * point.usage]);
+    if (!charts.causes && point.causes.length) {
+      charts.causes = new Chart(find("chart-causes"), CAUSES.map(({ name, color }) => ({ name, color })));
+    }
+    charts.causes?.add(point.at, CAUSES.map((_, at) => rate(point.causes[at], before?.causes[at])));
+  }
+
+  // Keeps the histograms of a minute. Returns whether they began anew.
+  latencies({ at, latencies }) {
+    const since = this.past[0];
+    this.past = [...this.past.filter((each) => each.at > at - MINUTE), { at, ...latencies }];
+    return since && latencies.whole.count < since.whole.count;
+  }
+
+  showNow({ counters, restarts }) {
+    const tiles = find("now-tiles");
+    const of = (label, metric, value) => figure(tiles, label, count(value), { metric, value });
+    of("running", "quire_running_requests", counters.running_requests);
+    of("waiting", "quire_waiting_requests", counters.waiting_requests);
+    figure(tiles, "tokens in, a second", one(this.rates?.[0] ?? null));
+    figure(tiles, "tokens out, a second", one(this.rates?.[1] ?? null));
+    const [first, last] = [this.past[0], this.past.at(-1)];
+    for (const [label, name] of [["first token", "first"], ["between tokens", "next"], ["whole request", "whole"]]) {
+      figure(tiles, `${label}, median`, seconds(quantile(last[name], first[name], 0.5)));
+      figure(tiles, `${label}, 95 %`, seconds(quantile(last[name], first[name], 0.95)));
+    }
+    of("prompt tokens", "quire_prompt_tokens_total", counters.prompt_tokens);
+    of("output tokens", "quire_output_tokens_total", counters.output_tokens);
+    of("requests that were preempted", "quire_preemptions_total", counters.preemptions);
+    figure(tiles, "engines that were started again", count(restarts), {
+      metric: "quire_engine_restarts_total", value: restarts, bad: restarts,
+    });
+    find("waiting-reason").textContent = counters.waiting_reason ? `The first that waits: ${counters.waiting_reason}` : "";
+  }
+
+  async answer(place, path, told) {
+    try {
+      const found = await this.ask(path);
+      const answers = found.processes ? found.processes.map((each) => each.answer) : [found];
+      find(place).replaceChildren(...answers.flatMap(told));
+    } catch (error) {
+      find(place).replaceChildren(make("p", { class: "bad" }, error.message));
+    }
+  }
+}
+
+// The value below which a share of what came between two histograms is: within its bucket it is taken as even.
+function quantile(now, then, part) {
+  const counts = now.at_most.map(([bound, sum], at) => [bound, sum - then.at_most[at][1]]);
+  const total = now.count - then.count;
+  if (total <= 0) return null;
+  let low = 0;
+  let below = 0;
+  for (const [bound, sum] of counts) {
+    if (sum >= part * total) return low + ((bound - low) * (part * total - below)) / (sum - below || 1);
+    [low, below] = [bound, sum];
+  }
+  return low;
+}
+
+function showMemory(counters) {
+  const pools = Object.entries(counters.frames ?? {}).map(([group, frames]) => ["device", group, frames]);
+  for (const [group, frames] of Object.entries(counters.tiers?.host ?? {})) pools.push(["host", group, frames]);
+  put(find("pools"), pools, () => pools.map(([tier, group, frames]) => {
+    const parts = STATES.filter(([state]) => state in frames).map(([state, color]) => (
+      { name: state, value: frames[state], color, labels: `group=${group};state=${state};tier=${tier}` }));
+    const more = frames.evictable === undefined ? "" : `; ${count(frames.evictable)} of the cached can be evicted`;
+    const name = `${tier}, group ${group}`;
+    return make("div", { class: "pool" }, make("h3", {}, name, make("small", {}, ` ${count(frames.total)} frames${more}`)),
+      bar(name, parts, { metric: "quire_frames" }));
+  }));
+  const tiles = find("held-tiles");
+  const of = (label, metric, value) => figure(tiles, label, count(value), { metric, value });
+  of("tokens in a page", "quire_page_size", counters.page_size);
+  of("pages that are retained", "quire_retained_pages", counters.retained_pages);
+  of("pages that sessions hold", "quire_session_held_pages", counters.session_held_pages);
+  of("pages with several readers", "quire_shared_pages", counters.shared_pages);
+  of("pages that were evicted", "quire_evicted_pages_total", counters.evicted_pages);
+  of("times that memory was short", "quire_shortages_total", counters.shortages);
+}
+
+function showHits(counters) {
+  const { tiers, prompt_tokens: whole = 0, hit_tokens: hits = 0, explained_tokens: causes = {} } = counters;
+  const from = tiers
+    ? [["device", tiers.device_hit_tokens], ["host", tiers.host_hit_tokens], ["store", tiers.storage_hit_tokens], ["peer", tiers.peer_hit_tokens]]
+    : [["cache", hits]];
+  const parts = from.map(([name, value]) => ({ name, value, color: name === "cache" ? "device" : name }));
+  parts.push({ name: "computed", value: whole - hits, color: "new" });
+  put(find("sources"), parts, () => [make("h3", {}, `From where: ${share(hits, whole)} were cached`), ...bar("From where", parts)]);
+  const why = CAUSES.filter(({ name }) => causes[name]);
+  put(find("causes"), causes, () => (Object.keys(causes).length === 0
+    ? [make("p", { class: "hint" }, "This engine was started without explanations.")]
+    : [make("h3", {}, "Why"),
+       ...bar("Why", why.map(({ name, color }) => ({ name, value: causes[name], color, labels: `cause=${name}` })), { metric: "quire_prompt_tokens_by_cause_total" }),
+       table("Causes", ["cause", "tokens", "share", "what it is"],
+         why.map(({ name, about }) => [name, count(causes[name]), share(causes[name], whole), about]))]));
+}
+
+function showMoves({ tiers, transfer }) {
+  const links = Object.entries(tiers?.links ?? {}).filter(([, link]) => link.moves);
+  const peers = transfer ? Object.entries(transfer).filter(([, value]) => typeof value === "number") : [];
+  put(find("moves-body"), [tiers, peers], () => {
+    if (!tiers && !transfer) return [make("p", { class: "hint" }, "This engine has no tier below the device, and no peers.")];
+    const rows = links.map(([name, { moves, bytes: moved, seconds: took }]) => [
+      name, count(moves), bytes(moved), seconds(took.count ? took.sum / took.count : null),
+      tiers.bandwidth[name] ? `${bytes(tiers.bandwidth[name])}/s` : "-",
+      name in tiers.off ? "off: to compute is quicker" : name in tiers.stuck ? "nothing ends" : "works",
+    ]);
+    const store = tiers ? Object.entries(tiers.store.failures) : [];
+    const lost = tiers?.store_lost.length ? [make("p", { class: "bad" }, `The store answers no ${tiers.store_lost.join(", ")}.`)] : [];
+    return [
+      tiers && (rows.length ? table("Lanes between tiers", ["lane", "moves", "bytes", "mean time", "bandwidth", "state"], rows)
+        : make("p", { class: "hint" }, "Nothing has moved yet.")),
+      ...lost,
+      store.length ? table("Failures of the store", ["kind", "times"], store.map(([kind, times]) => [kind, count(times)])) : null,
+      peers.length ? table("Peers", ["what", "count"], peers.map(([name, value]) => [name.replaceAll("_", " "), count(value)])) : null,
+    ].filter(Boolean);
+  });
+}
+
+function showChecks({ counters }) {
+  const { canary, violation = "" } = counters;
+  const tiles = find("check-tiles");
+  const of = (label, metric, value, bad) => figure(tiles, label, count(value), { metric, value, bad });
+  figure(tiles, "invariants", violation || "hold", { bad: violation });
+  of("audits", "quire_audits_total", counters.audits);
+  of("of the whole cache, unchanged", "quire_whole_audits_total", counters.whole_audits);
+  if (!canary) return;
+  of("frames with a stamp", "quire_canary_stamped_pages_total", canary.stamped_pages);
+  of("frames looked at on a hit", "quire_canary_hit_pages_total", canary.hit_pages);
+  of("frames looked at in a sweep", "quire_canary_swept_pages_total", canary.swept_pages);
+  of("damaged frames found", "quire_canary_found_pages_total", canary.found_pages, canary.found_pages);
+}
+
+function auditTold({ faults, violation, whole, ended, pages, nodes, findings }) {
+  const wrong = [...faults, ...(violation ? [violation] : [])];
+  const scope = !ended ? "not to its end: the engine is busy" : whole ? "the whole cache, unchanged meanwhile" : "beside running requests";
+  return [
+    make("p", { class: wrong.length ? "bad" : "good" }, wrong.length ? wrong.join("; ") : `All is well: ${count(pages)} pages and ${count(nodes)} edges, ${scope}.`),
+    ...findings.map((each) => make("p", { class: "bad" }, `Page ${each.page} of group ${each.group}: ${each.kind}, seen in step ${each.step}.`)),
+  ];
+}
+
+function retainedTold({ budget_tokens: budget, retained_tokens: kept, retentions }) {
+  const said = make("p", {}, `${count(kept)} tokens are retained, of at most ${count(budget)}.`);
+  if (!retentions.length) return [said];
+  const names = Object.keys(retentions[0]).filter((name) => typeof retentions[0][name] !== "object");
+  return [said, table("Retentions, the first to be released first", names.map((name) => name.replaceAll("_", " ")),
+    retentions.map((each) => names.map((name) => (typeof each[name] === "number" ? count(each[name]) : String(each[name])))))];
+}
+
+function showPlan({ plan, context, largest_request: largest, bytes_per_token: token, weight_bytes: weights, device, dtype, architecture }) {
+  const place = find("plan-body");
+  if (!plan) return void place.replaceChildren(make("p", { class: "hint" }, "This engine tells of no plan."));
+  const tiles = make("dl", { class: "tiles" });
+  for (const [label, text] of [
+    ["architecture", architecture], ["weights", `${bytes(weights)}, ${dtype}, on ${device}`], ["context", count(context)],
+    ["largest request", `${count(largest)} tokens`], ["bytes of a token", count(token)], ["tokens that fit", count(plan.max_total_num_tokens)],
+  ]) figure(tiles, label, text);
+  const colors = ["device", "host", "store", "peer", "evicted", "new", "private"];
+  const places = [...new Set(plan.ledger.map((each) => each.where))];
+  const bars = places.flatMap((where) => {
+    const lines = plan.ledger.filter((each) => each.where === where);
+    return [make("h3", {}, `On the ${where}`), ...bar(where, lines.map(({ name, bytes: value }, at) => ({ name, value, color: colors[at % colors.length] })), { unit: bytes })];
+  });
+  const rows = plan.ledger.map((each) => [each.name, each.where, bytes(each.bytes), each.why + (each.estimated ? " (estimated)" : "")]);
+  place.replaceChildren(tiles, ...bars, table("The ledger", ["what", "where", "bytes", "why"], rows), ...plan.notes.map((note) => make("p", { class: "hint" }, note)));
+}
