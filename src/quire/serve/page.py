@@ -32,7 +32,7 @@ _WEIGHT = re.compile(r"\bq=([01](\.\d*)?)")
 
 @cache
 def _files() -> dict[str, bytes]:
-    """By name. Nothing else is served, whatever name is asked for."""
+    """What is served, by its name; nothing else is, whatever is asked for."""
     return {path.name: path.read_bytes() for path in _FILES.iterdir() if path.suffix in _KINDS}
 
 

@@ -1,0 +1,166 @@
+"""The page and its events, without a browser: who gets which, and what viewers cost."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import quire
+from quire.observe.metrics import ServerCounters
+from quire.serve.live import Live
+from quire.serve.page import prefers_page
+from tests.serve.live_server import LiveServer
+
+FILES = Path(quire.__file__).parent / "serve/static"
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+@pytest.fixture(scope="module")
+def echo() -> Iterator[LiveServer]:
+    with LiveServer.echo(api_key="client", admin_key="operator") as live:
+        yield live
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("accept", "page"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("application/json", False),
+        ("application/json, text/html", False),
+        ("text/html;q=0.5, application/json", False),
+        ("text/html;q=0", False),
+        ("text/html;q=no", True),
+        ("Text/HTML; charset=utf-8", True),
+        ("application/json;q=0.5, text/html", True),
+        (BROWSER, True),
+    ],
+)
+def test_a_page_is_for_those_who_ask_for_one(accept: str, page: bool) -> None:
+    assert prefers_page(accept) is page
+
+
+def test_the_root_is_json_for_programs_and_a_page_for_browsers(echo: LiveServer) -> None:
+    for headers in ({}, {"Accept": "*/*"}, {"Accept": "application/json"}):
+        status, got, answer = echo.exchange("/", headers=headers)
+        assert status == 200 and answer["name"] == "quire" and got["Vary"] == "Accept"
+    status, got, answer = echo.exchange("/", headers={"Accept": BROWSER})
+    assert status == 200 and "<title>Quire</title>" in answer
+    assert (
+        got["Content-Security-Policy"].startswith("default-src 'self'") and got["X-Content-Type-Options"] == "nosniff"
+    )
+
+
+def test_files_of_the_page_are_served_and_no_others(echo: LiveServer) -> None:
+    own = [path for path in FILES.iterdir() if path.suffix in (".html", ".css", ".js", ".svg")]
+    for path in own:
+        status, got, answer = echo.exchange(f"/static/{path.name}")
+        assert (
+            status == 200 and answer == path.read_text() and got.get_content_type().split("/")[0] in ("text", "image")
+        )
+    named = {name for path in own for name in re.findall(r'"(?:/static|\.)/([\w.]+)"', path.read_text())}
+    assert named >= {"uplot.js", "page.js", "dom.js", "style.css"} and named <= {path.name for path in own}
+    for name in ("uplot.LICENSE", "nothing.js", "..%2fpage.py", "%2e%2e/page.py", ""):
+        assert echo.request(f"/static/{name}")[0] == 404, name
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_writes_no_markup() -> None:
+    for path in FILES.iterdir():
+        if path.suffix in (".html", ".css", ".js") and not path.name.startswith("uplot"):
+            found = re.findall(
+                r"https?:|innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|style=", path.read_text()
+            )
+            assert not found, (path.name, found)
+
+
+class Viewer:
+    """A client of the events, which reads when it is told."""
+
+    def __init__(self, live: LiveServer, key: str = "operator") -> None:
+        self._socket = socket.create_connection(("127.0.0.1", live.port), timeout=30)
+        self._socket.sendall(f"GET /v1/cache/live HTTP/1.1\r\nHost: x\r\nX-Api-Key: {key}\r\n\r\n".encode())
+        self.text = ""
+
+    def events(self, count: int) -> list[dict[str, Any]]:
+        """The first so many, the one at the beginning counted in."""
+        while self.text.count("\r\n\n") + self.text.count("\n\n") <= count:
+            read = self._socket.recv(1 << 16).decode()
+            assert read, "the server has closed it"
+            self.text += read
+        return [json.loads(each) for each in re.findall(r"^data: (.*)$", self.text, re.MULTILINE)[:count]]
+
+    def rest(self) -> str:
+        """Everything until the server closes."""
+        while read := self._socket.recv(1 << 16).decode():
+            self.text += read
+        return self.text
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def test_only_the_operator_sees_the_events(echo: LiveServer) -> None:
+    assert echo.request("/v1/cache/live")[0] == 401
+    assert echo.request("/v1/cache/live", headers=bearer("wrong"))[0] == 401
+    assert echo.request("/v1/cache/live", headers=bearer("client"))[0] == 403
+    status, answer = echo.request("/v1/completions", {"prompt": "abc", "max_tokens": 4}, headers=bearer("client"))
+    assert status == 200
+    viewer = Viewer(echo)
+    begin, now = viewer.events(2)
+    viewer.close()
+    assert begin["model"] == "echo" and begin["facts"] == {}
+    assert now["health"] == {"status": "ok"} and now["counters"]["running_requests"] == 0
+    [told] = now["requests"]
+    assert told["id"] == answer["id"] and told["usage"]["prompt_tokens"] == 3 and told["ends"] == "length"
+    assert "abc" not in json.dumps(now), "no text of a prompt is told"
+
+
+def test_events_are_made_once_for_all(echo: LiveServer) -> None:
+    viewers = [Viewer(echo) for _ in range(10)]
+    began = time.monotonic()
+    made = {each["at"] for viewer in viewers for each in viewer.events(4)[1:]}
+    seconds = time.monotonic() - began
+    for viewer in viewers:
+        viewer.close()
+    assert len(made) <= 2 * (seconds + 1), "at most one in half a second"
+
+
+def test_viewers_that_read_nothing_hold_neither_the_engine_nor_its_end() -> None:
+    with LiveServer.echo() as live:
+        viewers = [Viewer(live, "") for _ in range(20)]
+        body = {"prompt": "abc", "max_tokens": 200}
+        assert live.request("/v1/completions", body)[1]["usage"]["completion_tokens"] == 200
+        assert viewers[0].events(2)
+        live.terminate()
+        assert live.wait(10) == 0
+        for viewer in viewers:
+            assert viewer.rest().count("event: begin") == 1
+            viewer.close()
+
+
+def test_a_server_of_many_requests_tells_of_the_last_ones() -> None:
+    engine = SimpleNamespace(
+        last_statistics={},
+        facts={},
+        num_restarts=0,
+        is_draining=False,
+        health=lambda: SimpleNamespace(to_dict=lambda **_: {}),
+    )
+    live = Live(cast(Any, engine), ServerCounters(), model_name="m")
+    for number in range(10_000):
+        live.ended({"id": f"r{number}"})
+        live.beat()
+    now = live._now()
+    assert len(now) < 20_000 and b"r9999" in now and b"r9000" not in now

@@ -1,0 +1,184 @@
+"""The page in Debian's chromium, on real servers: its figures, prompts, keys, faults, and what axe says of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.live_server import LiveServer
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="it comes with the extra clients")
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("no chromium is installed: apt-get install chromium", allow_module_level=True)
+
+HOSTILE = '<img src=x onerror="window.harmed=1">\'"&'
+SECONDS = 20_000  # of a wait, in milliseconds
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open the page of a server. At the end nothing has left the host, and no script has failed."""
+    pages: list[Any] = []
+    wrong: list[str] = []
+
+    def open_page(live: LiveServer, width: int = 1440, scheme: str = "light") -> Any:
+        page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+        page.set_default_timeout(SECONDS)
+        url = live.summary["url"] + "/"
+        page.on("request", lambda each: each.url.startswith(url) or wrong.append(each.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda each: "Content Security" in each.text and wrong.append(each.text))
+        page.goto(url)
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.context.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def live(tiny_model: Path) -> Iterator[LiveServer]:
+    """A server with a host tier, a small pool and a name that is markup."""
+    options = ("--kv-memory", "100KiB", "--host-memory", "40KiB", "--served-model-name", HOSTILE)
+    options += ("--canary", "off")  # it looks at pages while nothing else happens
+    with LiveServer.quire("--model", str(tiny_model), *options) as server:
+        yield server
+
+
+def complete(live: LiveServer, prompt: str, **more: Any) -> str:
+    headers = {"X-Request-Id": "<b>own</b>"}
+    status, answer = live.request("/v1/completions", {"prompt": prompt, "max_tokens": 4, **more}, headers=headers)
+    assert status == 200, answer
+    return str(answer["id"])
+
+
+def says(page: Any, place: str, text: str) -> None:
+    """Wait until a place has the text."""
+    page.wait_for_function("([id, text]) => document.getElementById(id).textContent.includes(text)", arg=[place, text])
+
+
+def samples(live: LiveServer) -> dict[tuple[str, ...], float]:
+    """By name and labels, without the model's."""
+    found = {}
+    for family in text_string_to_metric_families(live.request("/metrics")[1]):
+        for sample in family.samples:
+            labels = sorted(f"{name}={value}" for name, value in sample.labels.items() if name != "model_name")
+            found[(sample.name, *labels)] = sample.value
+    return found
+
+
+FIGURES = """() => [...document.querySelectorAll("[data-metric]")].map((each) =>
+    [each.dataset.metric, each.dataset.labels ?? "", Number(each.dataset.value), each.textContent])"""
+
+
+def test_figures_are_those_of_metrics_at_rest(live: LiveServer, opened: Callable[..., Any]) -> None:
+    page = opened(live)
+    for number in range(9):
+        last = complete(live, f"{number % 3} is the beginning of a prompt of several pages")
+    live.wait_idle()
+    page.wait_for_selector(f'[data-id="{last}"]')
+    page.wait_for_timeout(2500)  # two more events: nothing moves any more
+    expected = samples(live)
+    shown = page.evaluate(FIGURES)
+    assert len(shown) > 25 and {"quire_frames", "quire_prompt_tokens_by_cause_total"} <= {name for name, *_ in shown}
+    for name, labels, value, text in shown:
+        key = (name, *sorted(filter(None, labels.split(";"))))
+        assert value == expected[key], key
+        assert re.sub(r"\D", "", text) == str(int(value)), "the text says the same"
+
+
+def test_a_prompt_that_was_evicted_says_for_whom(live: LiveServer, opened: Callable[..., Any]) -> None:
+    prompt = "What is evicted is computed once more. " * 4
+    complete(live, prompt)
+    evictors = [complete(live, chr(65 + number) * 300) for number in range(4)]
+    again = complete(live, prompt)
+    page = opened(live)
+    page.locator(f'[data-id="{again}"]').click()
+    says(page, "explained", "evicted")
+    said = page.locator("#explained").inner_text()
+    by = next(each for each in evictors if each in said)
+    assert page.locator("#explained .strip span").count() >= 2
+    page.get_by_label(re.compile(f"Explain {by}")).last.click()
+    says(page, "explained", by)
+    page.fill("#explain-id", "unknown")
+    page.keyboard.press("Enter")
+    says(page, "explained", "no explanation of request 'unknown'")
+
+
+def test_names_are_no_markup(live: LiveServer, opened: Callable[..., Any]) -> None:
+    complete(live, "a")
+    page = opened(live)
+    page.wait_for_selector("#requests button")
+    assert HOSTILE in page.locator("#model").inner_text() and HOSTILE in page.title()
+    assert "<b>own</b>" in page.locator("#requests button").first.get_attribute("title")
+    page.fill("#explain-id", HOSTILE)
+    page.click("#explain button")
+    says(page, "explained", HOSTILE)
+    assert page.evaluate("window.harmed") is None and page.locator("main img, main td b").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_axe_finds_nothing_serious(live: LiveServer, opened: Callable[..., Any], width: int, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it comes with the extra clients")
+    complete(live, "What is looked at by axe")
+    page = opened(live, width, scheme)
+    page.locator("#requests button").first.click()
+    says(page, "explained", "tokens")
+    for name in ("audit", "retained"):
+        page.click(f"#{name}-ask")
+        page.wait_for_selector(f"#{name} p")
+    found = axe.Axe().run(page).response["violations"]
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.keyboard.press("Home")
+    assert page.locator("#audit").inner_text().startswith("All is well")
+
+
+def test_a_key_is_asked_for_and_kept_in_memory_alone(opened: Callable[..., Any]) -> None:
+    with LiveServer.echo(api_key="client", admin_key="operator") as live:
+        page = opened(live)
+        for key, said in (("", "asks for a key"), ("wrong", "is wrong"), ("client", "not the operator's")):
+            if key:
+                page.fill("#key-text", key)
+                page.keyboard.press("Enter")
+            says(page, "key-why", said)
+            assert page.locator("#sections").is_hidden()
+        page.fill("#key-text", "operator")
+        page.keyboard.press("Enter")
+        says(page, "state", "works")
+        assert page.locator("#key").is_hidden() and page.input_value("#key-text") == ""
+        kept = "[location.href, document.cookie, JSON.stringify({...localStorage, ...sessionStorage})]"
+        assert "operator" not in str(page.evaluate(kept))
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_engine_that_dies_and_comes_back(opened: Callable[..., Any], restarts: int) -> None:
+    with LiveServer.echo(max_restarts=restarts) as live:
+        page = opened(live)
+        says(page, "state", "works")
+        assert live.request("/v1/completions", {"prompt": "crash", "max_tokens": 4})[0] == 503
+        if not restarts:
+            says(page, "state", "the engine stopped after an error")
+            return
+        page.wait_for_selector('[data-metric=quire_engine_restarts_total][data-value="1"]')
+        says(page, "state", "works")
+        live.close()
+        says(page, "state", "does not answer")
