@@ -29,7 +29,7 @@ from tests.covering import covering
 from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
 from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, build
-from tests.engine.transfer_runs import MODELS, Faults, cut, faulty, flush, new_weights, run_pairs
+from tests.engine.transfer_runs import MODELS, Faults, cut, faulty, flush, new_weights, remove, run_pairs
 from tests.transfer.memory_connector import Fault
 
 PAGE = 4
@@ -112,6 +112,13 @@ def check_new_weights() -> None:
     assert run_pairs(tiny(), 300, 24, events=(new_weights,), rates=(0.0,))["new_weights"]
 
 
+def check_removals() -> None:
+    """A peer that is removed while it writes writes on into frames that nothing else uses, and is then asked again."""
+    faults = [lambda rng: Fault(late=True, delay_s=rng.uniform(0.05, 0.3))]
+    happened = run_pairs(tiny(), 600, 12, events=(remove, flush), rates=(0.7,), bytes_faults=faults)
+    assert happened["remove"] and happened["late"] and happened["received_tokens"]
+
+
 def check_cuts() -> None:
     """After a lost connection everything is free, and the next prompt is asked for again."""
     assert run_pairs(tiny(), 400, 12, events=(cut, flush), rates=(0.0,))["cut"]
@@ -135,6 +142,11 @@ def test_pages_of_other_weights_are_not_sent() -> None:
 @slow_unless_changed(*TRANSFER)
 def test_lost_connections_leave_nothing() -> None:
     check_cuts()
+
+
+@slow_unless_changed(*TRANSFER)
+def test_removed_peers_write_into_held_frames() -> None:
+    check_removals()
 
 
 def test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page() -> None:

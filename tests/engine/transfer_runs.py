@@ -27,7 +27,7 @@ from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.node import TransferNode
 from quire.transfer.spans import Spans
-from tests.engine.apart import decode_engine, prefill_engine, ready_peers, transfer_of
+from tests.engine.apart import address_of, decode_engine, prefill_engine, ready_peers, transfer_of
 from tests.engine.running import core_for, run
 from tests.tiny_models import VOCAB_SIZE
 from tests.transfer.memory_connector import Fault, MemoryConnector
@@ -117,6 +117,41 @@ Event = Callable[["Pair"], float | None]
 """What happens to a pair. It returns for how many seconds the prefill engine stands still, if it does."""
 
 
+def node_of(core: EngineCore) -> TransferNode:
+    assert core.transfer is not None
+    return core.transfer
+
+
+def check_rest(core: EngineCore, *, spoiled: bool) -> None:
+    """Nothing is asked, sent or held, and every page is its own. `spoiled`: bytes were, on the way."""
+    node = node_of(core)
+    assert not node.decode.asks and not node.decode.receiver.asks and not node.decode.held_bytes
+    assert not getattr(node.connector, "_tags")  # noqa: B009 - of both connectors
+    assert not node.prefill.ids and not node.prefill._prompts and not node.prefill._writes
+    assert not any(client.asks for client in node.prefill.sender.clients.values())
+    core.audit()
+    tiers = core.offload.tiers
+    assert tiers is not None and not tiers.moving
+    for host in tiers.hosts:
+        assert not host._reads and not host.still_read and not host.counters().moving
+    assert core.cache.tree.num_protected == 0
+    _check_records(tiers)
+    found = statistics_of(tiers.sections())["tiers"]
+    assert not [each for each in found["defects"] if each.startswith("host:")], "a peer wrote into reused frames"
+    assert not found["defects"] or spoiled, "pages of other weights were sent"
+    assert not found["fetched_frames"], "pages of a peer count as stored"
+
+
+def _check_records(tiers: Tiering) -> None:
+    """Every record of a cached page is its own."""
+    assert isinstance(tiers.mover, ThreadMover)
+    copies = tiers.mover._executor._copies
+    for host in tiers.hosts:
+        pages = np.flatnonzero(host.table.frame).astype(np.int32)
+        found = copies.defects(host.index, host.table.frame[pages], tiers.names.keys_of(pages))
+        assert not any(found), f"a peer wrote into frames of others: {found}"
+
+
 class Pair:
     """A prefill engine, starved or not, and a decode engine, with the tokens that one engine alone gives."""
 
@@ -153,8 +188,7 @@ class Pair:
 
     @staticmethod
     def node(core: EngineCore) -> TransferNode:
-        assert core.transfer is not None
-        return core.transfer
+        return node_of(core)
 
     def close(self) -> None:
         for core in self.engines:
@@ -200,10 +234,13 @@ class Pair:
             self._turn(got, stopped=time.monotonic() < self._paused_until)
             if self.stale is not None and rng.random() < 0.2:
                 self._renew()
+            if not self.node(self.decode).asks and rng.random() < 0.1:
+                self.decode.set_prefill_peers([address_of(self.prefill)])
         for name, (prompt, params) in asked.items():
             if name not in self.gone:
                 assert got[name] == self.expected(prompt, params), f"{name}: {prompt}"
         self._renew()
+        self.decode.set_prefill_peers([address_of(self.prefill)])
         self._rest()
 
     def _let_happen(self, events: Sequence[Event], due: list[tuple[int, int]], step: int) -> None:
@@ -237,35 +274,8 @@ class Pair:
         while any(core.has_moves() for core in self.engines) or not self._is_connected:
             assert time.monotonic() < until, [transfer_of(core) for core in self.engines]
             self._turn({})
-        decode, prefill = self.node(self.decode), self.node(self.prefill)
-        assert not decode.decode.asks and not decode.decode.receiver.asks and not decode.decode.held_bytes
-        assert not getattr(decode.connector, "_tags")  # noqa: B009 - of both connectors
-        assert not prefill.prefill.ids and not prefill.prefill._prompts and not prefill.prefill._writes
-        assert not any(client.asks for client in prefill.prefill.sender.clients.values())
         for core in self.engines:
-            core.audit()
-            tiers = core.offload.tiers
-            assert tiers is not None and not tiers.moving
-            for host in tiers.hosts:
-                assert not host._reads and not host.still_read and not host.counters().moving
-            assert core.cache.tree.num_protected == 0
-            self._check_records(tiers)
-            found = statistics_of(tiers.sections())["tiers"]
-            assert not [each for each in found["defects"] if each.startswith("host:")], (
-                "a peer wrote into reused frames"
-            )
-            assert not found["defects"] or self.faults.happened & _SPOILS, "pages of other weights were sent"
-            assert not found["fetched_frames"], "pages of a peer count as stored"
-
-    @staticmethod
-    def _check_records(tiers: Tiering) -> None:
-        """Every record of a cached page is its own."""
-        assert isinstance(tiers.mover, ThreadMover)
-        copies = tiers.mover._executor._copies
-        for host in tiers.hosts:
-            pages = np.flatnonzero(host.table.frame).astype(np.int32)
-            found = copies.defects(host.index, host.table.frame[pages], tiers.names.keys_of(pages))
-            assert not any(found), f"a peer wrote into frames of others: {found}"
+            check_rest(core, spoiled=bool(self.faults.happened & _SPOILS))
 
     @property
     def _is_connected(self) -> bool:
@@ -323,7 +333,12 @@ def cut(pair: Pair) -> None:
             link.socket.shutdown(2)
 
 
-EVENTS: tuple[Event, ...] = (pause, abort, abort_there, flush, refuse, new_weights, cut)
+def remove(pair: Pair) -> None:
+    """The prefill engine is no peer any more, for a while."""
+    pair.decode.set_prefill_peers([])
+
+
+EVENTS: tuple[Event, ...] = (pause, abort, abort_there, flush, refuse, new_weights, cut, remove)
 
 
 def run_pairs(
