@@ -26,10 +26,10 @@ from quire.transfer.control import Arrived
 from quire.transfer.messages import Ask, Cancel, Gone, Message, Release, Send, Want, tag_of
 from tests.changes import TRANSFER, slow_unless_changed
 from tests.covering import covering
-from tests.engine.apart import decode_engine, prefill_engine, run_apart, transfer_of, turn
+from tests.engine.apart import address_of, decode_engine, prefill_engine, run_apart, transfer_of, turn
 from tests.engine.running import core_for, run
 from tests.engine.tiered import GREEDY, PROMPTS, build
-from tests.engine.transfer_runs import MODELS, Faults, cut, faulty, flush, new_weights, remove, run_pairs
+from tests.engine.transfer_runs import MODELS, Faults, check_rest, cut, faulty, flush, new_weights, remove, run_pairs
 from tests.transfer.memory_connector import Fault
 
 PAGE = 4
@@ -173,6 +173,27 @@ def test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page() -> Non
         until(lambda: not decode.has_moves(), decode, prefill)
         decode.audit()
         assert not sum(host.counters().moving for host in tiers.hosts)
+
+
+def test_a_removed_peer_delays_no_request_and_keeps_its_frames_until_its_last_write() -> None:
+    with pair(fault=Fault(late=True, delay_s=2.0)) as (decode, prefill):
+        assert decode.transfer is not None and prefill.transfer is not None
+        where, side = address_of(prefill), prefill.transfer.prefill
+        add(decode, "mine")
+        until(lambda: side._writes, decode, prefill)
+        decode.set_prefill_peers([])
+        assert until(lambda: not decode.has_work(), decode, seconds=5)["mine"] == alone()[0]
+        (counts,) = transfer_of(decode)["received"].values()
+        assert counts["fallbacks"] == {"removed": 1}
+        decode.set_prefill_peers([where])
+        until(lambda: not side.ids and not transfer_of(prefill)["decode_peers"], decode, prefill, seconds=1.5)
+        assert transfer_of(decode)["held_bytes"] > 0, "it still writes"
+        assert not transfer_of(decode)["prefill_peers"] and not transfer_of(decode)["problems"]
+        until(lambda: transfer_of(decode)["prefill_peers"], decode, prefill)
+        assert transfer_of(decode)["held_bytes"] == 0
+        assert run_apart(decode, [prefill], PROMPTS[1:2], GREEDY) == alone()[1:2]
+        assert transfer_of(decode)["asks"] == 2
+        check_rest(decode, spoiled=False)
 
 
 def run_until_idle(decode: EngineCore, prefill: EngineCore, number: int) -> list[int]:

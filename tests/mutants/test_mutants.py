@@ -316,6 +316,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_transfer_faults.test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page,
     ],
     "silence": [test_transfer_faults.test_a_peer_that_cannot_be_reached_is_waited_for_no_longer],
+    "removals": [test_transfer_faults.test_a_removed_peer_delays_no_request_and_keeps_its_frames_until_its_last_write],
     "aborts": [test_transfer_faults.test_an_aborted_request_is_aborted_at_the_peer_too],
     "new weights": [test_transfer_faults.test_new_weights_refuse_what_was_asked_before],
     "salts": [test_transfer_faults.test_a_salt_too_long_for_messages_is_computed_here],

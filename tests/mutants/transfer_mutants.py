@@ -75,6 +75,11 @@ def silence_is_taken_for_death(patch: Patch) -> None:
     _over_with(patch, "silent")
 
 
+@mutant("removals", "a removed peer still writes into frames that were reused")
+def removal_is_taken_for_an_end(patch: Patch) -> None:
+    patch.setattr(Receiver, "left", lambda self, peer: self._lost(peer, "removed", "", proven=True))
+
+
 @mutant("transfers", "a request waits for ever for a prompt that its peer does not compute")
 def the_wait_has_no_deadline(patch: Patch) -> None:
     patch.setattr(Receiver, "tick", lambda self, now: [])
@@ -257,3 +262,13 @@ def a_lost_connection_is_closed_before_the_drain(patch: Patch) -> None:
         link.socket.close()
 
     patch.setattr(Control, "_lose", lose)
+
+
+@mutant("removals", "a removed peer is hung up on, which is taken for its word that it writes no more")
+def a_removed_peer_is_hung_up_on(patch: Patch) -> None:
+    patch.setattr(Control, "_leave", lambda self, link: self._loop.drop(link, EOFError()))
+
+
+@mutant("removals", "what a removed peer was asked for is waited for until it has ended")
+def a_removal_ends_no_ask(patch: Patch) -> None:
+    patch.setattr(Receiver, "left", lambda self, peer: [])
