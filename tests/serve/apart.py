@@ -18,6 +18,10 @@ import pytest
 from tests.serve.live_server import LiveServer
 
 HAS_NIXL = bool(find_spec("nixl_cu12") or find_spec("nixl_cu13"))
+CONNECTORS = [
+    "tcp",
+    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")),
+]
 SECONDS = 2.0  # that a request waits for the other engine
 WAIT_S = 60.0
 _COMMON = ("--dtype", "float32", "--kv-memory", "16MiB", "--host-memory", "64MiB", "--log-level", "warning")
@@ -30,8 +34,8 @@ def free_port() -> int:
 
 
 def start(model: Path, role: str, port: int, connector: str, *options: str) -> LiveServer:
-    """A prefill engine that listens on this port for others, or a decode engine that asks the one there."""
-    where = ("--transfer-listen" if role == "prefill" else "--prefill-peers", f"127.0.0.1:{port}")
+    """A prefill engine that listens on this port for others, or a decode engine that asks the one there (0: none)."""
+    where = ("--transfer-listen" if role == "prefill" else "--prefill-peers", f"127.0.0.1:{port}") if port else ()
     waits = ("--transfer-seconds", str(SECONDS), "--transfer-min-tokens", "16")
     chosen = ("--model", str(model), *_COMMON, "--role", role, "--transfer-connector", connector)
     with pytest.MonkeyPatch.context() as environment:  # a cluster that starts later makes its own

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.serve.apart import (
-    HAS_NIXL,
+    CONNECTORS,
     SECONDS,
     apart,
     ask,
@@ -27,10 +27,6 @@ from tests.serve.apart import (
 )
 from tests.serve.live_server import LiveServer
 
-CONNECTORS = [
-    "tcp",
-    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")),
-]
 FOR_EVER = ("--transfer-seconds", "3600")
 """A request that waited for a killed engine would not be answered before its client gives up."""
 
