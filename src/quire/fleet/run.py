@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -28,11 +29,13 @@ from quire.fleet.config import FleetConfig, RayConfig
 from quire.fleet.deployments import APPLICATION
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind, url_of
+from quire.transfer.address import parse_address
 
 FIRST_RAY, NO_RAY = (2, 60), (2, 61)
 """The releases that were tested: from the one, and before the other."""
 
 _POLL_S = 0.3
+_CONNECT_S = 5.0
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: nodes have the loopback address, and listen there
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -161,8 +164,10 @@ def _joined(address: str, end: Callable[..., None]) -> Iterator[None]:
     import ray
 
     try:
+        if address != "auto":
+            socket.create_connection(parse_address(address), _CONNECT_S).close()  # Ray itself would try for minutes
         ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         said = str(error).strip().splitlines()
         raise NoServer(
             f"no Ray cluster answers at '{address}': {said[0] if said else type(error).__name__}.",

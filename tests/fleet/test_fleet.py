@@ -1,0 +1,250 @@
+"""`quire fleet` on a Ray of its own: answers, what fails and is replaced, and the end of all processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.changes import slow_unless_changed
+from tests.fleet.live_fleet import MARK, SMALL, TEXT, LiveFleet, left
+from tests.routing.live_router import wait_until
+from tests.serve.live_server import LiveServer
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'quire-kv[fleet]'")
+
+FLEET = ("src/quire/fleet/", "src/quire/routing/", "tests/fleet/")
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[LiveFleet]:
+    with LiveFleet("--replicas", "2", "--prefill", "1", "--transfer-min-tokens", "16") as live:
+        yield live
+        assert not live.end()
+        assert "Traceback" not in live.log(), live.log()
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    prompt = f"Chapter {number}. " + TEXT * (6 + number % 3)
+    return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True} | more
+
+
+def tokens(live: LiveServer, given: dict[str, Any]) -> list[int]:
+    status, answer = live.request("/v1/completions", given)
+    assert status == 200, answer
+    return list(answer["choices"][0]["token_ids"])
+
+
+def streamed(live: LiveServer, given: dict[str, Any]) -> tuple[list[int], str]:
+    """The tokens of a stream, and how it ended: with [DONE], an error event, or silently."""
+    found, end = list[int](), "silently"
+    with httpx.stream(
+        "POST", f"{live.summary['url']}/v1/completions", json=given | {"stream": True}, timeout=120
+    ) as answer:
+        for line in answer.iter_lines():
+            said = line.removeprefix("data: ")
+            if not said.startswith("{"):
+                end = said or end
+            elif "error" in (event := json.loads(said)):
+                end = str(event["error"])
+            elif event["choices"]:
+                found += event["choices"][0].get("token_ids") or []
+    return found, end
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, list[int]]:
+    """The tokens of one `quire serve`."""
+    with LiveServer.quire(*SMALL) as live:
+        return {number: tokens(live, body(number, max_tokens=200, ignore_eos=True)) for number in range(8)}
+
+
+@slow_unless_changed(*FLEET)
+def test_tokens_are_those_of_one_server(fleet: LiveFleet, expected: dict[int, list[int]]) -> None:
+    assert sorted(row["role"] for row in fleet.rows) == ["decode", "decode", "prefill", "router"]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: tokens(fleet, body(number)), range(8)))
+    assert found == [expected[number][:24] for number in range(8)]
+    rows = fleet.request("/v1/cache/statistics")[1]["processes"]
+    transfers = {row["name"].partition("-")[0]: row["answer"]["transfer"] for row in rows}
+    assert transfers["prefill"]["sent_tokens"] > 0
+    assert transfers["decode"]["fallbacks"] == 0
+    chat = fleet.client().chat.completions.create(
+        model="quire-bundled", messages=[{"role": "user", "content": "Who walked?"}], max_tokens=8
+    )
+    assert chat.choices[0].message.content
+    assert streamed(fleet, body(1)) == (expected[1][:24], "[DONE]")
+
+
+@slow_unless_changed(*FLEET)
+def test_one_scrape_has_the_metrics_of_all(fleet: LiveFleet) -> None:
+    text = fleet.request("/metrics")[1]
+    for row in fleet.rows[:3]:
+        assert f'quire_healthy{{model_name="quire-bundled",process="{row["name"]}"}} 1.0' in text
+        assert f'quire_router_in_flight{{process="{row["name"]}"}}' in text
+
+
+@slow_unless_changed(*FLEET)
+def test_nothing_listens_beyond_loopback(fleet: LiveFleet) -> None:
+    pids = {process.pid for process in fleet.processes()}
+    found = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN and each.pid in pids]
+    assert len(found) > 8
+    assert {each.laddr.ip for each in found} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@slow_unless_changed(*FLEET)
+def test_an_engine_is_closed_to_who_does_not_come_through_the_router(fleet: LiveFleet) -> None:
+    url = fleet.rows[0]["url"]
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert httpx.put(f"{url}/v1/cache/peers", json={"prefill_peers": []}).status_code == 401
+    assert fleet.request("/v1/models")[0] == 200
+    for process in fleet.processes():
+        assert "QUIRE_API_KEY" not in " ".join(process.cmdline())
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_is_replaced_and_cuts_no_stream(
+    fleet: LiveFleet, expected: dict[int, list[int]]
+) -> None:
+    before = set(fleet.health())
+    with ThreadPoolExecutor(6) as pool:
+        streams = [pool.submit(streamed, fleet, body(n, max_tokens=200, ignore_eos=True)) for n in range(6)]
+        time.sleep(0.3)
+        fleet.replicas("Engine")[0].kill()
+        for number, stream in enumerate(streams):
+            assert stream.result() == (expected[number], "[DONE]")
+    wait_until(lambda: set(fleet.health()) != before and len(fleet.health()) == 3, 120)
+    assert tokens(fleet, body(1)) == expected[1][:24]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_server_that_is_killed_is_replaced(fleet: LiveFleet, expected: dict[int, list[int]], role: str) -> None:
+    before = fleet.health()
+    name = next(name for name in before if name.startswith(role))
+    with ThreadPoolExecutor(6) as pool:
+        streams = [pool.submit(streamed, fleet, body(n, max_tokens=200, ignore_eos=True)) for n in range(6)]
+        time.sleep(0.3)
+        os.kill(before[name]["pid"], signal.SIGKILL)
+        for number, stream in enumerate(streams):
+            found, end = stream.result()
+            assert end != "silently"
+            assert found == (expected[number] if end == "[DONE]" else expected[number][: len(found)])
+            assert end == "[DONE]" or role == "decode"
+    wait_until(lambda: name not in fleet.health() and len(fleet.health()) == 3, 120)
+    peers = [row["listens"] for row in fleet.rows if "listens" in row]
+    assert tokens(fleet, body(7)) == expected[7][:24], peers
+
+
+@pytest.mark.slow
+def test_an_ingress_that_is_killed_comes_back_at_the_same_address(
+    fleet: LiveFleet, expected: dict[int, list[int]]
+) -> None:
+    fleet.replicas("Ingress")[0].kill()
+
+    def answers() -> bool:
+        try:
+            return fleet.request("/health")[0] == 200
+        except OSError:
+            return False
+
+    wait_until(answers, 120)
+    wait_until(lambda: len(fleet.health()) == 3, 60)
+    assert tokens(fleet, body(2)) == expected[2][:24]
+
+
+@pytest.mark.slow
+def test_engines_follow_the_load_and_no_request_fails() -> None:
+    bounds = ("--min-replicas", "1", "--max-replicas", "3", "--target-requests", "2")
+    with LiveFleet(*bounds, "--upscale-delay", "1", "--downscale-delay", "1") as live:
+        given = body(1, max_tokens=200, ignore_eos=True)
+        alone = streamed(live, given)
+        assert alone[1] == "[DONE]"
+        seen, until = {1}, time.monotonic() + 180
+        with ThreadPoolExecutor(8) as pool:
+
+            def load() -> list[Any]:
+                found = []
+                while 3 not in seen and time.monotonic() < until:
+                    found.append(streamed(live, given))
+                return found
+
+            clients = [pool.submit(load) for _ in range(8)]
+            wait_until(lambda: seen.add(len(live.health())) or 3 in seen, 180)  # type: ignore[func-returns-value]
+            assert all(each == alone for client in clients for each in client.result())
+        wait_until(lambda: len(live.health()) == 1, 180)
+        assert streamed(live, given) == alone
+        assert not live.end()
+
+
+@pytest.mark.slow
+def test_no_process_is_left_when_the_first_is_killed() -> None:
+    with LiveFleet() as live:
+        live.process.kill()
+        live.process.wait()
+        assert not left(live.mark, 30)
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_start_ends_it() -> None:
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "quire", "fleet", "--port", "0", "--json", *SMALL]
+    environment = os.environ | {MARK: mark}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as started:
+        time.sleep(6)
+        started.send_signal(signal.SIGINT)
+        said = started.communicate(timeout=60)
+        assert started.returncode == 130, said
+        assert b"Traceback" not in said[1], said
+    assert not left(mark)
+
+
+def failed(*options: str) -> dict[str, Any]:
+    """The error of a fleet that does not start, and nothing of it is left."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "quire", "fleet", "--json", *SMALL, *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | {MARK: mark}
+    )
+    assert not left(mark)
+    assert done.stdout == ""
+    error: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert error["exit_code"] == done.returncode != 0
+    return error
+
+
+def test_a_port_in_use_is_named_before_ray_starts() -> None:
+    with LiveServer.echo() as server:
+        began = time.monotonic()
+        assert f"127.0.0.1:{server.port} is in use" in failed("--port", str(server.port))["message"]
+        assert time.monotonic() - began < 8
+
+
+@slow_unless_changed(*FLEET)
+def test_an_address_without_a_cluster_is_named() -> None:
+    error = failed("--address", "127.0.0.1:1999")
+    assert "no Ray cluster answers at '127.0.0.1:1999'" in error["message"] and "ray start" in error["fix"]
+
+
+@slow_unless_changed(*FLEET)
+def test_the_error_of_an_engine_is_that_of_the_fleet(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    error = failed("--port", "0", "--storage", f"{tmp_path}/file")
+    assert error["code"] == "QUIRE-STORE-01" and "file" in error["message"]
+
+
+@slow_unless_changed(*FLEET)
+def test_gpus_that_are_not_there_are_named() -> None:
+    assert "2 engines need 2 GPUs" in failed("--port", "0", "--replicas", "2", "--num-gpus", "1")["message"]
