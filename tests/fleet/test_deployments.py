@@ -15,6 +15,7 @@ from quire.fleet.config import FleetConfig
 from quire.fleet.deployments import as_yaml, deployments
 from quire.fleet.run import check_ray
 from quire.serve.config import ServerConfig
+from tests.changes import ROOT
 from tests.cli.conftest import Run
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'quire-kv[fleet]'")
@@ -106,3 +107,13 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         check_ray()
     assert "quire-kv[fleet]" in refused.value.fix
     assert app.registered_commands
+
+
+def test_the_file_for_kuberay_has_what_the_command_prints() -> None:
+    service = yaml.safe_load((ROOT / "deploy/rayservice.yaml").read_text())["spec"]
+    found = yaml.safe_load(service["serveConfigV2"])
+    settings = found["applications"][0]["args"]
+    fleet = FleetConfig.read({**settings, "min_replicas": 1, "max_replicas": 3})
+    assert found == yaml.safe_load(as_yaml(fleet, ServerConfig.read({"host": "0.0.0.0"})))
+    assert fleet.most_engines == service["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplicas"]
+    assert service["rayClusterConfig"]["rayVersion"] == importlib.metadata.version("ray")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import uvloop
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
@@ -20,15 +22,27 @@ from quire.serve.server import HttpServer, bind
 
 @serve.ingress()
 class Ingress:
-    """Answers over Serve's proxies, and with `listens` at the server's own address."""
+    """Answers over Serve's proxies, in Serve's loop. With `listens` it answers at the server's own address, in a thread
+    whose loop is faster."""
 
-    async def __init__(self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool
+    ) -> None:
         keep_on_loopback()
-        self._engines = engines
-        self._client = open_client()
-        self._router = Router((), self._client, keys=server.keys(), cors_origins=server.origins)
+        self._loop = uvloop.new_event_loop() if listens else asyncio.get_running_loop()
+        if listens:
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._upstreams: dict[str, dict[str, Upstream]] = {}
         self._http: HttpServer | None = None
+        await self._there(self._begin(server, engines, listens))
+
+    async def _there(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it in the loop of the router."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _begin(self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool) -> None:
+        self._client = open_client()
+        self._router = Router((), self._client, keys=server.keys(), cors_origins=server.origins)
         self._tasks = [asyncio.create_task(self._router.watch()), *map(asyncio.create_task, map(self._follow, engines))]
         if listens:
             self._http = HttpServer(self._router.app, server)
@@ -39,7 +53,7 @@ class Ingress:
 
     async def processes(self) -> list[dict[str, Any]]:
         """The servers that it knows."""
-        return [upstream.to_dict() for known in self._upstreams.values() for upstream in known.values()]
+        return [upstream.to_dict() for known in list(self._upstreams.values()) for upstream in list(known.values())]
 
     async def _follow(self, engines: DeploymentHandle[Any]) -> None:
         """Keep the servers of these replicas those of the router. They stay while replicas are not known."""
@@ -47,9 +61,9 @@ class Ingress:
         while True:
             found = await upstreams_of(engines)
             if found is not None and known.keys() != {each.name for each in found}:
-                now = {each.name: known.get(each.name, each) for each in found}
-                known.clear()
-                known.update(now)
+                known = self._upstreams[engines.deployment_name] = {
+                    each.name: known.get(each.name, each) for each in found
+                }
                 self._router.use([upstream for each in self._upstreams.values() for upstream in each.values()])
             await asyncio.sleep(EVERY_S)
 
@@ -62,6 +76,9 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Take no new requests, and let open ones finish."""
+        await self._there(self._end())
+
+    async def _end(self) -> None:
         if self._http is not None:
             self._http.should_exit = True
             await asyncio.wait((self._tasks.pop(),))
