@@ -18,6 +18,7 @@ from quire.cli.report import reported
 from quire.cli.serve import serve, up
 from quire.cli.server import audit
 from quire.cli.store import gc, inspect, verify
+from quire.cli.top import top
 from quire.errors import InvalidInput
 
 _SHOWN: dict[str, Any] = {
@@ -33,7 +34,7 @@ command(app, positional="model")(up)
 command(app, positional="model")(fleet)
 command(app)(generate)
 command(app, positional="planned")(plan)
-for body in (replay, explain, audit, doctor):
+for body in (replay, explain, audit, doctor, top):
     command(app)(body)
 for part in (inspect, verify, gc):
     command(store)(part)

@@ -23,7 +23,7 @@ class ServerAddress(KeyField):
     """How to reach a live server."""
 
     url: str | None = setting(
-        None, f"Ask this server: {DEFAULT_URL}.", group="Server", otherwise=f"{DEFAULT_URL} to audit, none to explain"
+        None, f"Ask this server: {DEFAULT_URL}.", group="Server", otherwise=f"{DEFAULT_URL}; none to explain"
     )
 
 

@@ -1,0 +1,173 @@
+"""`quire top`: what a server, or each server behind a router, does now, in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from quire.cli.report import Report, plain_table
+from quire.cli.server import DEFAULT_URL, Server, ServerAddress
+from quire.errors import InvalidInput, QuireError
+from quire.settings.setting import Settings, setting
+
+_BAR = 14  # so that all fits in 80 columns
+_STATES = {"private": "blue", "cached": "green", "moving": "yellow", "quarantined": "red", "free": "dim"}
+_SIGNS = {"private": "█", "cached": "▓", "moving": "▒", "quarantined": "x", "free": "·"}
+"""Frames by state, so that a terminal without colours shows them too."""
+
+_TOTALS = ("prompt_tokens", "hit_tokens", "output_tokens", "evicted_pages")
+_NOW = ("running_requests", "waiting_requests", "usage", "waiting_reason", "preemptions", "shortages")
+
+
+class Watched(Settings):
+    """How a server is watched."""
+
+    once: bool = setting(False, "Look once, for as long as --every, and end; --json does so too.")
+    every: float = setting(1.0, "Seconds between two looks.", ge=0.1, le=3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One look: when, and the rows of servers. A server that answers with an error has no statistics."""
+
+    at_s: float
+    rows: list[dict[str, Any]]
+
+
+def top(where: ServerAddress, watched: Watched, *, as_json: bool) -> Report | None:
+    """Watch a live server, or all servers behind a router: requests, tokens a second, memory by group and tier, and
+    from where prompt tokens came. Ctrl-C ends it. Exit codes: 0 done, 2 bad input or no server.
+
+    [dim]Example:[/dim] quire top --url http://127.0.0.1:8000
+
+    [dim]Example:[/dim] quire top --once --json
+    """
+    server = Server(where.url or DEFAULT_URL, where.api_key)
+    before = look(server)
+    if watched.once or as_json:
+        time.sleep(watched.every)
+        found = [*rows_of(look(server), before)]
+        return Report({"url": server.url, "processes": found}, lambda: [shown(server.url, found)])
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        raise InvalidInput("the output is no terminal.", fix="add --once, or --json.")
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(watched.every)
+                try:
+                    now = look(server)
+                    live.update(shown(server.url, [*rows_of(now, before)]), refresh=True)
+                    before = now
+                except QuireError as error:
+                    live.update(Text(str(error), "red"), refresh=True)
+        except KeyboardInterrupt:
+            return None
+
+
+def look(server: Server) -> Seen:
+    """The statistics now, of one server or of all of a router. Raises what `Server.ask` does."""
+    answer = server.ask("/v1/cache/statistics")
+    processes = answer.get("processes", [{"name": "server", "role": "", "status": 200, "answer": answer}])
+    return Seen(time.monotonic(), processes)
+
+
+def rows_of(now: Seen, before: Seen) -> Iterator[dict[str, Any]]:
+    """A row for each server: what it does now, and what it did a second since `before`. A counter that fell is of an
+    engine that was started again: it has no rate."""
+    earlier = {each["name"]: each for each in before.rows}
+    seconds = max(1e-9, now.at_s - before.at_s)
+    for process in now.rows:
+        row = {"name": process["name"], "role": process.get("role") or "", "answers": process["status"] == 200}
+        if row["answers"]:
+            found, then = process["answer"], earlier.get(process["name"], {}).get("answer", {})
+            grown = {name: found.get(name, 0) - then.get(name, found.get(name, 0)) for name in _TOTALS}
+            row |= {name: found.get(name) for name in (*_NOW, *_TOTALS)}
+            row |= {f"{name}_a_second": round(more / seconds, 2) if more >= 0 else None for name, more in grown.items()}
+            row |= {"frames": _frames(found), "causes": found.get("explained_tokens", {})}
+        yield row
+
+
+def _frames(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+    """Frames by tier, group and state."""
+    tiers = {"device": found.get("frames", {}), "host": (found.get("tiers") or {}).get("host", {})}
+    return {
+        tier: {
+            group: {state: states[state] for state in _STATES if state in states} for group, states in groups.items()
+        }
+        for tier, groups in tiers.items()
+        if groups
+    }
+
+
+def shown(url: str, rows: list[dict[str, Any]]) -> RenderableType:
+    """Tables of the rows of servers."""
+    parts: list[RenderableType] = [Text(f"{url}, {time.strftime('%H:%M:%S')}\n"), _requests(rows)]
+    parts += [Text(""), _pools(rows), Text(""), _causes(rows)]
+    for row in rows:
+        if row.get("waiting_reason"):
+            parts.append(Text(f"{row['name']}, the first that waits: {row['waiting_reason']}", "yellow"))
+        if not row["answers"]:
+            parts.append(Text(f"{row['name']} does not answer", "red"))
+    return Group(*parts)
+
+
+def _requests(rows: list[dict[str, Any]]) -> RenderableType:
+    heads = ("server", "runs", "waits", "in/s", "out/s", "cached", "evicted/s", "used", "preempted")
+    names = ("running_requests", "waiting_requests", "prompt_tokens_a_second", "output_tokens_a_second")
+    body = [
+        (
+            row["name"],
+            *(row[name] for name in names),
+            _share(row["hit_tokens"] or 0, row["prompt_tokens"] or 0),
+            row["evicted_pages_a_second"],
+            f"{row['usage'] or 0:.0%}",
+            row["preemptions"],
+        )
+        for row in rows
+        if row["answers"]
+    ]
+    return plain_table(heads, body)
+
+
+def _pools(rows: list[dict[str, Any]]) -> RenderableType:
+    body = [
+        (row["name"], tier, group, _bar(states), *(states.get(state, 0) for state in _STATES))
+        for row in rows
+        for tier, groups in row.get("frames", {}).items()
+        for group, states in groups.items()
+    ]
+    first = ("server", "tier", "group", "frames")
+    heads = ("apart" if state == "quarantined" else state for state in _STATES)
+    return plain_table((*first, *heads), body, left=first)
+
+
+def _bar(states: Mapping[str, int]) -> Text:
+    whole = sum(states.values())
+    made, at, ends = Text(), 0, 0
+    for state, style in _STATES.items():
+        at += states.get(state, 0)
+        end = round(_BAR * at / whole) if whole else 0
+        made.append(_SIGNS[state] * (end - ends), style)
+        ends = end
+    return made
+
+
+def _causes(rows: list[dict[str, Any]]) -> RenderableType:
+    causes: dict[str, int] = {}
+    for row in rows:
+        for cause, tokens in row.get("causes", {}).items():
+            causes[cause] = causes.get(cause, 0) + tokens
+    whole = sum(causes.values())
+    body = [(cause, tokens, _share(tokens, whole)) for cause, tokens in causes.items() if tokens]
+    return plain_table(("prompt tokens", "since the start", "share"), body)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

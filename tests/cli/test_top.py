@@ -1,0 +1,98 @@
+"""`quire top`: of one server, of a router, and in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.top import Seen, rows_of
+from tests.cli.conftest import Run
+from tests.routing.live_router import LiveRouter
+from tests.serve.live_server import LiveServer
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[LiveServer]:
+    options = ("--kv-memory", "100KiB", "--host-memory", "40KiB", "--canary", "off")
+    with LiveServer.quire("--model", str(tiny_model), *options) as live:
+        for number in range(6):
+            prompt = f"{number % 2} is the beginning of a prompt of several pages"
+            assert live.request("/v1/completions", {"prompt": prompt, "max_tokens": 4})[0] == 200
+        live.wait_idle()
+        yield live
+
+
+def once(run: Run, live: LiveServer, *options: str) -> Any:
+    done = run("top", "--url", live.summary["url"], "--once", "--every", "0.1", *options)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_figures_of_one_server_are_its_statistics(run: Run, server: LiveServer) -> None:
+    [row] = json.loads(once(run, server, "--json"))["processes"]
+    found = server.statistics()
+    for name in ("running_requests", "prompt_tokens", "hit_tokens", "output_tokens", "evicted_pages", "usage"):
+        assert row[name] == found[name], name
+    assert row["causes"] == found["explained_tokens"] and row["prompt_tokens_a_second"] == 0
+    for tier, frames in (("device", found["frames"]["full"]), ("host", found["tiers"]["host"]["full"])):
+        assert sum(row["frames"][tier]["full"].values()) == frames["total"]
+    text = once(run, server)
+    assert "device" in text and "▓" in text and "evicted/s" in text and "hit" in text
+
+
+def test_a_router_is_all_its_servers(run: Run, server: LiveServer) -> None:
+    with LiveRouter([server, server]) as router:
+        rows = json.loads(once(run, router, "--json"))["processes"]
+        assert [row["name"] for row in rows] == ["decode-0", "decode-1"]
+        assert rows[0]["prompt_tokens"] == rows[1]["prompt_tokens"] > 0
+        assert "decode-1" in once(run, router)
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    def seen(at_s: float, tokens: int, status: int = 200) -> Seen:
+        return Seen(at_s, [{"name": "a", "role": "", "status": status, "answer": {"output_tokens": tokens}}])
+
+    [row] = rows_of(seen(4.0, 30), seen(2.0, 10))
+    assert row["output_tokens_a_second"] == 10
+    [row] = rows_of(seen(4.0, 3), seen(2.0, 10))
+    assert row["output_tokens_a_second"] is None, "the engine was started again"
+    [row] = rows_of(seen(4.0, 3, status=503), seen(2.0, 10))
+    assert row == {"name": "a", "role": "", "answers": False}
+
+
+def test_without_a_terminal_or_a_server_it_says_what_to_do(run: Run, server: LiveServer) -> None:
+    done = run("top", "--url", server.summary["url"])
+    assert done.exit_code == 2 and "--once" in done.output
+    done = run("top", "--url", "http://127.0.0.1:9", "--once")
+    assert done.exit_code == 2 and "does not answer" in done.output
+
+
+def test_in_a_terminal_it_goes_on_until_it_is_interrupted(server: LiveServer) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "quire", "top", "--url", server.summary["url"], "--every", "0.1"]
+    with subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "150"}
+    ) as process:
+        os.close(theirs)
+        text, until = b"", time.monotonic() + 60
+        while text.count(b"evicted/s") < 2:
+            assert time.monotonic() < until, text
+            text += os.read(ours, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            try:
+                os.read(ours, 1 << 16)
+            except OSError:  # its end is closed
+                break
+        assert process.wait(30) == 0
+    os.close(ours)
