@@ -176,7 +176,7 @@ def test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page() -> Non
 
 
 def test_a_removed_peer_delays_no_request_and_keeps_its_frames_until_its_last_write() -> None:
-    with pair(fault=Fault(late=True, delay_s=2.0)) as (decode, prefill):
+    with pair(fault=Fault(late=True, delay_s=4.0)) as (decode, prefill):
         assert decode.transfer is not None and prefill.transfer is not None
         where, side = address_of(prefill), prefill.transfer.prefill
         add(decode, "mine")
@@ -186,7 +186,7 @@ def test_a_removed_peer_delays_no_request_and_keeps_its_frames_until_its_last_wr
         (counts,) = transfer_of(decode)["received"].values()
         assert counts["fallbacks"] == {"removed": 1}
         decode.set_prefill_peers([where])
-        until(lambda: not side.ids and not transfer_of(prefill)["decode_peers"], decode, prefill, seconds=1.5)
+        until(lambda: not side.ids and not transfer_of(prefill)["decode_peers"], decode, prefill, seconds=2)
         assert transfer_of(decode)["held_bytes"] > 0, "it still writes"
         assert not transfer_of(decode)["prefill_peers"] and not transfer_of(decode)["problems"]
         until(lambda: transfer_of(decode)["prefill_peers"], decode, prefill)
