@@ -6,6 +6,7 @@ import inspect
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import typer.main
 
 import quire
 from quire.cli.app import app
+from quire.counters import Metric, metrics_of
 from quire.serve import answers
 
 NAMES = {
@@ -144,10 +146,10 @@ def _type(schema: dict[str, Any]) -> str:
     return str(schema.get("type", "any"))
 
 
-def metrics() -> str:
-    """The families that a server with all tiers, speculation, hot buffers, peers and events exposes."""
+@cache
+def declared_metrics() -> tuple[Metric, ...]:
+    """What a server with all tiers, speculation, hot buffers, peers and events exposes; each family once."""
     from quire import LLM
-    from quire.counters import metrics_of
     from quire.observe.kv_publisher import PublisherCounters
     from quire.observe.metrics import ServerCounters
     from quire.sparse.coordinator import HiSparseCounters
@@ -160,11 +162,20 @@ def metrics() -> str:
             declared = llm.engine.ready().metrics
     more = (HiSparseCounters, TransferCounters, PublisherCounters, ServerCounters)
     declared += [found for each in more for found in metrics_of(each)]
+    return tuple({each.name: each for each in declared}.values())
+
+
+def exposed_name(metric: Metric) -> str:
+    """The name of a family in Prometheus' text format."""
+    return f"quire_{metric.name}" + ("_total" if metric.kind == "counter" else "")
+
+
+def metrics() -> str:
+    """A row for each family of metrics."""
     lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
-    for metric in {each.name: each for each in declared}.values():
+    for metric in declared_metrics():
         shown = ", ".join(f"`{label}`" for label in sorted((*metric.labels, *metric.constant))) or "-"
-        name = f"quire_{metric.name}" + ("_total" if metric.kind == "counter" else "")
-        lines.append(f"| `{name}` | {metric.kind} | {shown} | {_one_line(metric.text)} |")
+        lines.append(f"| `{exposed_name(metric)}` | {metric.kind} | {shown} | {_one_line(metric.text)} |")
     return "\n".join(lines)
 
 

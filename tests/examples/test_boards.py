@@ -1,0 +1,96 @@
+"""The dashboard, the alert rules and their compose file: made from the counters, and naming no metric that is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.examples.generated_boards import ALERTS, DASHBOARD, FOLDER, RULES, exposed, files, named
+
+
+def test_the_files_are_what_the_counters_say() -> None:
+    for path, text in files().items():
+        assert path.read_text() == text, f"{path.name}: run `python -m tests.examples.generated_boards`"
+
+
+def test_each_metric_that_they_name_exists() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    expressions = [target["expr"] for panel in panels(board) for target in panel.get("targets", ())]
+    for text in (*expressions, *(each["query"] for each in board["templating"]["list"]), RULES.read_text()):
+        assert named(text) <= exposed(), named(text) - exposed()
+    assert len(expressions) > 50 and all(named(text) for text in expressions)
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [inside for panel in board["panels"] for inside in (panel, *panel.get("panels", ()))]
+
+
+def test_each_metric_that_exists_is_in_the_dashboard() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    parts = ("_sum", "_count")  # of a histogram, whose buckets have the panel
+    assert {name for name in exposed() if not name.endswith(parts)} <= named(json.dumps(board))
+    ids = [panel["id"] for panel in panels(board)]
+    assert len(ids) == len(set(ids)) > 50
+    places = [tuple(panel["gridPos"].values()) for panel in panels(board)]
+    assert len(places) == len(set(places)), "no panel is on another"
+
+
+def test_grafana_reads_the_dashboard() -> None:
+    """By its own types."""
+    sdk = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="it comes with the extra dev")
+    board = json.loads(DASHBOARD.read_text())
+    read = sdk.Dashboard.from_json(board)
+    assert read.title == "Quire" and len(read.panels) == len(board["panels"])
+
+
+def promtool_or_skip() -> str:
+    """Debian's, or that of the caller."""
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    return found
+
+
+def test_prometheus_reads_the_rules(tmp_path: Path) -> None:
+    promtool = promtool_or_skip()
+    configuration = (FOLDER / "prometheus.yml").read_text().replace("/etc/prometheus/rules.yml", str(RULES))
+    (tmp_path / "prometheus.yml").write_text(configuration)
+    for kind, path in (("rules", RULES), ("config", tmp_path / "prometheus.yml")):
+        done = subprocess.run([promtool, "check", kind, path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_alert_fires_when_it_should_and_not_before(tmp_path: Path) -> None:
+    promtool = promtool_or_skip()
+    series = [
+        {"series": 'quire_healthy{instance="well"}', "values": "1x10"},
+        {"series": 'quire_healthy{instance="ill"}', "values": "1x4 0x5"},
+        {"series": 'up{job="quire", instance="well"}', "values": "1x10"},
+    ]
+    labels = {"severity": "critical", "instance": "ill"}
+    about = next(about for name, *_, about in ALERTS if name == "QuireUnhealthy")
+    fired = [{"exp_labels": labels, "exp_annotations": {"summary": about}}]
+    expected = [
+        {"eval_time": at, "alertname": "QuireUnhealthy", "exp_alerts": alerts}
+        for at, alerts in (("4m", []), ("8m", fired))
+    ]
+    group = {"interval": "1m", "input_series": series, "alert_rule_test": expected}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": [group]}))
+    done = subprocess.run(
+        [promtool, "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_compose_file_mounts_files_that_exist() -> None:
+    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    mounted = [each.split(":")[0] for service in services.values() for each in service["volumes"] if each[0] == "."]
+    assert len(mounted) == 5 and all((FOLDER / path).is_file() for path in mounted)
+    source = yaml.safe_load((FOLDER / "datasource.yml").read_text())["datasources"][0]
+    assert source["type"] == "prometheus"
