@@ -9,6 +9,7 @@ import time
 import uuid
 from typing import Any
 
+import httpx
 import psutil
 
 from tests.serve.live_server import LiveServer
@@ -32,7 +33,8 @@ class LiveFleet(LiveServer):
         while self.rows[-1]["role"] != "router":
             self.rows.append(json.loads(self.process.stdout.readline()))
         self.summary = self.rows[-1]
-        self.port = int(self.summary["url"].rpartition(":")[2])
+        self.url = self.summary["url"]
+        self.port = int(self.url.rpartition(":")[2])
 
     def processes(self) -> list[psutil.Process]:
         """All that it has started and that run, Ray's included."""
@@ -80,3 +82,24 @@ def left(mark: str, seconds: float = 15.0) -> list[psutil.Process]:
     while (found := marked(mark)) and time.monotonic() < until:
         time.sleep(0.2)
     return found
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    """A request whose answer is always the same."""
+    prompt = f"Chapter {number}. " + TEXT * (6 + number % 3)
+    return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True} | more
+
+
+def streamed(url: str, given: dict[str, Any]) -> tuple[list[int], str]:
+    """The tokens of a stream, and how it ended: with [DONE], an error event, or silently."""
+    found, end = list[int](), "silently"
+    with httpx.stream("POST", f"{url}/v1/completions", json=given | {"stream": True}, timeout=120) as answer:
+        for line in answer.iter_lines():
+            said = line.removeprefix("data: ")
+            if not said.startswith("{"):
+                end = said or end
+            elif "error" in (event := json.loads(said)):
+                end = str(event["error"])
+            elif event["choices"]:
+                found += event["choices"][0].get("token_ids") or []
+    return found, end

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.changes import slow_unless_changed
-from tests.fleet.live_fleet import MARK, SMALL, TEXT, LiveFleet, left
+from tests.fleet.live_fleet import MARK, SMALL, LiveFleet, body, left, streamed
 from tests.routing.live_router import wait_until
 from tests.serve.live_server import LiveServer
 
@@ -36,32 +36,10 @@ def fleet() -> Iterator[LiveFleet]:
         assert "Traceback" not in live.log(), live.log()
 
 
-def body(number: int, **more: Any) -> dict[str, Any]:
-    prompt = f"Chapter {number}. " + TEXT * (6 + number % 3)
-    return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True} | more
-
-
 def tokens(live: LiveServer, given: dict[str, Any]) -> list[int]:
     status, answer = live.request("/v1/completions", given)
     assert status == 200, answer
     return list(answer["choices"][0]["token_ids"])
-
-
-def streamed(live: LiveServer, given: dict[str, Any]) -> tuple[list[int], str]:
-    """The tokens of a stream, and how it ended: with [DONE], an error event, or silently."""
-    found, end = list[int](), "silently"
-    with httpx.stream(
-        "POST", f"{live.summary['url']}/v1/completions", json=given | {"stream": True}, timeout=120
-    ) as answer:
-        for line in answer.iter_lines():
-            said = line.removeprefix("data: ")
-            if not said.startswith("{"):
-                end = said or end
-            elif "error" in (event := json.loads(said)):
-                end = str(event["error"])
-            elif event["choices"]:
-                found += event["choices"][0].get("token_ids") or []
-    return found, end
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +63,7 @@ def test_tokens_are_those_of_one_server(fleet: LiveFleet, expected: dict[int, li
         model="quire-bundled", messages=[{"role": "user", "content": "Who walked?"}], max_tokens=8
     )
     assert chat.choices[0].message.content
-    assert streamed(fleet, body(1)) == (expected[1][:24], "[DONE]")
+    assert streamed(fleet.url, body(1)) == (expected[1][:24], "[DONE]")
 
 
 @slow_unless_changed(*FLEET)
@@ -120,7 +98,7 @@ def test_a_replica_that_is_killed_is_replaced_and_cuts_no_stream(
 ) -> None:
     before = set(fleet.health())
     with ThreadPoolExecutor(6) as pool:
-        streams = [pool.submit(streamed, fleet, body(n, max_tokens=200, ignore_eos=True)) for n in range(6)]
+        streams = [pool.submit(streamed, fleet.url, body(n, max_tokens=200, ignore_eos=True)) for n in range(6)]
         time.sleep(0.3)
         fleet.replicas("Engine")[0].kill()
         for number, stream in enumerate(streams):
@@ -135,7 +113,7 @@ def test_a_server_that_is_killed_is_replaced(fleet: LiveFleet, expected: dict[in
     before = fleet.health()
     name = next(name for name in before if name.startswith(role))
     with ThreadPoolExecutor(6) as pool:
-        streams = [pool.submit(streamed, fleet, body(n, max_tokens=200, ignore_eos=True)) for n in range(6)]
+        streams = [pool.submit(streamed, fleet.url, body(n, max_tokens=200, ignore_eos=True)) for n in range(6)]
         time.sleep(0.3)
         os.kill(before[name]["pid"], signal.SIGKILL)
         for number, stream in enumerate(streams):
@@ -168,7 +146,7 @@ def test_engines_follow_the_load_and_no_request_fails() -> None:
     bounds = ("--min-replicas", "1", "--max-replicas", "3", "--target-requests", "2")
     with LiveFleet(*bounds, "--upscale-delay", "1", "--downscale-delay", "1") as live:
         given = body(1, max_tokens=200, ignore_eos=True)
-        alone = streamed(live, given)
+        alone = streamed(live.url, given)
         assert alone[1] == "[DONE]"
         seen, until = {1}, time.monotonic() + 180
         with ThreadPoolExecutor(8) as pool:
@@ -176,14 +154,14 @@ def test_engines_follow_the_load_and_no_request_fails() -> None:
             def load() -> list[Any]:
                 found = []
                 while 3 not in seen and time.monotonic() < until:
-                    found.append(streamed(live, given))
+                    found.append(streamed(live.url, given))
                 return found
 
             clients = [pool.submit(load) for _ in range(8)]
             wait_until(lambda: seen.add(len(live.health())) or 3 in seen, 180)  # type: ignore[func-returns-value]
             assert all(each == alone for client in clients for each in client.result())
         wait_until(lambda: len(live.health()) == 1, 180)
-        assert streamed(live, given) == alone
+        assert streamed(live.url, given) == alone
         assert not live.end()
 
 

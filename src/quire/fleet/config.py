@@ -42,6 +42,9 @@ class FleetConfig(MembersConfig):
         600.0, "Seconds for which fewer requests come before an engine is taken.", option="--downscale-delay", ge=0
     )
     prefill: int = setting(0, "Engines that compute prompts for the others; 0 for none.", ge=0, le=_MOST)
+    ingresses: int | None = setting(
+        None, "Routers before them, with --address or --yaml.", otherwise="one for each machine", ge=1, le=_MOST
+    )
     num_cpus: float | None = setting(
         None,
         "CPU cores that Ray reserves for each engine, and threads of its host.",

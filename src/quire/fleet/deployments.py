@@ -17,7 +17,7 @@ MARGIN_S = 5.0
 _CHECK_S, _CHECK_TIMEOUT_S = 1.0, 10.0
 _LOOK_BACK_S = 15.0  # replicas report every ten
 _COUNTS = {"replicas", "min_replicas", "max_replicas", "target_requests", "upscale_delay_s", "downscale_delay_s"}
-_COUNTS |= {"num_gpus"}
+_COUNTS |= {"ingresses", "num_gpus"}
 """Settings that are options of deployments, and not arguments of the application: engines go on when they change."""
 
 _NOTE = """\
@@ -35,7 +35,7 @@ def deployments(fleet: FleetConfig, server: ServerConfig) -> dict[str, dict[str,
         "graceful_shutdown_timeout_s": server.drain_s + 2 * MARGIN_S,
         "graceful_shutdown_wait_loop_s": _CHECK_S,
     }
-    numbers: dict[str, dict[str, Any]] = {"Ingress": {"num_replicas": 1}, "Engine": _number(fleet)}
+    numbers: dict[str, dict[str, Any]] = {"Ingress": {"num_replicas": fleet.ingresses or 1}, "Engine": _number(fleet)}
     if fleet.prefill:
         numbers["Prefill"] = {"num_replicas": fleet.prefill}
     engine = {"num_cpus": fleet.cpus, "num_gpus": fleet.gpus}

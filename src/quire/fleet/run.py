@@ -104,6 +104,7 @@ def run_fleet(
             else:
                 url = f"http://{server.host}:{port}"
                 stack.enter_context(_joined(ray_settings.address, end))
+                fleet = fleet.changed(ingresses=fleet.ingresses or _num_machines())
             _run(fleet, server.changed(port=port), url, ray_settings.address is None, ready, on_progress)
     except _Ended as ended:
         return 0 if is_ready else 128 + ended.number
@@ -117,7 +118,9 @@ def _end_with_input() -> None:
 
 
 def _on_this_machine(fleet: FleetConfig) -> FleetConfig:
-    """With this machine's cores for all engines together."""
+    """With this machine's cores for all engines together. Raises InvalidInput."""
+    if fleet.ingresses is not None:
+        raise InvalidInput("--ingresses does nothing without --address or --yaml.", fix="leave it out.")
     if fleet.num_cpus is None:
         return fleet.changed(num_cpus=float(max(1, available_cores() // fleet.most_engines)))
     return fleet
@@ -179,6 +182,12 @@ def _joined(address: str, end: Callable[..., None]) -> Iterator[None]:
     finally:
         _hear(signal.SIG_IGN)
         ray.shutdown()
+
+
+def _num_machines() -> int:
+    import ray
+
+    return sum(node["Alive"] for node in ray.nodes())
 
 
 def _run(
