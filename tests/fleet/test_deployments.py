@@ -53,7 +53,7 @@ def test_the_yaml_is_what_serve_deploys(monkeypatch: pytest.MonkeyPatch) -> None
     schema = ServeDeploySchema.model_validate(parsed)
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 9000)
     assert [each.name for each in schema.applications[0].deployments] == ["Ingress", "Engine", "Prefill"]
-    assert schema.applications[0].args == {"model": "x/y", "kv_memory": 2**30, "prefill": 1, "drain_s": 7.0}
+    assert schema.applications[0].args == {"model": "x/y", "kv_memory": 2**30, "prefill_replicas": 1, "drain_s": 7.0}
     monkeypatch.setenv("QUIRE_API_KEY", "of-clients")
     monkeypatch.setenv("QUIRE_TRANSFER_SECRET", "0123456789abcdefgh")
     ingress = build(schema.applications[0].args)._bound_deployment

@@ -48,11 +48,11 @@ def application(fleet: FleetConfig, server: ServerConfig, *, listens: bool) -> A
 
     Engines that decode get the handle of those that compute prompts, and ask it who these are.
     """
-    if fleet.prefill and fleet.transfer_secret is None:
+    if fleet.prefill_replicas and fleet.transfer_secret is None:
         fleet = fleet.changed(transfer_secret=secrets.token_urlsafe(32))
     named = deployments(fleet, server)
     engine, prefill = serve.deployment(Engine), []
-    if fleet.prefill:
+    if fleet.prefill_replicas:
         prefill = [engine.options(name="Prefill", **named["Prefill"]).bind(fleet, server, "prefill")]
     role = "decode" if prefill else None
     decode = engine.options(name="Engine", **named["Engine"]).bind(fleet, server, role, *prefill)

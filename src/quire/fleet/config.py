@@ -41,7 +41,10 @@ class FleetConfig(MembersConfig):
     downscale_delay_s: float = setting(
         600.0, "Seconds for which fewer requests come before an engine is taken.", option="--downscale-delay", ge=0
     )
-    prefill: int = setting(0, "Engines that compute prompts for the others; 0 for none.", ge=0, le=_MOST)
+    PREFILL: ClassVar[str] = "prefill_replicas"
+    prefill_replicas: int = setting(
+        0, "Engines that compute prompts for the others; 0 for none.", option="--prefill", ge=0, le=_MOST
+    )
     ingresses: int | None = setting(
         None, "Routers before them, with --address or --yaml.", otherwise="one for each machine", ge=1, le=_MOST
     )
@@ -71,7 +74,7 @@ class FleetConfig(MembersConfig):
                     f"{self.min_replicas} engines at least, {numbers[1]} at first and {self.max_replicas} at most.",
                     fix="give --min-replicas, --replicas and --max-replicas in rising order.",
                 )
-        if self.prefill:
+        if self.prefill_replicas:
             secret = self.transfer_secret or secrets.token_hex()
             self.engine(role="prefill", transfer_secret=secret)
         return self
@@ -79,7 +82,7 @@ class FleetConfig(MembersConfig):
     @property
     def most_engines(self) -> int:
         """How many there may be at once."""
-        return self.prefill + (self.max_replicas or self.replicas or 1)
+        return self.prefill_replicas + (self.max_replicas or self.replicas or 1)
 
     @property
     def cpus(self) -> float:

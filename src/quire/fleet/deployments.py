@@ -36,8 +36,8 @@ def deployments(fleet: FleetConfig, server: ServerConfig) -> dict[str, dict[str,
         "graceful_shutdown_wait_loop_s": _CHECK_S,
     }
     numbers: dict[str, dict[str, Any]] = {"Ingress": {"num_replicas": fleet.ingresses or 1}, "Engine": _number(fleet)}
-    if fleet.prefill:
-        numbers["Prefill"] = {"num_replicas": fleet.prefill}
+    if fleet.prefill_replicas:
+        numbers["Prefill"] = {"num_replicas": fleet.prefill_replicas}
     engine = {"num_cpus": fleet.cpus, "num_gpus": fleet.gpus}
     takes = {"Ingress": {"num_cpus": 0}, "Engine": engine, "Prefill": dict(engine)}
     return {name: common | number | {"ray_actor_options": takes[name]} for name, number in numbers.items()}

@@ -206,7 +206,7 @@ def _run(
     try:
         handle = serve.run_many([target], wait_for_applications_running=False)[0]
         _wait(on_progress)
-        rows = _engines(handle, (fleet.replicas or fleet.min_replicas) + fleet.prefill, on_progress)
+        rows = _engines(handle, (fleet.replicas or fleet.min_replicas) + fleet.prefill_replicas, on_progress)
         on_ready([*rows, {"role": "router", "name": "router", "pid": os.getpid(), "url": url, "healthy": True}])
         while True:
             time.sleep(3600)

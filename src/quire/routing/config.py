@@ -12,8 +12,10 @@ from quire.errors import InvalidInput
 
 
 class MembersConfig(EngineConfig):
-    """Settings of engines that run beside each other. Their roles and addresses follow from the numbers; a subclass has
-    the number of those that compute prompts for others as `prefill`."""
+    """Settings of engines that run beside each other. Roles and addresses follow from the numbers; `PREFILL` names the
+    setting of a subclass that is the number of those that compute prompts for others."""
+
+    PREFILL: ClassVar[str] = "prefill"
 
     CHOSEN: ClassVar[frozenset[str]] = frozenset(
         {"role", "prefill_peers", "transfer_listen", "transfer_name", "kv_events", "kv_events_replay"}
@@ -29,7 +31,7 @@ class MembersConfig(EngineConfig):
     @classmethod
     def idle(cls, given: Mapping[str, Any]) -> dict[str, str]:
         """Settings of transfers, where no engine computes prompts for others."""
-        alone = str(given.get("prefill", cls.model_fields["prefill"].default)) == "0"
+        alone = str(given.get(cls.PREFILL, cls.model_fields[cls.PREFILL].default)) == "0"
         found = super().idle(given if alone else {**given, "role": "decode"})
         return {name: "--prefill" if what == "--role" else what for name, what in found.items()}
 
