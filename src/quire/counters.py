@@ -67,6 +67,12 @@ class Metric(msgspec.Struct, frozen=True):
     labels: tuple[str, ...] = ()
     constant: dict[str, str] = {}
     known: tuple[str, ...] = ()
+    vllm: tuple[str, ...] = ()
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """The names of its family: its own, and those that it has in vLLM, where they mean the same."""
+        return (f"quire_{self.name}", *(f"vllm:{name}" for name in self.vllm))
 
     def samples(self, statistics: Statistics) -> dict[tuple[str, ...], Any]:
         """Values by labels: first those of `labels`, then the constant ones. Empty if the statistics have none."""
@@ -97,7 +103,8 @@ def _items(found: Mapping[str, Any] | Sequence[Any]) -> Iterator[tuple[str, Any]
 def counter(text: str, *labels: str, **options: Any) -> Any:
     """A field that only grows. Its metric has the class's `PREFIX` and the field's name, or the whole `name`. `start`
     is its default, or makes it if it can be called. Labels of `known` values are 0 until they are counted. Any other
-    option is a label with one value."""
+    option is a label with one value. `vllm` are its names there, where they mean the same, with a space between them:
+    they are exposed too."""
     return _declared("counter", text, labels, **options)
 
 
@@ -106,9 +113,9 @@ def gauge(text: str, *labels: str, **options: Any) -> Any:
     return _declared("gauge", text, labels, **options)
 
 
-def histogram(text: str, *, bounds: Sequence[float] = SECONDS, name: str = "") -> Any:
+def histogram(text: str, *, bounds: Sequence[float] = SECONDS, name: str = "", vllm: str = "") -> Any:
     """As `counter`, a `Histogram`."""
-    return _declared("histogram", text, (), start=lambda: Histogram(bounds), name=name)
+    return _declared("histogram", text, (), start=lambda: Histogram(bounds), name=name, vllm=vllm)
 
 
 def labelled(label: str, counters: type, start: Any = dict) -> Any:
@@ -124,9 +131,11 @@ def _declared(
     start: Any = 0,
     name: str = "",
     known: Iterable[str] = (),
+    vllm: str = "",
     **constant: str,
 ) -> Any:
-    metric = Metric(name, kind, text, (":".join("*" * len(labels)),) if labels else (), labels, constant, tuple(known))
+    path = (":".join("*" * len(labels)),) if labels else ()
+    metric = Metric(name, kind, text, path, labels, constant, tuple(known), tuple(vllm.split()))
     default: dict[str, Any] = {"default_factory" if callable(start) else "default": start}
     return field(**default, metadata={"metric": metric})
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from quire.counters import Metric
-from tests.examples.generated_reference import declared_metrics, exposed_name
+from tests.examples.generated_reference import declared_metrics, exposed_names
 
 FOLDER = Path(__file__).parents[2] / "deploy/monitoring"
 DASHBOARD, RULES = FOLDER / "dashboard.json", FOLDER / "rules.yml"
@@ -99,7 +99,9 @@ def named(text: str) -> set[str]:
 def exposed() -> set[str]:
     """All names that a server may expose."""
     ends = {"histogram": ("_bucket", "_sum", "_count")}
-    return {exposed_name(each) + end for each in declared_metrics() for end in ends.get(each.kind, ("",))}
+    return {
+        name + end for each in declared_metrics() for name in exposed_names(each) for end in ends.get(each.kind, ("",))
+    }
 
 
 def dashboard() -> dict[str, Any]:
@@ -132,9 +134,11 @@ def _panels() -> Iterator[dict[str, Any]]:
     for title, unit, targets in OVERVIEW:
         yield _panel(title, unit, targets)
     seen = named(json.dumps(OVERVIEW))
-    others = [each for each in declared_metrics() if not {exposed_name(each), f"{exposed_name(each)}_bucket"} & seen]
+    others = [
+        each for each in declared_metrics() if not {exposed_names(each)[0], f"{exposed_names(each)[0]}_bucket"} & seen
+    ]
     for section, metrics in groupby(sorted(others, key=_section), key=_section):
-        inside = [_panel(exposed_name(each), _unit(each), _targets(each), each.text) for each in metrics]
+        inside = [_panel(exposed_names(each)[0], _unit(each), _targets(each), each.text) for each in metrics]
         yield {"type": "row", "title": section, "collapsed": True, "panels": inside}
 
 
@@ -147,7 +151,7 @@ def _section(metric: Metric) -> str:
 
 
 def _targets(metric: Metric) -> Targets:
-    name, labels = exposed_name(metric), sorted((*metric.labels, *metric.constant))
+    name, labels = exposed_names(metric)[0], sorted((*metric.labels, *metric.constant))
     if metric.kind == "histogram":
         return quantiles(name)
     legend = " ".join(f"{{{{{label}}}}}" for label in labels) or "{{instance}}"

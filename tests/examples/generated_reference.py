@@ -165,9 +165,9 @@ def declared_metrics() -> tuple[Metric, ...]:
     return tuple({each.name: each for each in declared}.values())
 
 
-def exposed_name(metric: Metric) -> str:
-    """The name of a family in Prometheus' text format."""
-    return f"quire_{metric.name}" + ("_total" if metric.kind == "counter" else "")
+def exposed_names(metric: Metric) -> list[str]:
+    """The names of its family in Prometheus' text format, its own first."""
+    return [name + ("_total" if metric.kind == "counter" else "") for name in metric.exposed]
 
 
 def metrics() -> str:
@@ -175,7 +175,16 @@ def metrics() -> str:
     lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
     for metric in declared_metrics():
         shown = ", ".join(f"`{label}`" for label in sorted((*metric.labels, *metric.constant))) or "-"
-        lines.append(f"| `{exposed_name(metric)}` | {metric.kind} | {shown} | {_one_line(metric.text)} |")
+        lines.append(f"| `{exposed_names(metric)[0]}` | {metric.kind} | {shown} | {_one_line(metric.text)} |")
+    return "\n".join(lines)
+
+
+def vllm_metrics() -> str:
+    """A row for each name of vLLM that is exposed too."""
+    lines = ["| vLLM | Quire | what it is |", "|---|---|---|"]
+    for metric in declared_metrics():
+        own, *theirs = exposed_names(metric)
+        lines += [f"| `{name}` | `{own}` | {_one_line(metric.text)} |" for name in theirs]
     return "\n".join(lines)
 
 

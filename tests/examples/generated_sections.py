@@ -90,6 +90,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "bodies": generated_reference.bodies,
     "documented": documented_fields.table,
     "metrics": generated_reference.metrics,
+    "vllm": generated_reference.vllm_metrics,
     "mutants": mutants,
 }
 

@@ -63,14 +63,22 @@ def test_what_requests_hold_is_in_use(server: LiveServer) -> None:
     server.wait_idle()
 
 
-def test_the_reference_maps_names_that_exist(drafting: LiveServer) -> None:
+def test_names_of_vllm_have_the_same_samples(drafting: LiveServer) -> None:
+    """Each that the reference maps, but those of engines with a role, which have another form."""
     drafting.request("/v1/completions", {"prompt": "a", "max_tokens": 1})
-    known = {key[0] for key in samples(drafting)}
+    found = samples(drafting)
+
+    def of(name: str) -> dict[tuple[str, ...], float]:
+        parts = {name + end: end for end in ("", "_bucket", "_sum", "_count")}
+        return {(parts[key[0]], *key[1:]): value for key, value in found.items() if key[0] in parts}
+
     rows = re.findall(r"^\| `(vllm:\w+)` \| `(quire_\w+)`", REFERENCE.read_text(), re.MULTILINE)
-    assert len(rows) > 10
-    for _, name in rows:
-        if not name.startswith("quire_transfer_"):  # those are of engines with a role
-            assert {name, f"{name}_count"} & known, name
+    mapped = {theirs: ours for theirs, ours in rows if not ours.startswith("quire_transfer_")}
+    assert len(mapped) >= 20
+    for theirs, ours in mapped.items():
+        assert of(theirs) == of(ours) != {}, theirs
+    config = next(key for key in found if key[0] == "vllm:cache_config_info")
+    assert config[1:] == ("16", str(drafting.summary["num_pages"]))
 
 
 def request_id(server: LiveServer, headers: dict[str, str]) -> str:

@@ -45,8 +45,8 @@ class FrameCounts:
 class CacheCounters:
     """Counters of a cache since its start. *Shared* counts cached pages that two or more running requests hold."""
 
-    prompt_tokens: int = counter("Prompt tokens of admitted requests.")
-    hit_tokens: int = counter("Prompt tokens that came from the cache.")
+    prompt_tokens: int = counter("Prompt tokens of admitted requests.", vllm="prompt_tokens prefix_cache_queries")
+    hit_tokens: int = counter("Prompt tokens that came from the cache.", vllm="prefix_cache_hits")
     explained_tokens: dict[str, int] = counter(
         "Prompt tokens by what became of them; the causes add up to quire_prompt_tokens.",
         "cause",
@@ -84,6 +84,7 @@ class CacheStatistics(CacheCounters):
     usage: float = gauge(
         "Frames in use, of all, from 0 to 1, of the fullest group: frames that could be evicted count as free.",
         name="kv_cache_usage_ratio",
+        vllm="kv_cache_usage_perc",
     )
     frames: dict[str, FrameCounts] = labelled("group", FrameCounts)
 

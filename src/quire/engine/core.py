@@ -363,10 +363,11 @@ class EngineCore:
         )
 
     def _sections(self) -> list[Section]:
+        config = {(str(self.plan.page_size), str(self.plan.num_pages)): 1}
         own: list[Section] = [
             *self.loop.counters(),  # first: sessions that have expired end
             ("", self.cache.statistics()),
-            ("", EngineCounters(weights_epoch=self.weights_epoch, kv_bytes=self.plan.pool_bytes)),
+            ("", EngineCounters(weights_epoch=self.weights_epoch, kv_bytes=self.plan.pool_bytes, cache_config=config)),
             ("attention", self.backend.counters()),
             ("", {"forward": self.model.forward_statistics()}),
         ]

@@ -23,6 +23,13 @@ class EngineCounters:
 
     weights_epoch: int = gauge("How often the weights were replaced.")
     kv_bytes: int = gauge("Bytes of the KV pools.")
+    cache_config: dict[tuple[str, str], int] = gauge(
+        "1; the tokens in a page and the pages of the device are labels.",
+        *("block_size", "num_gpu_blocks"),
+        start=dict,
+        name="cache_config_info",
+        vllm="cache_config_info",
+    )
 
 
 def facts_of(config: EngineConfig, plan: Plan, models: Sequence[LoadedModel | LoadedHead]) -> dict[str, Any]:

@@ -28,16 +28,18 @@ class LoopCounters:
     """What a loop has done, and what its queues hold. `waiting_reason` is that of the first request that waits."""
 
     steps: int = counter("Steps of the engine.")
-    output_tokens: int = counter("Generated tokens.")
+    output_tokens: int = counter("Generated tokens.", vllm="generation_tokens")
     finished_requests: int = counter("Requests that ended by themselves.")
     aborted_requests: int = counter("Requests that the client gave up.")
     refused_requests: int = counter("Requests that could never fit or were invalid.")
     failed_requests: int = counter("Requests that a failed step ended.")
-    preemptions: int = counter("Times a running request had to give its pages back.")
-    running_requests: int = gauge("Requests that hold pages.")
-    waiting_requests: int = gauge("Requests that wait for room.")
+    preemptions: int = counter("Times a running request had to give its pages back.", vllm="num_preemptions")
+    running_requests: int = gauge("Requests that hold pages.", vllm="num_requests_running")
+    waiting_requests: int = gauge("Requests that wait for room.", vllm="num_requests_waiting")
     waiting_reason: str = ""
-    queue_seconds: Histogram = histogram("Sequence queued to admitted.", name="request_queue_time_seconds")
+    queue_seconds: Histogram = histogram(
+        "Sequence queued to admitted.", name="request_queue_time_seconds", vllm="request_queue_time_seconds"
+    )
 
 
 class Loop:

@@ -26,12 +26,23 @@ class ServerCounters:
     """Counters of one server. `responses` are by route and status."""
 
     healthy: bool = gauge("1 while requests can progress.")
-    first_token_s: Histogram = histogram("Request received to first token.", name="time_to_first_token_seconds")
-    inter_token_s: Histogram = histogram("A sequence's token to its next.", name="inter_token_latency_seconds")
-    request_s: Histogram = histogram("Request received to last token.", name="request_latency_seconds")
-    prompt_tokens: Histogram = histogram("Prompt tokens of a request.", bounds=TOKENS, name="request_prompt_tokens")
+    first_token_s: Histogram = histogram(
+        "Request received to first token.", name="time_to_first_token_seconds", vllm="time_to_first_token_seconds"
+    )
+    inter_token_s: Histogram = histogram(
+        "A sequence's token to its next.", name="inter_token_latency_seconds", vllm="inter_token_latency_seconds"
+    )
+    request_s: Histogram = histogram(
+        "Request received to last token.", name="request_latency_seconds", vllm="e2e_request_latency_seconds"
+    )
+    prompt_tokens: Histogram = histogram(
+        "Prompt tokens of a request.", bounds=TOKENS, name="request_prompt_tokens", vllm="request_prompt_tokens"
+    )
     generation_tokens: Histogram = histogram(
-        "Tokens that a request generated.", bounds=TOKENS, name="request_generation_tokens"
+        "Tokens that a request generated.",
+        bounds=TOKENS,
+        name="request_generation_tokens",
+        vllm="request_generation_tokens",
     )
     engine_restarts: int = counter("Engine processes that took the place of one that had ended.")
     finished: Counter[str] = counter(
@@ -39,6 +50,7 @@ class ServerCounters:
         "finished_reason",
         start=Counter,
         name="request_success",
+        vllm="request_success",
         known=("stop", "length", "abort", "error"),
     )
     responses: Counter[tuple[str, str]] = counter(
@@ -78,11 +90,12 @@ class ServerMetrics(Collector):
         families: dict[str, Any] = {}
         for metric in declared:
             samples = metric.samples(statistics)
-            if metric.name not in families and samples:
-                labels = ("model_name", *metric.labels, *metric.constant)
-                families[metric.name] = _FAMILIES[metric.kind](f"quire_{metric.name}", metric.text, labels=labels)
-            for labels, value in samples.items():
-                _add(families[metric.name], (self._model_name, *labels), value)
+            for name in metric.exposed if samples else ():
+                if name not in families:
+                    labels = ("model_name", *metric.labels, *metric.constant)
+                    families[name] = _FAMILIES[metric.kind](name, metric.text, labels=labels)
+                for labels, value in samples.items():
+                    _add(families[name], (self._model_name, *labels), value)
         yield from families.values()
 
     def text(self) -> bytes:

@@ -25,14 +25,23 @@ from quire.speculative.verify import Accepted, accepted_draws
 class DraftCounters(GovernorCounters):
     """What came of drafts. `drafts` counts requests times steps."""
 
-    drafts: int = counter("Times that a request computed drafts in a step.", name="spec_decode_num_drafts")
-    draft_tokens: int = counter("Drafts that were computed.", name="spec_decode_num_draft_tokens")
-    accepted_tokens: int = counter("Of these, drafts that were accepted.", name="spec_decode_num_accepted_tokens")
+    drafts: int = counter(
+        "Times that a request computed drafts in a step.", name="spec_decode_num_drafts", vllm="spec_decode_num_drafts"
+    )
+    draft_tokens: int = counter(
+        "Drafts that were computed.", name="spec_decode_num_draft_tokens", vllm="spec_decode_num_draft_tokens"
+    )
+    accepted_tokens: int = counter(
+        "Of these, drafts that were accepted.",
+        name="spec_decode_num_accepted_tokens",
+        vllm="spec_decode_num_accepted_tokens",
+    )
     accepted_tokens_per_position: list[int] = counter(
         "Drafts that were accepted, by their place after the last known token, from 0.",
         "position",
         start=list,
         name="spec_decode_num_accepted_tokens_per_pos",
+        vllm="spec_decode_num_accepted_tokens_per_pos",
     )
     tokens_per_step: float = gauge("Mean tokens of a request in a step that draws any, since the start.")
 
