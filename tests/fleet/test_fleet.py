@@ -212,6 +212,9 @@ def test_a_port_in_use_is_named_before_ray_starts() -> None:
 def test_an_address_without_a_cluster_is_named() -> None:
     error = failed("--address", "127.0.0.1:1999")
     assert "no Ray cluster answers at '127.0.0.1:1999'" in error["message"] and "ray start" in error["fix"]
+    assert "'nowhere' is not HOST:PORT" in failed("--address", "nowhere")["message"]
+    with LiveServer.echo() as server:
+        assert "not Ray" in failed("--address", f"127.0.0.1:{server.port}")["message"]
 
 
 @slow_unless_changed(*FLEET)

@@ -168,7 +168,7 @@ def _joined(address: str, end: Callable[..., None]) -> Iterator[None]:
 
     try:
         if address != "auto":
-            socket.create_connection(parse_address(address), _CONNECT_S).close()  # Ray itself would try for minutes
+            _reach(address)
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (OSError, ValueError, RuntimeError) as error:
         said = str(error).strip().splitlines()
@@ -182,6 +182,18 @@ def _joined(address: str, end: Callable[..., None]) -> Iterator[None]:
     finally:
         _hear(signal.SIG_IGN)
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Ray itself would try for minutes, also to speak with a server of another kind. Raises OSError or ValueError."""
+    import grpc
+
+    socket.create_connection(parse_address(address), _CONNECT_S).close()
+    if os.environ.get("RAY_USE_TLS", "0") == "0":
+        with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.FutureTimeoutError):
+            grpc.channel_ready_future(channel).result(_CONNECT_S)
+            return
+        raise ConnectionError("what listens there is not Ray")
 
 
 def _num_machines() -> int:
