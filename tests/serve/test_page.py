@@ -17,6 +17,7 @@ import quire
 from quire.observe.metrics import ServerCounters
 from quire.serve.live import Live
 from quire.serve.page import prefers_page
+from tests.routing.live_router import LiveRouter
 from tests.serve.live_server import LiveServer
 
 FILES = Path(quire.__file__).parent / "serve/static"
@@ -148,6 +149,20 @@ def test_viewers_that_read_nothing_hold_neither_the_engine_nor_its_end() -> None
         for viewer in viewers:
             assert viewer.rest().count("event: begin") == 1
             viewer.close()
+
+
+def test_a_router_passes_the_page_on_and_viewers_are_no_load(echo: LiveServer) -> None:
+    with LiveRouter([echo]) as router:
+        assert "<title>Quire</title>" in router.request("/", headers={"Accept": BROWSER})[1]
+        assert router.request("/static/page.js")[0] == 200
+        viewers = [Viewer(router) for _ in range(3)]
+        for viewer in viewers:
+            begin, now = viewer.events(2)
+            assert begin["model"] == "echo" and now["health"] == {"status": "ok"}
+        assert router.request("/load") == (200, {"server_load": 0})
+        for viewer in viewers:
+            viewer.close()
+        assert router.upstreams[0].in_flight == 0
 
 
 def test_a_server_of_many_requests_tells_of_the_last_ones() -> None:

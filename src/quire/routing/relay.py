@@ -25,6 +25,7 @@ from quire.serve.error_forms import form_of
 from quire.serve.errors import COME_AGAIN, error_response
 from quire.serve.gate import REQUEST_ID
 from quire.serve.journal import END, JOURNAL, LOST, MOST_JOURNAL_BYTES, PREFIX
+from quire.serve.keys import LIVE
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,8 @@ class Relay:
 
     async def _ask(self, upstream: Upstream) -> bool:
         """Pass the request on, and the answer back. False if another server may be asked."""
-        upstream.in_flight += 1
+        load = int(self._request.scope["path"] != LIVE)
+        upstream.in_flight += load
         upstream.num_requests += 1
         try:
             asked = passed_on(upstream, self._request, self._body, bytes(self._journal))
@@ -141,7 +143,7 @@ class Relay:
                 self._num_lost -= 1  # the server has not seen the request
             return False
         finally:
-            upstream.in_flight -= 1
+            upstream.in_flight -= load
 
     async def _stream(self, upstream: Upstream, answer: httpx.Response) -> bool:
         """Pass events on as soon as the journal has what they show."""

@@ -30,6 +30,9 @@ operator's."""
 
 _EXPLAIN = "/v1/cache/explain/"
 
+LIVE = "/v1/cache/live"
+"""The events of the page (`quire.serve.live`): no request of an engine, however long it is open."""
+
 _OUTSIDE = frozenset((
     "/detokenize", "/generate", "/get_model_info", "/model_info", "/tokenize", "/tokenizer_info",
 ))  # fmt: skip

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from quire import __version__
 from quire.serve.generation import Service
+from quire.serve.keys import LIVE
 from quire.serve.sse import EventStream
 
 _FILES = Path(__file__).parent / "static"
@@ -69,7 +70,7 @@ def page_router(service: Service) -> APIRouter:
     async def static(name: str) -> Response:
         return _file(name)
 
-    @router.get("/v1/cache/live", response_model=None, include_in_schema=False)
+    @router.get(LIVE, response_model=None, include_in_schema=False)
     async def live() -> Response:
         """What the page shows, as events, until the client leaves: no document, as it has no end."""
         return EventStream(service.live.viewer(), on_close=lambda: None)
