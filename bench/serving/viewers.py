@@ -4,8 +4,9 @@
     python -m bench.serving.viewers --toy        seconds
 
 The real server runs, and clients ask it without a pause. Windows with viewers and without take turns, and each pair is
-compared. Exits with 1 if the median of the shares of tokens that are left is less than 0.99, or if viewers take more than
-1 % of a core at rest, neither of which `--toy` judges. The viewers are a process of their own, as browsers are; on a small machine they take its time too.
+compared. Exits with 1 if the median of the shares of tokens that are left is less than 0.99, or if viewers take more
+than 1 % of a core at rest, neither of which `--toy` judges. The viewers are a process of their own, as browsers are; on
+a small machine they take its time too.
 """
 
 from __future__ import annotations
