@@ -1,8 +1,8 @@
 """A Ray cluster of several nodes on this machine, as a program: `python -m tests.fleet.nodes PORT NODES`.
 
 It prints the cluster's address as JSON, and obeys lines of its input, each answered by a line: `deploy [FLEET, SERVER]`
-deploys a fleet with these settings, as JSON; `kill` ends the last node without warning; `counts` says how many
-replicas run, by deployment. At the end of its input it ends all.
+deploys a fleet with these settings, as JSON; `delete` removes it; `kill` ends the last node without warning, and `add`
+adds one. Each has room for one engine. At the end of its input it ends all.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def main() -> None:
     print(json.dumps({"address": cluster.address}), flush=True)
     for line in sys.stdin:
         verb, _, more = line.strip().partition(" ")
-        said: Any = "done"
         if verb == "deploy":
             fleet, server = (kind.read(given) for kind, given in zip(_KINDS, json.loads(more), strict=True))
             serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host="127.0.0.1", port=port))
             serve.run_many([serve.RunTarget(fleets.application(fleet, server, listens=False), name=APPLICATION)])
+        elif verb == "delete":
+            serve.delete(APPLICATION)
         elif verb == "kill":
             cluster.remove_node(nodes.pop(), allow_graceful=False)
-        elif verb == "counts":
-            found = serve.status().applications[APPLICATION].deployments
-            said = {name: dict(each.replica_states) for name, each in found.items()}
-        print(json.dumps(said), flush=True)
+        elif verb == "add":
+            nodes.append(cluster.add_node(num_cpus=1))
+        print(json.dumps("done"), flush=True)
     serve.shutdown()
     ray.shutdown()
     cluster.shutdown()

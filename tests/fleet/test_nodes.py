@@ -114,9 +114,9 @@ class Clients:
         assert [each for each in self.found if each != self._alone] == []
 
 
-def deploy(nodes: Nodes, **server: Any) -> None:
-    assert nodes.ask(f"deploy {json.dumps([ENGINE | {'replicas': NODES - 1, 'num_cpus': 1}, server])}") == "done"
-    wait_until(lambda: len(nodes.engines()) == NODES - 1, 120)
+def deploy(nodes: Nodes, replicas: int = NODES - 1, **server: Any) -> None:
+    assert nodes.ask(f"deploy {json.dumps([ENGINE | {'replicas': replicas, 'num_cpus': 1}, server])}") == "done"
+    wait_until(lambda: len(nodes.engines()) == replicas, 120)
 
 
 def test_a_rolling_update_fails_no_request(nodes: Nodes) -> None:
@@ -129,14 +129,28 @@ def test_a_rolling_update_fails_no_request(nodes: Nodes) -> None:
 
 
 def test_a_node_that_is_killed_costs_no_token(nodes: Nodes) -> None:
-    deploy(nodes)
+    deploy(nodes, NODES)  # so that each has an engine
     before = nodes.engines()
     with Clients(nodes.url):
         assert nodes.ask("kill") == "done"
-        wait_until(lambda: nodes.engines() != before and len(nodes.engines()) == NODES - 1, 180)
+        wait_until(lambda: len(nodes.engines()) == NODES - 1, 60)
+        assert nodes.ask("add") == "done"
+        wait_until(lambda: nodes.engines() != before and len(nodes.engines()) == NODES, 180)
+
+
+def refused(nodes: Nodes, port: int) -> str:
+    """The error of a fleet that cannot join."""
+    command = [sys.executable, "-m", "quire", "fleet", "--address", nodes.address, "--port", str(port), "--json"]
+    done = subprocess.run(command, env=nodes.environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    return str(json.loads(done.stderr.splitlines()[-1])["error"]["message"])
 
 
 def test_a_command_joins_a_cluster_and_leaves_it(nodes: Nodes) -> None:
+    deploy(nodes)
+    assert "runs in this cluster already" in refused(nodes, nodes.port)
+    assert nodes.ask("delete") == "done"
+    assert "with another address" in refused(nodes, nodes.port + 1)
     command = [sys.executable, "-m", "quire", "fleet", "--address", nodes.address, "--port", str(nodes.port), "--json"]
     with subprocess.Popen(
         [*command, "--until-eof", "--drain", "2", *SMALL],
@@ -149,7 +163,7 @@ def test_a_command_joins_a_cluster_and_leaves_it(nodes: Nodes) -> None:
         while rows[-1]["role"] != "router":
             rows.append(json.loads(joined.stdout.readline()))
         assert rows[-1]["url"] == nodes.url
-        assert nodes.engines() == {row["name"] for row in rows[:-1]}
+        assert {row["name"] for row in rows[:-1]} == nodes.engines()
         joined.stdin.close()
         assert joined.wait(90) == 0
     assert httpx.get(f"{nodes.url}/health").status_code in (404, 503)

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import httpx
+
 from quire.engine.cores import available_cores
 from quire.errors import InvalidInput, NoServer, QuireError, start_error
 from quire.fleet.config import FleetConfig, RayConfig
@@ -36,6 +38,8 @@ FIRST_RAY, NO_RAY = (2, 60), (2, 61)
 
 _POLL_S = 0.3
 _CONNECT_S = 5.0
+_ANSWER_S = 60.0
+_PROXY_S = 20.0  # that a proxy takes to start
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: nodes have the loopback address, and listen there
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -214,6 +218,8 @@ def _run(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     place = ProxyLocation.Disabled if is_own else ProxyLocation.EveryNode
     serve.start(proxy_location=place, http_options=HTTPOptions(host=server.host, port=server.port))
+    if not is_own:
+        _check_free(url)
     target = serve.RunTarget(application(fleet, server, listens=is_own), name=APPLICATION)
     try:
         handle = serve.run_many([target], wait_for_applications_running=False)[0]
@@ -225,6 +231,26 @@ def _run(
     finally:
         with contextlib.suppress(_Ended):
             serve.delete(APPLICATION)
+
+
+def _check_free(url: str) -> None:
+    """Raises NoServer or InvalidInput if Serve was started before, with another address or with a fleet."""
+    from ray import serve
+
+    if APPLICATION in serve.status().applications:
+        raise InvalidInput("a fleet runs in this cluster already.", fix="end it: serve.delete('quire').")
+    until = time.monotonic() + _PROXY_S
+    while True:
+        try:
+            httpx.get(f"{url}/-/healthz", timeout=_CONNECT_S, trust_env=False)
+            return
+        except httpx.TransportError:
+            if time.monotonic() > until:
+                raise NoServer(
+                    f"nothing answers at {url}: Serve may have been started in this cluster with another address.",
+                    fix="give the --host and --port that it has.",
+                ) from None
+        time.sleep(_POLL_S)
 
 
 def _wait(on_progress: Progress) -> None:
@@ -258,10 +284,11 @@ def _start_error(text: str) -> QuireError | None:
 
 
 def _engines(handle: Any, number: int, on_progress: Progress) -> list[dict[str, Any]]:
-    """A row for each engine, once the ingress has all."""
+    """A row for each engine, once each ingress has all."""
     while True:
-        rows: list[dict[str, Any]] = handle.processes.remote().result()
-        if sum(row["healthy"] for row in rows) >= number:
-            return rows
-        on_progress(f"the router has {len(rows)} of {number} engines")
+        known: list[list[dict[str, Any]]] = handle.broadcast("processes").results(timeout_s=_ANSWER_S)
+        fewest = min(known, key=lambda rows: sum(row["healthy"] for row in rows))
+        if sum(row["healthy"] for row in fewest) >= number:
+            return fewest
+        on_progress(f"the router has {len(fewest)} of {number} engines")
         time.sleep(_POLL_S)
