@@ -355,3 +355,41 @@ def test_roles_are_beside_as_many_engines_without(run: Run) -> None:
 def test_roles_refuse_what_they_cannot_do(run: Run, arguments: tuple[object, ...], said: str) -> None:
     done = run("replay", "chat", "--limit", 4, *arguments)
     assert done.exit_code == 2 and said in done.stderr
+
+
+ROUTED = ("chat:rate=20", "--limit", 30, "--pool-tokens", "20k", "--replicas", 3, "--event-loss", 0.2)
+
+
+def test_routers_stand_beside_each_other(run: Run) -> None:
+    found = runs(run, *ROUTED, "--restart-every", 0.5, "--check", "all")
+    assert [one["router"] for one in found] == ["round-robin", "least-loaded", "prefix", "events"]
+    for one in found:
+        assert one["requests"] == 30 == sum(each["requests"] for each in one["engines"]) and one["restarts"] > 2
+        assert one["hit_tokens"] + one["computed_tokens"] == one["prompt_tokens"]
+        assert one["hit_tokens"] == sum(each["hit_tokens"] for each in one["engines"])
+    assert found[-1]["events"]["lost"] > 0 and not found[0]["events"]
+    one, flushed = (runs(run, *ROUTED, "--router", "events", *more)[0] for more in ((), ("--flush-every", 0.3)))
+    assert one["hit_rate"] > flushed["hit_rate"] and one["restarts"] == 0
+    shown = run("replay", *ROUTED, "--router", "events,prefix,events", "--restart-every", 0.5, env={"COLUMNS": "80"})
+    for part in ("busiest", "prefix: ", "lost by restarts and flushes", "asked again"):
+        assert part in shown.stdout, part
+    assert shown.stdout.count("events  ") == 1 and max(map(len, shown.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--router", "events"), "no router in front of one engine"),
+        (("--event-delay", "1"), "no router in front of one engine"),
+        (("--replicas", "2", "--router", "magic"), "no router 'magic'"),
+        (("--replicas", "0"), "--replicas: Input should be greater"),
+        (("--replicas", "2", "--event-loss", "1"), "--event-loss: Input should be less"),
+        (("--replicas", "2", "--prefill", "1"), "not yet with roles"),
+        (("--replicas", "2", "--policy", "lru,fifo"), "2 replays, and one is wanted"),
+    ],
+)
+def test_routers_that_make_no_sense_are_refused(run: Run, arguments: tuple[str, ...], text: str) -> None:
+    done = run("replay", *SHORT, *arguments, "--json")
+    assert done.exit_code == 2, done.stderr
+    error = json.loads(done.stderr)["error"]
+    assert text in error["message"] and error["fix"]

@@ -85,6 +85,7 @@ from tests.mutants import (
     output_mutants,
     peer_mutants,
     prompt_mutants,
+    router_mutants,
     security_mutants,
     session_mutants,
     speculation_mutants,
@@ -105,6 +106,7 @@ from tests.prefix.test_evict import check_eviction_orders
 from tests.prefix.test_lru_bound import GUARD
 from tests.prefix.test_policy_models import KEYS, check_policy
 from tests.routing import test_relay
+from tests.routing.test_page_index import check_index
 from tests.scheduler import test_chunk_budget, test_sessions
 from tests.scheduler.session_machine import run_sessions
 from tests.scheduler.step_machine import run_steps
@@ -126,6 +128,7 @@ from tests.serve import (
 )
 from tests.serve.test_tenants import check_all_keys_are_compared
 from tests.sim.test_hit_bounds import check_optimum, test_of_a_prompt_the_last_token_is_computed
+from tests.sim.test_replicas import check_events
 from tests.sparse.test_hot_slots import check_hot_slots
 from tests.speculative import test_ngram, test_verify
 from tests.tiers import test_lanes
@@ -241,6 +244,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         for seed in (3, 4)
     ],
     "holds": [check_holds],
+    "page index": [lambda seed=seed: check_index(seed) for seed in range(5)],
+    "index of caches": [lambda: check_events(restart_every=0.4, event_delay=0.2)],
     "sessions": SESSIONS,
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "tiles": [lambda seed=seed: check_steps(seed, AttentionBackend("torch")) for seed in range(20)],
@@ -536,6 +541,7 @@ def test_names_and_sentences_are_all_different() -> None:
         canary_mutants.damaged_frames_are_free_again,
         security_mutants.links_are_followed,
         liveness_mutants.the_first_has_it_all,
+        router_mutants.a_restart_is_waited_for,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

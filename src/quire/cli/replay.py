@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.sim.comparison import Grid
     from quire.sim.trace_request import Trace
 
-_CACHE, _ENGINE, _TIERS, _ROLES = "Cache", "Engine", "Below the device", "Roles"
+_CACHE, _ENGINE, _TIERS, _ROLES, _REPLICAS = "Cache", "Engine", "Below the device", "Roles", "Engines behind a router"
 _HISPARSE = "Latents in host memory"
 
 
@@ -100,6 +100,30 @@ class ReplayedRoles(TransferFields, LinkFields):
     )
 
 
+class ReplayedReplicas(Settings):
+    """Engines behind a router, with each of several routers."""
+
+    GROUP: ClassVar[str] = _REPLICAS
+
+    num_replicas: int | None = setting(None, "Engines behind a router.", option="--replicas", otherwise="1", ge=1)
+    routers: str | None = setting(
+        None,
+        "How a request finds its engine, to compare: round-robin,least-loaded,prefix,events.",
+        option="--router",
+        otherwise="all four",
+    )
+    event_delay: float = setting(0.0, "Seconds until the router hears what an engine has stored and removed.", ge=0)
+    event_loss: float = setting(
+        0.0, "The chance of a message with such events to be lost; drawn from --seed.", ge=0, lt=1
+    )
+    restart_every: float | None = setting(
+        None, "Each so many seconds the next engine in turn restarts, and its cache is empty.", otherwise="never", gt=0
+    )
+    flush_every: float | None = setting(
+        None, "Each so many seconds all caches are flushed, as new weights do it.", otherwise="never", gt=0
+    )
+
+
 class ReplayOutput(ListedOutput):
     """The trace of a replay."""
 
@@ -115,6 +139,7 @@ def replay(
     tiers: SimulatedTiers,
     hisparse: ReplayedHiSparse,
     roles: ReplayedRoles,
+    replicas: ReplayedReplicas,
 ) -> Report:
     """Replay a trace through the cache and the scheduler of the engine, on a simulated device.
 
@@ -124,6 +149,8 @@ def replay(
     [dim]Example:[/dim] quire replay chat --policy lru,lfu --pool-tokens 1/16,1/8,1/4 --check reads
 
     [dim]Example:[/dim] quire replay chat --prefill 1 --decode 2 --link 10GB/s --link-failures 0.01
+
+    [dim]Example:[/dim] quire replay chat:rate=8 --replicas 4 --router prefix,events --event-delay 0.1
     """
     if output.names:
         return _names()
@@ -136,6 +163,8 @@ def replay(
 
     grid = grid_of(cache, engine, tiers, hisparse)
     trace = open_trace(output.replayed, limit=cache.limit, seed=cache.trace_seed)
+    if replicas != ReplayedReplicas():
+        return _replicas(trace, grid, cache, roles, replicas)
     if roles != ReplayedRoles():
         return _roles(trace, grid, cache, roles)
     with progress_bar(len(trace)) as progress:
@@ -165,6 +194,37 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles)
     with progress_bar(len(trace)) as progress:
         apart, same = replay_roles(trace, grid, link, roles.num_prefill, roles.num_decode or 1, progress)
     return Report([apart.as_dict(), same.as_dict()], lambda: roles_table(trace, (apart, same)))
+
+
+def _replicas(
+    trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles, replicas: ReplayedReplicas
+) -> Report:
+    """Engines behind each router."""
+    from quire.cli.replay_table import progress_bar, replicas_table
+    from quire.prefix.evict import DEFAULT_POLICY
+    from quire.sim.comparison import replay_replicas
+    from quire.sim.routers import ROUTERS, Fleet
+
+    if replicas.num_replicas is None:
+        raise InvalidInput("there is no router in front of one engine.", fix="add --replicas 4, say.")
+    if grid.hisparse or roles != ReplayedRoles():
+        raise InvalidInput("--replicas: not yet with roles or hot buffers.", fix="leave --prefill and --hisparse out.")
+    names = list(dict.fromkeys(each.strip() for each in (replicas.routers or ",".join(ROUTERS)).split(",")))
+    if unknown := [name for name in names if name not in ROUTERS]:
+        raise InvalidInput(f"there is no router '{unknown[0]}'.", fix=f"use some of {','.join(ROUTERS)}.")
+    if cache.policies is None:
+        grid = replace(grid, policies=[DEFAULT_POLICY])
+    fleet = Fleet(
+        num_engines=replicas.num_replicas,
+        event_delay=replicas.event_delay,
+        event_loss=replicas.event_loss,
+        restart_every=replicas.restart_every,
+        flush_every=replicas.flush_every,
+        seed=cache.trace_seed,
+    )
+    with progress_bar(len(trace)) as progress:
+        found = replay_replicas(trace, grid, fleet, names, progress)
+    return Report([each.as_dict() for each in found], lambda: replicas_table(trace, found))
 
 
 def parse_speed(text: str) -> int:

@@ -15,6 +15,7 @@ from rich.text import Text
 from quire.cli.report import drafts_remark, plain_table
 from quire.plan.budget import counted, format_bytes
 from quire.sim.comparison import ReportProgress
+from quire.sim.replicas import ReplicasResult
 from quire.sim.result import PERCENTILES, ReplayResult
 from quire.sim.roles import RolesResult
 from quire.sim.trace_request import Trace
@@ -89,6 +90,31 @@ def roles_table(trace: Trace, results: Sequence[RolesResult]) -> Iterator[Render
                 yield Text(f"{each.name}: {counted(count, 'prompt')} computed after all: {cause}.", style="yellow")
         if each.speculation is not None:
             yield f"{each.name}: {drafts_remark(each.speculation)}; ITL is from step to step."
+
+
+def replicas_table(trace: Trace, results: Sequence[ReplicasResult]) -> Iterator[RenderableType]:
+    """A row for each router: what was hit and computed, and how long requests waited."""
+    yield Text(f"{trace.source}: {counted(len(trace), 'request')}, {trace.prompt_tokens:,} prompt tokens.\n")
+    columns = ("router", "hit", "computed", "TTFT", "p99", "queue", "busiest", "digest")
+    rows = []
+    for each in results:
+        seconds = (f"{time:.2f} s" for time in (each.ttft_s[0], each.ttft_s[2], each.queue_s[2]))
+        shares = f"{each.hit_rate:.2%}", _short(each.computed_tokens)
+        rows.append((each.router, *shares, *seconds, f"{each.imbalance:.2f}", each.digest[:8]))
+    yield plain_table(columns, rows, left=("router", "digest"))
+    yield Text(
+        "\nhit: share of the prompt tokens that were cached at the engine that answered; computed: the others. TTFT, "
+        "p99: time to the first token, median and 99th percentile; queue: until a request began, 99th percentile. "
+        "busiest: what the busiest engine computed, prompts and answers, divided by the mean. All on simulated "
+        "devices; each engine has the same pool.",
+        style="dim",
+    )
+    for each in results:
+        if each.restarts:
+            yield Text(f"{each.router}: {counted(each.restarts, 'cache')} lost by restarts and flushes.")
+        if any(each.events.values()):
+            lost, asked = each.events["lost"], each.events["asked"]
+            yield Text(f"{each.router}: {counted(lost, 'message')} lost, {counted(asked, 'time')} asked again.")
 
 
 def _run_table(same: Sequence[ReplayResult]) -> Table:

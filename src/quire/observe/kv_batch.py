@@ -54,11 +54,14 @@ class AllBlocksCleared(_Event):
     """Nothing is cached any more."""
 
 
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
 class KvBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Events in order."""
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[KvEvent]
     data_parallel_rank: int = 0
 
 
@@ -74,9 +77,13 @@ class KvBatches:
 
     def encode(self, events: Sequence[CacheEvent]) -> bytes:
         """One batch. Computes hashes that were not read before."""
-        return self._encoder.encode(KvBatch(time.time(), [self._event(each) for each in events]))
+        return self._encoder.encode(KvBatch(time.time(), self.events(events)))
 
-    def _event(self, event: CacheEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    def events(self, events: Sequence[CacheEvent]) -> list[KvEvent]:
+        """Events as readers get them. Computes hashes that were not read before."""
+        return [self._event(each) for each in events]
+
+    def _event(self, event: CacheEvent) -> KvEvent:
         if isinstance(event, AllCleared):
             return AllBlocksCleared()
         hashes, medium = [block_hash(each) for each in event.hashes], MEDIA[event.tier]

@@ -16,8 +16,10 @@ from quire.sim.hit_bounds import HitBounds
 from quire.sim.peers import SimulatedLink
 from quire.sim.pools import PLAIN, model_pools, plain_pools
 from quire.sim.replay import Replay, ReplaySettings
+from quire.sim.replicas import Replicas, ReplicasResult
 from quire.sim.result import ReplayResult
 from quire.sim.roles import Roles, RolesResult
+from quire.sim.routers import Fleet
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.trace_request import Trace
 from quire.spec.hisparse import HiSparseConfig
@@ -115,6 +117,24 @@ def replay_roles(
         return roles.run(trace)
 
     return result(num_prefill, num_decode), result(0, num_prefill + num_decode)
+
+
+def replay_replicas(
+    trace: Trace, grid: Grid, fleet: Fleet, routers: Sequence[str], progress: ReportProgress
+) -> list[ReplicasResult]:
+    """The replay of a grid with one combination by engines behind each of these routers. Each engine has the pool, and
+    the tiers of the grid if there are any. Raises as `replay_one`."""
+    model, page_size, tokens, _ = _one_pool(trace, grid, progress, num_variants=1)
+    plan = _plan(trace, grid, model, page_size, tokens)
+    tiers = next((each.changed(record_bytes=model.record_bytes(plan)) for each in grid.tiers), None)
+    settings = replace(grid.settings, policy=grid.policies[0], tiers=tiers)
+    found = []
+    for router in routers:
+        what = f"{fleet.num_engines} engines, {router}"
+        progress(what, 0)
+        replicas = Replicas(plan, model.cost(plan), settings, fleet, router, trace, progress=partial(progress, what))
+        found.append(replicas.run())
+    return found
 
 
 def _one_pool(

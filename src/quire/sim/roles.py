@@ -1,13 +1,11 @@
 """Replays of several engines on one virtual time: some compute prompts for the others, or all of them do everything.
 
-Each engine is a `Replay` with its own clock. The engine whose clock is least takes the next turn, so that what others
-send it by then is there. Requests go to the engine that has their session, else to the one with the fewest requests.
+Requests go to the engine that has their session, else to the one with the fewest requests.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +21,7 @@ from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import first_token_times, percentiles
 from quire.sim.scripts import ScriptedRequest
 from quire.sim.speculation import drafts_of
+from quire.sim.together import turns
 from quire.sim.trace_request import TraceRequest
 
 
@@ -114,19 +113,8 @@ class Roles:
     def run(self, trace: Iterable[TraceRequest]) -> RolesResult:
         """Replay until every request has ended. Raises WrongContent or AuditFailure if a check fails."""
         self._arrivals = Arrivals(trace)
-        engines = [*self._prefill, *self._decode]
-        while True:
-            times = [math.inf if engine.next_time is None else engine.next_time for engine in engines]
-            least = min(times)
-            arrival = self._arrivals.next_time
-            if arrival is not None and arrival <= least:
-                for request in self._arrivals.until(arrival):
-                    self._route(request)
-                continue
-            if arrival is None and not any(map(self._num_requests, range(len(self._decode)))):
-                break
-            at = times.index(least)
-            engines[at].turn()
+        engines, answering = [*self._prefill, *self._decode], range(len(self._decode))
+        for at in turns(engines, self._arrivals, self._route, lambda: not any(map(self._num_requests, answering))):
             if at < len(self._servers) and not engines[at].loop.is_busy:
                 self._servers[at].serve()  # pages that were saved in an idle turn; other turns begin with it
         return self._result()

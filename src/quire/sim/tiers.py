@@ -77,6 +77,9 @@ class NoTiers:
     settings: TierSettings | None = None
     """For the cache."""
 
+    load_cost = 0.0
+    """What it takes to load a token, as a part of what it takes to compute one of a short prompt."""
+
     @property
     def next_end(self) -> float | None:
         """When the next transfer ends; None: none is in flight."""
@@ -121,6 +124,7 @@ class VirtualTiers(NoTiers):
         storage = 1e9 * tiers.storage_bandwidth if tiers.storage_bandwidth else cost.storage_bandwidth
         self._sizes = {"host_tokens": max(host_frames) * plan.page_size, "storage_tokens": storage_tokens}
         self._bandwidths = host, storage
+        self.load_cost = sum(record_bytes) / plan.page_size / host / cost.chunk_seconds(0, 1)
         self._changes: list[LinkChange] = []
         self._clock = clock
         self.copies = SimulatedCopies(frames, host_frames, record_bytes)
