@@ -211,7 +211,7 @@ async def _run(
             logger.warning("no new requests; open ones get %g s to finish (a signal: none)", server.drain_s)
             await asyncio.wait((stopping, again), return_when=asyncio.FIRST_COMPLETED)
             http.force_exit = True
-            logging.getLogger("uvicorn.error").disabled = True  # of requests that a second signal drops
+            logging.getLogger("uvicorn.error").disabled = True  # a second signal drops requests, and that is no fault
             if not running.cancelled():
                 running.result()  # raises what has ended it
             return 0
