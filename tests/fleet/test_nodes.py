@@ -150,8 +150,13 @@ def test_a_command_joins_a_cluster_and_leaves_it(nodes: Nodes) -> None:
     deploy(nodes)
     assert "runs in this cluster already" in refused(nodes, nodes.port)
     assert nodes.ask("delete") == "done"
-    assert "with another address" in refused(nodes, nodes.port + 1)
+    assert "Serve listens at" in refused(nodes, nodes.port + 1)
     command = [sys.executable, "-m", "quire", "fleet", "--address", nodes.address, "--port", str(nodes.port), "--json"]
+    deploy(nodes)
+    second = subprocess.run(command, env=nodes.environment, capture_output=True, text=True)
+    assert second.returncode == 2 and "a fleet runs in this cluster" in second.stderr
+    assert nodes.engines(), "the first goes on"
+    nodes.ask("delete")
     with subprocess.Popen(
         [*command, "--until-eof", "--drain", "2", *SMALL],
         env=nodes.environment,

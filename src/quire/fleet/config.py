@@ -80,6 +80,11 @@ class FleetConfig(MembersConfig):
         return self
 
     @property
+    def first_engines(self) -> int:
+        """How many there are at first."""
+        return self.prefill_replicas + (self.replicas or self.min_replicas)
+
+    @property
     def most_engines(self) -> int:
         """How many there may be at once."""
         return self.prefill_replicas + (self.max_replicas or self.replicas or 1)

@@ -19,16 +19,15 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import FrameType
 from typing import Any
 
-import httpx
-
 from quire.engine.cores import available_cores
-from quire.errors import InvalidInput, NoServer, QuireError, start_error
+from quire.errors import AddressInUse, InvalidInput, NoServer, QuireError, start_error
 from quire.fleet.config import FleetConfig, RayConfig
 from quire.fleet.deployments import APPLICATION
+from quire.fleet.placement import Waiting, refuse_unplaced
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind, url_of
 from quire.transfer.address import parse_address
@@ -39,7 +38,7 @@ FIRST_RAY, NO_RAY = (2, 60), (2, 61)
 _POLL_S = 0.3
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
-_PROXY_S = 20.0  # that a proxy takes to start
+_WATCH_S, _GONE = 2.0, 3  # between looks at the application, and those that miss it before it is gone
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: nodes have the loopback address, and listen there
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -108,7 +107,7 @@ def run_fleet(
             else:
                 url = f"http://{server.host}:{port}"
                 stack.enter_context(_joined(ray_settings.address, end))
-                fleet = fleet.changed(ingresses=fleet.ingresses or _num_machines())
+                fleet = _on_machines(fleet)
             _run(fleet, server.changed(port=port), url, ray_settings.address is None, ready, on_progress)
     except _Ended as ended:
         return 0 if is_ready else 128 + ended.number
@@ -142,21 +141,12 @@ def _own_cluster(fleet: FleetConfig, end: Callable[..., None]) -> Iterator[None]
             ray.init(
                 address="local", num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level="error"
             )
-            _refuse_gpus(fleet, ray.cluster_resources().get("GPU", 0))
+            refuse_unplaced(fleet, fleet.most_engines, _machines(), "this machine")
             _hear(end)
             yield
         finally:
             _hear(signal.SIG_IGN)
             ray.shutdown()
-
-
-def _refuse_gpus(fleet: FleetConfig, num_gpus: float) -> None:
-    needed = fleet.gpus * fleet.most_engines
-    if needed > num_gpus:
-        raise InvalidInput(
-            f"{fleet.most_engines} engines need {needed:g} GPUs, and this machine has {num_gpus:g}.",
-            fix="give fewer engines, or --num-gpus 0.5 for two on one GPU.",
-        )
 
 
 def _hear(end: Callable[..., None] | signal.Handlers) -> None:
@@ -200,57 +190,106 @@ def _reach(address: str) -> None:
         raise ConnectionError("what listens there is not Ray")
 
 
-def _num_machines() -> int:
+def _machines() -> list[dict[str, float]]:
+    """The resources of each."""
     import ray
 
-    return sum(node["Alive"] for node in ray.nodes())
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _on_machines(fleet: FleetConfig) -> FleetConfig:
+    """With a router on each. Raises InvalidInput if the first engines have no room."""
+    machines = _machines()
+    refuse_unplaced(fleet, fleet.first_engines, machines, "the cluster")
+    return fleet.changed(ingresses=fleet.ingresses or len(machines))
 
 
 def _run(
     fleet: FleetConfig, server: ServerConfig, url: str, is_own: bool, on_ready: OnReady, on_progress: Progress
 ) -> None:
-    """Deploy, wait until all is ready, then for a signal, and remove it. Raises the errors of a start."""
+    """Deploy, wait until all is ready, then for a signal, and remove it. Raises the errors of a start, and NoServer if
+    another has removed it."""
     from ray import serve
-    from ray.serve.config import HTTPOptions, ProxyLocation
 
     from quire.fleet.application import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    place = ProxyLocation.Disabled if is_own else ProxyLocation.EveryNode
-    serve.start(proxy_location=place, http_options=HTTPOptions(host=server.host, port=server.port))
-    if not is_own:
-        _check_free(url)
-    target = serve.RunTarget(application(fleet, server, listens=is_own), name=APPLICATION)
-    try:
-        handle = serve.run_many([target], wait_for_applications_running=False)[0]
-        _wait(on_progress)
-        rows = _engines(handle, (fleet.replicas or fleet.min_replicas) + fleet.prefill_replicas, on_progress)
-        on_ready([*rows, {"role": "router", "name": "router", "pid": os.getpid(), "url": url, "healthy": True}])
-        while True:
-            time.sleep(3600)
-    finally:
-        with contextlib.suppress(_Ended):
-            serve.delete(APPLICATION)
-
-
-def _check_free(url: str) -> None:
-    """Raises NoServer or InvalidInput if Serve was started before, with another address or with a fleet."""
-    from ray import serve
-
-    if APPLICATION in serve.status().applications:
-        raise InvalidInput("a fleet runs in this cluster already.", fix="end it: serve.delete('quire').")
-    until = time.monotonic() + _PROXY_S
-    while True:
+    with _serve(server, is_own):
+        target = serve.RunTarget(application(fleet, server, listens=is_own), name=APPLICATION)
         try:
-            httpx.get(f"{url}/-/healthz", timeout=_CONNECT_S, trust_env=False)
-            return
-        except httpx.TransportError:
-            if time.monotonic() > until:
-                raise NoServer(
-                    f"nothing answers at {url}: Serve may have been started in this cluster with another address.",
-                    fix="give the --host and --port that it has.",
-                ) from None
-        time.sleep(_POLL_S)
+            handle = serve.run_many([target], wait_for_applications_running=False)[0]
+            _wait(on_progress)
+            rows = _engines(handle, fleet.first_engines, on_progress)
+            on_ready([*rows, {"role": "router", "name": "router", "pid": os.getpid(), "url": url, "healthy": True}])
+            _watch()
+        finally:
+            with contextlib.suppress(_Ended):
+                serve.delete(APPLICATION)
+
+
+@contextlib.contextmanager
+def _serve(server: ServerConfig, is_own: bool) -> Iterator[None]:
+    """Serve, in this cluster. If this began it, it ends at the end, unless another uses it then. Raises AddressInUse,
+    InvalidInput and NoServer."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.config import HTTPOptions, ProxyLocation
+    from ray.serve.context import _get_global_client
+
+    wanted = HTTPOptions(host=server.host, port=server.port)
+    if runs := _get_global_client(raise_if_no_controller_running=False):
+        refuse_other(runs.http_config, wanted, serve.status().applications)
+    try:
+        if runs is None:
+            place = ProxyLocation.Disabled if is_own else ProxyLocation.EveryNode
+            try:
+                serve.start(proxy_location=place, http_options=wanted)
+            except (RayError, RuntimeError, TimeoutError) as error:
+                raise serve_error(str(error), server) from None
+        yield
+    finally:
+        if runs is None and not is_own:
+            with contextlib.suppress(_Ended, RayError):
+                if not serve.status().applications:
+                    serve.shutdown()
+
+
+def refuse_other(runs: Any, wanted: Any, applications: Container[str]) -> None:
+    """Raises InvalidInput if a fleet runs there, or Serve listens elsewhere: it would ignore where this one should."""
+    if APPLICATION in applications:
+        raise InvalidInput(
+            "a fleet runs in this cluster already.",
+            fix=f"end its command, or remove it: `serve shutdown`, or serve.delete('{APPLICATION}').",
+        )
+    if (runs.host, runs.port) != (wanted.host, wanted.port):
+        raise InvalidInput(
+            f"Serve listens at {runs.host}:{runs.port} in this cluster, and not at {wanted.host}:{wanted.port}.",
+            fix=f"--host {runs.host} --port {runs.port}, or `serve shutdown`.",
+        )
+
+
+def serve_error(said: str, server: ServerConfig) -> QuireError:
+    """What a start of Serve has failed with, by Ray's error: it has colours and a traceback."""
+    if "Failed to bind to address" in said:
+        return AddressInUse(
+            f"Serve cannot listen at {server.host}:{server.port}: the address is in use, or is none of the machine.",
+            fix=f"--port {server.port + 1}, or --host 0.0.0.0.",
+        )
+    last = re.sub(r"\x1b\[[0-9;]*m", "", said).strip().splitlines()[-1:]
+    return NoServer(f"Serve does not start: {''.join(last)}", fix="see the logs of Ray.")
+
+
+def _watch() -> None:
+    """While the application is there. Raises NoServer: another has removed it."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    missed = 0
+    while missed < _GONE:
+        time.sleep(_WATCH_S)
+        with contextlib.suppress(RayError, TimeoutError):  # the controller starts again
+            missed = 0 if APPLICATION in serve.status().applications else missed + 1
+    raise NoServer("the fleet was removed from the cluster, not by this command.", fix="start it again.")
 
 
 def _wait(on_progress: Progress) -> None:
@@ -258,6 +297,7 @@ def _wait(on_progress: Progress) -> None:
     from ray import serve
     from ray.serve.schema import ApplicationStatus
 
+    waiting = Waiting(time.monotonic())
     while True:
         found = serve.status().applications.get(APPLICATION)
         if found is not None:
@@ -268,11 +308,7 @@ def _wait(on_progress: Progress) -> None:
                 return
             if found.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
                 raise NoServer(f"the fleet does not start: {said}", fix="see the logs of Ray.")
-            states = [
-                f"{name}: " + ", ".join(f"{number} {state.lower()}" for state, number in each.replica_states.items())
-                for name, each in found.deployments.items()
-            ]
-            on_progress("; ".join(states))
+            on_progress(waiting.look(found.deployments, time.monotonic()))
         time.sleep(_POLL_S)
 
 
