@@ -360,8 +360,8 @@ def test_settings_that_contradict_each_other_start_nothing(run: Run, options: tu
 
 def test_roles_are_the_clusters_choice(run: Run) -> None:
     done = run("up", "--json", env={"QUIRE_ROLE": "decode"})
-    assert "QUIRE_ROLE: a cluster chooses it" in json.loads(done.stderr)["error"]["message"]
-    with pytest.raises(InvalidInput, match="cluster chooses"):
+    assert "QUIRE_ROLE: each of several engines gets its own" in json.loads(done.stderr)["error"]["message"]
+    with pytest.raises(InvalidInput, match="gets its own"):
         ClusterConfig.read({"prefill_peers": "127.0.0.1:1"})
 
 

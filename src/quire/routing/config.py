@@ -25,7 +25,7 @@ class MembersConfig(EngineConfig):
     @classmethod
     def _chosen(cls, value: str | None) -> str | None:
         if value:
-            raise InvalidInput("a cluster chooses it for each of its engines, or has none.", fix="leave it out.")
+            raise InvalidInput("each of several engines gets its own, or none has it.", fix="leave it out.")
         return value
 
     @classmethod

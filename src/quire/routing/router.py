@@ -73,8 +73,8 @@ async def check(upstream: Upstream, client: httpx.AsyncClient) -> None:
         if answer.status_code == 200:
             upstream.works()
         else:
-            upstream.fails(f"is unhealthy: {answer.json().get('reason')}", is_broken=True)
-    except (httpx.TransportError, ValueError):
+            upstream.fails(f"is unhealthy: {answer.json()['reason']}", is_broken=True)
+    except (httpx.HTTPError, ValueError, TypeError, KeyError):  # or it is no server of ours
         upstream.fails("does not answer")
 
 
@@ -139,14 +139,14 @@ class Router:
 
     def _none_answers(self) -> NoServer:
         reasons = [f"{upstream.name} {upstream.reason}" for upstream in self._answering if not upstream.is_healthy]
-        why = "; ".join(reasons) or "those that were asked failed"
+        why = "; ".join(reasons) or ("those that were asked failed" if self._answering else "there is none yet")
         return NoServer(f"no server can answer now: {why}.", fix="send the request again.")
 
     async def _refuse_role(self) -> Response:
         """The router has chosen which engines answer by their roles."""
         raise InvalidInput(
             "the router changes no role and no peers: its requests go to engines by the roles they were started with.",
-            fix="start `quire up` with other numbers of --prefill and --decode.",
+            fix="start it with other numbers of engines of each role.",
         )
 
     # -- requests for all of them
@@ -154,6 +154,8 @@ class Router:
     async def _ask_all(self, request: Request) -> Response:
         """A list of what each server says. What changes servers has to succeed in all of them."""
         answers = await self._ask(request)
+        if not answers:
+            return self._no_answer(request)
         failed = [answer for _, answer in answers if answer.status_code >= 400]
         if failed and (request.method != "GET" or len(failed) == len(answers)):
             return failed[0]
