@@ -31,6 +31,8 @@ def test_numbers_and_places_are_options_of_deployments() -> None:
     assert found["Engine"]["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 0.25}
     assert found["Ingress"]["ray_actor_options"] == {"num_cpus": 0}
     assert "Prefill" not in options()
+    ingress = options(ingresses=3)["Ingress"]
+    assert (ingress["num_replicas"], ingress["max_replicas_per_node"]) == (3, 1)
     assert options(device="cuda")["Engine"]["ray_actor_options"]["num_gpus"] == 1
     scaled = options(min_replicas=2, max_replicas=5)["Engine"]
     assert "num_replicas" not in scaled

@@ -29,12 +29,12 @@ def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 class LiveRouter(LiveServer):
     """Ready when all `servers` are healthy. It ends in `close`, they do not."""
 
-    def __init__(self, servers: Sequence[LiveServer], *, keys: Keys | None = None) -> None:
+    def __init__(self, servers: Sequence[LiveServer], *, keys: Keys | None = None, name: str | None = None) -> None:
         self.upstreams = [
             Upstream(name=f"decode-{index}", role="decode", url=server.summary["url"])
             for index, server in enumerate(servers)
         ]
-        self._keys = keys or Keys()
+        self._keys, self._name = keys or Keys(), name
         self._listener = bind("127.0.0.1", 0)
         self.summary = {"url": url_of(self._listener)}
         self.port = self._listener.getsockname()[1]
@@ -49,7 +49,7 @@ class LiveRouter(LiveServer):
 
     async def _run(self) -> None:
         async with open_client() as client:
-            self.router = router = Router(self.upstreams, client, keys=self._keys)
+            self.router = router = Router(self.upstreams, client, keys=self._keys, name=self._name)
             self._http = HttpServer(router.app, ServerConfig(drain_s=0))
             serving = await self._http.begin(self._listener)
             watching = asyncio.create_task(router.watch())

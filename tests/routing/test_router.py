@@ -157,6 +157,15 @@ def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: 
     assert (status, health["status"], len(health["processes"])) == (200, "ok", 2)
 
 
+def test_one_of_several_routers_names_itself_in_its_own_metrics(servers: list[LiveServer]) -> None:
+    with LiveRouter(servers[:1], name="router-a") as live:
+        assert live.request("/v1/models")[0] == 200
+        text = live.request("/metrics")[1]
+    own = [line for line in text.splitlines() if line.startswith("quire_router_")]
+    assert len(own) > 4 and all('router="router-a"' in line for line in own)
+    assert text.count('router="') == len(own), "an engine is the same behind each router"
+
+
 def test_roles_and_peers_are_not_changed_through_the_router(router: LiveRouter) -> None:
     before = sent(router)
     for method, name, body in (("POST", "role", {"role": "decode"}), ("PUT", "peers", {"prefill_peers": []})):

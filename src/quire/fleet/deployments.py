@@ -35,7 +35,8 @@ def deployments(fleet: FleetConfig, server: ServerConfig) -> dict[str, dict[str,
         "graceful_shutdown_timeout_s": server.drain_s + 2 * MARGIN_S,
         "graceful_shutdown_wait_loop_s": _CHECK_S,
     }
-    numbers: dict[str, dict[str, Any]] = {"Ingress": {"num_replicas": fleet.ingresses or 1}, "Engine": _number(fleet)}
+    numbers: dict[str, dict[str, Any]] = {"Ingress": {"num_replicas": fleet.ingresses or 1, "max_replicas_per_node": 1}}
+    numbers["Engine"] = _number(fleet)
     if fleet.prefill_replicas:
         numbers["Prefill"] = {"num_replicas": fleet.prefill_replicas}
     engine = {"num_cpus": fleet.cpus, "num_gpus": fleet.gpus}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import uvloop
@@ -18,6 +19,8 @@ from quire.routing.router import Router, open_client
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.server import HttpServer, bind
+
+_FIRST_S, _AGAIN_S = 5.0, 0.2
 
 
 @serve.ingress()
@@ -41,8 +44,15 @@ class Ingress:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _begin(self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool) -> None:
+        """Listen when the engines are known; those that start beside this one are not waited for."""
         self._client = open_client()
-        self._router = Router((), self._client, keys=server.keys(), cors_origins=server.origins)
+        name = None if listens else f"router-{serve.get_replica_context().replica_tag}"  # it may be one of several
+        self._router = Router((), self._client, keys=server.keys(), cors_origins=server.origins, name=name)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_S):
+                for each in engines:
+                    while not await self._look(each):
+                        await asyncio.sleep(_AGAIN_S)
         self._tasks = [asyncio.create_task(self._router.watch()), *map(asyncio.create_task, map(self._follow, engines))]
         if listens:
             self._http = HttpServer(self._router.app, server)
@@ -56,16 +66,19 @@ class Ingress:
         return [upstream.to_dict() for known in list(self._upstreams.values()) for upstream in list(known.values())]
 
     async def _follow(self, engines: DeploymentHandle[Any]) -> None:
-        """Keep the servers of these replicas those of the router. They stay while replicas are not known."""
-        known = self._upstreams[engines.deployment_name] = {}
         while True:
-            found = await upstreams_of(engines)
-            if found is not None and known.keys() != {each.name for each in found}:
-                known = self._upstreams[engines.deployment_name] = {
-                    each.name: known.get(each.name, each) for each in found
-                }
-                self._router.use([upstream for each in self._upstreams.values() for upstream in each.values()])
+            await self._look(engines)
             await asyncio.sleep(EVERY_S)
+
+    async def _look(self, engines: DeploymentHandle[Any]) -> bool:
+        """Let the servers of these replicas be those of the router. They stay while replicas are not known. Returns
+        whether there is any."""
+        known = self._upstreams.setdefault(engines.deployment_name, {})
+        found = await upstreams_of(engines)
+        if found is not None and known.keys() != {each.name for each in found}:
+            known = self._upstreams[engines.deployment_name] = {each.name: known.get(each.name, each) for each in found}
+            self._router.use([upstream for each in self._upstreams.values() for upstream in each.values()])
+        return bool(known)
 
     async def check_health(self) -> None:
         """Raises what has ended one of its tasks."""

@@ -201,6 +201,11 @@ def _on_machines(fleet: FleetConfig) -> FleetConfig:
     """With a router on each. Raises InvalidInput if the first engines have no room."""
     machines = _machines()
     refuse_unplaced(fleet, fleet.first_engines, machines, "the cluster")
+    if fleet.ingresses is not None and fleet.ingresses > len(machines):
+        raise InvalidInput(
+            f"{fleet.ingresses} routers need a machine each, and the cluster has {len(machines)}.",
+            fix="give fewer --ingresses, or leave it out.",
+        )
     return fleet.changed(ingresses=fleet.ingresses or len(machines))
 
 

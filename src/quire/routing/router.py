@@ -91,9 +91,12 @@ class Router:
         *,
         keys: Keys | None = None,
         cors_origins: Sequence[str] = (),
+        name: str | None = None,
     ) -> None:
+        """With a `name`, each sample of its own metrics has it as the label `router`."""
         self._client = client
         self.use(upstreams)
+        self._labels = {} if name is None else {"router": name}
         self._responses = Counter[tuple[str, str]]()
         self._for_one = [Route(path, self._relay) for path in _FOR_ONE]
         self.app = app = FastAPI(title="Quire's router", docs_url=None, redoc_url=None, openapi_url=None)
@@ -227,6 +230,8 @@ class Router:
         """The metrics of all servers, each sample with the name of its process as a label: a query adds them up, and
         could not take a sum apart."""
         families: dict[str, Metric] = {family.name: family for family in self._own_metrics()}
+        for own in families.values():
+            own.samples = [each._replace(labels={**each.labels, **self._labels}) for each in own.samples]
         for upstream, answer in await self._ask(request):
             text = bytes(answer.body).decode() if answer.status_code == 200 else ""
             for found in text_string_to_metric_families(text):
