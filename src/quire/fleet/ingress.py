@@ -46,7 +46,7 @@ class Ingress:
     async def _begin(self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool) -> None:
         """Listen when the engines are known; those that start beside this one are not waited for."""
         self._client = open_client()
-        name = None if listens else f"router-{serve.get_replica_context().replica_tag}"  # it may be one of several
+        name = None if listens else f"router-{serve.get_replica_context().replica_tag}"  # one of several, perhaps
         self._router = Router((), self._client, keys=server.keys(), cors_origins=server.origins, name=name)
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_S):
