@@ -244,12 +244,13 @@ class StepFailed(QuireError, RuntimeError):
 
 
 class EngineDead(QuireError, RuntimeError):
-    """The engine process has ended; no request can progress. With `retry_after_s` another one starts. The `detail` is
-    the operator's: it may be of another client's request."""
+    """The engine process has ended; no request can progress. With `retry_after_s` another one starts. A request that
+    was not `was_received` had no part in it. The `detail` is the operator's: it may be of another client's request."""
 
     code = "QUIRE-ENGINE-01"
     status = 503
     retry_after_s: float | None = None
+    was_received: bool = True
     detail: str = ""
 
 

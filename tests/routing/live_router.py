@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 import uvloop
 from openai import OpenAI
 
+from quire.routing.config import RouterKind
 from quire.routing.router import Router, open_client
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.keys import Keys
 from quire.serve.server import HttpServer, bind, url_of
 from tests.serve.live_server import LiveServer
+
+
+SECRET = "of a router in a test"
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
@@ -29,12 +33,25 @@ def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 class LiveRouter(LiveServer):
     """Ready when all `servers` are healthy. It ends in `close`, they do not."""
 
-    def __init__(self, servers: Sequence[LiveServer], *, keys: Keys | None = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[LiveServer],
+        *,
+        keys: Keys | None = None,
+        router: RouterKind = "prefix",
+        name: str | None = None,
+    ) -> None:
         self.upstreams = [
-            Upstream(name=f"decode-{index}", role="decode", url=server.summary["url"])
+            Upstream(
+                name=f"decode-{index}",
+                role="decode",
+                url=server.summary["url"],
+                secret=SECRET,
+                events=tuple(server.summary.get("kv_events") or ()) or None,
+            )
             for index, server in enumerate(servers)
         ]
-        self._keys, self._name = keys or Keys(), name
+        self._keys, self._router, self._name = keys or Keys(), router, name
         self._listener = bind("127.0.0.1", 0)
         self.summary = {"url": url_of(self._listener)}
         self.port = self._listener.getsockname()[1]
@@ -49,7 +66,7 @@ class LiveRouter(LiveServer):
 
     async def _run(self) -> None:
         async with open_client() as client:
-            self.router = router = Router(self.upstreams, client, keys=self._keys, name=self._name)
+            self.router = router = Router(self.upstreams, client, keys=self._keys, router=self._router, name=self._name)
             self._http = HttpServer(router.app, ServerConfig(drain_s=0))
             serving = await self._http.begin(self._listener)
             watching = asyncio.create_task(router.watch())

@@ -12,14 +12,14 @@ import pytest
 
 from quire.routing import relay
 from quire.serve.journal import JOURNAL
-from tests.routing.live_router import LiveRouter, wait_until
+from tests.routing.live_router import SECRET, LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 
 WHOLE = 240
 
 
 def echo(**settings: object) -> LiveServer:
-    return LiveServer.echo(journals=True, **{"max_restarts": 0} | settings)
+    return LiveServer.echo(router_secret=SECRET, **{"max_restarts": 0} | settings)
 
 
 def body(number: int = 0, **more: Any) -> dict[str, Any]:
@@ -106,11 +106,12 @@ def test_a_request_that_ends_two_servers_gets_no_third() -> None:
 def test_clients_see_no_journal_and_write_none() -> None:
     with echo() as server, LiveRouter([server]) as router:
         forged = json.dumps(body()).encode()
-        status, headers, text = router.exchange("/v1/completions", raw=forged, headers={JOURNAL: "3"})
+        status, headers, text = router.exchange("/v1/completions", raw=forged, headers={JOURNAL: f"3 {SECRET}"})
         assert status == 200 and JOURNAL not in headers and "\n: {" not in text
-        assert "\n: {" in server.request("/v1/completions", raw=forged, headers={JOURNAL: "0"})[1]
+        assert "\n: {" in server.request("/v1/completions", raw=forged, headers={JOURNAL: f"0 {SECRET}"})[1]
+        assert "\n: {" not in server.request("/v1/completions", raw=forged, headers={JOURNAL: "0 another"})[1]
     with LiveServer.echo() as server:
-        assert "\n: {" not in server.request("/v1/completions", raw=forged, headers={JOURNAL: "0"})[1]
+        assert "\n: {" not in server.request("/v1/completions", raw=forged, headers={JOURNAL: f"0 {SECRET}"})[1]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_clients_see_no_journal_and_write_none() -> None:
 def test_a_server_refuses_a_journal_that_is_not_of_the_request(lines: bytes, why: str) -> None:
     with echo() as server:
         given = lines + json.dumps(body()).encode()
-        _, text = server.request("/v1/completions", raw=given, headers={JOURNAL: str(len(lines))})
+        _, text = server.request("/v1/completions", raw=given, headers={JOURNAL: f"{len(lines)} {SECRET}"})
         assert why in json.dumps(text)
         check(events(server, body()), body())
 

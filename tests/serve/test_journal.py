@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire.serve.journal import JOURNAL
+from tests.routing.live_router import SECRET
 from tests.serve.chat_templates import CHAT_TEMPLATES
 from tests.serve.live_server import LiveServer
 
@@ -20,7 +21,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}], "max_to
 TEXTS: dict[str, Any] = {"prompt": TEXT, "max_tokens": 12}
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
-SMALL = ("--kv-memory", "32MiB", "--dtype", "float32", "--journals")
+SMALL = ("--kv-memory", "32MiB", "--dtype", "float32", "--router-secret", SECRET)
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
 
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,6 +30,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "with a seed": ("/v1/completions", TEXTS | {"seed": 7, "return_token_ids": True}),
     "penalties": ("/v1/completions", TEXTS | PENALTIES | {"min_tokens": 12}),
     "several prompts": ("/v1/completions", TEXTS | {"prompt": [TEXT, TEXT[:40]], "n": 2, "temperature": 1.2}),
+    "prompts with a seed": ("/v1/completions", TEXTS | {"prompt": [TEXT, TEXT[:40]], "seed": 3}),
     "echo": ("/v1/completions", TEXTS | {"echo": True, "logprobs": 2}),
     "logprobs": ("/v1/completions", TEXTS | {"logprobs": 3, "n": 2}),
     "chat": ("/v1/chat/completions", CHAT | {"temperature": 1.2, "explain": True}),
@@ -67,7 +69,7 @@ def stream(
     """The events of an answer up to each line of its journal, with these; and those behind the last line."""
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
     payload = lines + json.dumps(body | {"stream": True}).encode()
-    connection.request("POST", path, payload, {"Content-Type": "application/json", JOURNAL: str(len(lines))})
+    connection.request("POST", path, payload, {"Content-Type": "application/json", JOURNAL: f"{len(lines)} {SECRET}"})
     response = connection.getresponse()
     text = response.read()
     connection.close()
@@ -104,3 +106,14 @@ def test_another_server_goes_on(journals: LiveServer, name: str) -> None:
         assert (text, counts) == (whole, counted), cut
         assert floats == pytest.approx(numbers, abs=1e-3)
         assert rest == b""
+
+
+def test_prompts_of_one_request_are_drawn_apart(journals: LiveServer) -> None:
+    body = TEXTS | {"prompt": [TEXT] * 3, "temperature": 1.5, "return_token_ids": True}
+    _, parts = stream(journals, "/v1/completions", body)
+    drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for each in b"".join(events for events, _ in parts).split(b"\n\n"):
+        if each.startswith(b"data: {"):
+            [choice] = json.loads(each[6:])["choices"]
+            drawn[choice["index"]] += choice["token_ids"]
+    assert len({tuple(tokens) for tokens in drawn.values()}) == 3

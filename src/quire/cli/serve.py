@@ -126,6 +126,7 @@ def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:
         "policy": config.policy,
         "eviction": config.eviction,
         "prefix_caching": config.enable_prefix_caching,
+        "kv_events": (statistics["kv_events"] or {}).get("addresses"),
         "role": config.role,
         "transfer": {
             **{name: (statistics["transfer"] or {}).get(name) for name in ("connector", "address")},

@@ -241,7 +241,9 @@ class AsyncEngine:
         token_ids = await self.token_ids(prompt)
         self._check_alive()
         if self._draining:
-            raise EngineDead("the server is shutting down.", fix="send the request to another one.")
+            closing = EngineDead("the server is shutting down.", fix="send the request to another one.")
+            closing.was_received = False
+            raise closing
         assembler = RequestAssembler(
             request_id=request_id or f"request-{next(self._counter)}",
             prompt=prompt if isinstance(prompt, str) else None,
@@ -555,6 +557,7 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             error = EngineDead(self._death.message, fix=self._death.fix)
+            error.was_received = False
             if getattr(self._death, "retry_after_s", None) is not None:
                 error.retry_after_s = self._retry_after_s()
             raise error

@@ -148,21 +148,22 @@ def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[in
     listens = [f"{HOST}:{next(free)}" for _ in range(config.prefill)]
     chosen: list[dict[str, Any]]
     chosen = [{"role": "prefill", "transfer_secret": secret, "transfer_listen": address} for address in listens]
-    decode = {"role": "decode", "transfer_secret": secret, "prefill_peers": ",".join(listens)}
-    chosen += [decode if listens else {}] * config.decode
+    decode = {"role": "decode", "transfer_secret": secret, "prefill_peers": ",".join(listens)} if listens else {}
+    chosen += [decode | config.events_at(HOST)] * config.decode
     threads = config.threads or max(1, available_cores() // len(chosen))  # they would wait for each other
     members: list[Member] = []
+    known = secrets.token_urlsafe(32)
     for each in chosen:
         port, role = next(free), each.get("role", "engine")
         own = server.model_copy(
-            update={"host": HOST, "port": port, "cors_origins": None, "max_restarts": 0, "journals": True}
+            update={"host": HOST, "port": port, "cors_origins": None, "max_restarts": 0, "router_secret": known}
         )
         name = f"{role}-{sum(member.upstream.role == role for member in members)}"
-        engine = config.engine(**each, threads=threads, **({"transfer_name": name} if each else {}))
+        engine = config.engine(**each, threads=threads, **({"transfer_name": name} if listens else {}))
         members.append(
             Member(
-                upstream=Upstream(name=name, role=role, url=f"http://{HOST}:{port}"),
-                options=(*(("--role", role) if each else ()), "--port", str(port)),
+                upstream=Upstream(name=name, role=role, url=f"http://{HOST}:{port}", secret=known),
+                options=(*(("--role", role) if listens else ()), "--port", str(port)),
                 environment=environment_for(engine, own),
             )
         )
@@ -195,7 +196,7 @@ async def _run(
                 starting.cancel()
                 return 128 + first.result()
             starting.result()
-            router = Router(upstreams, client, keys=server.keys(), cors_origins=server.origins)
+            router = Router(upstreams, client, keys=server.keys(), cors_origins=server.origins, router=config.router)
             http = HttpServer(router.app, server)
             serving = await http.begin(listener)
             running = asyncio.create_task(_together(router.watch(), supervisor.keep()))

@@ -139,6 +139,7 @@ class CacheFields(Settings):
     canary_reports: str | None = setting(
         None, "Folder for a file about each damaged page.", metavar="DIR", otherwise="the log, and GET /v1/cache/audit"
     )
+    identify_weights: bool = setting(False, "Read all weights to tell them from others.", option=None)
     enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
     kv_events: str | None = setting(
         None,

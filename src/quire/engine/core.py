@@ -131,6 +131,7 @@ class EngineCore:
         self.capacity = plan_for(config, self.device, *(each.spec for each in self.models))
         self.plan = self.capacity.memory
         self.facts = facts_of(config, self.capacity, self.models) | pooling_facts(model)
+        self.facts["identity"] = sha256(repr(self.identity(0)).encode()).hexdigest()
         self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
         self.wake: Callable[[], None] = lambda: None
@@ -196,7 +197,10 @@ class EngineCore:
 
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page, and for what attention leaves out."""
-        found = [model.identity(weights_epoch, exact=self.config.shares_pages) for model in self.models]
+        found = [
+            model.identity(weights_epoch, exact=self.config.shares_pages or self.config.identify_weights)
+            for model in self.models
+        ]
         found += self.plan.attention_identity
         return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 

@@ -56,6 +56,5 @@ def application(fleet: FleetConfig, server: ServerConfig, *, listens: bool) -> A
         prefill = [engine.options(name="Prefill", **named["Prefill"]).bind(fleet, server, "prefill")]
     role = "decode" if prefill else None
     decode = engine.options(name="Engine", **named["Engine"]).bind(fleet, server, role, *prefill)
-    return (
-        serve.deployment(Ingress).options(name="Ingress", **named["Ingress"]).bind(server, [decode, *prefill], listens)
-    )
+    ingress = serve.deployment(Ingress).options(name="Ingress", **named["Ingress"])
+    return ingress.bind(server, [decode, *prefill], fleet.router, listens)

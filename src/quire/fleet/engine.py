@@ -51,10 +51,12 @@ class Engine:
         self._prefill = prefill
         self._peers: list[str] = []
         name = f"{role or 'engine'}-{serve.get_replica_context().replica_tag}"
-        own, key = _with_keys(server.changed(host=host, port=0, cors_origins=None, max_restarts=0, journals=True))
+        known = secrets.token_urlsafe(32)
+        own, key = _with_keys(server.changed(host=host, port=0, cors_origins=None, max_restarts=0, router_secret=known))
         self._admin = {"authorization": f"Bearer {own.admin_key or own.api_key}"}
-        upstream = Upstream(name=name, role=role or "engine", url="", key=key)
+        upstream = Upstream(name=name, role=role or "engine", url="", key=key, secret=known)
         chosen = {"role": role, "transfer_name": name, "transfer_listen": format_address((host, 0))} if role else {}
+        chosen |= fleet.events_at(host) if role != "prefill" else {}
         options = ("--role", role) if role else ()
         try:
             engine = fleet.engine(**chosen, threads=fleet.threads or max(1, int(fleet.cpus)))
@@ -71,7 +73,9 @@ class Engine:
     async def upstream(self) -> Upstream:
         """Its server, for a router."""
         own = self._member.upstream
-        same = {name: getattr(own, name) for name in ("name", "role", "url", "key", "listens", "pid")}
+        same = {
+            name: getattr(own, name) for name in ("name", "role", "url", "key", "secret", "listens", "events", "pid")
+        }
         return Upstream(**same, failing_since_s=None)
 
     async def check_health(self) -> None:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from quire.fleet.discovery import EVERY_S, upstreams_of
 from quire.fleet.loopback import keep_on_loopback
+from quire.routing.config import RouterKind
 from quire.routing.router import Router, open_client
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
@@ -29,7 +30,7 @@ class Ingress:
     whose loop is faster."""
 
     async def __init__(  # type: ignore[misc]
-        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool
+        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], router: RouterKind, listens: bool
     ) -> None:
         keep_on_loopback()
         self._loop = uvloop.new_event_loop() if listens else asyncio.get_running_loop()
@@ -37,17 +38,21 @@ class Ingress:
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._upstreams: dict[str, dict[str, Upstream]] = {}
         self._http: HttpServer | None = None
-        await self._there(self._begin(server, engines, listens))
+        await self._there(self._begin(server, engines, router, listens))
 
     async def _there(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it in the loop of the router."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    async def _begin(self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], listens: bool) -> None:
+    async def _begin(
+        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], router: RouterKind, listens: bool
+    ) -> None:
         """Listen when the engines are known; those that start beside this one are not waited for."""
         self._client = open_client()
         name = None if listens else f"router-{serve.get_replica_context().replica_tag}"  # one of several, perhaps
-        self._router = Router((), self._client, keys=server.keys(), cors_origins=server.origins, name=name)
+        self._router = Router(
+            (), self._client, keys=server.keys(), cors_origins=server.origins, router=router, name=name
+        )
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_S):
                 for each in engines:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.counters import counter, gauge
@@ -49,6 +49,7 @@ class PublisherCounters:
     dropped: int = counter("Events that were dropped because the thread was behind.", name="kv_events_dropped")
     waiting: int = gauge("Events that wait to be published.", name="kv_events_waiting")
     problem: str = ""
+    addresses: list[str] = field(default_factory=list)
 
 
 class KvPublisher:
@@ -80,6 +81,7 @@ class KvPublisher:
         self.replay_address = (
             self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") if self._router is not None else None
         )
+        self.totals.addresses = [self.address] + [self.replay_address] * bool(self.replay_address)
         self._woken, self._waker = os.pipe()
         self._is_woken = self._closes = False
         self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
 from quire.engine.config import EngineConfig
 from quire.errors import InvalidInput
+from quire.settings.setting import setting
+
+RouterKind = Literal["prefix", "events"]
+"""What a router chooses by."""
 
 
 class MembersConfig(EngineConfig):
@@ -19,6 +23,11 @@ class MembersConfig(EngineConfig):
 
     CHOSEN: ClassVar[frozenset[str]] = frozenset(
         {"role", "prefill_peers", "transfer_listen", "transfer_name", "kv_events", "kv_events_replay"}
+    )
+
+    router: RouterKind = setting(
+        "prefix",
+        "Requests go where those with the same beginning went, or where the least is to be computed: {choices}.",
     )
 
     @field_validator(*sorted(CHOSEN))
@@ -35,7 +44,12 @@ class MembersConfig(EngineConfig):
         found = super().idle(given if alone else {**given, "role": "decode"})
         return {name: "--prefill" if what == "--role" else what for name, what in found.items()}
 
+    def events_at(self, host: str) -> dict[str, str]:
+        """Settings of an engine there that answers requests: it publishes what is cached, if the router reads that."""
+        return dict.fromkeys(("kv_events", "kv_events_replay"), f"tcp://{host}:0") if self.router == "events" else {}
+
     def engine(self, **chosen: Any) -> EngineConfig:
         """The settings of one engine, with those that are chosen for it. Raises InvalidInput."""
         shared = self.model_fields_set & EngineConfig.model_fields.keys()
-        return EngineConfig.read({name: getattr(self, name) for name in shared} | chosen)
+        given = {name: getattr(self, name) for name in shared} | {"identify_weights": True}
+        return EngineConfig.read(given | chosen)

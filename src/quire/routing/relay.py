@@ -20,11 +20,11 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from quire.errors import NoServer, QuireError
-from quire.routing.upstream import Upstream
+from quire.routing.upstream import Choice, Upstream
 from quire.serve.error_forms import form_of
-from quire.serve.errors import COME_AGAIN, error_response
+from quire.serve.errors import COME_AGAIN, UNTOUCHED, error_response
 from quire.serve.gate import REQUEST_ID
-from quire.serve.journal import END, JOURNAL, LOST, MOST_JOURNAL_BYTES, PREFIX
+from quire.serve.journal import END, JOURNAL, LOST, MOST_JOURNAL_BYTES, PREFIX, TOKENS
 from quire.serve.keys import LIVE
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 CONTINUE_S = 60.0
 """For how long a stream that has begun waits for a server that can go on with it."""
 
-_PAUSE_S = 0.2
+_PAUSE_S, _SILENT_S = 0.2, 10.0
 _MOST_LOST = 2  # servers that may be lost with the same request: it may be its fault
 _PROGRESS = 16  # lines of a journal after which it is not the cause of what happened before
 
 _OWN_HEADERS = (
     {b"host", b"content-length", b"date", b"server", b"accept-encoding"}
-    | {REQUEST_ID.lower().encode(), JOURNAL.lower().encode()}
+    | {REQUEST_ID.lower().encode(), JOURNAL.lower().encode(), TOKENS.lower().encode()}
     | {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
     | {b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
 )
@@ -48,18 +48,18 @@ _KEYS = {b"authorization", b"x-api-key"}
 
 Headers = list[tuple[bytes, bytes]]
 
-Preferred = Callable[[], Iterable[Upstream]]
-"""The healthy servers now, best first."""
 
-
-def passed_on(upstream: Upstream, request: Request, body: bytes, journal: bytes = b"") -> dict[str, Any]:
-    """The request for an upstream, as httpx takes it."""
+def passed_on(
+    upstream: Upstream, request: Request, body: bytes, journal: bytes = b"", *, asks: str = JOURNAL
+) -> dict[str, Any]:
+    """The request for an upstream, as httpx takes it. It asks for what the header `asks` names."""
     path, query = request.scope["raw_path"].decode(), request.scope["query_string"].decode()
     left_out = _OWN_HEADERS | (_KEYS if upstream.key else set())
     headers: Headers = [pair for pair in request.headers.raw if pair[0].lower() not in left_out]
     headers += [(b"authorization", f"Bearer {upstream.key}".encode())] if upstream.key else []
     headers += [(b"accept-encoding", b"identity"), (REQUEST_ID.encode(), request.state.request_id.encode())]
-    headers.append((JOURNAL.encode(), str(len(journal)).encode()))
+    if upstream.secret:
+        headers.append((asks.encode(), f"{len(journal)} {upstream.secret}".encode()))
     url = upstream.url + path + (f"?{query}" if query else "")
     return {"method": request.method, "url": url, "headers": headers, "content": journal + body or None}
 
@@ -72,29 +72,36 @@ def answered(answer: httpx.Response, content: bytes) -> Response:
 
 
 class Relay:
-    """One request with its body. `send` takes what the client gets."""
+    """One request with its body, and the servers that it prefers. `send` takes what the client gets."""
 
-    def __init__(self, client: httpx.AsyncClient, request: Request, body: bytes, send: Send) -> None:
+    def __init__(self, client: httpx.AsyncClient, request: Request, body: bytes, choice: Choice, send: Send) -> None:
         self._client = client
+        self._choice = choice
         self._request = request
         self._body = body
         self._send = send
         self._has_begun = False  # the client has seen a part of a stream
+        self._can_continue = True  # what it has seen is in the journal
         self._journal = bytearray()
         self._num_lines = 0
         self._num_lost = 0  # servers, without much progress in between
         self._lost_at = 0  # lines when the last one was lost
+        self._num_expected = 0.0  # tokens that the server that is asked has to compute
         self._said: Response | None = None  # what the last server said that could not answer
 
-    async def run(self, preferred: Preferred, none_answers: Callable[[], QuireError]) -> None:
-        """Ask one server after the other. At the end the client has an answer, or an error."""
+    async def run(self, upstreams: Callable[[], Iterable[Upstream]], none_answers: Callable[[], QuireError]) -> None:
+        """Ask one server after the other, of those there are. At the end the client has an answer, or an error."""
         tried: set[str] = set()
-        until_s = 0.0
-        while self._num_lost < _MOST_LOST:
-            upstream = next((each for each in preferred() if each.name not in tried), None)
+        until_s = said_s = 0.0
+        while self._num_lost < _MOST_LOST and self._can_continue:
+            upstream = next((each for each in self._choice.order(upstreams()) if each.name not in tried), None)
             if upstream is None:
-                if not self._has_begun or time.monotonic() > until_s:
+                now = time.monotonic()
+                if not self._has_begun or now > until_s:
                     break
+                if now > said_s + _SILENT_S:  # proxies end connections that say nothing
+                    said_s = now
+                    await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
                 tried.clear()
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -110,7 +117,7 @@ class Relay:
             response = self._said or error_response(error, self._request.scope)
             await response(self._request.scope, self._request.receive, self._send)
             return
-        if self._num_lost == _MOST_LOST:
+        if self._num_lost == _MOST_LOST or not self._can_continue:
             error = NoServer("the server that answered has ended, and none can go on.", fix="send the request again.")
         form = form_of(self._request.scope["path"])
         await self._end(form.last_events(form.body(error, self._request.state.request_id)))
@@ -120,6 +127,7 @@ class Relay:
         load = int(self._request.scope["path"] != LIVE)
         upstream.in_flight += load
         upstream.num_requests += 1
+        self._expects(upstream, self._choice.cost(upstream))
         try:
             asked = passed_on(upstream, self._request, self._body, bytes(self._journal))
             async with self._client.stream(**asked) as answer:
@@ -128,7 +136,7 @@ class Relay:
                 content = await answer.aread()
                 if answer.status_code == 503 or (self._has_begun and answer.status_code in COME_AGAIN):
                     self._said = answered(answer, content)
-                    self._num_lost += not self._has_begun
+                    self._num_lost += not self._has_begun and UNTOUCHED not in answer.headers
                     return False
                 if self._has_begun:  # no server can continue the answer
                     form = form_of(self._request.scope["path"])
@@ -144,10 +152,16 @@ class Relay:
             return False
         finally:
             upstream.in_flight -= load
+            self._expects(upstream, 0.0)
+
+    def _expects(self, upstream: Upstream, num_tokens: float) -> None:
+        """The server has so many tokens to compute before it shows any of this answer."""
+        upstream.num_waiting += num_tokens - self._num_expected
+        self._num_expected = num_tokens
 
     async def _stream(self, upstream: Upstream, answer: httpx.Response) -> bool:
         """Pass events on as soon as the journal has what they show."""
-        is_journaled = JOURNAL in answer.headers
+        is_journaled = self._can_continue = JOURNAL in answer.headers
         pending, shown = b"", bytearray()
         async for chunk in answer.aiter_raw():
             pending += chunk
@@ -164,6 +178,8 @@ class Relay:
                     await self._end(b"")
                     return True
                 self._note(line)
+                if shown:
+                    self._expects(upstream, 0.0)
                 await self._show(answer, shown)
             if not is_journaled:
                 await self._show(answer, shown)
@@ -176,7 +192,8 @@ class Relay:
 
     def _note(self, line: bytes) -> None:
         self._num_lines += 1
-        if len(self._journal) <= MOST_JOURNAL_BYTES:
+        self._can_continue &= len(self._journal) + len(line) < MOST_JOURNAL_BYTES
+        if self._can_continue:
             self._journal += line + b"\n"
 
     async def _show(self, answer: httpx.Response, shown: bytearray) -> None:
@@ -206,7 +223,7 @@ class Relay:
         logger.warning("%s: %s [%s]", upstream.name, why, self._request.state.request_id)
         if self._num_lines - self._lost_at >= _PROGRESS:
             self._num_lost = 0
-        self._num_lost = _MOST_LOST if len(self._journal) > MOST_JOURNAL_BYTES else self._num_lost + 1
+        self._num_lost += 1
         self._lost_at = self._num_lines
 
 

@@ -1,7 +1,8 @@
 """The router: one OpenAI endpoint in front of several servers. It reads no more of a body than where to send it.
 
 A request goes to the server that requests with the same beginning go to, unless that has more than its share of the
-load. If that server is lost, another one answers or goes on (`quire.routing.relay`).
+load; or where the least is to be computed, if servers tell (`quire.routing.choosers`). If that server is lost, another
+one answers or goes on (`quire.routing.relay`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidInput, NoServer
+from quire.routing.choosers import ByBeginning, ByEvents
+from quire.routing.config import RouterKind
 from quire.routing.relay import Relay, answered, passed_on
-from quire.routing.upstream import Upstream, beginning, preferred
+from quire.routing.upstream import Upstream
 from quire.serve import errors
 from quire.serve.errors import error_response
 from quire.serve.gate import add_gate
@@ -92,9 +95,11 @@ class Router:
         keys: Keys | None = None,
         cors_origins: Sequence[str] = (),
         name: str | None = None,
+        router: RouterKind = "prefix",
     ) -> None:
         """With a `name`, each sample of its own metrics has it as the label `router`."""
         self._client = client
+        self._chooser = ByEvents(client) if router == "events" else ByBeginning()
         self.use(upstreams)
         self._labels = {} if name is None else {"router": name}
         self._responses = Counter[tuple[str, str]]()
@@ -133,9 +138,11 @@ class Router:
         scope["route"] = next((route for route in self._for_one if route.matches(scope)[0] is not Match.NONE), None)
         with suppress(ClientGone, ClientDisconnect):
             body = await request.body()
-            key, relay = beginning(body), Relay(self._client, request, body, send)
-            asking = relay.run(lambda: preferred(self._answering, key), self._none_answers)
-            await while_connected(receive, asking)
+            await while_connected(receive, self._answer(request, body, send))
+
+    async def _answer(self, request: Request, body: bytes, send: Send) -> None:
+        choice = await self._chooser.choice(request, body, self._answering)
+        await Relay(self._client, request, body, choice, send).run(lambda: self._answering, self._none_answers)
 
     def _no_answer(self, request: Request) -> Response:
         return error_response(self._none_answers(), request.scope)
@@ -204,6 +211,7 @@ class Router:
     async def watch(self) -> None:
         """Check the health of each server, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._chooser.watch(lambda: self._answering))
             watched = set[Upstream]()
             while True:
                 watched &= set(self._upstreams)

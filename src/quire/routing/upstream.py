@@ -23,12 +23,15 @@ class Upstream:
     role: str
     url: str
     key: str | None = field(default=None, repr=False)
+    secret: str | None = field(default=None, repr=False)  # tells it that its router asks
     listens: str | None = None
+    events: tuple[str, str] | None = None  # where it publishes what is cached, and answers who missed some
     pid: int | None = None
     failing_since_s: float | None = field(default_factory=time.monotonic)  # None while it is healthy
     reason: str = "has not started"
     is_broken: bool = False  # its server answers that it is unhealthy
     in_flight: int = 0
+    num_waiting: float = 0.0  # tokens to compute before the first ones of its requests, as far as the router knows
     num_requests: int = 0
     num_failures: int = 0
 
@@ -98,6 +101,14 @@ def beginning(body: bytes) -> bytes:
     return b"\0".join(bytes(part)[:_KEY_BYTES] for part in parts)
 
 
+def has_session(body: bytes) -> bool:
+    """Whether it is a turn of a session."""
+    try:
+        return bytes(_BODY.decode(body).session_id).startswith(b'"')
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+
+
 def preferred(upstreams: Iterable[Upstream], key: bytes) -> list[Upstream]:
     """The healthy ones, best first: by the highest hash of key and name, and those above their share last."""
     healthy = [upstream for upstream in upstreams if upstream.is_healthy]
@@ -106,3 +117,18 @@ def preferred(upstreams: Iterable[Upstream], key: bytes) -> list[Upstream]:
     most = _SPARE + _SHARE * (sum(upstream.in_flight for upstream in healthy) + 1) / len(healthy)
     healthy.sort(key=lambda upstream: xxhash.xxh3_64_intdigest(upstream.name.encode() + b"\0" + key), reverse=True)
     return sorted(healthy, key=lambda upstream: upstream.in_flight + 1 > most)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which servers a request should go to: those of requests that begin with `key`."""
+
+    key: bytes
+
+    def order(self, upstreams: Iterable[Upstream]) -> list[Upstream]:
+        """The healthy ones, best first."""
+        return preferred(upstreams, self.key)
+
+    def cost(self, upstream: Upstream) -> float:
+        """How many tokens of the prompt the server has to compute, as far as it is known."""
+        return 0.0

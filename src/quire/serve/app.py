@@ -80,7 +80,7 @@ def create_app(
         keys=keys,
         most_body_bytes=server.body_bytes(engine.context_length),
         cors_origins=server.origins,
-        journals=server.journals,
+        router_secret=server.router_secret,
     )
     return app
 

@@ -81,9 +81,10 @@ class ServerConfig(KeyField):
         "End when the standard input does, which is with the process that started this one.",
         option="--until-eof",
     )
-    journals: bool = setting(
-        False,
-        "Tell a router, which asks for it, what another server needs to continue an answer. No client may ask here.",
+    router_secret: str | None = setting(
+        None,
+        "Secret of a router. One that sends it is told what another server needs to continue an answer.",
+        secret=True,
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "warning", "What is logged on the standard error stream: {choices}."

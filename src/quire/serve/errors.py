@@ -29,6 +29,9 @@ COME_AGAIN = (429, 503)
 RETRY_AFTER_S = 5
 """What it says where no time is known at which a request would succeed."""
 
+UNTOUCHED = "X-Quire-Untouched"
+"""Header of an answer that says that the engine never had the request."""
+
 _LIMITS = ("max_tokens", "max_output_tokens", "max_new_tokens", "max_completion_tokens")
 _SAME = dict.fromkeys(_LIMITS, _LIMITS) | {
     "prompt": ("text", "messages", "input"),
@@ -82,6 +85,8 @@ def error_response(error: QuireError, scope: Scope) -> JSONResponse:
     headers = {}
     if (wait_s := getattr(error, "retry_after_s", None)) is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+    if not getattr(error, "was_received", True):
+        headers[UNTOUCHED] = "1"
     if isinstance(error, TooSlow):
         headers["X-Should-Retry"] = "false"
     body = form_of(scope["path"]).body(error, scope.get("state", {}).get("request_id", ""))

@@ -11,6 +11,7 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from hmac import compare_digest
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,7 +22,7 @@ from quire.errors import BodyTooLarge
 from quire.serve.config import MOST_BODY_BYTES
 from quire.serve.error_forms import form_of
 from quire.serve.errors import COME_AGAIN, RETRY_AFTER_S, error_response
-from quire.serve.journal import JOURNAL, MOST_JOURNAL_BYTES, behind_journal
+from quire.serve.journal import JOURNAL, MOST_JOURNAL_BYTES, TOKENS, behind_journal
 from quire.serve.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,22 @@ _IS_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 class Gate:
     """Wraps the app. `responses` counts by route and status. The state of a request has its `client` (`keys.Client`)
-    and its `request_id`."""
+    and its `request_id`; and what its router wants (`quire.serve.journal`)."""
 
     def __init__(
-        self, app: ASGIApp, *, responses: Counter[tuple[str, str]], keys: Keys, most_body_bytes: int, journals: bool
+        self,
+        app: ASGIApp,
+        *,
+        responses: Counter[tuple[str, str]],
+        keys: Keys,
+        most_body_bytes: int,
+        router_secret: str | None,
     ) -> None:
         self._app = app
         self._responses = responses
         self._keys = keys
         self._most_body_bytes = most_body_bytes
-        self._journals = journals
+        self._router_secret = router_secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,17 +79,24 @@ class Gate:
             await send(message)
 
         client, refusal = self._keys.refusal(scope["path"], _given_key(headers.raw))
-        scope.setdefault("state", {}).update(request_id=request_id, client=client)
-        length, most, journal = headers.get("content-length", "0"), self._most_body_bytes, headers.get(JOURNAL, "")
-        if self._journals and journal.isdecimal():
-            num_lines = min(int(journal), MOST_JOURNAL_BYTES)
-            receive, most = behind_journal(receive, num_lines, scope["state"]), most + num_lines
+        scope.setdefault("state", {}).update(
+            request_id=request_id, client=client, asks_tokens=self._asked(headers, TOKENS) is not None
+        )
+        length, most, journal = headers.get("content-length", "0"), self._most_body_bytes, self._asked(headers, JOURNAL)
+        if journal is not None:
+            receive, most = behind_journal(receive, journal, scope["state"]), most + journal
         if refusal is None and length.isdecimal() and int(length) > most:
             refusal = _too_large(int(length), most)
         if refusal is not None:
             await error_response(refusal, scope)(scope, receive, counted_send)
             return
         await self._app(scope, _limited(receive, most), counted_send)
+
+    def _asked(self, headers: Headers, name: str) -> int | None:
+        """The number in a header of the router; None if it does not send it."""
+        number, _, secret = headers.get(name, "").partition(" ")
+        known = self._router_secret is not None and compare_digest(secret.encode(), self._router_secret.encode())
+        return min(int(number[:12]), MOST_JOURNAL_BYTES) if known and number.isdecimal() else None
 
 
 def add_gate(
@@ -92,11 +106,13 @@ def add_gate(
     keys: Keys,
     most_body_bytes: int = MOST_BODY_BYTES,
     cors_origins: Sequence[str],
-    journals: bool = False,
+    router_secret: str | None = None,
 ) -> None:
-    """Put the gate before the routes of `app`. Pages of `cors_origins` may call it; "*" is any. With `journals` it
-    believes what a router says of answers that were begun elsewhere."""
-    app.add_middleware(Gate, responses=responses, keys=keys, most_body_bytes=most_body_bytes, journals=journals)
+    """Put the gate before the routes of `app`. Pages of `cors_origins` may call it; "*" is any. It believes
+    what a router with that secret says of answers that were begun elsewhere."""
+    app.add_middleware(
+        Gate, responses=responses, keys=keys, most_body_bytes=most_body_bytes, router_secret=router_secret
+    )
     if cors_origins:  # around the gate: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,

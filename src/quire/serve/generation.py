@@ -30,7 +30,7 @@ from quire.serve.answers import PromptDetails, Usage
 from quire.serve.conversation import Conversation, Terms
 from quire.serve.error_forms import OPENAI
 from quire.serve.errors import BadField, defect
-from quire.serve.journal import NO_JOURNAL, NoJournal, journal_of
+from quire.serve.journal import NO_JOURNAL, NoJournal, PromptTokens, journal_of
 from quire.serve.keys import Client, not_allowed
 from quire.serve.live import Live
 from quire.serve.places import PromptPlaces
@@ -213,8 +213,10 @@ async def answer(
     room: int | None = None,
 ) -> Response:
     """Generate the answer to a checked body, until the client leaves, or the deadline. A `room` is told in a header."""
+    if request.state.asks_tokens:
+        ids = await service.engine.token_ids(prompts[0])
+        return PromptTokens(ids.tobytes(), request.state.client.salt(terms.cache_salt)).answer()
     journal = journal_of(request, stream=stream)
-    journal.seeded(params)
     generation = await begun(service, request, prompts, params, terms, kind=form.kind, journal=journal)
     form.places = terms.places
     headers = {} if room is None else {ROOM: str(room)}
@@ -243,7 +245,8 @@ async def _events(
         return b"".join([form.events(generation, i, delta) for i, delta in found if _says_something(delta)])
 
     try:
-        shown(generation.before())
+        if before := generation.before():
+            await asyncio.to_thread(shown, before)
         yield journal.first(generation)
         async for found in generation.deltas():
             events = await asyncio.to_thread(shown, found) if is_scored else shown(found)
@@ -326,7 +329,7 @@ class Generation:
         async def submit_one(i: int, prompt: Prompt) -> None:
             streams[i] = await service.engine.submit(
                 prompt,
-                params,
+                journal.params(params, i),
                 request_id=f"{request_id}-{i}",
                 salt=client.salt(terms.cache_salt),
                 priority=terms.priority,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from fastapi import Request
 from msgspec.structs import replace
+from starlette.responses import Response
 from starlette.types import Message, Receive
 from xxhash import xxh3_128_hexdigest
 
@@ -30,21 +31,36 @@ if TYPE_CHECKING:
 JOURNAL = "X-Quire-Journal"
 """Header of a request whose answer is to have a journal. The body begins with so many bytes of lines."""
 
-MOST_JOURNAL_BYTES = 64 << 20
+MOST_JOURNAL_BYTES = 16 << 20
+
+TOKENS = "X-Quire-Tokens"
+"""Header of a request that is to be answered with the `PromptTokens` of its first prompt, and not computed."""
 
 PREFIX = b": "
 LOST, END = b'{"lost":', b'{"end":'
 """How lines begin that say that the server cannot go on, or that the stream is complete."""
 
 
+class PromptTokens(msgspec.Struct):
+    """The tokens of a prompt, int32 as bytes, and the salt of its pages."""
+
+    tokens: bytes
+    salt: str
+
+    def answer(self) -> Response:
+        """For the router that asks."""
+        return Response(msgspec.msgpack.encode(self), headers={TOKENS: "1"})
+
+
 class JournalHead(msgspec.Struct, kw_only=True):
     """What the first server chose: the id and the time of the answer, and the seed; and what must be the same: a hash
-    of the prompt's tokens, and the weights."""
+    of the prompt's tokens, and the model with its weights."""
 
     request_id: str
     created: int
     seed: int
     prompt: str = ""
+    identity: str = ""
     weights_epoch: int = 0
 
 
@@ -79,8 +95,9 @@ class NoJournal:
         """What the servers before this one have said of this prompt."""
         return []
 
-    def seeded(self, params: SamplingParams) -> None:
-        """Give the request a seed."""
+    def params(self, params: SamplingParams, prompt: int) -> SamplingParams:
+        """Those of this prompt, with a seed that another server can draw by."""
+        return params
 
     def first(self, generation: Generation) -> bytes:
         """The first line; none of an answer that is continued. Raises InvalidInput if that is not of the same prompts
@@ -111,7 +128,7 @@ class Journal(NoJournal):
         except msgspec.MsgspecError as error:
             raise InvalidInput(f"the journal cannot be read: {error}.") from error
         self._start = lines[0].start if lines else None
-        self._seed = secrets.randbits(63)
+        self._seed = secrets.randbits(62)
         self._outputs = [output for line in lines for output in line.outputs]
         if self._start is not None:
             self.request_id, self.created, self._seed = self._start.request_id, self._start.created, self._start.seed
@@ -125,9 +142,8 @@ class Journal(NoJournal):
         name = self.request_id
         return [replace(each, request_id=f"{name}-{each.request_id}") for each in own if each.request_id in drawn]
 
-    def seeded(self, params: SamplingParams) -> None:
-        if params.seed is None:
-            params.seed = self._seed
+    def params(self, params: SamplingParams, prompt: int) -> SamplingParams:
+        return params if params.seed is not None else replace(params, seed=self._seed + prompt)
 
     def first(self, generation: Generation) -> bytes:
         start = JournalHead(
@@ -135,6 +151,7 @@ class Journal(NoJournal):
             created=generation.created,
             seed=self._seed,
             prompt=xxh3_128_hexdigest(b"|".join(ids.tobytes() for ids in generation.prompts)),
+            identity=generation.engine.facts.get("identity", ""),
             weights_epoch=generation.engine.last_statistics.get("weights_epoch", 0),
         )
         if self._start is None:

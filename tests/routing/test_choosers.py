@@ -1,0 +1,136 @@
+"""A router that knows what its servers have cached, by their events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.routing.upstream import Upstream
+from tests.routing.live_router import SECRET, LiveRouter, wait_until
+from tests.serve.live_server import LiveServer
+
+TEXT = "It was a fine autumn evening, and the whole party had walked out to see the new plantation. "
+SMALL = ("--kv-memory", "16MiB", "--dtype", "float32", "--router-secret", SECRET)
+EVENTS = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[LiveServer]]:
+    with LiveServer.quire(*SMALL, *EVENTS) as first, LiveServer.quire(*SMALL, *EVENTS) as second:
+        yield [first, second]
+
+
+@pytest.fixture
+def router(servers: list[LiveServer]) -> Iterator[LiveRouter]:
+    for server in servers:
+        server.request("/v1/cache/flush", {"all": True})
+    with LiveRouter(servers, router="events") as live:
+        yield live
+
+
+def ask(live: LiveServer, prompt: str, **more: Any) -> int:
+    """The cached tokens of a prompt."""
+    status, answer = live.request("/v1/completions", {"prompt": prompt, "max_tokens": 2, "temperature": 0} | more)
+    assert status == 200, answer
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def sent(router: LiveRouter) -> list[int]:
+    return [upstream.num_requests for upstream in router.upstreams]
+
+
+def check_goes_to(router: LiveRouter, server: int, prompt: str, **more: Any) -> int:
+    """The request goes there; the cached tokens of it."""
+    before = sent(router)
+    found = ask(router, prompt, **more)
+    assert [now - then for now, then in zip(sent(router), before, strict=True)] == [1 - server, server]
+    return found
+
+
+def test_a_prompt_goes_where_it_is_cached(router: LiveRouter, servers: list[LiveServer]) -> None:
+    """Each server computes prompts that the router has not seen. It sends both to the one that has them."""
+    for turn, prompt in enumerate(f"{name} {TEXT * 4}" for name in ("Anne", "Emma", "Jane", "Mary", "Lucy", "Fanny")):
+        ask(servers[turn % 2], prompt)
+        time.sleep(0.1)
+        assert check_goes_to(router, turn % 2, prompt + "And then") >= 64
+        assert check_goes_to(router, turn % 2, prompt + "And then they went home.", cache_salt="") >= 64
+
+
+def test_salts_are_apart(router: LiveRouter, servers: list[LiveServer]) -> None:
+    prompt = TEXT * 5
+    ask(servers[0], prompt, cache_salt="one")
+    ask(servers[1], prompt, cache_salt="two")
+    time.sleep(0.1)
+    assert check_goes_to(router, 0, prompt, cache_salt="one") >= 64
+    assert check_goes_to(router, 1, prompt, cache_salt="two") >= 64
+
+
+def test_what_was_cached_before_the_router_began_is_known(servers: list[LiveServer]) -> None:
+    prompts = [f"{number} {TEXT * 4}" for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        ask(servers[number % 2], prompt)
+    with LiveRouter(servers, router="events") as router:
+        time.sleep(1.0)
+        for number, prompt in enumerate(prompts):
+            assert check_goes_to(router, number % 2, prompt) >= 64
+
+
+def test_every_dialect_is_routed(router: LiveRouter, servers: list[LiveServer]) -> None:
+    turns = {"messages": [{"role": "user", "content": "Tell me. " + TEXT * 5}], "max_tokens": 2}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", turns),
+        ("/v1/messages", turns),
+        ("/v1/responses", {"input": turns["messages"], "max_output_tokens": 16}),
+        ("/generate", {"text": TEXT * 5, "sampling_params": {"max_new_tokens": 2}}),
+    ]
+    for path, body in bodies:
+        for server in (1, 0):
+            for each in servers:
+                each.request("/v1/cache/flush", {"all": True})
+            servers[server].request(path, body)
+            time.sleep(0.1)
+            before = sent(router)
+            assert router.request(path, body)[0] == 200
+            assert sent(router)[server] == before[server] + 1, path
+
+
+def test_a_server_that_is_lost_is_forgotten(servers: list[LiveServer]) -> None:
+    prompt = "Of one that is lost. " + TEXT * 5
+    with LiveServer.quire(*SMALL, *EVENTS) as lost, LiveRouter([servers[0], lost], router="events") as router:
+        ask(lost, prompt)
+        time.sleep(0.1)
+        assert check_goes_to(router, 1, prompt) >= 64
+        lost.close()
+        wait_until(lambda: not router.upstreams[1].is_healthy)
+        check_goes_to(router, 0, prompt)
+        assert check_goes_to(router, 0, prompt) >= 64
+
+
+def test_tokens_that_wait_count(router: LiveRouter, servers: list[LiveServer]) -> None:
+    """A server that has a prompt is not asked while more tokens wait there than the prompt has."""
+    prompt = TEXT * 5
+    ask(servers[0], prompt)
+    time.sleep(0.1)
+    router.upstreams[0].num_waiting += 1000
+    ask(router, prompt)
+    router.upstreams[0].num_waiting -= 1000
+    assert all(upstream.num_waiting == 0 for upstream in router.upstreams)
+    assert sent(router) == [0, 1]
+
+
+def test_a_server_without_events_counts_as_empty(servers: list[LiveServer]) -> None:
+    with LiveServer.quire(*SMALL) as silent, LiveRouter([silent, servers[1]], router="events") as router:
+        prompt = "Of two. " + TEXT * 5
+        ask(servers[1], prompt)
+        time.sleep(1.0)
+        assert check_goes_to(router, 1, prompt) >= 64
+
+
+def test_a_request_that_cannot_be_read_is_refused_as_before(router: LiveRouter) -> None:
+    assert router.request("/v1/completions", {"prompt": 7})[0] == 400
+    assert router.request("/v1/completions", {"prompt": ""})[0] == 400
+    assert router.request("/v1/models")[0] == 200
+    assert isinstance(router.upstreams[0], Upstream)
