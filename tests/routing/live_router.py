@@ -18,7 +18,6 @@ from quire.serve.keys import Keys
 from quire.serve.server import HttpServer, bind, url_of
 from tests.serve.live_server import LiveServer
 
-
 SECRET = "of a router in a test"
 
 

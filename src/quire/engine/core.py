@@ -197,10 +197,8 @@ class EngineCore:
 
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page, and for what attention leaves out."""
-        found = [
-            model.identity(weights_epoch, exact=self.config.shares_pages or self.config.identify_weights)
-            for model in self.models
-        ]
+        exact = self.config.shares_pages or self.config.identify_weights
+        found = [model.identity(weights_epoch, exact=exact) for model in self.models]
         found += self.plan.attention_identity
         return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 

@@ -11,6 +11,7 @@ import logging
 import secrets
 import signal
 import sys
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -72,11 +73,7 @@ class Engine:
 
     async def upstream(self) -> Upstream:
         """Its server, for a router."""
-        own = self._member.upstream
-        same = {
-            name: getattr(own, name) for name in ("name", "role", "url", "key", "secret", "listens", "events", "pid")
-        }
-        return Upstream(**same, failing_since_s=None)
+        return replace(self._member.upstream, failing_since_s=None)
 
     async def check_health(self) -> None:
         """Raises NoServer if the server has ended, or has failed for longer than it may: Serve replaces the replica."""

@@ -22,7 +22,7 @@ from quire.observe.kv_batch import AllBlocksCleared, BlockStored, KvBatch, KvEve
 from quire.routing.event_order import EventOrder
 from quire.routing.page_index import PageIndex
 from quire.routing.relay import passed_on
-from quire.routing.upstream import Choice, Upstream, beginning, has_session
+from quire.routing.upstream import Preference, Upstream, preference_of
 from quire.serve.journal import TOKENS, PromptTokens
 from quire.spec.events import Namespace
 
@@ -40,16 +40,16 @@ _TOKENS = msgspec.msgpack.Decoder(PromptTokens)
 class ByBeginning:
     """Requests with the same beginning go to the same server, as long as that has no more than its share."""
 
-    async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Choice:
+    async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Preference:
         """For a request with this body."""
-        return Choice(beginning(body))
+        return preference_of(body)
 
     async def watch(self, upstreams: Callable[[], Sequence[Upstream]]) -> None:
         """Learn of servers, which come and go, until cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cheapest(Choice):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cheapest(Preference):
     """The server with the fewest tokens to compute: what it `lacks` of a prompt of `num_tokens`, by the addresses of
     its events, and those that wait there."""
 
@@ -77,10 +77,10 @@ class ByEvents(ByBeginning):
         self._index: PageIndex | None = None  # made for the page size of the first event
         self._places: dict[tuple[str, str], int] = {}  # key: the addresses of an engine's events
 
-    async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Choice:
-        found = Choice(beginning(body))
+    async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Preference:
+        found = preference_of(body)
         first = next(iter(found.order(upstreams)), None)
-        if first is None or not first.secret or self._index is None or request.method != "POST" or has_session(body):
+        if first is None or not first.secret or self._index is None or request.method != "POST" or found.stays:
             return found
         try:
             asked = passed_on(first, request, body, asks=TOKENS)
@@ -93,7 +93,7 @@ class ByEvents(ByBeginning):
         tokens = np.frombuffer(prompt.tokens, dtype=np.int32)
         held = self._index.held(tokens, Namespace(salt=prompt.salt))
         lacks = {events: len(tokens) - held[place][1] for events, place in self._places.items()}
-        return Cheapest(found.key, len(tokens), lacks)
+        return Cheapest(found.key, num_tokens=len(tokens), lacks=lacks)
 
     async def watch(self, upstreams: Callable[[], Sequence[Upstream]]) -> None:
         following: dict[tuple[str, str], asyncio.Task[None]] = {}

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from quire.errors import NoServer, QuireError
-from quire.routing.upstream import Choice, Upstream
+from quire.routing.upstream import Preference, Upstream
 from quire.serve.error_forms import form_of
 from quire.serve.errors import COME_AGAIN, UNTOUCHED, error_response
 from quire.serve.gate import REQUEST_ID
@@ -74,7 +74,9 @@ def answered(answer: httpx.Response, content: bytes) -> Response:
 class Relay:
     """One request with its body, and the servers that it prefers. `send` takes what the client gets."""
 
-    def __init__(self, client: httpx.AsyncClient, request: Request, body: bytes, choice: Choice, send: Send) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, request: Request, body: bytes, choice: Preference, send: Send
+    ) -> None:
         self._client = client
         self._choice = choice
         self._request = request
@@ -93,7 +95,7 @@ class Relay:
         """Ask one server after the other, of those there are. At the end the client has an answer, or an error."""
         tried: set[str] = set()
         until_s = said_s = 0.0
-        while self._num_lost < _MOST_LOST and self._can_continue:
+        while self._num_lost < _MOST_LOST and (self._can_continue or not self._has_begun):
             upstream = next((each for each in self._choice.order(upstreams()) if each.name not in tried), None)
             if upstream is None:
                 now = time.monotonic()
@@ -110,7 +112,8 @@ class Relay:
                 return
             if self._num_lines > before or not until_s:
                 tried.clear()
-                until_s = time.monotonic() + CONTINUE_S
+                said_s = time.monotonic()
+                until_s = said_s + CONTINUE_S
             tried.add(upstream.name)
         error = none_answers()
         if not self._has_begun:

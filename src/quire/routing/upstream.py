@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,14 +102,6 @@ def beginning(body: bytes) -> bytes:
     return b"\0".join(bytes(part)[:_KEY_BYTES] for part in parts)
 
 
-def has_session(body: bytes) -> bool:
-    """Whether it is a turn of a session."""
-    try:
-        return bytes(_BODY.decode(body).session_id).startswith(b'"')
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-
-
 def preferred(upstreams: Iterable[Upstream], key: bytes) -> list[Upstream]:
     """The healthy ones, best first: by the highest hash of key and name, and those above their share last."""
     healthy = [upstream for upstream in upstreams if upstream.is_healthy]
@@ -120,10 +113,12 @@ def preferred(upstreams: Iterable[Upstream], key: bytes) -> list[Upstream]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Which servers a request should go to: those of requests that begin with `key`."""
+class Preference:
+    """Which servers a request should go to: those of requests that begin with `key`. A turn of a session `stays` with
+    the others."""
 
     key: bytes
+    stays: bool = False
 
     def order(self, upstreams: Iterable[Upstream]) -> list[Upstream]:
         """The healthy ones, best first."""
@@ -132,3 +127,10 @@ class Choice:
     def cost(self, upstream: Upstream) -> float:
         """How many tokens of the prompt the server has to compute, as far as it is known."""
         return 0.0
+
+
+def preference_of(body: bytes) -> Preference:
+    """That of a request with this body, by its beginning."""
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        return Preference(beginning(body), stays=bytes(_BODY.decode(body).session_id).startswith(b'"'))
+    return Preference(b"")

@@ -111,7 +111,11 @@ def add_gate(
     """Put the gate before the routes of `app`. Pages of `cors_origins` may call it; "*" is any. It believes
     what a router with that secret says of answers that were begun elsewhere."""
     app.add_middleware(
-        Gate, responses=responses, keys=keys, most_body_bytes=most_body_bytes, router_secret=router_secret
+        Gate,
+        responses=responses,
+        keys=keys,
+        most_body_bytes=most_body_bytes,
+        router_secret=router_secret,
     )
     if cors_origins:  # around the gate: a browser asks first, without a key
         app.add_middleware(
