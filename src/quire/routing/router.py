@@ -1,7 +1,7 @@
 """The router: one OpenAI endpoint in front of several servers. It reads no more of a body than where to send it.
 
 A request goes to the server that requests with the same beginning go to, unless that has more than its share of the
-load; or where the least is to be computed, if servers tell (`quire.routing.choosers`). If that server is lost, another
+load; or where the least is to be computed, if servers tell (`quire.routing.chooser`). If that server is lost, another
 one answers or goes on (`quire.routing.relay`).
 """
 
@@ -27,7 +27,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidInput, NoServer
-from quire.routing.choosers import ByBeginning, ByEvents
+from quire.routing.chooser import Chooser, EventChooser
 from quire.routing.config import RouterKind
 from quire.routing.relay import Relay, answered, passed_on
 from quire.routing.upstream import Upstream
@@ -99,7 +99,7 @@ class Router:
     ) -> None:
         """With a `name`, each sample of its own metrics has it as the label `router`."""
         self._client = client
-        self._chooser = ByEvents(client) if router == "events" else ByBeginning()
+        self._chooser = EventChooser(client) if router == "events" else Chooser()
         self.use(upstreams)
         self._labels = {} if name is None else {"router": name}
         self._responses = Counter[tuple[str, str]]()

@@ -1,6 +1,6 @@
-"""Choosers: which servers a router prefers for a request.
+"""Chooser: which servers a router prefers for a request.
 
-`ByBeginning` knows the beginnings of prompts alone. `ByEvents` knows what each server has cached, from the events that
+`Chooser` knows the beginnings of prompts alone. `EventChooser` knows what each server has cached, from the events that
 it publishes, and how much it has to compute.
 """
 
@@ -37,7 +37,7 @@ _BATCHES = msgspec.msgpack.Decoder(KvBatch)
 _TOKENS = msgspec.msgpack.Decoder(PromptTokens)
 
 
-class ByBeginning:
+class Chooser:
     """Requests with the same beginning go to the same server, as long as that has no more than its share."""
 
     async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Preference:
@@ -64,7 +64,7 @@ class Cheapest(Preference):
         return self.num_tokens if upstream.events is None else self.lacks.get(upstream.events, self.num_tokens)
 
 
-class ByEvents(ByBeginning):
+class EventChooser(Chooser):
     """A request goes where the fewest tokens are to be computed before its first one: those of its prompt that are not
     cached there, and those that wait there. Turns of sessions, and what has no prompt, go by their beginning."""
 
