@@ -13,7 +13,7 @@ from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, P
 from quire.spec.ids import Ids, Tier
 
 KEY_BYTES = 32
-_scope_of = lru_cache(1024)(scope_of)  # there may be a salt per user or per request
+_scope_of, _seed_of = lru_cache(1024)(scope_of), lru_cache(1024)(namespace_seed)  # there may be a salt per user or per request
 _MOST_AHEAD = 64  # prompts whose keys are stored until their pages are cached
 
 
@@ -101,7 +101,7 @@ class PageNames:
 
     def seed(self, namespace: Namespace) -> bytes:
         """The hash before the first page of a namespace."""
-        return namespace_seed(namespace, self._identity)
+        return _seed_of(namespace, self._identity)
 
     def _chain(self, parent: bytes, tokens: bytes) -> PageHashes:
         """The keys of pages with these tokens; those of `keys_ahead` are not computed again."""
