@@ -49,7 +49,8 @@ SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_running_requests": 32, "p
 
 @cache
 def bundled() -> tuple[LoadedModel, Tokenizer]:
-    return load_model(BUNDLED), load_tokenizer(BUNDLED)
+    """In float32: in half precision products of several rows round as the CPU likes, and tokens would depend on it."""
+    return load_model(BUNDLED, dtype="float32"), load_tokenizer(BUNDLED)
 
 
 def bundled_core(**settings: Any) -> EngineCore:

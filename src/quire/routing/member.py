@@ -70,7 +70,7 @@ class Member:
         self.ready_s = time.monotonic()
         self.upstream.works()
         said: dict[str, Any] = json.loads(is_ready)
-        self.upstream.events = tuple(said["kv_events"]) if said["kv_events"] else None
+        self.upstream.events = tuple(said.get("kv_events") or ()) or None
         return said
 
     async def _follow(self, lines: asyncio.StreamReader, tell: Tell) -> str:

@@ -95,7 +95,7 @@ def test_formats_are_decoded_as_torch_does(name):
         found = paged_attention(case.query, fields, case.batch, scale=0.05, window=window)
         case.batch.backend = AttentionBackend("torch")
         wanted = paged_attention(case.query, fields, case.batch, scale=0.05, window=window)
-        assert (found - wanted).abs().max() < 1e-6 * float(value.abs().max())
+        assert (found - wanted).abs().max() < 2e-6 * float(value.abs().max())
 
 
 @covering(past=[3, 60], window=[0, 2, 33])
