@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from quire.client.output import SequenceDelta
 from quire.errors import QuireError
 from quire.serve.conversation import call_of
 from quire.serve.error_forms import OPENAI
 from quire.serve.generation import _events
+from quire.serve.journal import NO_JOURNAL
 from tests.serve.live_server import LiveServer
 
 CHAT = "/v1/chat/completions"
@@ -138,8 +140,11 @@ class _Broken:
 
     is_closed = False
 
+    def before(self) -> list[Any]:
+        return []
+
     async def deltas(self) -> AsyncGenerator[list[Any], None]:
-        yield [(0, None)]
+        yield [(0, SequenceDelta(index=0, text="a", token_ids=[1]))]
 
     def close(self) -> None:
         self.is_closed = True
@@ -155,7 +160,7 @@ def test_a_defect_ends_a_stream_with_an_error() -> None:
     broken: Any = _Broken()
 
     async def read() -> list[bytes]:
-        return [each async for each in _events(broken, broken, is_scored=False)]
+        return [each async for each in _events(broken, broken, NO_JOURNAL, is_scored=False)]
 
     [last] = asyncio.run(read())
     assert b"RuntimeError" in last

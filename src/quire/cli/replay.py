@@ -34,7 +34,7 @@ class ReplayedCache(Settings):
         None,
         "Eviction policies to compare: lru,lfu.",
         option="--policy",
-        otherwise="lru,density; with roles, and for explain: density",
+        otherwise="lru,density; with roles or --replicas, and for explain: density",
     )
     pool_tokens: str | None = setting(
         None,

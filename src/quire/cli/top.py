@@ -16,7 +16,7 @@ from quire.cli.server import DEFAULT_URL, Server, ServerAddress
 from quire.errors import InvalidInput, QuireError
 from quire.settings.setting import Settings, setting
 
-_BAR = 14  # so that all fits in 80 columns
+_BAR = 14  # so that all fits in 80 columns, with the name "server"
 _STATES = {"private": "blue", "cached": "green", "moving": "yellow", "quarantined": "red", "free": "dim"}
 _SIGNS = {"private": "█", "cached": "▓", "moving": "▒", "quarantined": "x", "free": "·"}
 """Frames by state, so that a terminal without colours shows them too."""
@@ -137,8 +137,9 @@ def _requests(rows: list[dict[str, Any]]) -> RenderableType:
 
 
 def _pools(rows: list[dict[str, Any]]) -> RenderableType:
+    width = max(4, _BAR + 6 - max((len(row["name"]) for row in rows), default=0))
     body = [
-        (row["name"], tier, group, _bar(states), *(states.get(state, 0) for state in _STATES))
+        (row["name"], tier, group, _bar(states, width), *(states.get(state, 0) for state in _STATES))
         for row in rows
         for tier, groups in row.get("frames", {}).items()
         for group, states in groups.items()
@@ -148,12 +149,12 @@ def _pools(rows: list[dict[str, Any]]) -> RenderableType:
     return plain_table((*first, *heads), body, left=first)
 
 
-def _bar(states: Mapping[str, int]) -> Text:
+def _bar(states: Mapping[str, int], width: int) -> Text:
     whole = sum(states.values())
     made, at, ends = Text(), 0, 0
     for state, style in _STATES.items():
         at += states.get(state, 0)
-        end = round(_BAR * at / whole) if whole else 0
+        end = round(width * at / whole) if whole else 0
         made.append(_SIGNS[state] * (end - ends), style)
         ends = end
     return made

@@ -19,4 +19,4 @@ class ClusterConfig(MembersConfig):
     GROUP: ClassVar[str] = _GROUP
 
     prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", ge=0, le=64)
-    decode: int = setting(1, "Engines that answer requests.", ge=1, le=64)
+    decode: int = setting(1, "Engines that answer requests; `--replicas` of `quire fleet`.", ge=1, le=64)

@@ -42,4 +42,6 @@ def check_features(config: EngineConfig) -> None:
     check_draft(config)
     check_latents(config)
     if config.kv_events is not None and find_spec("zmq") is None:
-        raise InvalidInput("--kv-events needs pyzmq.", fix="pip install 'quire-kv[events]'.")
+        raise InvalidInput(
+            "events of the cache (--kv-events, --router events) need pyzmq.", fix="pip install 'quire-kv[events]'."
+        )
