@@ -254,8 +254,7 @@ async def _events(
         yield form.end(generation) + journal.last()
     except Exception as caught:
         error = caught if isinstance(caught, QuireError) else defect(caught)
-        told = journal.lost(error, is_cause=not generation.engine.is_draining)
-        yield told or form.failure(generation, error) + journal.last()
+        yield journal.lost(error, generation) or form.failure(generation, error) + journal.last()
     finally:
         generation.close()
 

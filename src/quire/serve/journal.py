@@ -112,7 +112,7 @@ class NoJournal:
         """The line behind the last events."""
         return b""
 
-    def lost(self, error: QuireError, *, is_cause: bool) -> bytes:
+    def lost(self, error: QuireError, generation: Generation) -> bytes:
         """The line in place of the last events, if another server may be able to go on."""
         return b""
 
@@ -169,8 +169,10 @@ class Journal(NoJournal):
     def last(self) -> bytes:
         return JournalLine(end=True).encoded()
 
-    def lost(self, error: QuireError, *, is_cause: bool) -> bytes:
-        return JournalLine(lost=error.message, is_cause=is_cause).encoded() if error.status == 503 else b""
+    def lost(self, error: QuireError, generation: Generation) -> bytes:
+        if error.status != 503:
+            return b""
+        return JournalLine(lost=error.message, is_cause=not generation.engine.is_draining).encoded()
 
 
 NO_JOURNAL = NoJournal()
