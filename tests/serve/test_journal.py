@@ -97,8 +97,8 @@ def test_another_server_goes_on(journals: LiveServer, name: str) -> None:
     rest, parts = stream(journals, path, body)
     assert rest == b"" and parts[-1][1] == b'{"end":true}' and parts[0][1].startswith(b'{"start":')
     whole, numbers, counted = steady(b"".join(events for events, _ in parts))
-    assert len(parts) > 4
-    for cut in {1, 2, 3, len(parts) // 2, len(parts) - 2, len(parts) - 1}:
+    places = {1, 2, 3, len(parts) // 2, len(parts) - 2, len(parts) - 1}
+    for cut in places & set(range(1, len(parts))):  # an answer may be short
         lines = b"".join(line + b"\n" for _, line in parts[:cut])
         rest, later = stream(journals, path, body, lines)
         shown = b"".join(events for events, _ in parts[:cut]) + b"".join(events for events, _ in later)

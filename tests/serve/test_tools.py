@@ -160,7 +160,7 @@ def test_a_defect_ends_a_stream_with_an_error() -> None:
     broken: Any = _Broken()
 
     async def read() -> list[bytes]:
-        return [each async for each in _events(broken, broken, NO_JOURNAL, is_scored=False)]
+        return [each async for each in _events(broken, broken, NO_JOURNAL, is_scored=False) if each]
 
     [last] = asyncio.run(read())
     assert b"RuntimeError" in last

@@ -13,10 +13,8 @@ from quire.spec.events import AllCleared, CacheEvent, Namespace, PagesRemoved, P
 from quire.spec.ids import Ids, Tier
 
 KEY_BYTES = 32
-_scope_of, _seed_of = (
-    lru_cache(1024)(scope_of),
-    lru_cache(1024)(namespace_seed),
-)  # there may be a salt per user or per request
+# There may be a salt per user or per request.
+_scope_of, _seed_of = lru_cache(1024)(scope_of), lru_cache(1024)(namespace_seed)
 _MOST_AHEAD = 64  # prompts whose keys are stored until their pages are cached
 
 
