@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import zmq
 
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
@@ -34,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif(sys.executable == PYTHON and find_spec("dynamo") is None, reason="Dynamo is not installed"),
 ]
 PAGE = 4
+PROBES = 10_000
 SALTS = ("", "one", "two")
 
 
@@ -61,7 +63,19 @@ class Indexer:
         places = {"endpoint": publisher.address, "replay_endpoint": publisher.replay_address}
         answer = self._client.post("/register", json={"instance_id": 1, "model_name": "m", "block_size": PAGE} | places)
         assert answer.status_code == 201, answer.text
+        self._publisher = publisher
+        self._events = zmq.Context.instance().socket(zmq.SUB)
+        self._events.subscribe(b"")
+        self._events.connect(publisher.address)
+        self._number = 0
         time.sleep(0.3)  # its sockets connect: what is sent before is in its first replay
+
+    def catch_up(self) -> None:
+        """Wait until all that was published has arrived at another reader."""
+        publisher = self._publisher
+        until(lambda: not publisher._queue)
+        while self._number < publisher._next - 1 and self._events.poll(200):
+            self._number = int.from_bytes(self._events.recv_multipart()[1], "big")
 
     def cached(self, tokens: np.ndarray[Any, np.dtype[np.int32]], salt: str) -> int:
         """How many first tokens it believes to be cached."""
@@ -73,6 +87,7 @@ class Indexer:
         self._process.kill()
         self._process.wait()
         self._client.close()
+        self._events.close(linger=0)
         self._log.close()
 
 
@@ -120,12 +135,15 @@ def probe(core: EngineCore, indexer: Indexer, seed: int, count: int) -> tuple[in
 
 
 def _steady(indexer: Indexer, tokens: np.ndarray[Any, np.dtype[np.int32]], salt: str) -> int:
-    """What it says twice in a row: events are on their way for a moment."""
-    last, found = -1, indexer.cached(tokens, salt)
-    while last != found:
-        time.sleep(0.002)
-        last, found = found, indexer.cached(tokens, salt)
-    return found
+    """What it says five times in a row: events are on their way for a moment, and longer on a busy machine."""
+    indexer.catch_up()
+    last, same = -1, 0
+    while same < 5:
+        found = indexer.cached(tokens, salt)
+        same = same + 1 if found == last else 1
+        last = found
+        time.sleep(0.003)
+    return last
 
 
 def engine(name: str, **settings: Any) -> EngineCore:
@@ -136,8 +154,8 @@ def engine(name: str, **settings: Any) -> EngineCore:
 def test_its_match_is_what_was_cached(indexer: Indexer) -> None:
     core = engine("llama_gqa")
     indexer.follow(core)
-    hits, wrong = probe(core, indexer, 0, 1_000)
-    assert hits > 600 and not wrong
+    hits, wrong = probe(core, indexer, 0, PROBES)
+    assert hits > 0.6 * PROBES and not wrong
     core.close()
 
 
