@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ def test_without_a_terminal_or_a_server_it_says_what_to_do(run: Run, server: Liv
 def test_in_a_terminal_it_goes_on_until_it_is_interrupted(server: LiveServer) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "quire", "top", "--url", server.summary["url"], "--every", "0.1"]
-    with subprocess.Popen(
-        command, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "150"}
-    ) as process:
+    hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # what a shell starts with & does not
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=env, preexec_fn=hears) as process:
         os.close(theirs)
         text, until = b"", time.monotonic() + 60
         while text.count(b"evicted/s") < 2:
@@ -90,6 +91,7 @@ def test_in_a_terminal_it_goes_on_until_it_is_interrupted(server: LiveServer) ->
             text += os.read(ours, 1 << 16)
         process.send_signal(signal.SIGINT)
         while process.poll() is None:
+            assert time.monotonic() < until
             try:
                 os.read(ours, 1 << 16)
             except OSError:  # its end is closed
