@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from quire.cli.report import panel, plain_table
+from quire.cli.report import show_processes
 from quire.fleet.config import FleetConfig, RayConfig
 from quire.serve.config import ServerConfig
 
@@ -49,13 +48,7 @@ def fleet(fleet: FleetConfig, server: ServerConfig, ray: RayConfig, *, as_json: 
 
     def on_ready(rows: Sequence[dict[str, Any]]) -> None:
         starting.stop()
-        if as_json:
-            for row in rows:
-                print(json.dumps(row), flush=True)
-        else:
-            shown = [(row["name"], str(row["pid"]), row["url"]) for row in rows]
-            table = plain_table(("process", "pid", "address"), shown, left=("process", "address"))
-            console.print(panel(table, f"{fleet.model_name} is ready", "green"))
+        show_processes(rows, fleet.model_name, console, as_json=as_json)
 
     try:
         exit_code = run_fleet(fleet, server, ray, on_ready=on_ready, on_progress=on_progress)

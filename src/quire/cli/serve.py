@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from quire.cli.report import named_rows, panel, plain_table
+from quire.cli.report import named_rows, panel, show_processes
 from quire.cluster.config import ClusterConfig
 from quire.engine.config import EngineConfig
 from quire.serve.config import ServerConfig
@@ -90,13 +90,7 @@ def up(cluster: ClusterConfig, server: ServerConfig, *, as_json: bool) -> None:
 
     def on_ready(rows: Sequence[Mapping[str, Any]]) -> None:
         starting.stop()
-        if as_json:
-            for row in rows:
-                print(json.dumps(row), flush=True)
-        else:
-            shown = [(row["name"], str(row["pid"]), row["url"]) for row in rows]
-            table = plain_table(("process", "pid", "address"), shown, left=("process", "address"))
-            console.print(panel(table, f"{cluster.model_name} is ready", "green"))
+        show_processes(rows, cluster.model_name, console, as_json=as_json)
 
     def tell(name: str, line: str) -> None:
         print(f"{name} | {line}", file=sys.stderr, flush=True)
