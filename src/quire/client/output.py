@@ -21,7 +21,7 @@ import numpy as np
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
 from quire.client.stop_strings import StopAutomaton, StopStrings
-from quire.engine.messages import DraftUse, TokenLogprobs, TokenOutput
+from quire.engine.messages import DraftUse, SequenceTimes, TokenLogprobs, TokenOutput
 from quire.observe.explain import Explanation
 from quire.scheduler.request import Begun
 from quire.scheduler.sampling_params import SamplingParams
@@ -205,6 +205,7 @@ class SequenceAssembler:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.use = CacheUse()
         self.drafts = DraftUse()
+        self.times: SequenceTimes | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error = ""  # why, if `finish_reason` is "error"
@@ -230,7 +231,7 @@ class SequenceAssembler:
     def push(self, output: TokenOutput) -> SequenceDelta:
         """Add one step's tokens; returns what they add to the output."""
         first_token, first_piece, ended = len(self.token_ids), len(self._pieces), self.finished
-        self.session = output.session or self.session
+        self.session, self.times = output.session or self.session, output.times or self.times
         if not ended:
             self.use, self.drafts = output.use or self.use, output.drafts or self.drafts
             self.explanation = output.explanation or self.explanation

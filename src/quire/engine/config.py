@@ -289,6 +289,13 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
         True, "On a CPU, lay out the weights of linear layers for it, and compute known decoder layers in few calls."
     )
     seed: int = setting(0, "Seed of requests that have none.", aliases=("--random-seed",))
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "Where a server sends spans of its requests, by OpenTelemetry: http://127.0.0.1:4318/v1/traces.",
+        metavar="URL",
+        otherwise="nowhere",
+        pattern=r"^https?://.+$",
+    )
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -32,6 +32,7 @@ from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, St
 from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
 from quire.engine.prompt_logprobs import prompt_parts
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
+from quire.engine.request_times import time_parts
 from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
 from quire.engine.tier_storage import Storage, open_tiers
@@ -72,6 +73,7 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     grammar_parts,
     speculation_parts,
     explanation_parts,
+    time_parts,
     prompt_parts,
     pooling_parts,
     hot_buffer_parts,

@@ -105,13 +105,26 @@ class DraftUse(NamedTuple):
     num_accepted_tokens: int = 0
 
 
+class SequenceTimes(msgspec.Struct, kw_only=True, array_like=True):
+    """When things happened to a sequence, in seconds of the machine's monotonic clock; 0 for what has not. The turn of
+    the scheduler that admitted it began at `matched`. Its prompt was `fetched` from a store or a peer in that time."""
+
+    queued: float
+    matched: float
+    admitted: float
+    launched: float = 0.0
+    first_token: float = 0.0
+    fetched: tuple[float, float] | None = None
+
+
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one sequence after one step, the cached tokens of its prompt, and the drafts of its steps so far.
 
     `finish_reason` is None while it runs, then "stop" (end-of-sequence or a stop token; `stop_token` says which),
     "length", "abort" or "error" (then `error` is the message and `status` the HTTP status). An `explanation` comes with
     the first output, which has no tokens. The last output of a turn says what its `session` holds. `prompt_logprobs`
-    come before the first token, in order; so does what was `pooled` of the prompt, float32.
+    come before the first token, in order; so does what was `pooled` of the prompt, float32. The `times` come with the
+    first token, if the engine is traced.
     """
 
     request_id: str
@@ -127,6 +140,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     session: SessionGrant | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: bytes | None = None
+    times: SequenceTimes | None = None
 
 
 def output_of(request: Request, **more: Any) -> TokenOutput:

@@ -67,7 +67,6 @@ class Loop:
         self._seconds = seconds
         self._in_flight: Launched | None = None
         self._settled_at = 0.0
-        self._queued: dict[str, float] = {}  # when a request that was not admitted yet was added
         self._has_ends = False  # since the last step
         self._halted: QuireError | None = None
         self._before_schedule = self._hooks("before_schedule")
@@ -96,7 +95,7 @@ class Loop:
         except QuireError:
             self.refused()
             raise
-        self._queued[request.request_id] = self._seconds()
+        request.queued_s = self._seconds()
 
     def refused(self) -> None:
         """Count a request that can never run."""
@@ -136,7 +135,7 @@ class Loop:
             hook()
         step, previous = self.scheduler.schedule(), self._in_flight
         for request in step.admitted:
-            self.queue_s.observe(self._seconds() - self._queued.pop(request.request_id))
+            self.queue_s.observe(self._seconds() - request.queued_s)
         for hook in self._scheduled:
             hook(step)
         launched = self._launch(step) if len(step) else None
@@ -196,7 +195,6 @@ class Loop:
     def _end(self, request: Request, end: End, error: Exception | None = None) -> None:
         self._has_ends = True
         self.ends[end] += 1
-        self._queued.pop(request.request_id, None)
         for hook in self._ended:
             hook(request, end, error)
 

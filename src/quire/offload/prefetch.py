@@ -181,6 +181,7 @@ class Prefetch:
     num_waiting: int = 1  # requests
     shared: bool = False  # several requests wait for it, now or earlier
     done: bool = False
+    until: float = 0.0  # when it was done
     stopped: bool = False
     cancelled: bool = False
 

@@ -389,7 +389,7 @@ class Prefetcher(ReadAhead[Prefetch]):
         return True
 
     def _finish(self, prefetch: Prefetch) -> None:
-        prefetch.done = True
+        prefetch.done, prefetch.until = True, self._parts.seconds()
         if prefetch.ask is None:
             self._measure(prefetch)
         else:

@@ -23,11 +23,14 @@ _NEXT = 32
 
 class PromptFetch(Protocol):
     """A fetch of the pages of one prompt, in pages of the prompt: those before `stored` come from the store, and
-    requests can begin after `limit` now. `ask` is what a peer computes."""
+    requests can begin after `limit` now. `ask` is what a peer computes. It began at `since`, and was done at `until`, 0
+    before."""
 
     ask: PrefillAsk | None
     limit: int
     stored: int
+    since: float
+    until: float
 
     @property
     def num_pages(self) -> int:
@@ -153,6 +156,8 @@ class Prefetching:
 
     def stop(self, request: Request) -> None:
         """Stop its prefetch, and release the pages that it holds."""
+        if request.prefetched:
+            request.fetched = request.prefetched[0].since, request.prefetched[-1].until
         for prefetch in request.prefetched:
             self._ahead.stop_prefetch(prefetch)
         request.prefetched.clear()

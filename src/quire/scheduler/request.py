@@ -96,6 +96,7 @@ class Request:
         self.most_cached = most_cached  # tokens of it that may come from the cache
         self.turn: Turn | None = None  # a turn of its session, set by the scheduler
         self.grant: SessionGrant | None = None  # what its session holds, when it has ended
+        self.queued_s = 0.0  # set by the loop, on its clock
         self.arrival = 0  # set by the scheduler: its place in the order of arrival
         self.opening = 0  # set by the scheduler: a hash of its namespace and its first page
         self.num_prompt_tokens = len(prompt)
@@ -104,6 +105,7 @@ class Request:
         self.read_ahead = not most_cached  # whether its prompt was looked up in storage, or need not be
         self.prefetch: PromptFetch | None = None  # fetches pages of its prompt from storage, while it waits
         self.prefetched: list[PromptFetch] = []  # ended prefetches whose pages are held until it begins
+        self.fetched: tuple[float, float] | None = None  # when the first of them began, and the last was done
         self.follows: Following | None = None  # the leader it waits for, when it was last considered
         self.is_remembered = True  # when it ends, by what drafts: not after a flush of its namespace
         self.is_new = True  # until it is one of `Step.admitted`

@@ -33,16 +33,22 @@ from quire.serve.sglang_generate import generate_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
 from quire.serve.tokenizer_routes import tokenizer_router
+from quire.serve.tracing import Tracing
 
 LEAST_RUNNING = 8
 """Sequences that an engine runs at once which does not say how many."""
 
 
 def create_app(
-    engine: AsyncEngine, *, model_name: str, server: ServerConfig | None = None, keys: Keys | None = None
+    engine: AsyncEngine,
+    *,
+    model_name: str,
+    server: ServerConfig | None = None,
+    keys: Keys | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The app that serves `engine`, which must be started and is not shut down by the app. `keys` are those of the
-    server's configuration."""
+    server's configuration, and `tracing` is the caller's."""
     server, keys = server or ServerConfig(), keys or Keys()
     metrics = ServerMetrics(
         engine.metrics,
@@ -62,6 +68,7 @@ def create_app(
         request_timeout_s=server.request_timeout_s,
         retains_marked=server.retain_marked,
         live=Live(engine, metrics.counters, model_name=model_name),
+        tracing=tracing,
     )
     app = FastAPI(
         title="Quire",

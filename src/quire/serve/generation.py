@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -37,7 +37,11 @@ from quire.serve.places import PromptPlaces
 from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, json_answer, while_connected
+from quire.serve.tracing import Tracing
 from quire.spec.ids import Ids
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class Service:
     started_at: int
     shares: Shares
     live: Live
+    tracing: Tracing | None = None
     request_timeout_s: float | None = None
     retains_marked: bool = False
     after: set[asyncio.Task[object]] = field(default_factory=set)
@@ -198,7 +203,10 @@ async def begun(
     submit = Generation.submit(
         service, prompts, params, terms, kind=kind, client_id=request.state.request_id, client=client, journal=journal
     )
-    return await while_connected(request.receive, submit)
+    generation = await while_connected(request.receive, submit)
+    if service.tracing is not None:
+        generation.parent = service.tracing.parent(request.headers)
+    return generation
 
 
 async def answer(
@@ -292,6 +300,7 @@ class Generation:
         self._first_token_s: float | None = None  # since the start, as the next ones
         self._last_token_s: dict[int, float] = {}  # key: choice
         self._is_closed = False
+        self.parent: Context | None = None  # that of its spans
 
     @classmethod
     async def submit(
@@ -453,6 +462,9 @@ class Generation:
         ends = ", ".join(reason if count == 1 else f"{count} {reason}" for reason, count in sorted(reasons.items()))
         told = {"id": self.request_id, "client_id": self._client_id, "usage": usage, "seconds": seconds, "ends": ends}
         self._service.live.ended(told | {"first_token_s": self._first_token_s})
+        if self._service.tracing is not None:
+            parts = [(each.times, each.use, self._last_token_s.get(i)) for i, each in enumerate(self._sequences())]
+            self._service.tracing.ended(self.parent, told, self._started_s, parts)
         logger.info(
             "%s [%s]: %d prompt tokens, %d cached, %d output tokens%s, first after %s, %.3f s, %s",
             self.request_id,

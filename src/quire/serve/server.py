@@ -33,6 +33,7 @@ from quire.errors import AddressInUse, InvalidInput
 from quire.serve.app import create_app
 from quire.serve.config import MOST_BODY_BYTES, ServerConfig
 from quire.serve.connections import HEAD_S, Limits, limited_to
+from quire.serve.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -89,17 +90,19 @@ def serve(
     the tokenizer.
     """
     server.keys()  # refused before the model is loaded
+    tracing = open_tracing(config)
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         starting = start(
             config, stall_after_s=server.stall_after_s, on_progress=on_progress, max_restarts=server.max_restarts
         )
-        return runner.run(_serve(config, server, listener, on_ready, starting))
+        return runner.run(_serve(config, server, tracing, listener, on_ready, starting))
 
 
 async def _serve(
     config: EngineConfig,
     server: ServerConfig,
+    tracing: Tracing | None,
     listener: socket.socket,
     on_ready: Callable[[Running], None] | None,
     starting: Coroutine[Any, Any, AsyncEngine],
@@ -138,7 +141,7 @@ async def _serve(
     watchdog = Watchdog("the event loop", LOOP_STUCK_AFTER_S)
     ticking = asyncio.create_task(_tick(watchdog))
     try:
-        app = create_app(engine, model_name=config.model_name, server=server, keys=server.keys())
+        app = create_app(engine, model_name=config.model_name, server=server, keys=server.keys(), tracing=tracing)
         http = HttpServer(app, server, most_body_bytes=server.body_bytes(engine.context_length))
         serving = await http.begin(listener)
         gc.freeze()  # else a full collection visits all that a start made: half a second in which nothing is answered
@@ -151,6 +154,8 @@ async def _serve(
         return 0
     finally:
         await engine.shutdown()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         ticking.cancel()
         watchdog.close()
 
