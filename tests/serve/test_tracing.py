@@ -77,7 +77,18 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def traced(tiny_model: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server with a pool of one prompt, a host tier and a store. Spans are sent ten times a second."""
-    plain = ("--model", str(tiny_model), "--dtype", "float32", "--kv-memory", "130KiB", "--eviction", "lru", *TIERS, *SMALL)
+    plain = (
+        "--model",
+        str(tiny_model),
+        "--dtype",
+        "float32",
+        "--kv-memory",
+        "130KiB",
+        "--eviction",
+        "lru",
+        *TIERS,
+        *SMALL,
+    )
     where = str(tmp_path_factory.mktemp("stores") / "pages")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
