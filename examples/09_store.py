@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
-from typing_extensions import Buffer
-
-from quire import LLM, Answer, Entry, SamplingParams, Store, StoreKey, register_store
+from quire import LLM, Answer, Entry, Pieces, Record, SamplingParams, Store, StoreKey, register_store
 
 
 class FileStore(Store):
@@ -41,15 +39,15 @@ class FileStore(Store):
         self._sizes[key] = size
         return Answer.MISS  # that is: write it
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        return [self._put(key, memoryview(record)) for key, record in zip(keys, records, strict=True)]
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+        return [self._put(key, Pieces(record)) for key, record in zip(keys, records, strict=True)]
 
-    def _put(self, key: StoreKey, record: memoryview) -> Answer:
-        if self._sizes.get(key) != record.nbytes:
+    def _put(self, key: StoreKey, record: Pieces) -> Answer:
+        if self._sizes.get(key) != record.num_bytes:
             return Answer.RETRY
         try:
             self._writing(key).parent.mkdir(parents=True, exist_ok=True)
-            self._writing(key).write_bytes(record)
+            self._writing(key).write_bytes(record.join())
         except OSError:
             return Answer.RETRY
         return Answer.HIT
@@ -70,19 +68,17 @@ class FileStore(Store):
             written.unlink(missing_ok=True)
         return Answer.MISS
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        return [
-            self._get(self._folder / str(key), memoryview(record)) for key, record in zip(keys, records, strict=True)
-        ]
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+        return [self._get(self._folder / str(key), Pieces(record)) for key, record in zip(keys, records, strict=True)]
 
-    def _get(self, path: Path, record: memoryview) -> Answer:
+    def _get(self, path: Path, record: Pieces) -> Answer:
         try:
             found = path.read_bytes()
         except OSError:
             return Answer.MISS
-        if self._closed or len(found) != record.nbytes:
+        if self._closed or len(found) != record.num_bytes:
             return Answer.MISS
-        record.cast("B")[:] = found
+        record.write(0, memoryview(found))
         return Answer.HIT
 
     def remove(self, keys: Sequence[StoreKey]) -> int:

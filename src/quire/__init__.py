@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from quire.loop.part import Part
     from quire.memory.pool import Pool
+    from quire.memory.record import RecordFormat
     from quire.observe.events import EventLog
     from quire.observe.explain import Cause, Explanation, Reason
     from quire.plan.advice import options_to_fit
@@ -60,8 +61,8 @@ if TYPE_CHECKING:
     from quire.spec.group import GroupSpec, ReachSpec
     from quire.spec.layout import DType, Field, PageLayout
     from quire.spec.model import ModelSpec
-    from quire.tiers.store import Answer, Entry, Store, StoreKey
-    from quire.tiers.stores.registry import register_store
+    from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
+    from quire.tiers.stores.registry import open_store, register_store
 
 __version__ = "0.6.0"
 
@@ -102,6 +103,7 @@ __all__ = [
     "PagesStored",
     "Parallelism",
     "Part",
+    "Pieces",
     "Plan",
     "PlanError",
     "PlanSettings",
@@ -110,6 +112,8 @@ __all__ = [
     "QuireError",
     "ReachSpec",
     "Reason",
+    "Record",
+    "RecordFormat",
     "RequestKV",
     "RequestOutput",
     "RequestTooLarge",
@@ -125,6 +129,7 @@ __all__ = [
     "find_device",
     "format_bytes",
     "make_plan",
+    "open_store",
     "options_to_fit",
     "parse_bytes",
     "read_model_config",
@@ -162,6 +167,7 @@ _NAMES = {
     ),
     "loop.part": ("Part",),
     "memory.pool": ("Pool",),
+    "memory.record": ("RecordFormat",),
     "observe.events": ("EventLog",),
     "observe.explain": ("Cause", "Explanation", "Reason"),
     "plan.advice": ("options_to_fit",),
@@ -181,8 +187,8 @@ _NAMES = {
     "spec.group": ("GroupSpec", "ReachSpec"),
     "spec.layout": ("DType", "Field", "PageLayout"),
     "spec.model": ("ModelSpec",),
-    "tiers.store": ("Answer", "Entry", "Store", "StoreKey"),
-    "tiers.stores.registry": ("register_store",),
+    "tiers.store": ("Answer", "Entry", "Pieces", "Record", "Store", "StoreKey"),
+    "tiers.stores.registry": ("open_store", "register_store"),
 }
 _WHERE = {name: f"quire.{module}" for module, names in _NAMES.items() for name in names}
 

@@ -7,13 +7,12 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
-from typing_extensions import Buffer
 
 from quire.offload.tiering import Tiering
 from quire.spec.ids import Tier
 from quire.testing.choices import Choices
 from quire.testing.stores import Fault, FaultyStore, WrappedStore
-from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.store import Answer, Pieces, Record, Store, StoreKey
 from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import Lane
 from tests.fuzz.host_records import HostRecords
@@ -132,11 +131,11 @@ class WatchedStore(WrappedStore):
         )
         return answers
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """What is put was prepared, in that size. Remembers what was taken, and how."""
         for key, record in zip(keys, records, strict=True):
             self._torn.discard((key.part, key.page))
-            if self._prepared.get(key) != memoryview(record).nbytes:
+            if self._prepared.get(key) != Pieces(record).num_bytes:
                 self.wrong.append("a record was put that was not prepared in its size")
         before = len(self._faulty.keys)
         answers = super().put(keys, records)
@@ -159,7 +158,7 @@ class WatchedStore(WrappedStore):
         self._put.difference_update(keys)
         return answers
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """Remembers which answers are lies."""
         for key in keys:
             self._lies.pop((key.part, key.page), None)

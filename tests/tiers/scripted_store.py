@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from typing_extensions import Buffer
-
 from quire.errors import InvalidInput
 from quire.testing.stores import DictStore
-from quire.tiers.store import Answer, StoreKey
+from quire.tiers.store import Answer, Pieces, Record, StoreKey
 from tests.tiers.array_copies import page_key
 
 
@@ -36,9 +34,9 @@ class ScriptedStore(DictStore):
         super().complete(refused, [False] * len(refused))
         return answers
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         self._note("put", keys)
-        assert all(self.prepared[key] == memoryview(record).nbytes for key, record in zip(keys, records, strict=True))
+        assert all(self.prepared[key] == Pieces(record).num_bytes for key, record in zip(keys, records, strict=True))
         answers = super().put(keys, records)
         for key in self._refused("put", keys, answers, Answer.HIT):
             del self.taken[key]
@@ -51,7 +49,7 @@ class ScriptedStore(DictStore):
         answers = super().complete(keys, wanted)
         return [Answer.RETRY if good != kept else said for good, kept, said in zip(ok, wanted, answers, strict=True)]
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         self._note("get", keys)
         answers = super().get(keys, records)
         self._refused("get", keys, answers, Answer.HIT)
@@ -74,7 +72,7 @@ class ScriptedStore(DictStore):
         """Damage a byte of a visible record."""
         record = bytearray(self.visible[key])
         record[at] ^= 1
-        self.visible[key] = bytes(record)
+        self.visible[key] = bytes(Pieces(record).join())
 
     def hold(self, name: str) -> threading.Semaphore:
         """Calls of this name wait from now on, each for one release."""
@@ -105,11 +103,11 @@ class WatchedStore(ScriptedStore):
         self.busy = busy
         self.wrong: list[str] = []
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         self._watch("put", keys)
         return super().put(keys, records)
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         self._watch("get", keys)
         return super().get(keys, records)
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.tiers.executor import TransferExecutor
-from quire.tiers.store import Answer, StoreKey
+from quire.tiers.store import Answer, Record, StoreKey
 from quire.tiers.tombstones import tombstone_of
 from quire.tiers.transfer import LANES, Lane, Transfer, Units
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, page_key, units
@@ -206,7 +205,7 @@ class Stuck(ScriptedStore):
         super().__init__()
         self.row, self.at = row, at
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         answers = super().get(keys, records)
         self.row[self.at] = 77
         return answers

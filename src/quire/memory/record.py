@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
-from xxhash import xxh3_64_intdigest, xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 from quire.spec.ids import Ids
 from quire.spec.layout import PageLayout
@@ -81,28 +81,31 @@ class RecordFormat:
     def seal(self, rows: Records, frames: Ids, keys: Sequence[bytes]) -> None:
         """Write the headers of rows `frames` for their payloads, which it reads once; `keys[i]` has 32 bytes."""
         memory, starts = self._records(rows, frames)
-        head, size = self._head, self.num_bytes
+        size = self.num_bytes
         for start, key in zip(starts, keys, strict=True):
-            signed = head + key[:_KEY_BYTES]
-            payload = memory[start + HEADER_BYTES : start + size]
-            digest = xxh3_128_digest(payload, xxh3_64_intdigest(signed))
-            memory[start : start + HEADER_BYTES] = signed + digest
+            memory[start : start + HEADER_BYTES] = self.header(key, (memory[start + HEADER_BYTES : start + size],))
 
     def defects(self, rows: Records, frames: Ids, keys: Sequence[bytes]) -> list[str]:
         """The first defect of each row as the record of its page: "magic" (also unknown flags), "group", "length",
         "layout", "key", "digest", or "" for none. Reads every payload once."""
         memory, starts = self._records(rows, frames)
-        head, size = self._head, self.num_bytes
-        found = []
-        for start, key in zip(starts, keys, strict=True):
-            signed = head + key[:_KEY_BYTES]
-            if memory[start : start + _SIGNED] != signed:
-                found.append(_first_difference(bytes(memory[start : start + _SIGNED]), signed))
-                continue
-            payload = memory[start + HEADER_BYTES : start + size]
-            digest = xxh3_128_digest(payload, xxh3_64_intdigest(signed))
-            found.append("" if memory[start + _SIGNED : start + HEADER_BYTES] == digest else "digest")
-        return found
+        size = self.num_bytes
+        return [
+            self.defect(memory[start : start + HEADER_BYTES], key, (memory[start + HEADER_BYTES : start + size],))
+            for start, key in zip(starts, keys, strict=True)
+        ]
+
+    def header(self, key: bytes, payload: Sequence[Buffer]) -> bytes:
+        """The 64 bytes before a payload, which may be in several buffers; reads it once. `key` has 32 bytes."""
+        signed = self._head + key[:_KEY_BYTES]
+        return signed + _digest_of(payload, signed)
+
+    def defect(self, header: Buffer, key: bytes, payload: Sequence[Buffer]) -> str:
+        """The first defect of a header and a payload as the record of a page, as in `defects`."""
+        signed, found = self._head + key[:_KEY_BYTES], bytes(header)
+        if not found.startswith(signed):
+            return _first_difference(found, signed)
+        return "" if found[_SIGNED:] == _digest_of(payload, signed) else "digest"
 
     def _records(self, rows: Records, frames: Ids) -> tuple[memoryview, Iterable[int]]:
         """The rows as one array of bytes, and the offsets of the records of `frames` in it."""
@@ -128,6 +131,16 @@ def check_record(record: Buffer) -> str:
         return "length"
     digest = xxh3_128_digest(memory[HEADER_BYTES : HEADER_BYTES + payload_bytes], xxh3_64_intdigest(signed))
     return "" if memory[_SIGNED:HEADER_BYTES] == digest else "digest"
+
+
+def _digest_of(payload: Sequence[Buffer], signed: bytes) -> bytes:
+    seed = xxh3_64_intdigest(signed)
+    if len(payload) == 1:
+        return xxh3_128_digest(payload[0], seed)
+    digest = xxh3_128(seed=seed)
+    for part in payload:
+        digest.update(part)
+    return digest.digest()
 
 
 def _first_difference(found: bytes, expected: bytes) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from typing_extensions import Buffer
 
 from quire.cache import KVCache
 from quire.memory.record import RecordFormat, Records
@@ -26,7 +25,7 @@ from quire.spec.ids import Ids
 from quire.spec.record_size import HEADER_BYTES
 from quire.tiers.break_even import BreakEven
 from quire.tiers.prefill import PrefillPeers
-from quire.tiers.store import Answer, Entry, Store, StoreKey
+from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
 from quire.tiers.transfer import LANES, Copies, Lane, Transfer
 from quire.tiers.virtual_mover import VirtualMover
 
@@ -260,7 +259,7 @@ class SimulatedStore(Store):
         self._most_bytes = most_bytes
         self._visible: dict[StoreKey, tuple[bytes, int]] = {}  # with its bytes; least recently used first
         self._prepared: dict[StoreKey, int] = {}
-        self._taken: dict[StoreKey, Buffer] = {}
+        self._taken: dict[StoreKey, Record] = {}
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         return [Answer.HIT if key in self._visible else Answer.MISS for key in keys]
@@ -273,7 +272,7 @@ class SimulatedStore(Store):
                 self._visible[key] = self._visible.pop(key)
         return answers
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """Does not change the buffers until `complete`."""
         self._taken.update(zip(keys, records, strict=True))
         return [Answer.HIT] * len(keys)
@@ -283,19 +282,19 @@ class SimulatedStore(Store):
             size, record = self._prepared.pop(key), self._taken.pop(key, None)
             if good:
                 assert record is not None, "a record was completed and never put"
-                self._visible[key] = (bytes(record), size)
+                self._visible[key] = (bytes(Pieces(record).join()), size)
             else:
                 self.num_bytes -= size
         return [Answer.HIT if good else Answer.MISS for good in ok]
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """HIT counts as use."""
         answers = []
         for key, record in zip(keys, records, strict=True):
             found = self._visible.pop(key, None)
             if found is not None:
                 self._visible[key] = found
-                memoryview(record)[:] = found[0]
+                Pieces(record).write(0, memoryview(found[0]))
             answers.append(Answer.MISS if found is None else Answer.HIT)
         return answers
 

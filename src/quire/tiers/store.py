@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from threading import Condition, Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -34,6 +34,9 @@ from quire.errors import InvalidInput
 
 SCOPE_BYTES = 16
 _PAGE_BYTES = 32
+
+Record: TypeAlias = "Buffer | tuple[Buffer, ...]"
+"""The bytes of a record: one buffer, or several that follow each other in it, so that none is copied to join them."""
 
 
 class Answer(Enum):
@@ -89,13 +92,13 @@ class Store(Protocol):
     def prepare(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> list[Answer]:
         """Announce records of these sizes; the store evicts to make room."""
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """Hand over records that were prepared with MISS. No reader finds them yet. Any other record is refused."""
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         """Make prepared records visible, or drop them. A prepared key is completed exactly once."""
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """Read records into writable buffers of exactly their size (else MISS). A buffer is valid after HIT only."""
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
@@ -108,10 +111,44 @@ class Store(Protocol):
         """Wait for calls in flight, drop what was not completed, and release all resources. May be called twice."""
 
 
-def bytes_of(record: Buffer) -> memoryview:
-    """A view of the bytes of a record."""
-    view = memoryview(record)
+def bytes_of(buffer: Buffer) -> memoryview:
+    """A view of the bytes of a buffer."""
+    view = memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+class Pieces:
+    """Views of a record's buffers, in order, and the sum of their bytes."""
+
+    __slots__ = ("num_bytes", "views")
+
+    def __init__(self, record: Record) -> None:
+        self.views = tuple(map(bytes_of, record)) if isinstance(record, tuple) else (bytes_of(record),)
+        self.num_bytes = sum(view.nbytes for view in self.views)
+
+    def join(self) -> bytes | memoryview:
+        """All bytes in one buffer: a copy if there are several."""
+        return self.views[0] if len(self.views) == 1 else b"".join(self.views)
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Copy `data` to the bytes from `at` on, where it has room."""
+        for view in self.views:
+            some = data[: max(0, view.nbytes - at)]
+            view[at : at + some.nbytes] = some
+            data, at = data[some.nbytes :], max(0, at - view.nbytes)
+
+
+def write_record(store: Store, key: StoreKey, record: Record) -> Answer:
+    """Store one record: HIT if it is there afterwards, by this call or before. A failure is dropped."""
+    (answer,) = store.prepare([key], [Pieces(record).num_bytes])
+    if answer is not Answer.MISS:
+        return answer
+    put = False
+    try:
+        put = store.put([key], [record]) == [Answer.HIT]
+    finally:
+        (answer,) = store.complete([key], [put])
+    return answer
 
 
 def prepare_once(

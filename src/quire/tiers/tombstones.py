@@ -16,11 +16,9 @@ import hashlib
 from collections.abc import Iterator
 from itertools import chain, islice
 
-import numpy as np
-
 from quire.errors import StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
-from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey
+from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey, write_record
 from quire.tiers.transfer import Transfer
 
 SCOPE_PREFIX_BYTES = 8  # the prefix that scopes of one model share (`quire.prefix.hashing.scope_of`)
@@ -81,14 +79,6 @@ def delete_scope(store: Store, transfer: Transfer) -> Iterator[None]:
 def _write_tombstone(store: Store, scope: bytes, num_bytes: int) -> bool:
     """Returns whether the tombstone is there. A store that accepts no records may still remove some."""
     key = tombstone_of(scope)
-    (answer,) = store.prepare([key], [num_bytes])
-    if answer is not Answer.MISS:
-        return answer is Answer.HIT
-    record = np.zeros((1, num_bytes), dtype=np.uint8)
-    RecordFormat(_PART, bytes(16), num_bytes - HEADER_BYTES).seal(record, np.zeros(1, dtype=np.int32), [key.page])
-    put = False
-    try:
-        put = store.put([key], [record[0].data]) == [Answer.HIT]
-    finally:
-        (done,) = store.complete([key], [put])
-    return done is Answer.HIT
+    payload = bytes(num_bytes - HEADER_BYTES)
+    header = RecordFormat(_PART, bytes(16), len(payload)).header(key.page, (payload,))
+    return write_record(store, key, (header, payload)) is Answer.HIT

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from typing_extensions import Buffer
 
-from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.store import Answer, Pieces, Record, Store, StoreKey
 
 
 class Medium(Protocol):
@@ -48,9 +47,9 @@ def make_record(number: int, num_bytes: int) -> bytes:
     return np.random.default_rng(number).bytes(num_bytes)
 
 
-def write(store: Store, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+def write(store: Store, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
     """Prepare, put and complete: HIT for each record that is visible now, else what stopped it."""
-    answers = store.prepare(keys, [memoryview(record).nbytes for record in records])
+    answers = store.prepare(keys, [Pieces(record).num_bytes for record in records])
     mine = [index for index, answer in enumerate(answers) if answer is Answer.MISS]
     if not mine:
         return answers

@@ -194,6 +194,20 @@ class StoreContract:
         found = [bytes(first), *(bytes(view.cast("B")) for view in views)]
         assert found == [make_record(number, size) for number in range(5)]
 
+    def test_a_record_in_pieces(self, store: Store) -> None:
+        """Buffers that follow each other are one record, of any size, wherever it is cut."""
+        for number, size in enumerate((500, 8192 + 64, (1 << 20) + 64, 2_500_000)):
+            key, record = make_key(number), np.frombuffer(make_record(number, size), dtype=np.uint8)
+            assert write(store, [key], [(record[:64].data, record[64:300].data, b"", record[300:].data)]) == [HIT]
+            assert read(store, key, size) == record.tobytes()
+            row = np.full(size + 3 * 96, 7, dtype=np.uint8)
+            pieces = [row[32:133], row[200 : size // 2 + 99], row[size // 2 + 150 : size + 150]]
+            assert store.get([key], [tuple(piece.data for piece in pieces)]) == [HIT]
+            assert b"".join(piece.tobytes() for piece in pieces) == record.tobytes()
+            beside = (row[:32], row[133:200], row[size // 2 + 99 : size // 2 + 150], row[size + 150 :])
+            assert all((some == 7).all() for some in beside), "bytes beside the pieces have changed"
+            assert store.get([key], [(bytearray(64), bytearray(size - 63))]) == [MISS]
+
     def test_nothing_is_written_beside_a_buffer(self, store: Store) -> None:
         """A record that is read touches its own buffer alone."""
         keys, size = make_keys(3), 5000

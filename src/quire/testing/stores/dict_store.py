@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from threading import RLock
 
-from typing_extensions import Buffer
-
-from quire.tiers.store import Answer, Entry, Store, StoreKey, bytes_of
+from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
 
 
 class DictStore(Store):
@@ -19,7 +17,7 @@ class DictStore(Store):
         self.visible: dict[StoreKey, bytes] = {}
         self.version = 0
         self.prepared: dict[StoreKey, int] = {}
-        self.taken: dict[StoreKey, Buffer] = {}
+        self.taken: dict[StoreKey, Record] = {}
         self._used: dict[StoreKey, int] = {}
         self._uses = 0
         self._most_bytes = most_bytes
@@ -35,7 +33,7 @@ class DictStore(Store):
             self._use(keys)
             return [self._prepare(key, size) for key, size in zip(keys, sizes, strict=True)]
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """RETRY for a record that was not prepared in this size. Refers to the buffers until `complete`."""
         with self._lock:
             return [self._put(key, record) for key, record in zip(keys, records, strict=True)]
@@ -45,7 +43,7 @@ class DictStore(Store):
         with self._lock:
             return [self._complete(key, good) for key, good in zip(keys, ok, strict=True)]
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         with self._lock:
             self._use(keys)
             return [self._get(key, record) for key, record in zip(keys, records, strict=True)]
@@ -91,8 +89,8 @@ class DictStore(Store):
         self.prepared[key] = size
         return Answer.MISS
 
-    def _put(self, key: StoreKey, record: Buffer) -> Answer:
-        if self.prepared.get(key) != memoryview(record).nbytes:
+    def _put(self, key: StoreKey, record: Record) -> Answer:
+        if self.prepared.get(key) != Pieces(record).num_bytes:
             return Answer.RETRY
         self.taken[key] = record
         return Answer.HIT
@@ -102,13 +100,13 @@ class DictStore(Store):
         record = self.taken.pop(key, None)
         if not good or record is None:
             return Answer.MISS
-        self.visible[key] = bytes(record)
+        self.visible[key] = bytes(Pieces(record).join())
         self.version += 1
         return Answer.HIT
 
-    def _get(self, key: StoreKey, record: Buffer) -> Answer:
+    def _get(self, key: StoreKey, record: Record) -> Answer:
         found = self.visible.get(key)
-        if found is None or len(found) != memoryview(record).nbytes:
+        if found is None or len(found) != Pieces(record).num_bytes:
             return Answer.MISS
-        bytes_of(record)[:] = found
+        Pieces(record).write(0, memoryview(found))
         return Answer.HIT

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from threading import RLock
 
-from typing_extensions import Buffer
-
 from quire.testing.choices import Choices
 from quire.testing.stores.wrapped_store import WrappedStore
-from quire.tiers.store import Answer, Store, StoreKey
+from quire.tiers.store import Answer, Pieces, Record, Store, StoreKey
 
 
 class Fault(Enum):
@@ -77,12 +75,12 @@ class FaultyStore(WrappedStore):
         refused = {keys[at] for at in full}  # wherever they stand in the batch
         return [Answer.RETRY if key in refused else said for key, said in zip(keys, answers, strict=True)]
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """TORN, PUT_FAILS."""
         failing = [self._strikes(Fault.PUT_FAILS) for _ in keys]
-        given: list[Buffer] = []
+        given: list[Record] = []
         for key, record in zip(keys, records, strict=True):
-            whole = bytes(record)
+            whole = bytes(Pieces(record).join())
             with self._lock:
                 self._seen.setdefault(len(whole), (key, whole))
             torn = self._strikes(Fault.TORN, key, can=any(whole))
@@ -104,30 +102,31 @@ class FaultyStore(WrappedStore):
                 super().remove([key])
         return answers
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """TRUNCATED, EXCHANGED, FLIPPED, STALE, GET_FAILS."""
-        before = [bytes(record) for record in records]
+        before = [bytes(Pieces(record).join()) for record in records]
         answers = super().get(keys, records)
         for at, (key, record) in enumerate(zip(keys, records, strict=True)):
             if answers[at] is Answer.HIT:
                 if self._strikes(Fault.GET_FAILS, key):
                     answers[at] = Answer.RETRY
                 else:
-                    self._lie(key, memoryview(record).cast("B"), before[at])
+                    self._lie(key, Pieces(record), before[at])
         return answers
 
-    def _lie(self, key: StoreKey, record: memoryview, before: bytes) -> None:
-        whole, size = bytes(record), len(record)
+    def _lie(self, key: StoreKey, record: Pieces, before: bytes) -> None:
+        whole, size = bytes(record.join()), record.num_bytes
         with self._lock:
             other, content = self._seen.setdefault(size, (key, whole))
             if self._strikes(Fault.EXCHANGED, key, can=other != key and content != whole):
-                record[:] = content
+                record.write(0, memoryview(content))
             elif self._strikes(Fault.STALE, key, can=before != whole):
-                record[:] = before
+                record.write(0, memoryview(before))
             elif self._strikes(Fault.TRUNCATED, key, can=before[size // 2 :] != whole[size // 2 :]):
-                record[size // 2 :] = before[size // 2 :]
+                record.write(size // 2, memoryview(before)[size // 2 :])
             elif self._strikes(Fault.FLIPPED, key):
-                record[self._choices.below(size)] ^= 1 << self._choices.below(8)
+                at = self._choices.below(size)
+                record.write(at, memoryview(bytes([whole[at] ^ 1 << self._choices.below(8)])))
 
     def _torn(self, whole: bytes) -> bytes:
         """Cut before the last nonzero byte, so that the record differs."""

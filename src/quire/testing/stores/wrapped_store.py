@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from threading import Lock
 
-from typing_extensions import Buffer
-
-from quire.tiers.store import Answer, Entry, Store, StoreKey
+from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
 
 
 class WrappedStore(Store):
@@ -19,7 +17,7 @@ class WrappedStore(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
-    def before(self, records: Sequence[Buffer] = ()) -> None:
+    def before(self, records: Sequence[Record] = ()) -> None:
         """Nothing; for subclasses."""
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
@@ -30,7 +28,7 @@ class WrappedStore(Store):
         self.before()
         return self.inner.prepare(keys, sizes)
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         self.before(records)
         return self.inner.put(keys, records)
 
@@ -38,7 +36,7 @@ class WrappedStore(Store):
         self.before()
         return self.inner.complete(keys, ok)
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         self.before(records)
         return self.inner.get(keys, records)
 
@@ -69,9 +67,9 @@ class SlowStore(WrappedStore):
         self._seconds, self._bandwidth, self._sleep = seconds, bandwidth, sleep
         self._random, self._lock = Random(seed), Lock()
 
-    def before(self, records: Sequence[Buffer] = ()) -> None:
+    def before(self, records: Sequence[Record] = ()) -> None:
         with self._lock:
             seconds = self._random.uniform(*self._seconds)
         if self._bandwidth is not None:
-            seconds += sum(memoryview(record).nbytes for record in records) / self._bandwidth
+            seconds += sum(Pieces(record).num_bytes for record in records) / self._bandwidth
         self._sleep(seconds)

@@ -19,10 +19,10 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from quire.errors import StoreError
-from quire.tiers.store import Calls, Counts
+from quire.tiers.store import Calls, Counts, Pieces
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ResponseError | None"
-Command: TypeAlias = "tuple[bytes | memoryview | Reply, ...]"
+Command: TypeAlias = "tuple[bytes | Pieces, ...]"
 
 _AHEAD_BYTES = 4096
 
@@ -48,9 +48,7 @@ class Connections:
                 fix="start the server, or correct the URL or the password.",
             )
 
-    def call(
-        self, commands: Sequence[Command], targets: Sequence[memoryview] = (), *, counted: bool = True
-    ) -> list[Reply]:
+    def call(self, commands: Sequence[Command], targets: Sequence[Pieces] = (), *, counted: bool = True) -> list[Reply]:
         """Send commands together and return a reply to each; a refusal is a ResponseError. With `targets`, a value of a
         target's exact length is read into the target, and its reply is the length."""
         if not commands:
@@ -116,7 +114,7 @@ class ReplyReader:
     EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        self.target: memoryview | None = None
+        self.target: Pieces | None = None
         self._arriving: _Arriving | None = None
         self._received: BufferedReader | None = None
 
@@ -160,12 +158,12 @@ class ReplyReader:
         raise InvalidResponse(f"not a reply: {line[:40]!r}")
 
     @staticmethod
-    def _value(received: BufferedReader, num_bytes: int, target: memoryview | None) -> bytes | int | None:
+    def _value(received: BufferedReader, num_bytes: int, target: Pieces | None) -> bytes | int | None:
         if num_bytes < 0:
             return None
         value = b""
-        if target is not None and target.nbytes == num_bytes:
-            count = received.readinto(target)
+        if target is not None and target.num_bytes == num_bytes:
+            count = sum(map(received.readinto, target.views))
         else:
             value = received.read(num_bytes)
             count = len(value)
@@ -175,6 +173,25 @@ class ReplyReader:
         if end != b"\r\n":
             raise InvalidResponse(f"a value that does not end where it should: {end!r}")
         return value if target is None else num_bytes
+
+
+def _packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
+    """The bytes of commands, with large values as they are: redis-py joins no buffers."""
+    packed: list[bytes | memoryview] = []
+    text: list[bytes | memoryview] = []
+    for command in commands:
+        text.append(b"*%d\r\n" % len(command))
+        for word in command:
+            value = word if isinstance(word, Pieces) else Pieces(word)
+            text.append(b"$%d\r\n" % value.num_bytes)
+            for view in value.views:
+                if view.nbytes > _AHEAD_BYTES:
+                    packed += [b"".join(text), view]
+                    text = []
+                else:
+                    text.append(view)
+            text.append(b"\r\n")
+    return [*packed, b"".join(text)]
 
 
 class _Line(ReplyReader):
@@ -187,11 +204,11 @@ class _Line(ReplyReader):
         more |= {"protocol": 2, "socket_timeout": timeout, "socket_connect_timeout": timeout}
         self.connection = make(**more, parser_class=lambda socket_read_size: self)
 
-    def call(self, commands: Sequence[Command], targets: Sequence[memoryview], replies: list[Reply]) -> None:
+    def call(self, commands: Sequence[Command], targets: Sequence[Pieces], replies: list[Reply]) -> None:
         """Send and append the replies. Raises RedisError or OSError; replies before that are good."""
         if self.can_read():
             self.connection.disconnect()  # the server closed the connection, or sent data without a command
-        self.connection.send_packed_command(self.connection.pack_commands(commands))
+        self.connection.send_packed_command(_packed(commands))
         for index in range(len(commands)):
             self.target = targets[index] if targets else None
             try:

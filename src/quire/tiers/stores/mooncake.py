@@ -40,10 +40,8 @@ from itertools import accumulate
 from queue import LifoQueue
 from typing import Any
 
-from typing_extensions import Buffer
-
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Calls, Counts, Entry, StoreKey, bytes_of
+from quire.tiers.store import Answer, Calls, Counts, Entry, Pieces, Record, StoreKey
 from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
@@ -55,7 +53,7 @@ _ALIGNED = 64
 _LOCAL_BYTES = 16 << 20  # the library's own buffer, for calls that are not used here
 _REST_SECONDS = 2.0
 _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
-_Move = Callable[[list[StoreKey], list[memoryview], list[int]], list[Answer]]
+_Move = Callable[[list[StoreKey], list[Pieces], list[int]], list[Answer]]
 """Moves records through the bounce buffer, at these offsets in it."""
 _NO_ROOM, _TOO_SMALL, _NOT_READY, _UNKNOWN, _NO_MASTER, _NO_ANSWER = -200, -600, -703, -704, -900, -901
 
@@ -146,8 +144,8 @@ class MooncakeStore(RemoteStore):
         codes = self._ask_in_parts(self._client.batch_is_exist, _names(keys)[::-1])
         return [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes][::-1]
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        return self._by_lanes(self._receive, keys, [bytes_of(record) for record in records])
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+        return self._by_lanes(self._receive, keys, list(map(Pieces, records)))
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         return self._ask_in_parts(self._client.batch_remove, list(dict.fromkeys(_names(keys))), True).count(0)
@@ -185,14 +183,14 @@ class MooncakeStore(RemoteStore):
         fits = [size <= self._lane_bytes for size in sizes]
         return [answer if good else Answer.RETRY for answer, good in zip(self.exists(keys), fits, strict=True)]
 
-    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
         return self._by_lanes(self._put, keys, records)
 
-    def _by_lanes(self, move: _Move, keys: Sequence[StoreKey], records: Sequence[memoryview]) -> list[Answer]:
+    def _by_lanes(self, move: _Move, keys: Sequence[StoreKey], records: Sequence[Pieces]) -> list[Answer]:
         """The answers of `move` for batches that fit in a lane; RETRY for larger records."""
         answers = [Answer.RETRY] * len(keys)
-        fitting = [index for index, record in enumerate(records) if record.nbytes <= self._lane_bytes]
-        rooms = [-(-records[index].nbytes // _ALIGNED) * _ALIGNED for index in fitting]
+        fitting = [index for index, record in enumerate(records) if record.num_bytes <= self._lane_bytes]
+        rooms = [-(-records[index].num_bytes // _ALIGNED) * _ALIGNED for index in fitting]
         for batch in batches(rooms, _MOST_PIECES, min(self._lane_bytes, _BATCH_BYTES)):
             some = [fitting[at] for at in batch]
             lane = self._idle_lanes.get()
@@ -224,9 +222,11 @@ class MooncakeStore(RemoteStore):
     def _ask_in_parts(self, verb: Callable[..., Sequence[int]], names: Sequence[str], *arguments: object) -> list[int]:
         return [code for some in in_parts(names, _MOST_PIECES) for code in self._ask(verb, some, *arguments)]
 
-    def _put(self, keys: list[StoreKey], records: list[memoryview], places: list[int]) -> list[Answer]:
+    def _put(self, keys: list[StoreKey], records: list[Pieces], places: list[int]) -> list[Answer]:
         for place, record in zip(places, records, strict=True):
-            self._memory[place : place + record.nbytes] = record
+            for view in record.views:
+                self._memory[place : place + view.nbytes] = view
+                place += view.nbytes
         names, codes = _names(keys), [_NO_ROOM] * len(keys)
         for wait in (0.0, *_WAITS_FOR_ROOM):
             time.sleep(wait)
@@ -235,7 +235,7 @@ class MooncakeStore(RemoteStore):
                 self._client.batch_put_from,
                 [names[at] for at in left],
                 [self._address + places[at] for at in left],
-                [records[at].nbytes for at in left],
+                [records[at].num_bytes for at in left],
                 self._replication,
             )
             for at, code in zip(left, again, strict=True):
@@ -249,8 +249,8 @@ class MooncakeStore(RemoteStore):
                     self.failures.add("replicas")
         return [Answer.HIT if code == 0 else Answer.RETRY for code in codes]
 
-    def _receive(self, keys: list[StoreKey], buffers: list[memoryview], places: list[int]) -> list[Answer]:
-        sizes = [buffer.nbytes for buffer in buffers]
+    def _receive(self, keys: list[StoreKey], buffers: list[Pieces], places: list[int]) -> list[Answer]:
+        sizes = [buffer.num_bytes for buffer in buffers]
         asked = {key: at for at, key in reversed(list(enumerate(keys))) if sizes[at]}  # each key is requested once
         codes = self._ask(
             self._client.batch_get_into,
@@ -263,7 +263,7 @@ class MooncakeStore(RemoteStore):
         for key, buffer, answer in zip(keys, buffers, answers, strict=True):
             if answer is Answer.HIT:
                 place = places[asked[key]]
-                buffer[:] = self._memory[place : place + buffer.nbytes]
+                buffer.write(0, self._memory[place : place + buffer.num_bytes])
         return answers
 
 

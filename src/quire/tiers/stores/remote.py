@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from typing_extensions import Buffer
-
-from quire.tiers.store import Answer, Counts, Store, StoreKey, bytes_of, prepare_once
+from quire.tiers.store import Answer, Counts, Pieces, Record, Store, StoreKey, prepare_once
 
 _Item = TypeVar("_Item")
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})", re.ASCII)
@@ -20,7 +18,7 @@ class _Announced:
     """A record's size, and the caller's memory of it after `put`."""
 
     num_bytes: int
-    record: memoryview | None = None
+    record: Pieces | None = None
 
 
 class RemoteStore(Store):
@@ -35,7 +33,7 @@ class RemoteStore(Store):
         """The answers of `prepare` for distinct keys."""
         return self.exists(keys)
 
-    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
         """Store claimed records: HIT or RETRY."""
         raise NotImplementedError
 
@@ -61,18 +59,18 @@ class RemoteStore(Store):
                     self._announced.pop(key, None)
         return [answers.get(key, Answer.PENDING) for key in keys]
 
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         answers = [Answer.RETRY] * len(keys)
-        for index, (key, record) in enumerate(zip(keys, map(bytes_of, records), strict=True)):
+        for index, (key, record) in enumerate(zip(keys, map(Pieces, records), strict=True)):
             announced = self._announced.get(key)
-            if announced is not None and announced.num_bytes == record.nbytes:
+            if announced is not None and announced.num_bytes == record.num_bytes:
                 announced.record = record
                 answers[index] = Answer.HIT
         return answers
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         answers = [Answer.MISS] * len(keys)
-        sending: dict[int, memoryview] = {}
+        sending: dict[int, Pieces] = {}
         dropped: list[StoreKey] = []
         for index, (key, good) in enumerate(zip(keys, ok, strict=True)):
             announced = self._announced.pop(key, None)

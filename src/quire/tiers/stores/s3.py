@@ -23,10 +23,9 @@ from typing import TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store as Bucket
-from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Counts, Entry, StoreKey, bytes_of
+from quire.tiers.store import Answer, Counts, Entry, Pieces, Record, StoreKey
 from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, in_parts, key_of
 
@@ -92,8 +91,8 @@ class S3Store(RemoteStore):
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         return self._each(self._exists, keys)
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        return self._each(self._get, [(key, bytes_of(record)) for key, record in zip(keys, records, strict=True)])
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+        return self._each(self._get, [(key, Pieces(record)) for key, record in zip(keys, records, strict=True)])
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         there = [key for key, answer in zip(keys, self.exists(keys), strict=True) if answer is Answer.HIT]
@@ -146,30 +145,30 @@ class S3Store(RemoteStore):
             return Answer.MISS
         return Answer.HIT
 
-    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
         return self._each(self._put, list(zip(keys, records, strict=True)))
 
-    def _put(self, item: tuple[StoreKey, memoryview]) -> Answer:
+    def _put(self, item: tuple[StoreKey, Pieces]) -> Answer:
         key, record = item
         with suppress(AlreadyExistsError):
-            obstore.put(self._bucket, str(key), record, mode="create", use_multipart=False)
+            obstore.put(self._bucket, str(key), iter(record.views), mode="create", use_multipart=False)
         return Answer.HIT
 
-    def _get(self, item: tuple[StoreKey, memoryview]) -> Answer:
-        key, buffer = item
+    def _get(self, item: tuple[StoreKey, Pieces]) -> Answer:
+        key, record = item
         try:
             found = obstore.get(self._bucket, str(key))
         except FileNotFoundError:
             return Answer.MISS
-        if found.meta["size"] != buffer.nbytes:
+        if found.meta["size"] != record.num_bytes:
             return Answer.MISS
         filled = 0
         for piece in found.stream(min_chunk_size=_PIECE_BYTES):
-            if filled + len(piece) > buffer.nbytes:
+            if filled + len(piece) > record.num_bytes:
                 return Answer.RETRY
-            buffer[filled : filled + len(piece)] = piece
+            record.write(filled, memoryview(piece))
             filled += len(piece)
-        return Answer.HIT if filled == buffer.nbytes else Answer.RETRY
+        return Answer.HIT if filled == record.num_bytes else Answer.RETRY
 
     def _delete(self, paths: Sequence[str]) -> Answer:
         obstore.delete(self._bucket, paths)

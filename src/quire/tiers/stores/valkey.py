@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlencode
 
 from redis.connection import parse_url
-from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Entry, StoreKey, bytes_of
+from quire.tiers.store import Answer, Entry, Pieces, Record, StoreKey
 from quire.tiers.stores.connections import Command, Connections, Lost, Reply
 from quire.tiers.stores.registry import Options, not_understood
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
@@ -125,16 +124,16 @@ class ValkeyStore(RemoteStore):
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         return self._ask(_EXISTS, keys)
 
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
-        buffers = [bytes_of(record) for record in records]
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+        buffers = list(map(Pieces, records))
         answers = [Answer.RETRY] * len(keys)
-        for batch in batches([buffer.nbytes for buffer in buffers], _BATCH_KEYS, _ASKED_BYTES):
+        for batch in batches([buffer.num_bytes for buffer in buffers], _BATCH_KEYS, _ASKED_BYTES):
             targets = [buffers[index] for index in batch]
             commands: list[Command] = [(b"GET", _name(_RECORD, keys[index])) for index in batch]
             replies = (self._connections.call if self._counts_use else self._untouching)(commands, targets)
             for index, target, reply in zip(batch, targets, replies, strict=True):
                 if reply is None or isinstance(reply, int):
-                    answers[index] = Answer.HIT if reply == target.nbytes else Answer.MISS
+                    answers[index] = Answer.HIT if reply == target.num_bytes else Answer.MISS
             if isinstance(replies[-1], Lost):
                 break
         return answers
@@ -147,7 +146,7 @@ class ValkeyStore(RemoteStore):
         pattern = _RECORD + (b"*" if scope is None else scope.hex().encode() + b"/*")
         seen: set[bytes] = set()
         cursor: Reply = b"0"
-        while True:
+        while isinstance(cursor, bytes):
             (reply,) = self._connections.call([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")])
             if not isinstance(reply, list):
                 raise StoreError(f"the records of {self._connections.where} cannot be listed: {reply!s}.")
@@ -169,9 +168,9 @@ class ValkeyStore(RemoteStore):
     def _unclaim(self, keys: list[StoreKey]) -> None:
         list(self._in_parts(keys, lambda some: _script(_DROP, [_name(_PENDING, key) for key in some], self._token)))
 
-    def _send(self, keys: list[StoreKey], records: list[memoryview]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
         answers = [Answer.RETRY] * len(keys)
-        for batch in batches([record.nbytes for record in records], _BATCH_KEYS, _SENT_BYTES):
+        for batch in batches([record.num_bytes for record in records], _BATCH_KEYS, _SENT_BYTES):
             commands: list[Command] = []
             names: list[bytes] = []
             for index in batch:
@@ -211,9 +210,9 @@ class ValkeyStore(RemoteStore):
                 answers += [Answer.RETRY] * len(some)
         return answers + [Answer.RETRY] * (len(keys) - len(answers))
 
-    def _untouching(self, commands: Sequence[Command], targets: Sequence[memoryview] = ()) -> list[Reply]:
+    def _untouching(self, commands: Sequence[Command], targets: Sequence[Pieces] = ()) -> list[Reply]:
         """Replies to commands that do not count as a use. Servers before 7.2 refuse NO-TOUCH, and count them."""
-        nothing = memoryview(bytearray())
+        nothing = Pieces(b"")
         wrapped = [(b"CLIENT", b"NO-TOUCH", b"ON"), *commands, (b"CLIENT", b"NO-TOUCH", b"OFF")]
         filled = [nothing, *targets, nothing] if targets else ()
         return self._connections.call(wrapped, filled, counted=False)[1:-1]

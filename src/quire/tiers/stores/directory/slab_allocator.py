@@ -336,9 +336,9 @@ def _move(index: Index, allocator: SlabAllocator, slab: int, slot_bytes: int, mo
 def _copy(files: SlabFiles, old: list[Row], new: list[Row]) -> set[int]:
     """The ids of copies that are on the disk."""
     memory = [np.empty(row.num_bytes, dtype=np.uint8) for row in old]
-    read = files.read([(row.slab, row.offset, record) for row, record in zip(old, memory, strict=True)])
+    read = files.read([(row.slab, row.offset, [record]) for row, record in zip(old, memory, strict=True)])
     found = [(row, record) for row, record, done in zip(new, memory, read, strict=True) if done]
-    written = files.write([(row.slab, row.offset, record) for row, record in found])
+    written = files.write([(row.slab, row.offset, [record]) for row, record in found])
     done = [row for (row, _), is_done in zip(found, written, strict=True) if is_done]
     files.sync({row.slab for row in done})
     return {row.id for row in done}

@@ -1,7 +1,7 @@
 """SlabFiles: the files of records, read and written by several threads, with direct I/O if the filesystem supports it.
 
-Whole blocks of a record that is aligned in memory are transferred directly. Other bytes, and a last partial block, pass
-through an aligned buffer. Records that are adjacent in a file are transferred in one call.
+Whole blocks of a record that is one aligned piece of memory are transferred directly. Other bytes, and a last partial
+block, pass through an aligned buffer. Records that are adjacent in a file are transferred in one call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from quire.owned_files import check_file, check_folder, make_file, open_owned
 
 Bytes = npt.NDArray[np.uint8]
-Place = tuple[int, int, Bytes]  # a slab, an offset in it, and the memory to read or write
+Place = tuple[int, int, Sequence[Bytes]]  # a slab, an offset in it, and the memory to read or write, in pieces
 
 BLOCK = 4096  # O_DIRECT requires that offsets, lengths and addresses are multiples of this
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -167,21 +167,36 @@ class SlabFiles:
 class _Piece(NamedTuple):
     descriptor: int
     offset: int
-    memory: Bytes
+    parts: Sequence[Bytes]
+    num_bytes: int
     record: int
 
     @property
     def length(self) -> int:
-        return -(-len(self.memory) // BLOCK) * BLOCK
+        return -(-self.num_bytes // BLOCK) * BLOCK
+
+
+def _cut(parts: Sequence[Bytes]) -> Iterator[tuple[int, Sequence[Bytes], int]]:
+    """Pieces of a record, each with its offset and its bytes, which are at most `_PIECE`."""
+    total = sum(map(len, parts))
+    if total <= _PIECE:
+        yield 0, parts, total
+        return
+    for start in range(0, total, _PIECE):
+        stop, at, some = min(start + _PIECE, total), 0, []
+        for part in parts:
+            some.append(part[max(0, start - at) : max(0, stop - at)])
+            at += len(part)
+        yield start, [part for part in some if len(part)], stop - start
 
 
 def _runs(places: Sequence[Place], descriptors: dict[int, int]) -> list[list[_Piece]]:
     """Cut places into pieces, and group adjacent pieces that fit one call."""
     pieces = [
-        _Piece(descriptors[slab], offset + at, memory[at : at + _PIECE] if len(memory) > _PIECE else memory, record)
-        for record, (slab, offset, memory) in enumerate(places)
+        _Piece(descriptors[slab], offset + at, some, num_bytes, record)
+        for record, (slab, offset, parts) in enumerate(places)
         if slab in descriptors
-        for at in range(0, max(1, len(memory)), _PIECE)
+        for at, some, num_bytes in _cut(parts)
     ]
     runs: list[list[_Piece]] = []
     end, room = (-1, -1), 0
@@ -203,21 +218,25 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
     through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
     used = 0
     for piece in run:
-        memory = piece.memory
-        is_aligned = memory.__array_interface__["data"][0] % BLOCK == 0
-        straight = len(memory) // BLOCK * BLOCK if is_aligned else 0
-        if straight:
-            vector.append(memory[:straight])
+        parts, straight = piece.parts, 0
+        if len(parts) == 1 and parts[0].__array_interface__["data"][0] % BLOCK == 0:
+            straight = piece.num_bytes // BLOCK * BLOCK
+            vector.append(parts[0][:straight])
+            parts = [parts[0][straight:]]
         rest = piece.length - straight
         if rest:
             buffer = bounce[used : used + rest]
-            through.append((memory[straight:], buffer))
+            at = 0
+            for part in parts:
+                through.append((part, buffer[at : at + len(part)]))
+                at += len(part)
+            if writes:
+                buffer[at:] = 0  # not bytes of another record
             vector.append(buffer)
             used += rest
     if writes:
         for memory, buffer in through:
-            buffer[: len(memory)] = memory
-            buffer[len(memory) :] = 0  # not bytes of another record
+            buffer[:] = memory
     first, last = run[0], run[-1]
     try:
         moved = (os.pwritev if writes else os.preadv)(first.descriptor, vector, first.offset)
@@ -225,8 +244,8 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
         moved = 0
     if not writes:
         for memory, buffer in through:
-            memory[:] = buffer[: len(memory)]
-    if moved < last.offset - first.offset + len(last.memory):
+            memory[:] = buffer
+    if moved < last.offset - first.offset + last.num_bytes:
         if len(run) == 1:
             failed.add(first.record)
         for piece in run if len(run) > 1 else ():

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
-from typing_extensions import Buffer
 
 from quire.errors import InvalidInput, StoreError
 from quire.owned_files import check_file, check_folder, make_file, open_owned
-from quire.tiers.store import Answer, Calls, Entry, Store, StoreKey, bytes_of, prepare_once
+from quire.tiers.store import Answer, Calls, Entry, Pieces, Record, Store, StoreKey, prepare_once
 from quire.tiers.stores.directory.index import (
     FACTS,
     Busy,
@@ -48,7 +47,7 @@ from quire.tiers.stores.directory.index import (
     rows_where,
 )
 from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, slot_size
-from quire.tiers.stores.directory.slab_files import Place, SlabFiles
+from quire.tiers.stores.directory.slab_files import Bytes, Place, SlabFiles
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +162,10 @@ def _check_kind(path: Path, *, may_be_new: bool) -> None:
             f"'{path}' is not empty and is no store: it holds '{foreign[0]}'.", fix="give an empty directory."
         )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _arrays(record: Pieces) -> list[Bytes]:
+    return [np.frombuffer(view, dtype=np.uint8) for view in record.views if view.nbytes]
 
 
 def _make_private(path: Path) -> None:
@@ -305,21 +308,21 @@ class DirectoryStore(Store):
         return {row.name: HIT if row.owner is None else PENDING for row in found.values()}, made
 
     @_answering
-    def put(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         answers = [MISS] * len(keys)
         writing: dict[int, int] = {}  # keys: ids of rows, so that a repeated key is written once
         places: list[Place] = []
-        for at, (key, record) in enumerate(zip(keys, map(bytes_of, records), strict=True)):
+        for at, (key, record) in enumerate(zip(keys, map(Pieces, records), strict=True)):
             row = self._prepared.get(key)
-            if row is not None and row.id not in writing and record.nbytes == row.num_bytes:
+            if row is not None and row.id not in writing and record.num_bytes == row.num_bytes:
                 writing[row.id] = at
-                places.append((row.slab, row.offset, np.frombuffer(record, dtype=np.uint8)))
+                places.append((row.slab, row.offset, _arrays(record)))
         self._written.difference_update(writing)
         written = self._files.write(places)
         self._written.update(compress(writing, written))
         for at, done in zip(writing.values(), written, strict=True):
             answers[at] = HIT if done else RETRY
-        self.statistics.add(written_bytes=sum(len(memory) for *_, memory in compress(places, written)))
+        self.statistics.add(written_bytes=sum(len(part) for *_, parts in compress(places, written) for part in parts))
         return answers
 
     @_answering
@@ -369,22 +372,22 @@ class DirectoryStore(Store):
         return MISS if not owner or self._owners.is_dead(owner) else PENDING
 
     @_answering
-    def get(self, keys: Sequence[StoreKey], records: Sequence[Buffer]) -> list[Answer]:
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         names = [key.pack() for key in keys]
         with self._index.reading() as index:
             rows = find_rows(index, names)
         answers = [MISS] * len(names)
         reading: list[tuple[int, Row]] = []
         places: list[Place] = []
-        for at, (name, record) in enumerate(zip(names, map(bytes_of, records), strict=True)):
+        for at, (name, record) in enumerate(zip(names, map(Pieces, records), strict=True)):
             row = rows.get(name)
-            if row is None or record.nbytes != row.num_bytes:
+            if row is None or record.num_bytes != row.num_bytes:
                 continue
             if row.owner is not None:
                 answers[at] = self._seen(row.owner)
                 continue
             reading.append((at, row))
-            places.append((row.slab, row.offset, np.frombuffer(record, dtype=np.uint8)))
+            places.append((row.slab, row.offset, _arrays(record)))
         moved = self._files.read(places)
         # A slot is overwritten only after its record's row is deleted. So if the row is there, the bytes are its own.
         with self._index.reading() as index:
