@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
-from quire import LLM, Answer, Entry, Pieces, Record, SamplingParams, Store, StoreKey, register_store
+from quire import LLM, Answer, Entry, Record, RecordViews, SamplingParams, Store, StoreKey, register_store
 
 
 class FileStore(Store):
@@ -40,9 +40,9 @@ class FileStore(Store):
         return Answer.MISS  # that is: write it
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
-        return [self._put(key, Pieces(record)) for key, record in zip(keys, records, strict=True)]
+        return [self._put(key, RecordViews(record)) for key, record in zip(keys, records, strict=True)]
 
-    def _put(self, key: StoreKey, record: Pieces) -> Answer:
+    def _put(self, key: StoreKey, record: RecordViews) -> Answer:
         if self._sizes.get(key) != record.num_bytes:
             return Answer.RETRY
         try:
@@ -69,9 +69,11 @@ class FileStore(Store):
         return Answer.MISS
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
-        return [self._get(self._folder / str(key), Pieces(record)) for key, record in zip(keys, records, strict=True)]
+        return [
+            self._get(self._folder / str(key), RecordViews(record)) for key, record in zip(keys, records, strict=True)
+        ]
 
-    def _get(self, path: Path, record: Pieces) -> Answer:
+    def _get(self, path: Path, record: RecordViews) -> Answer:
         try:
             found = path.read_bytes()
         except OSError:

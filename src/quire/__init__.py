@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from quire.spec.group import GroupSpec, ReachSpec
     from quire.spec.layout import DType, Field, PageLayout
     from quire.spec.model import ModelSpec
-    from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
+    from quire.tiers.store import Answer, Entry, Record, RecordViews, Store, StoreKey
     from quire.tiers.stores.registry import open_store, register_store
 
 __version__ = "0.6.0"
@@ -103,7 +103,6 @@ __all__ = [
     "PagesStored",
     "Parallelism",
     "Part",
-    "Pieces",
     "Plan",
     "PlanError",
     "PlanSettings",
@@ -114,6 +113,7 @@ __all__ = [
     "Reason",
     "Record",
     "RecordFormat",
+    "RecordViews",
     "RequestKV",
     "RequestOutput",
     "RequestTooLarge",
@@ -187,7 +187,7 @@ _NAMES = {
     "spec.group": ("GroupSpec", "ReachSpec"),
     "spec.layout": ("DType", "Field", "PageLayout"),
     "spec.model": ("ModelSpec",),
-    "tiers.store": ("Answer", "Entry", "Pieces", "Record", "Store", "StoreKey"),
+    "tiers.store": ("Answer", "Entry", "RecordViews", "Record", "Store", "StoreKey"),
     "tiers.stores.registry": ("open_store", "register_store"),
 }
 _WHERE = {name: f"quire.{module}" for module, names in _NAMES.items() for name in names}

@@ -25,7 +25,7 @@ NAMES = {
     "Plans": "make_plan PlanSettings Plan MemoryPlan options_to_fit find_device Parallelism parse_bytes format_bytes",
     "Events and explanations": "EventLog PagesStored PagesRemoved AllCleared Explanation Reason Cause",
     "Policies and stores of your own": "Part EvictionPolicy Node register_eviction "
-    "Store StoreKey Answer Entry register_store",
+    "Store StoreKey Answer Entry Record RecordViews RecordFormat open_store register_store",
     "Errors": "QuireError InvalidInput ContextTooLong RequestTooLarge PlanError OutOfPages InvalidFree MissingFrame "
     "LeaseError UnsupportedModel ModelLoadError StepFailed EngineDead AuditFailure StoreError HostMemoryError",
 }

@@ -12,7 +12,7 @@ from quire.offload.tiering import Tiering
 from quire.spec.ids import Tier
 from quire.testing.choices import Choices
 from quire.testing.stores import Fault, FaultyStore, WrappedStore
-from quire.tiers.store import Answer, Pieces, Record, Store, StoreKey
+from quire.tiers.store import Answer, Record, RecordViews, Store, StoreKey
 from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import Lane
 from tests.fuzz.host_records import HostRecords
@@ -135,7 +135,7 @@ class WatchedStore(WrappedStore):
         """What is put was prepared, in that size. Remembers what was taken, and how."""
         for key, record in zip(keys, records, strict=True):
             self._torn.discard((key.part, key.page))
-            if self._prepared.get(key) != Pieces(record).num_bytes:
+            if self._prepared.get(key) != RecordViews(record).num_bytes:
                 self.wrong.append("a record was put that was not prepared in its size")
         before = len(self._faulty.keys)
         answers = super().put(keys, records)

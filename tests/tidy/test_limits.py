@@ -19,7 +19,8 @@ PACKAGES = ("memory", "prefix", "cache", "offload", "tiers")
 MOST_METHODS = 12
 MOST_METHODS_OF_THE_PORT = 8
 MOST_ATTRIBUTES = 20
-MOST_LINES = 15_220  # with what was canary's (audits, 370), observe's (counters, 120) and sim's (a mover, 230)
+# With what was canary's (audits, 370), observe's (counters, 120), sim's (a mover, 230), and what connectors need (110).
+MOST_LINES = 15_330
 
 
 def methods(cls: type) -> list[str]:

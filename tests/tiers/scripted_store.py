@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quire.errors import InvalidInput
 from quire.testing.stores import DictStore
-from quire.tiers.store import Answer, Pieces, Record, StoreKey
+from quire.tiers.store import Answer, Record, RecordViews, StoreKey
 from tests.tiers.array_copies import page_key
 
 
@@ -36,7 +36,9 @@ class ScriptedStore(DictStore):
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         self._note("put", keys)
-        assert all(self.prepared[key] == Pieces(record).num_bytes for key, record in zip(keys, records, strict=True))
+        assert all(
+            self.prepared[key] == RecordViews(record).num_bytes for key, record in zip(keys, records, strict=True)
+        )
         answers = super().put(keys, records)
         for key in self._refused("put", keys, answers, Answer.HIT):
             del self.taken[key]
@@ -72,7 +74,7 @@ class ScriptedStore(DictStore):
         """Damage a byte of a visible record."""
         record = bytearray(self.visible[key])
         record[at] ^= 1
-        self.visible[key] = bytes(Pieces(record).join())
+        self.visible[key] = bytes(RecordViews(record).join())
 
     def hold(self, name: str) -> threading.Semaphore:
         """Calls of this name wait from now on, each for one release."""

@@ -25,7 +25,7 @@ from quire.spec.ids import Ids
 from quire.spec.record_size import HEADER_BYTES
 from quire.tiers.break_even import BreakEven
 from quire.tiers.prefill import PrefillPeers
-from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
+from quire.tiers.store import Answer, Entry, Record, RecordViews, Store, StoreKey
 from quire.tiers.transfer import LANES, Copies, Lane, Transfer
 from quire.tiers.virtual_mover import VirtualMover
 
@@ -282,7 +282,7 @@ class SimulatedStore(Store):
             size, record = self._prepared.pop(key), self._taken.pop(key, None)
             if good:
                 assert record is not None, "a record was completed and never put"
-                self._visible[key] = (bytes(Pieces(record).join()), size)
+                self._visible[key] = (bytes(RecordViews(record).join()), size)
             else:
                 self.num_bytes -= size
         return [Answer.HIT if good else Answer.MISS for good in ok]
@@ -294,7 +294,7 @@ class SimulatedStore(Store):
             found = self._visible.pop(key, None)
             if found is not None:
                 self._visible[key] = found
-                Pieces(record).write(0, memoryview(found[0]))
+                RecordViews(record).write(0, memoryview(found[0]))
             answers.append(Answer.MISS if found is None else Answer.HIT)
         return answers
 

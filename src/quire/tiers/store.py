@@ -33,6 +33,7 @@ from typing_extensions import Buffer
 from quire.errors import InvalidInput
 
 SCOPE_BYTES = 16
+SCOPE_PREFIX_BYTES = 8  # the prefix that scopes of one model share (`quire.prefix.hashing.scope_of`)
 _PAGE_BYTES = 32
 
 Record: TypeAlias = "Buffer | tuple[Buffer, ...]"
@@ -117,7 +118,7 @@ def bytes_of(buffer: Buffer) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-class Pieces:
+class RecordViews:
     """Views of a record's buffers, in order, and the sum of their bytes."""
 
     __slots__ = ("num_bytes", "views")
@@ -140,7 +141,7 @@ class Pieces:
 
 def write_record(store: Store, key: StoreKey, record: Record) -> Answer:
     """Store one record: HIT if it is there afterwards, by this call or before. A failure is dropped."""
-    (answer,) = store.prepare([key], [Pieces(record).num_bytes])
+    (answer,) = store.prepare([key], [RecordViews(record).num_bytes])
     if answer is not Answer.MISS:
         return answer
     put = False

@@ -18,10 +18,9 @@ from itertools import chain, islice
 
 from quire.errors import StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
-from quire.tiers.store import SCOPE_BYTES, Answer, Store, StoreKey, write_record
+from quire.tiers.store import SCOPE_BYTES, SCOPE_PREFIX_BYTES, Answer, Store, StoreKey, write_record
 from quire.tiers.transfer import Transfer
 
-SCOPE_PREFIX_BYTES = 8  # the prefix that scopes of one model share (`quire.prefix.hashing.scope_of`)
 _PART = 0xFFFF  # no group has this number
 _AT_ONCE = 1024
 _LEAST_BYTES = HEADER_BYTES + 1

@@ -7,7 +7,7 @@ import pytest
 from quire.errors import InvalidInput
 from quire.settings.setting import without_secrets
 from quire.testing.contracts.records import make_keys
-from quire.tiers.store import Answer, Counts, Pieces, StoreKey
+from quire.tiers.store import Answer, Counts, RecordViews, StoreKey
 from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore
 
@@ -81,7 +81,7 @@ class Announcing(RemoteStore):
         assert sizes == [9] * len(keys)
         return [self.said[key] for key in keys]
 
-    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[RecordViews]) -> list[Answer]:
         self.sent += [bytes(record.join()) for record in records]
         return [HIT] * len(keys)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 redis = pytest.importorskip("redis")
-from quire.tiers.store import Pieces  # noqa: E402
+from quire.tiers.store import RecordViews  # noqa: E402
 from quire.tiers.stores.connections import Reply, ReplyReader  # noqa: E402
 
 Sent = int | bytes | list["Sent"] | str | None
@@ -90,7 +90,7 @@ def test_values_arrive_in_their_targets(sent: list[bytes | str | None], cuts: li
         for index, value in enumerate(sent):
             length = (len(value) if isinstance(value, bytes) else 3) + index % 2
             row = bytearray(b"." * (length + 16))
-            reader.target = Pieces(
+            reader.target = RecordViews(
                 (memoryview(row)[8 : 8 + length // 3], memoryview(row)[8 + length // 3 : 8 + length])
             )
             reply = reader.read_response()

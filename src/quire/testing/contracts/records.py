@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.tiers.store import Answer, Pieces, Record, Store, StoreKey
+from quire.tiers.store import Answer, Record, RecordViews, Store, StoreKey
 
 
 class Medium(Protocol):
@@ -49,7 +49,7 @@ def make_record(number: int, num_bytes: int) -> bytes:
 
 def write(store: Store, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
     """Prepare, put and complete: HIT for each record that is visible now, else what stopped it."""
-    answers = store.prepare(keys, [Pieces(record).num_bytes for record in records])
+    answers = store.prepare(keys, [RecordViews(record).num_bytes for record in records])
     mine = [index for index, answer in enumerate(answers) if answer is Answer.MISS]
     if not mine:
         return answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from threading import RLock
 
-from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
+from quire.tiers.store import Answer, Entry, Record, RecordViews, Store, StoreKey
 
 
 class DictStore(Store):
@@ -90,7 +90,7 @@ class DictStore(Store):
         return Answer.MISS
 
     def _put(self, key: StoreKey, record: Record) -> Answer:
-        if self.prepared.get(key) != Pieces(record).num_bytes:
+        if self.prepared.get(key) != RecordViews(record).num_bytes:
             return Answer.RETRY
         self.taken[key] = record
         return Answer.HIT
@@ -100,13 +100,13 @@ class DictStore(Store):
         record = self.taken.pop(key, None)
         if not good or record is None:
             return Answer.MISS
-        self.visible[key] = bytes(Pieces(record).join())
+        self.visible[key] = bytes(RecordViews(record).join())
         self.version += 1
         return Answer.HIT
 
     def _get(self, key: StoreKey, record: Record) -> Answer:
         found = self.visible.get(key)
-        if found is None or len(found) != Pieces(record).num_bytes:
+        if found is None or len(found) != RecordViews(record).num_bytes:
             return Answer.MISS
-        Pieces(record).write(0, memoryview(found))
+        RecordViews(record).write(0, memoryview(found))
         return Answer.HIT

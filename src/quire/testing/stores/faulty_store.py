@@ -9,7 +9,7 @@ from threading import RLock
 
 from quire.testing.choices import Choices
 from quire.testing.stores.wrapped_store import WrappedStore
-from quire.tiers.store import Answer, Pieces, Record, Store, StoreKey
+from quire.tiers.store import Answer, Record, RecordViews, Store, StoreKey
 
 
 class Fault(Enum):
@@ -80,7 +80,7 @@ class FaultyStore(WrappedStore):
         failing = [self._strikes(Fault.PUT_FAILS) for _ in keys]
         given: list[Record] = []
         for key, record in zip(keys, records, strict=True):
-            whole = bytes(Pieces(record).join())
+            whole = bytes(RecordViews(record).join())
             with self._lock:
                 self._seen.setdefault(len(whole), (key, whole))
             torn = self._strikes(Fault.TORN, key, can=any(whole))
@@ -104,17 +104,17 @@ class FaultyStore(WrappedStore):
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         """TRUNCATED, EXCHANGED, FLIPPED, STALE, GET_FAILS."""
-        before = [bytes(Pieces(record).join()) for record in records]
+        before = [bytes(RecordViews(record).join()) for record in records]
         answers = super().get(keys, records)
         for at, (key, record) in enumerate(zip(keys, records, strict=True)):
             if answers[at] is Answer.HIT:
                 if self._strikes(Fault.GET_FAILS, key):
                     answers[at] = Answer.RETRY
                 else:
-                    self._lie(key, Pieces(record), before[at])
+                    self._lie(key, RecordViews(record), before[at])
         return answers
 
-    def _lie(self, key: StoreKey, record: Pieces, before: bytes) -> None:
+    def _lie(self, key: StoreKey, record: RecordViews, before: bytes) -> None:
         whole, size = bytes(record.join()), record.num_bytes
         with self._lock:
             other, content = self._seen.setdefault(size, (key, whole))

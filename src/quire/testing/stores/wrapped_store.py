@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from threading import Lock
 
-from quire.tiers.store import Answer, Entry, Pieces, Record, Store, StoreKey
+from quire.tiers.store import Answer, Entry, Record, RecordViews, Store, StoreKey
 
 
 class WrappedStore(Store):
@@ -71,5 +71,5 @@ class SlowStore(WrappedStore):
         with self._lock:
             seconds = self._random.uniform(*self._seconds)
         if self._bandwidth is not None:
-            seconds += sum(Pieces(record).num_bytes for record in records) / self._bandwidth
+            seconds += sum(RecordViews(record).num_bytes for record in records) / self._bandwidth
         self._sleep(seconds)

@@ -19,10 +19,10 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from quire.errors import StoreError
-from quire.tiers.store import Calls, Counts, Pieces
+from quire.tiers.store import Calls, Counts, RecordViews
 
 Reply: TypeAlias = "bytes | int | list[Reply] | ResponseError | None"
-Command: TypeAlias = "tuple[bytes | Pieces, ...]"
+Command: TypeAlias = "tuple[bytes | RecordViews, ...]"
 
 _AHEAD_BYTES = 4096
 
@@ -48,7 +48,9 @@ class Connections:
                 fix="start the server, or correct the URL or the password.",
             )
 
-    def call(self, commands: Sequence[Command], targets: Sequence[Pieces] = (), *, counted: bool = True) -> list[Reply]:
+    def call(
+        self, commands: Sequence[Command], targets: Sequence[RecordViews] = (), *, counted: bool = True
+    ) -> list[Reply]:
         """Send commands together and return a reply to each; a refusal is a ResponseError. With `targets`, a value of a
         target's exact length is read into the target, and its reply is the length."""
         if not commands:
@@ -114,7 +116,7 @@ class ReplyReader:
     EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        self.target: Pieces | None = None
+        self.target: RecordViews | None = None
         self._arriving: _Arriving | None = None
         self._received: BufferedReader | None = None
 
@@ -158,7 +160,7 @@ class ReplyReader:
         raise InvalidResponse(f"not a reply: {line[:40]!r}")
 
     @staticmethod
-    def _value(received: BufferedReader, num_bytes: int, target: Pieces | None) -> bytes | int | None:
+    def _value(received: BufferedReader, num_bytes: int, target: RecordViews | None) -> bytes | int | None:
         if num_bytes < 0:
             return None
         value = b""
@@ -182,7 +184,7 @@ def _packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
     for command in commands:
         text.append(b"*%d\r\n" % len(command))
         for word in command:
-            value = word if isinstance(word, Pieces) else Pieces(word)
+            value = word if isinstance(word, RecordViews) else RecordViews(word)
             text.append(b"$%d\r\n" % value.num_bytes)
             for view in value.views:
                 if view.nbytes > _AHEAD_BYTES:
@@ -204,7 +206,7 @@ class _Line(ReplyReader):
         more |= {"protocol": 2, "socket_timeout": timeout, "socket_connect_timeout": timeout}
         self.connection = make(**more, parser_class=lambda socket_read_size: self)
 
-    def call(self, commands: Sequence[Command], targets: Sequence[Pieces], replies: list[Reply]) -> None:
+    def call(self, commands: Sequence[Command], targets: Sequence[RecordViews], replies: list[Reply]) -> None:
         """Send and append the replies. Raises RedisError or OSError; replies before that are good."""
         if self.can_read():
             self.connection.disconnect()  # the server closed the connection, or sent data without a command

@@ -41,7 +41,7 @@ from queue import LifoQueue
 from typing import Any
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Calls, Counts, Entry, Pieces, Record, StoreKey
+from quire.tiers.store import Answer, Calls, Counts, Entry, Record, RecordViews, StoreKey
 from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 
@@ -53,7 +53,7 @@ _ALIGNED = 64
 _LOCAL_BYTES = 16 << 20  # the library's own buffer, for calls that are not used here
 _REST_SECONDS = 2.0
 _WAITS_FOR_ROOM = (0.01, 0.02, 0.05, 0.1, 0.1)
-_Move = Callable[[list[StoreKey], list[Pieces], list[int]], list[Answer]]
+_Move = Callable[[list[StoreKey], list[RecordViews], list[int]], list[Answer]]
 """Moves records through the bounce buffer, at these offsets in it."""
 _NO_ROOM, _TOO_SMALL, _NOT_READY, _UNKNOWN, _NO_MASTER, _NO_ANSWER = -200, -600, -703, -704, -900, -901
 
@@ -145,7 +145,7 @@ class MooncakeStore(RemoteStore):
         return [Answer.HIT if code == 1 else Answer.MISS if code == 0 else Answer.RETRY for code in codes][::-1]
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
-        return self._by_lanes(self._receive, keys, list(map(Pieces, records)))
+        return self._by_lanes(self._receive, keys, list(map(RecordViews, records)))
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         return self._ask_in_parts(self._client.batch_remove, list(dict.fromkeys(_names(keys))), True).count(0)
@@ -183,10 +183,10 @@ class MooncakeStore(RemoteStore):
         fits = [size <= self._lane_bytes for size in sizes]
         return [answer if good else Answer.RETRY for answer, good in zip(self.exists(keys), fits, strict=True)]
 
-    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[RecordViews]) -> list[Answer]:
         return self._by_lanes(self._put, keys, records)
 
-    def _by_lanes(self, move: _Move, keys: Sequence[StoreKey], records: Sequence[Pieces]) -> list[Answer]:
+    def _by_lanes(self, move: _Move, keys: Sequence[StoreKey], records: Sequence[RecordViews]) -> list[Answer]:
         """The answers of `move` for batches that fit in a lane; RETRY for larger records."""
         answers = [Answer.RETRY] * len(keys)
         fitting = [index for index, record in enumerate(records) if record.num_bytes <= self._lane_bytes]
@@ -222,7 +222,7 @@ class MooncakeStore(RemoteStore):
     def _ask_in_parts(self, verb: Callable[..., Sequence[int]], names: Sequence[str], *arguments: object) -> list[int]:
         return [code for some in in_parts(names, _MOST_PIECES) for code in self._ask(verb, some, *arguments)]
 
-    def _put(self, keys: list[StoreKey], records: list[Pieces], places: list[int]) -> list[Answer]:
+    def _put(self, keys: list[StoreKey], records: list[RecordViews], places: list[int]) -> list[Answer]:
         for place, record in zip(places, records, strict=True):
             for view in record.views:
                 self._memory[place : place + view.nbytes] = view
@@ -249,7 +249,7 @@ class MooncakeStore(RemoteStore):
                     self.failures.add("replicas")
         return [Answer.HIT if code == 0 else Answer.RETRY for code in codes]
 
-    def _receive(self, keys: list[StoreKey], buffers: list[Pieces], places: list[int]) -> list[Answer]:
+    def _receive(self, keys: list[StoreKey], buffers: list[RecordViews], places: list[int]) -> list[Answer]:
         sizes = [buffer.num_bytes for buffer in buffers]
         asked = {key: at for at, key in reversed(list(enumerate(keys))) if sizes[at]}  # each key is requested once
         codes = self._ask(

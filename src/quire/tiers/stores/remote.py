@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from quire.tiers.store import Answer, Counts, Pieces, Record, Store, StoreKey, prepare_once
+from quire.tiers.store import Answer, Counts, Record, RecordViews, Store, StoreKey, prepare_once
 
 _Item = TypeVar("_Item")
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})\.(\d{1,5})", re.ASCII)
@@ -18,7 +18,7 @@ class _Announced:
     """A record's size, and the caller's memory of it after `put`."""
 
     num_bytes: int
-    record: Pieces | None = None
+    record: RecordViews | None = None
 
 
 class RemoteStore(Store):
@@ -33,7 +33,7 @@ class RemoteStore(Store):
         """The answers of `prepare` for distinct keys."""
         return self.exists(keys)
 
-    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[RecordViews]) -> list[Answer]:
         """Store claimed records: HIT or RETRY."""
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class RemoteStore(Store):
 
     def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
         answers = [Answer.RETRY] * len(keys)
-        for index, (key, record) in enumerate(zip(keys, map(Pieces, records), strict=True)):
+        for index, (key, record) in enumerate(zip(keys, map(RecordViews, records), strict=True)):
             announced = self._announced.get(key)
             if announced is not None and announced.num_bytes == record.num_bytes:
                 announced.record = record
@@ -70,7 +70,7 @@ class RemoteStore(Store):
 
     def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
         answers = [Answer.MISS] * len(keys)
-        sending: dict[int, Pieces] = {}
+        sending: dict[int, RecordViews] = {}
         dropped: list[StoreKey] = []
         for index, (key, good) in enumerate(zip(keys, ok, strict=True)):
             announced = self._announced.pop(key, None)

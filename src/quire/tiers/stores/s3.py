@@ -25,7 +25,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store as Bucket
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Counts, Entry, Pieces, Record, StoreKey
+from quire.tiers.store import Answer, Counts, Entry, Record, RecordViews, StoreKey
 from quire.tiers.stores.registry import Options
 from quire.tiers.stores.remote import RemoteStore, in_parts, key_of
 
@@ -92,7 +92,7 @@ class S3Store(RemoteStore):
         return self._each(self._exists, keys)
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
-        return self._each(self._get, [(key, Pieces(record)) for key, record in zip(keys, records, strict=True)])
+        return self._each(self._get, [(key, RecordViews(record)) for key, record in zip(keys, records, strict=True)])
 
     def remove(self, keys: Sequence[StoreKey]) -> int:
         there = [key for key, answer in zip(keys, self.exists(keys), strict=True) if answer is Answer.HIT]
@@ -145,16 +145,16 @@ class S3Store(RemoteStore):
             return Answer.MISS
         return Answer.HIT
 
-    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[RecordViews]) -> list[Answer]:
         return self._each(self._put, list(zip(keys, records, strict=True)))
 
-    def _put(self, item: tuple[StoreKey, Pieces]) -> Answer:
+    def _put(self, item: tuple[StoreKey, RecordViews]) -> Answer:
         key, record = item
         with suppress(AlreadyExistsError):
             obstore.put(self._bucket, str(key), iter(record.views), mode="create", use_multipart=False)
         return Answer.HIT
 
-    def _get(self, item: tuple[StoreKey, Pieces]) -> Answer:
+    def _get(self, item: tuple[StoreKey, RecordViews]) -> Answer:
         key, record = item
         try:
             found = obstore.get(self._bucket, str(key))

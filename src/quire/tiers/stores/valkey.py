@@ -26,7 +26,7 @@ from urllib.parse import urlencode
 from redis.connection import parse_url
 
 from quire.errors import InvalidInput, StoreError
-from quire.tiers.store import Answer, Entry, Pieces, Record, StoreKey
+from quire.tiers.store import Answer, Entry, Record, RecordViews, StoreKey
 from quire.tiers.stores.connections import Command, Connections, Lost, Reply
 from quire.tiers.stores.registry import Options, not_understood
 from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
@@ -125,7 +125,7 @@ class ValkeyStore(RemoteStore):
         return self._ask(_EXISTS, keys)
 
     def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
-        buffers = list(map(Pieces, records))
+        buffers = list(map(RecordViews, records))
         answers = [Answer.RETRY] * len(keys)
         for batch in batches([buffer.num_bytes for buffer in buffers], _BATCH_KEYS, _ASKED_BYTES):
             targets = [buffers[index] for index in batch]
@@ -168,7 +168,7 @@ class ValkeyStore(RemoteStore):
     def _unclaim(self, keys: list[StoreKey]) -> None:
         list(self._in_parts(keys, lambda some: _script(_DROP, [_name(_PENDING, key) for key in some], self._token)))
 
-    def _send(self, keys: list[StoreKey], records: list[Pieces]) -> list[Answer]:
+    def _send(self, keys: list[StoreKey], records: list[RecordViews]) -> list[Answer]:
         answers = [Answer.RETRY] * len(keys)
         for batch in batches([record.num_bytes for record in records], _BATCH_KEYS, _SENT_BYTES):
             commands: list[Command] = []
@@ -210,9 +210,9 @@ class ValkeyStore(RemoteStore):
                 answers += [Answer.RETRY] * len(some)
         return answers + [Answer.RETRY] * (len(keys) - len(answers))
 
-    def _untouching(self, commands: Sequence[Command], targets: Sequence[Pieces] = ()) -> list[Reply]:
+    def _untouching(self, commands: Sequence[Command], targets: Sequence[RecordViews] = ()) -> list[Reply]:
         """Replies to commands that do not count as a use. Servers before 7.2 refuse NO-TOUCH, and count them."""
-        nothing = Pieces(b"")
+        nothing = RecordViews(b"")
         wrapped = [(b"CLIENT", b"NO-TOUCH", b"ON"), *commands, (b"CLIENT", b"NO-TOUCH", b"OFF")]
         filled = [nothing, *targets, nothing] if targets else ()
         return self._connections.call(wrapped, filled, counted=False)[1:-1]

@@ -177,7 +177,7 @@ class _Piece(NamedTuple):
 
 
 def _cut(parts: Sequence[Bytes]) -> Iterator[tuple[int, Sequence[Bytes], int]]:
-    """Pieces of a record, each with its offset and its bytes, which are at most `_PIECE`."""
+    """RecordViews of a record, each with its offset and its bytes, which are at most `_PIECE`."""
     total = sum(map(len, parts))
     if total <= _PIECE:
         yield 0, parts, total

@@ -30,7 +30,7 @@ import numpy as np
 
 from quire.errors import InvalidInput, StoreError
 from quire.owned_files import check_file, check_folder, make_file, open_owned
-from quire.tiers.store import Answer, Calls, Entry, Pieces, Record, Store, StoreKey, prepare_once
+from quire.tiers.store import Answer, Calls, Entry, Record, RecordViews, Store, StoreKey, prepare_once
 from quire.tiers.stores.directory.index import (
     FACTS,
     Busy,
@@ -164,7 +164,7 @@ def _check_kind(path: Path, *, may_be_new: bool) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _arrays(record: Pieces) -> list[Bytes]:
+def _arrays(record: RecordViews) -> list[Bytes]:
     return [np.frombuffer(view, dtype=np.uint8) for view in record.views if view.nbytes]
 
 
@@ -312,7 +312,7 @@ class DirectoryStore(Store):
         answers = [MISS] * len(keys)
         writing: dict[int, int] = {}  # keys: ids of rows, so that a repeated key is written once
         places: list[Place] = []
-        for at, (key, record) in enumerate(zip(keys, map(Pieces, records), strict=True)):
+        for at, (key, record) in enumerate(zip(keys, map(RecordViews, records), strict=True)):
             row = self._prepared.get(key)
             if row is not None and row.id not in writing and record.num_bytes == row.num_bytes:
                 writing[row.id] = at
@@ -379,7 +379,7 @@ class DirectoryStore(Store):
         answers = [MISS] * len(names)
         reading: list[tuple[int, Row]] = []
         places: list[Place] = []
-        for at, (name, record) in enumerate(zip(names, map(Pieces, records), strict=True)):
+        for at, (name, record) in enumerate(zip(names, map(RecordViews, records), strict=True)):
             row = rows.get(name)
             if row is None or record.num_bytes != row.num_bytes:
                 continue

@@ -1,0 +1,258 @@
+"""CheckedStore: records of another engine's memory in a store, each bound to what its bytes depend on, and checked.
+
+The engine describes itself by facts: model, weights, dtype, page size, layout, rank. All of them are in the scope of
+its keys, and in the header of each record. So a record of other weights or of another layout is not found; and one
+that lies under the right key nevertheless, or was damaged, is a miss with a reason, and is removed.
+
+A payload is the engine's own memory, in one buffer or several. The header is beside it, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeAlias
+
+from quire.connectors.lookup_log import LookupLog
+from quire.errors import InvalidInput, StoreError
+from quire.memory.record import HEADER_BYTES, RecordFormat
+from quire.prefix.hashing import layout_identity, scope_of
+from quire.spec.events import Namespace
+from quire.tiers.scope_facts import Facts, differences, read_facts, write_facts
+from quire.tiers.store import Answer, Counts, Record, RecordViews, Store, StoreKey
+from quire.tiers.stores.registry import open_store
+from quire.tiers.tombstones import tombstones_over
+
+ChunkKey: TypeAlias = "tuple[bytes, int]"
+"""32 bytes that the engine computes from tokens and all before them, and the part: a group of layers, or a pool."""
+
+NEEDED = ("engine", "model", "weights", "dtype", "page_size", "rank")
+"""Facts without which two engines could read each other's bytes."""
+
+_FACTS_EVERY_S = 60.0
+_LEAST_REST_S, _MOST_REST_S = 0.5, 30.0
+
+
+class Job:
+    """A call of a CheckedStore on its threads. If no thread has begun it at its deadline, it ends there. A call that
+    has begun ends when it returns, because it may still use the payloads; one without payloads is given up."""
+
+    def __init__(
+        self, future: Future[list[Answer]], count: int, deadline_s: float, counts: Counts, *, is_free: bool
+    ) -> None:
+        """`count` keys. One that `is_free` has no payloads."""
+        self._future, self._count, self._is_free, self._counts = future, count, is_free, counts
+        self._expires_at = time.monotonic() + deadline_s
+        self._answers: list[Answer] | None = None
+
+    def poll(self) -> list[Answer] | None:
+        """The answers, all RETRY if it has expired; None if it has not ended."""
+        future = self._future
+        if self._answers is None and future.done() and not future.cancelled():
+            self._answers = future.result()
+        elif self._answers is None and (future.cancelled() or (self._is_late() and (future.cancel() or self._is_free))):
+            self._answers = [Answer.RETRY] * self._count
+            self._counts.add(expired=self._count)
+        return self._answers
+
+    def _is_late(self) -> bool:
+        return time.monotonic() >= self._expires_at
+
+    def wait(self) -> list[Answer]:
+        """The answers, when `poll` has them."""
+        while (answers := self.poll()) is None:
+            with suppress(TimeoutError, CancelledError):
+                self._future.result(min(1.0, max(0.001, self._expires_at - time.monotonic())))
+        return answers
+
+
+class CheckedStore:
+    """The records of one engine in a store, which it closes. Any thread may call it. Calls do not raise.
+
+    `counts`: hits, misses, saved, present (saved before, by anyone), loaded_bytes, saved_bytes, refused (the store
+    could not answer), expired (no thread came to it in time). `bad` counts bad records by reason: "magic", "group",
+    "length", "key", "digest", the names of facts that differ (as "weights"), or "layout" where these are not known.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        facts: Facts,
+        payload_bytes: Mapping[int, int],
+        *,
+        deadline_s: float = 10.0,
+        threads: int = 4,
+        log: LookupLog | None = None,
+    ) -> None:
+        """`payload_bytes` has the bytes of a payload of each part. `deadline_s` bounds how long a call waits for one of
+        the `threads`: so many read, and as many write. Raises InvalidInput for facts that lack a name in `NEEDED`."""
+        if missing := [name for name in NEEDED if not facts.get(name)]:
+            raise InvalidInput(
+                f"records cannot be told from those of other engines without: {', '.join(missing)}.",
+                fix="give the connector what it could not find out by itself.",
+            )
+        self.facts = facts
+        self.scope = scope_of(Namespace(), layout_identity(b"quire-facts-1", [json.dumps(facts, sort_keys=True)]))
+        self.counts, self.bad = Counts(), Counts()
+        self.log = log
+        self._store, self._deadline_s = store, deadline_s
+        self._formats = {part: RecordFormat(part, self.scope, size) for part, size in payload_bytes.items()}
+        self._tombstones = [key for _, key in tombstones_over(self.scope)]
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="quire-load")
+        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="quire-save")
+        self._facts_due = 0.0
+        self._rests_until, self._rest_s = 0.0, _LEAST_REST_S
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        facts: Facts,
+        payload_bytes: Mapping[int, int],
+        *,
+        capacity: int | None = None,
+        deadline_s: float = 10.0,
+        threads: int = 4,
+        log: str | None = None,
+    ) -> CheckedStore:
+        """The store of a URL, as `open_store`. `log` is the file of a `LookupLog`. Raises StoreError, InvalidInput."""
+        store = open_store(url, capacity=capacity)
+        try:
+            opened = None if log is None else LookupLog(log)
+            return cls(store, facts, payload_bytes, deadline_s=deadline_s, threads=threads, log=opened)
+        except (InvalidInput, StoreError):
+            store.close()
+            raise
+
+    # -- calls that wait for the store
+
+    def exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
+        """HIT for each record that could be loaded now. RETRY: the store cannot say."""
+        return self._asked(len(keys), lambda: self._exists(keys))
+
+    def load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
+        """Fill payloads, of exactly their part's bytes. One without HIT may have any bytes. MISS: it is not there, or
+        was bad, and is gone now."""
+        answers = self._asked(len(keys), lambda: self._load(keys, payloads))
+        self.counts.add(hits=answers.count(Answer.HIT), misses=answers.count(Answer.MISS))
+        return answers
+
+    def save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
+        """Store payloads, which must not change meanwhile. HIT: it is there. PENDING: another writer stores it. RETRY:
+        there was no room, or the store cannot do it now."""
+        return self._asked(len(keys), lambda: self._save(keys, payloads))
+
+    # -- the same on threads
+
+    def submit_exists(self, keys: Sequence[ChunkKey]) -> Job:
+        """`exists` as a Job."""
+        return self._submit(self._readers, lambda: self.exists(keys), len(keys), is_free=True)
+
+    def submit_load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> Job:
+        """`load` as a Job."""
+        return self._submit(self._readers, lambda: self.load(keys, payloads), len(keys))
+
+    def submit_save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> Job:
+        """`save` as a Job."""
+        return self._submit(self._writers, lambda: self.save(keys, payloads), len(keys))
+
+    def close(self) -> None:
+        """Cancel what waits, wait for calls in flight, and close the store. May be called twice."""
+        for threads in (self._readers, self._writers):
+            threads.shutdown(cancel_futures=True)
+        self._store.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _submit(
+        self, threads: ThreadPoolExecutor, call: Callable[[], list[Answer]], count: int, *, is_free: bool = False
+    ) -> Job:
+        try:
+            future = threads.submit(call)
+        except RuntimeError:  # closed
+            future = Future()
+            future.cancel()
+        return Job(future, count, self._deadline_s, self.counts, is_free=is_free)
+
+    def _asked(self, count: int, call: Callable[[], list[Answer]]) -> list[Answer]:
+        """The answers of a call; RETRY while the store rests. It rests after a call in which it answered nothing,
+        longer each time, so that a store that is down costs one call's time now and then."""
+        if not count:
+            return []
+        answers = [Answer.RETRY] * count
+        if time.monotonic() >= self._rests_until:
+            answers = call()
+            if answers.count(Answer.RETRY) < count:
+                self._rest_s = _LEAST_REST_S
+            else:
+                self._rests_until = time.monotonic() + self._rest_s
+                self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
+        self.counts.add(refused=answers.count(Answer.RETRY))
+        return answers
+
+    # -- the work
+
+    def _keys(self, keys: Sequence[ChunkKey]) -> list[StoreKey]:
+        return [StoreKey(self.scope, page, part) for page, part in keys]
+
+    def _exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
+        *answers, wide, narrow = self._store.exists([*self._keys(keys), *self._tombstones])
+        return [Answer.MISS] * len(keys) if Answer.HIT in (wide, narrow) else answers
+
+    def _load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
+        names, pieces = self._keys(keys), list(map(RecordViews, payloads))
+        headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
+        rows = [headers[at : at + HEADER_BYTES] for at in range(0, len(headers), HEADER_BYTES)]
+        answers = self._store.get(names, [(row, *each.views) for row, each in zip(rows, pieces, strict=True)])
+        defects: dict[int, str] = {}
+        for at, (name, row, each) in enumerate(zip(names, rows, pieces, strict=True)):
+            if answers[at] is Answer.HIT and (found := self._formats[name.part].defect(row, name.page, each.views)):
+                defects[at] = found
+        if missing := [at for at, answer in enumerate(answers) if answer is Answer.MISS]:
+            there = self._store.exists([names[at] for at in missing])
+            defects |= {at: "length" for at, answer in zip(missing, there, strict=True) if answer is Answer.HIT}
+        if defects:
+            self._store.remove([names[at] for at in defects])
+            others = read_facts(self._store, {_scope_in(rows[at]) for at in defects if defects[at] == "layout"})
+            for at, defect in defects.items():
+                answers[at] = Answer.MISS
+                if defect == "layout" and (facts := others.get(_scope_in(rows[at]))) is not None:
+                    defects[at] = ",".join(differences(self.facts, facts)) or defect
+            self.bad.add(*defects.values())
+            if self.log is not None:
+                self.log.bad({names[at]: defect for at, defect in defects.items()})
+        loaded = (each.num_bytes for each, answer in zip(pieces, answers, strict=True) if answer is Answer.HIT)
+        self.counts.add(loaded_bytes=sum(loaded))
+        return answers
+
+    def _save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
+        if time.monotonic() >= self._facts_due:
+            self._facts_due = time.monotonic() + _FACTS_EVERY_S
+            write_facts(self._store, self.scope, self.facts)
+        names, pieces = self._keys(keys), list(map(RecordViews, payloads))
+        answers = self._store.prepare(names, [self._formats[name.part].num_bytes for name in names])
+        self.counts.add(present=answers.count(Answer.HIT))
+        mine = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
+        wrong = [at for at in mine if pieces[at].num_bytes != self._formats[names[at].part].payload_bytes]
+        assert not wrong, f"a payload of {pieces[wrong[0]].num_bytes} bytes for part {names[wrong[0]].part}"
+        records: list[Record] = [
+            (self._formats[names[at].part].header(names[at].page, pieces[at].views), *pieces[at].views) for at in mine
+        ]
+        own = [names[at] for at in mine]
+        put = self._store.put(own, records)
+        done = self._store.complete(own, [answer is Answer.HIT for answer in put])
+        for at, answer in zip(mine, done, strict=True):
+            answers[at] = answer if answer is Answer.HIT else Answer.RETRY
+        saved = [pieces[at].num_bytes for at in mine if answers[at] is Answer.HIT]
+        self.counts.add(saved=len(saved), saved_bytes=sum(saved))
+        if self.log is not None:
+            self.log.saved([names[at] for at in mine if answers[at] is Answer.HIT])
+        return answers
+
+
+def _scope_in(header: memoryview) -> bytes:
+    """The scope that a record's header names, where pages of other engines have their layout."""
+    return bytes(header[16:32])

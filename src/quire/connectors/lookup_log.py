@@ -1,0 +1,74 @@
+"""LookupLog: a file of JSON lines that says what a connector looked up, loaded and saved; `quire explain` reads it.
+
+    {"time": 1.5, "scope": HEX, "request": ID, "asked": 12, "found": 9, "first": KEY, "missed": KEY}
+    {"time": 1.6, "bad": {KEY: "digest"}}
+    {"time": 1.7, "saved": [KEY, ...]}
+
+A KEY is the hash of a chunk in hex, a dot and its part. The file begins anew at 64 MiB; the one before it is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.errors import StoreError
+from quire.tiers.store import StoreKey
+
+_MOST_BYTES = 64 << 20
+
+
+class LookupLog:
+    """Appends lines; any thread may call it. A disk that is full loses lines and nothing else."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises StoreError if the file cannot be written."""
+        self._path = Path(path)
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._file = self._path.open("a")
+        except OSError as error:
+            raise StoreError(f"the log of lookups '{self._path}' cannot be written: {error}.") from error
+
+    def looked_up(self, scope: bytes, request: str, keys: Sequence[tuple[bytes, int]], found: int) -> None:
+        """A request asked for `keys`, in the order of its prompt, and the first `found` of them are there."""
+        line = {"scope": scope.hex(), "request": request, "asked": len(keys), "found": found}
+        self._write(line | {"missed": _name(*keys[found]) if found < len(keys) else None})
+
+    def bad(self, defects: Mapping[StoreKey, str]) -> None:
+        """Records that were found and are bad, by what is wrong."""
+        self._write({"bad": {_name(key.page, key.part): defect for key, defect in defects.items()}})
+
+    def saved(self, keys: Sequence[StoreKey]) -> None:
+        """Records that are visible now."""
+        if keys:
+            self._write({"saved": [_name(key.page, key.part) for key in keys]})
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._lock:
+            self._file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps({"time": round(time.time(), 3), **line})
+        with self._lock:
+            try:
+                if self._file.tell() > _MOST_BYTES:
+                    self._file.close()
+                    self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+                    self._file = self._path.open("a")
+                self._file.write(text + "\n")
+                self._file.flush()
+            except (OSError, ValueError):
+                return
+
+
+def _name(page: bytes, part: int) -> str:
+    return f"{page.hex()}.{part}"

@@ -1,0 +1,250 @@
+"""A CheckedStore gives out what was stored under its own facts, and everything else is a miss with a reason."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.connectors.checked_store import CheckedStore, ChunkKey
+from quire.errors import InvalidInput
+from quire.memory.record import HEADER_BYTES, RecordFormat
+from quire.testing.stores.dict_store import DictStore
+from quire.testing.stores.faulty_store import LIES, FaultyStore
+from quire.testing.stores.wrapped_store import WrappedStore
+from quire.tiers.scope_facts import facts_key, read_facts, write_facts
+from quire.tiers.store import Answer, Record, Store, StoreKey, write_record
+from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.tombstones import tombstone_of
+
+HIT, MISS, RETRY = Answer.HIT, Answer.MISS, Answer.RETRY
+SIZES = {0: 4096, 1: 1000}
+FACTS = {"engine": "test", "model": "m", "weights": "w1", "dtype": "float32", "page_size": 16, "rank": "0/1"}
+
+
+def key(number: int, part: int = 0) -> ChunkKey:
+    return hashlib.sha256(b"%d" % number).digest(), part
+
+
+def payload(number: int, part: int = 0) -> bytes:
+    return np.random.default_rng([number, part]).bytes(SIZES[part])
+
+
+def checked(store: Store, **changed: str | int) -> CheckedStore:
+    return CheckedStore(store, FACTS | changed, SIZES, deadline_s=0.2)
+
+
+def halves(buffer: bytes | bytearray) -> Record:
+    view = memoryview(buffer)
+    return view[:333], view[333:]
+
+
+@pytest.fixture(params=["dict", "directory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    opened = DictStore() if request.param == "dict" else DirectoryStore(tmp_path / "store", 64 << 20)
+    yield opened
+    opened.close()
+
+
+def loaded(store: CheckedStore, keys: Sequence[ChunkKey]) -> list[bytes | None]:
+    """What `load` fills in, None where it does not say HIT."""
+    buffers = [bytearray(SIZES[part]) for _, part in keys]
+    answers = store.load(keys, [halves(buffer) for buffer in buffers])
+    return [bytes(buffer) if answer is HIT else None for buffer, answer in zip(buffers, answers, strict=True)]
+
+
+def test_what_was_saved_is_loaded(store: Store) -> None:
+    engine, again = checked(store), checked(store)
+    keys = [key(number, number % 2) for number in range(10)]
+    payloads = [payload(number, number % 2) for number in range(10)]
+    assert engine.exists(keys) == [MISS] * 10
+    assert engine.save(keys, [halves(each) for each in payloads]) == [HIT] * 10
+    assert again.exists([*keys, key(99)]) == [HIT] * 10 + [MISS]
+    assert loaded(again, [*keys, key(99)]) == [*payloads, None]
+    assert again.save(keys, payloads) == [HIT] * 10
+    counts = again.counts
+    assert (counts["hits"], counts["misses"], counts["present"], counts["saved"]) == (10, 1, 10, 0)
+    assert counts["loaded_bytes"] == engine.counts["saved_bytes"] == sum(map(len, payloads))
+    assert not again.bad
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_other_facts_are_another_scope(store: Store, name: str) -> None:
+    engine, other = checked(store), checked(store, **{name: "other"})
+    assert engine.save([key(1)], [payload(1)]) == [HIT]
+    assert other.exists([key(1)]) == [MISS] and loaded(other, [key(1)]) == [None]
+    assert not other.bad
+
+
+def test_facts_that_are_needed() -> None:
+    for name in FACTS:
+        if name != "model":
+            with pytest.raises(InvalidInput, match=name):
+                CheckedStore(DictStore(), {each: value for each, value in FACTS.items() if each != name}, SIZES)
+
+
+@pytest.mark.parametrize("count", [1000])
+def test_bad_records_are_counted_by_reason(count: int) -> None:
+    """A thousand of each kind: each is a miss, is counted and is gone, and the good one beside them is a hit."""
+    store = DictStore()
+    engine = checked(store)
+    others = {name: checked(store, **{name: value}) for name, value in _OTHERS.items()}
+    for other in others.values():
+        assert other.save([key(1)], [payload(1)]) == [HIT]  # which also stores its facts
+    kinds = ["flipped", "header", "truncated", "foreign", "part", "unknown", *others]
+    for kind in kinds:
+        keys = [key(number) for number in range(count)]
+        payloads = [payload(number % 7) for number in range(count)]
+        assert engine.save(keys, payloads) == [HIT] * count
+        for number in range(count):
+            place = StoreKey(engine.scope, keys[number][0], 0)
+            store.visible[place] = _damaged(kind, store, place, number, others.get(kind))
+        good = key(count)
+        assert engine.save([good], [payload(count)]) == [HIT]
+        assert loaded(engine, [*keys, good]) == [None] * count + [payload(count)]
+        assert sum(each.scope == engine.scope for each in store.visible) == 1
+        store.remove([StoreKey(engine.scope, good[0], 0)])
+    assert engine.bad == {
+        "digest": count,
+        "magic": count,
+        "length": count,
+        "key": count,
+        "group": count,
+        "layout": count,
+        **dict.fromkeys(others, count),
+    }
+
+
+_OTHERS: dict[str, str | int] = {"weights": "w2", "dtype": "bfloat16", "page_size": 32, "rank": "1/2"}
+
+
+def _damaged(kind: str, store: DictStore, place: StoreKey, number: int, other: CheckedStore | None) -> bytes:
+    record = bytearray(store.visible[place])
+    if kind == "flipped":
+        record[HEADER_BYTES + number % SIZES[0]] ^= 1 << number % 8
+    elif kind == "header":
+        record[number % 4] ^= 255
+    elif kind == "truncated":
+        del record[-1 - number % 5000 :]
+    elif kind == "foreign":
+        record[:] = _sealed(place.scope, key(number + 1)[0], 0, payload(number % 7))
+    elif kind == "part":
+        record[:] = _sealed(place.scope, place.page, 1, payload(number % 7))
+    else:
+        record[:] = _sealed(b"u" * 16 if other is None else other.scope, place.page, 0, payload(number % 7))
+    return bytes(record)
+
+
+def _sealed(scope: bytes, page: bytes, part: int, content: bytes) -> bytes:
+    return RecordFormat(part, scope, len(content)).header(page, (content,)) + content
+
+
+def test_a_scope_that_was_deleted_is_a_miss(store: Store) -> None:
+    engine = checked(store)
+    assert engine.save([key(1)], [payload(1)]) == [HIT]
+    assert write_record(store, tombstone_of(engine.scope[:8]), b"x" * 100) is HIT
+    assert engine.exists([key(1)]) == [MISS]
+
+
+def test_facts_are_stored_with_the_first_record(store: Store) -> None:
+    engine = checked(store)
+    assert read_facts(store, [engine.scope]) == {}
+    engine.save([key(1)], [payload(1)])
+    assert read_facts(store, [engine.scope, b"x" * 16]) == {engine.scope: FACTS}
+    assert facts_key(engine.scope).scope.startswith(engine.scope[:8])
+
+
+def test_long_facts_are_cut(store: Store) -> None:
+    assert write_facts(store, b"s" * 16, {"engine": "e" * 9000, "model": "m", "page_size": 16}) is HIT
+    (found,) = read_facts(store, [b"s" * 16]).values()
+    assert str(found["engine"]).startswith("eee") and found["model"] == "m" and found["page_size"] == 16
+
+
+class Hanging(WrappedStore):
+    """Calls wait while `lets_go` is clear."""
+
+    def __init__(self) -> None:
+        super().__init__(DictStore())
+        self.lets_go = threading.Event()
+        self.num_calls = 0
+
+    def before(self, records: Sequence[Record] = ()) -> None:
+        self.num_calls += 1
+        assert self.lets_go.wait(30)
+
+
+def test_a_store_that_hangs() -> None:
+    """What waits for a thread ends at the deadline, and a lookup even if it runs; memory in use is kept."""
+    store = Hanging()
+    engine = CheckedStore(store, FACTS, SIZES, deadline_s=0.2, threads=2)
+    started = time.monotonic()
+    buffers = [bytearray(SIZES[0]) for _ in range(5)]
+    loads = [engine.submit_load([key(at)], [buffer]) for at, buffer in enumerate(buffers)]
+    lookups = [engine.submit_exists([key(1), key(2)]) for _ in range(3)]
+    assert [job.poll() for job in (*loads, *lookups)] == [None] * 8
+    assert [job.wait() for job in lookups] == [[RETRY, RETRY]] * 3
+    assert [job.poll() for job in loads] == [None, None, [RETRY], [RETRY], [RETRY]]
+    assert time.monotonic() - started < 5
+    assert engine.counts["expired"] == 9
+    store.lets_go.set()
+    assert [job.wait() for job in loads[:2]] == [[MISS], [MISS]]
+    running = engine.submit_save([key(1)], [payload(1)])
+    assert running.wait() == [HIT] and running.wait() == [HIT]
+    engine.close()
+    assert engine.submit_load([key(1)], [buffers[0]]).wait() == [RETRY]
+
+
+class Down(WrappedStore):
+    """Says RETRY to everything while it `is_down`."""
+
+    def __init__(self) -> None:
+        super().__init__(DictStore())
+        self.is_down, self.num_calls = True, 0
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+        self.num_calls += 1
+        return [RETRY] * len(keys) if self.is_down else super().get(keys, records)
+
+
+def test_a_store_that_is_down_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = Down(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    engine = checked(store)
+    assert engine.save([key(1)], [payload(1)]) == [HIT]
+    for _ in range(300):
+        assert engine.load([key(1)], [bytearray(SIZES[0])]) == [RETRY]
+        now += 0.1
+    assert store.num_calls == 6, "after 0, 0.5, 1.5, 3.5, 7.5 and 15.5 seconds"
+    store.is_down = False
+    now += 31
+    assert loaded(engine, [key(1), key(2)]) == [payload(1), None]
+    assert engine.counts["refused"] == 300
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_store_that_lies(data: st.DataObject) -> None:
+    """Whatever a store returns, a hit has the bytes that were saved."""
+    faulty = FaultyStore(DictStore(8 * 4200), seed=data.draw(st.integers(0, 2**32)), percent=30)
+    engine = checked(faulty)
+    engine._rests_until = -1e9
+    for _ in range(30):
+        numbers = data.draw(
+            st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=4, unique=True)
+        )
+        keys = [key(*each) for each in numbers]
+        engine._rests_until = 0.0
+        if data.draw(st.booleans()):
+            engine.save(keys, [halves(payload(*each)) for each in numbers])
+        else:
+            for each, found in zip(numbers, loaded(engine, keys), strict=True):
+                assert found is None or found == payload(*each)
+    lies = sum(faulty.happened[kind] for kind in LIES)
+    assert sum(engine.bad.values()) <= lies
