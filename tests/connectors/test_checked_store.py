@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.connectors import checked_store
 from quire.connectors.checked_store import CheckedStore, ChunkKey
 from quire.errors import InvalidInput
 from quire.memory.record import HEADER_BYTES, RecordFormat
@@ -146,6 +147,20 @@ def _sealed(scope: bytes, page: bytes, part: int, content: bytes) -> bytes:
     return RecordFormat(part, scope, len(content)).header(page, (content,)) + content
 
 
+def test_touched_records_stay_and_a_scope_is_cleared() -> None:
+    """The store is full: what was touched is evicted last."""
+    store = DictStore(4 * 4200 + 4096)
+    engine, other = checked(store), checked(store, rank="1/2")
+    assert engine.save([key(at) for at in range(4)], [payload(at) for at in range(4)]) == [HIT] * 4
+    engine.touch([key(0), key(1), key(99)])
+    assert not store.prepared
+    assert other.save([key(5)], [payload(5)]) == [HIT]
+    there = engine.exists([key(at) for at in range(4)])
+    assert there[:2] == [HIT, HIT] and MISS in there[2:]
+    assert engine.clear() == there.count(HIT)
+    assert other.exists([key(5)]) == [HIT]
+
+
 def test_a_scope_that_was_deleted_is_a_miss(store: Store) -> None:
     engine = checked(store)
     assert engine.save([key(1)], [payload(1)]) == [HIT]
@@ -180,7 +195,7 @@ class Hanging(WrappedStore):
         assert self.lets_go.wait(30)
 
 
-def test_a_store_that_hangs() -> None:
+def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a thread ends at the deadline, and a lookup even if it runs; memory in use is kept."""
     store = Hanging()
     engine = CheckedStore(store, FACTS, SIZES, deadline_s=0.2, threads=2)
@@ -192,13 +207,18 @@ def test_a_store_that_hangs() -> None:
     assert [job.wait() for job in lookups] == [[RETRY, RETRY]] * 3
     assert [job.poll() for job in loads] == [None, None, [RETRY], [RETRY], [RETRY]]
     assert time.monotonic() - started < 5
-    assert engine.counts["expired"] == 9
+    assert [job.expired for job in (*loads, *lookups)] == [False] * 2 + [True] * 6
     store.lets_go.set()
     assert [job.wait() for job in loads[:2]] == [[MISS], [MISS]]
     running = engine.submit_save([key(1)], [payload(1)])
     assert running.wait() == [HIT] and running.wait() == [HIT]
+    store.lets_go.clear()
+    hanging = engine.submit_load([key(1)], [buffers[0]])
+    monkeypatch.setattr(checked_store, "CLOSE_S", 0.1)
     engine.close()
-    assert engine.submit_load([key(1)], [buffers[0]]).wait() == [RETRY]
+    assert engine.submit_load([key(1)], [buffers[1]]).wait() == [RETRY]
+    store.lets_go.set()
+    assert hanging.wait() == [HIT] and buffers[0] == payload(1)
 
 
 class Down(WrappedStore):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from queue import SimpleQueue
+from threading import Condition, Thread
 from typing import TypeAlias
 
 from quire.connectors.lookup_log import LookupLog
@@ -34,46 +34,80 @@ NEEDED = ("engine", "model", "weights", "dtype", "page_size", "rank")
 
 _FACTS_EVERY_S = 60.0
 _LEAST_REST_S, _MOST_REST_S = 0.5, 30.0
+CLOSE_S = 3.0
+"""How long `close` waits for calls in flight."""
 
 
 class Job:
     """A call of a CheckedStore on its threads. If no thread has begun it at its deadline, it ends there. A call that
-    has begun ends when it returns, because it may still use the payloads; one without payloads is given up."""
+    has begun ends when it returns, because it may still use the payloads; one that `is_free` of them is given up."""
 
-    def __init__(
-        self, future: Future[list[Answer]], count: int, deadline_s: float, counts: Counts, *, is_free: bool
-    ) -> None:
-        """`count` keys. One that `is_free` has no payloads."""
-        self._future, self._count, self._is_free, self._counts = future, count, is_free, counts
+    def __init__(self, call: Callable[[], list[Answer]], count: int, deadline_s: float, *, is_free: bool) -> None:
+        """`count` keys."""
+        self._call, self._count, self._is_free = call, count, is_free
         self._expires_at = time.monotonic() + deadline_s
+        self._changed = Condition()
+        self._is_running = False
         self._answers: list[Answer] | None = None
+        self.expired = False
+
+    def run(self) -> None:
+        """Call it, unless it has expired."""
+        with self._changed:
+            self._is_running = self._answers is None
+        if self._is_running:
+            answers = self._call()
+            with self._changed:
+                self._answers = self._answers or answers
+                self._changed.notify_all()
 
     def poll(self) -> list[Answer] | None:
         """The answers, all RETRY if it has expired; None if it has not ended."""
-        future = self._future
-        if self._answers is None and future.done() and not future.cancelled():
-            self._answers = future.result()
-        elif self._answers is None and (future.cancelled() or (self._is_late() and (future.cancel() or self._is_free))):
-            self._answers = [Answer.RETRY] * self._count
-            self._counts.add(expired=self._count)
-        return self._answers
-
-    def _is_late(self) -> bool:
-        return time.monotonic() >= self._expires_at
+        with self._changed:
+            is_late = self._answers is None and time.monotonic() >= self._expires_at
+            if is_late and (self._is_free or not self._is_running):
+                self._answers, self.expired = [Answer.RETRY] * self._count, True
+            return self._answers
 
     def wait(self) -> list[Answer]:
         """The answers, when `poll` has them."""
         while (answers := self.poll()) is None:
-            with suppress(TimeoutError, CancelledError):
-                self._future.result(min(1.0, max(0.001, self._expires_at - time.monotonic())))
+            with self._changed:
+                self._changed.wait(min(1.0, max(0.01, self._expires_at - time.monotonic())))
         return answers
+
+
+class _Threads:
+    """Threads that run jobs in their order. They end with the process, also one that hangs in a store."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads = [Thread(target=self._run, name=f"{name}-{at}", daemon=True) for at in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, job: Job) -> Job:
+        self._jobs.put(job)
+        return job
+
+    def close(self, until: float) -> bool:
+        """Run what waits, for as long as the store answers. False: a thread has not ended by then."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
 
 
 class CheckedStore:
     """The records of one engine in a store, which it closes. Any thread may call it. Calls do not raise.
 
     `counts`: hits, misses, saved, present (saved before, by anyone), loaded_bytes, saved_bytes, refused (the store
-    could not answer), expired (no thread came to it in time). `bad` counts bad records by reason: "magic", "group",
+    could not answer), which also has jobs that expired. `bad` counts bad records by reason: "magic", "group",
     "length", "key", "digest", the names of facts that differ (as "weights"), or "layout" where these are not known.
     """
 
@@ -98,11 +132,12 @@ class CheckedStore:
         self.scope = scope_of(Namespace(), layout_identity(b"quire-facts-1", [json.dumps(facts, sort_keys=True)]))
         self.counts, self.bad = Counts(), Counts()
         self.log = log
-        self._store, self._deadline_s = store, deadline_s
+        self.store, self._deadline_s = store, deadline_s
+        self._is_open = True
         self._formats = {part: RecordFormat(part, self.scope, size) for part, size in payload_bytes.items()}
         self._tombstones = [key for _, key in tombstones_over(self.scope)]
-        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="quire-load")
-        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="quire-save")
+        self._readers = _Threads(threads, "quire-load")
+        self._writers = _Threads(threads, "quire-save")
         self._facts_due = 0.0
         self._rests_until, self._rest_s = 0.0, _LEAST_REST_S
 
@@ -159,23 +194,31 @@ class CheckedStore:
         """`save` as a Job."""
         return self._submit(self._writers, lambda: self.save(keys, payloads), len(keys))
 
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Count records as used that the engine read from its own memory."""
+        there = self.store.exists(self._keys(keys))
+        names = [name for name, answer in zip(self._keys(keys), there, strict=True) if answer is Answer.HIT]
+        answers = self.store.prepare(names, [self._formats[name.part].num_bytes for name in names])
+        absent = [name for name, answer in zip(names, answers, strict=True) if answer is Answer.MISS]
+        self.store.complete(absent, [False] * len(absent))
+
+    def clear(self) -> int:
+        """Remove all records under these facts; returns how many. Raises StoreError if the store cannot be listed."""
+        return self.store.remove([entry.key for entry in self.store.entries(self.scope)])
+
     def close(self) -> None:
-        """Cancel what waits, wait for calls in flight, and close the store. May be called twice."""
-        for threads in (self._readers, self._writers):
-            threads.shutdown(cancel_futures=True)
-        self._store.close()
+        """Let jobs end, at most `CLOSE_S`, and close the store; one that hangs is left to the process's end, with the
+        memory that it may use. May be called twice."""
+        until = time.monotonic() + CLOSE_S
+        self._is_open = False
+        have_ended = [threads.close(until) for threads in (self._readers, self._writers)]
+        if all(have_ended):
+            self.store.close()
         if self.log is not None:
             self.log.close()
 
-    def _submit(
-        self, threads: ThreadPoolExecutor, call: Callable[[], list[Answer]], count: int, *, is_free: bool = False
-    ) -> Job:
-        try:
-            future = threads.submit(call)
-        except RuntimeError:  # closed
-            future = Future()
-            future.cancel()
-        return Job(future, count, self._deadline_s, self.counts, is_free=is_free)
+    def _submit(self, threads: _Threads, call: Callable[[], list[Answer]], count: int, *, is_free: bool = False) -> Job:
+        return threads.add(Job(call, count, self._deadline_s if self._is_open else 0.0, is_free=is_free))
 
     def _asked(self, count: int, call: Callable[[], list[Answer]]) -> list[Answer]:
         """The answers of a call; RETRY while the store rests. It rests after a call in which it answered nothing,
@@ -199,24 +242,24 @@ class CheckedStore:
         return [StoreKey(self.scope, page, part) for page, part in keys]
 
     def _exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
-        *answers, wide, narrow = self._store.exists([*self._keys(keys), *self._tombstones])
+        *answers, wide, narrow = self.store.exists([*self._keys(keys), *self._tombstones])
         return [Answer.MISS] * len(keys) if Answer.HIT in (wide, narrow) else answers
 
     def _load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
         names, pieces = self._keys(keys), list(map(RecordViews, payloads))
         headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
         rows = [headers[at : at + HEADER_BYTES] for at in range(0, len(headers), HEADER_BYTES)]
-        answers = self._store.get(names, [(row, *each.views) for row, each in zip(rows, pieces, strict=True)])
+        answers = self.store.get(names, [(row, *each.views) for row, each in zip(rows, pieces, strict=True)])
         defects: dict[int, str] = {}
         for at, (name, row, each) in enumerate(zip(names, rows, pieces, strict=True)):
             if answers[at] is Answer.HIT and (found := self._formats[name.part].defect(row, name.page, each.views)):
                 defects[at] = found
         if missing := [at for at, answer in enumerate(answers) if answer is Answer.MISS]:
-            there = self._store.exists([names[at] for at in missing])
+            there = self.store.exists([names[at] for at in missing])
             defects |= {at: "length" for at, answer in zip(missing, there, strict=True) if answer is Answer.HIT}
         if defects:
-            self._store.remove([names[at] for at in defects])
-            others = read_facts(self._store, {_scope_in(rows[at]) for at in defects if defects[at] == "layout"})
+            self.store.remove([names[at] for at in defects])
+            others = read_facts(self.store, {_scope_in(rows[at]) for at in defects if defects[at] == "layout"})
             for at, defect in defects.items():
                 answers[at] = Answer.MISS
                 if defect == "layout" and (facts := others.get(_scope_in(rows[at]))) is not None:
@@ -231,9 +274,9 @@ class CheckedStore:
     def _save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
         if time.monotonic() >= self._facts_due:
             self._facts_due = time.monotonic() + _FACTS_EVERY_S
-            write_facts(self._store, self.scope, self.facts)
+            write_facts(self.store, self.scope, self.facts)
         names, pieces = self._keys(keys), list(map(RecordViews, payloads))
-        answers = self._store.prepare(names, [self._formats[name.part].num_bytes for name in names])
+        answers = self.store.prepare(names, [self._formats[name.part].num_bytes for name in names])
         self.counts.add(present=answers.count(Answer.HIT))
         mine = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
         wrong = [at for at in mine if pieces[at].num_bytes != self._formats[names[at].part].payload_bytes]
@@ -242,8 +285,8 @@ class CheckedStore:
             (self._formats[names[at].part].header(names[at].page, pieces[at].views), *pieces[at].views) for at in mine
         ]
         own = [names[at] for at in mine]
-        put = self._store.put(own, records)
-        done = self._store.complete(own, [answer is Answer.HIT for answer in put])
+        put = self.store.put(own, records)
+        done = self.store.complete(own, [answer is Answer.HIT for answer in put])
         for at, answer in zip(mine, done, strict=True):
             answers[at] = answer if answer is Answer.HIT else Answer.RETRY
         saved = [pieces[at].num_bytes for at in mine if answers[at] is Answer.HIT]
