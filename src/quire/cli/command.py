@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from quire.cli.report import Report, reported
+from quire.cli.report import PageOutput, Report, reported
 from quire.errors import InvalidInput
 from quire.settings.setting import (
     Settings,
@@ -81,8 +81,13 @@ def command(app: typer.Typer, *, positional: str = "", **options: Any) -> Callab
                 if debug and any("log_level" in model.model_fields for model in models):
                     given["log_level"] = "debug"
                 more = {"as_json": as_json} if "as_json" in hints else {}
-                report = body(*_settings(models, given, path), **more)
+                settings = _settings(models, given, path)
+                report = body(*settings, **more)
                 if report is not None:
+                    for file in [each.html for each in settings if isinstance(each, PageOutput) and each.html]:
+                        from quire.cli.report_page import write_page
+
+                        write_page(report, file, body.__name__)
                     report.print(as_json=as_json)
 
         run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(body.__doc__ or ""))  # lines are as wide as the terminal

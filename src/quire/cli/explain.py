@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.replay import ReplayedCache, ReplayedEngine
-from quire.cli.report import Report, drafts_remark, plain_table
+from quire.cli.report import PageOutput, Report, drafts_remark, plain_table
 from quire.cli.server import Server, ServerAddress
 from quire.errors import InvalidInput
 from quire.plan.budget import counted
-from quire.settings.setting import Settings, option_names, setting
+from quire.settings.setting import option_names, setting
 
 _MEANINGS = {
     "hit": "reused",
@@ -39,7 +39,7 @@ _MOST_NAMES = 2  # requests named in one of them
 _STYLES = {"hit": "green", "evicted": "red", "group": "yellow", "peer": "yellow", "namespace": "yellow"}
 
 
-class Explained(Settings):
+class Explained(PageOutput):
     """The requests to explain."""
 
     source: str | None = setting(
@@ -103,7 +103,7 @@ def _server_report(server: Server) -> Report:
     if (limited := statistics.get("chunk_budget", {})).get("why"):
         found["chunk_budget"] = limited
         shown.append(Text(f"\nBeside requests that decode, at last: {limited['why']}."))
-    return Report(found, lambda: shown)
+    return Report(found, lambda: shown, pictures=lambda: [causes_picture(causes)])
 
 
 def _sum_of(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _sequences_report(server: Server, request_id: str) -> Report:
             yield reasons_table(explanation)
             yield ""
 
-    return Report(answer, shown)
+    return Report(answer, shown, pictures=lambda: map(strip_picture, answer["explanations"]))
 
 
 def _replay(source: str, request_id: str | None, cache: ReplayedCache) -> Report:
@@ -208,6 +208,17 @@ def causes_table(causes: Mapping[str, int]) -> Table:
     table = plain_table(("tokens", "share", "cause", last), rows, left=("cause", last), wraps=(last,))
     table.add_row(f"{total:,}", "", "", "all prompt tokens", style="dim")
     return table
+
+
+def causes_picture(causes: Mapping[str, int]) -> dict[str, Any]:
+    """Tokens by cause, on a page."""
+    return {"kind": "causes", "causes": causes}
+
+
+def strip_picture(explanation: Mapping[str, Any], page_size: int = 0) -> dict[str, Any]:
+    """A prompt from its first token to its last, on a page; with lines between its pages if their size is known."""
+    named = {name: explanation[name] for name in ("reasons", "prompt_tokens")}
+    return {"kind": "strip", "page_size": page_size, **named}
 
 
 def sequence_heading(name: str, explanation: Mapping[str, Any]) -> Text:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from quire.cli.explain import causes_table, reasons_table, sequence_heading
+from quire.cli.explain import causes_picture, causes_table, reasons_table, sequence_heading, strip_picture
 from quire.cli.report import Report, plain_table
 from quire.errors import InvalidInput
 from quire.observe.explain import Cause, Reason
@@ -46,7 +46,9 @@ def request_report(trace: Trace, result: ReplayResult, request_id: str) -> Repor
         if record.preemptions:
             yield Text("\nThis is of its first admission; it was preempted and came back.", style="yellow")
 
-    return Report(_setting(trace, result) | found, shown)
+    return Report(
+        _setting(trace, result) | found, shown, pictures=lambda: [strip_picture(found, result.page_size)]
+    )
 
 
 def summary_report(trace: Trace, result: ReplayResult) -> Report:
@@ -66,7 +68,11 @@ def summary_report(trace: Trace, result: ReplayResult) -> Report:
         "tokens_by_group_detail": dict(details),
         "most_lost": sorted(lossy, key=lambda found: -found["lost_tokens"])[:_MOST_LISTED],
     }
-    return Report(data, lambda: _shown_summary(_heading(trace, result), data))
+    return Report(
+        data,
+        lambda: _shown_summary(_heading(trace, result), data),
+        pictures=lambda: [causes_picture(data["tokens_by_cause"])],
+    )
 
 
 def _shown_summary(heading: Text, data: Mapping[str, Any]) -> Iterator[RenderableType]:

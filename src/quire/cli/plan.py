@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -9,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.plan_request import PlanRequest
-from quire.cli.report import ListedOutput, Report, named_rows, panel, plain_table
+from quire.cli.report import ListedOutput, PageOutput, Report, named_rows, panel, plain_table
 from quire.errors import InvalidInput, QuireError
 from quire.settings.fields import LinkFields
 from quire.settings.setting import parse_tokens, setting
@@ -39,7 +40,7 @@ _SWEEP_SETTINGS = {"context": "max_model_len", "concurrency": "concurrency", "pa
 _SWEEP_COLUMNS = ("tokens", "bytes per token", "requests at once", "each of", "largest request", "fits", "refused")
 
 
-class PlanOutput(ListedOutput):
+class PlanOutput(PageOutput, ListedOutput):
     """The output of a plan."""
 
     GROUP: ClassVar[str] = _OUTPUT
@@ -100,7 +101,7 @@ def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:
 
 
 def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *, why: bool) -> Report:
-    from quire.cli.plan_table import plan_panel
+    from quire.cli.plan_table import ledger_picture, plan_panel
     from quire.plan.advice import options_to_fit
     from quire.plan.report import explain, plan_as_dict
 
@@ -117,7 +118,9 @@ def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *,
     where = f" on {settings.rank_device.name}" if settings.rank_device is not None else ""
     ranks = [f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "dcp") if getattr(parallel, name) > 1]
     title = ", ".join([f"{subject.name}{where}", *ranks]) + ":"
-    return Report(data, lambda: [plan_panel(data, title)], 0 if worth else EXIT_DOES_NOT_FIT)
+    return Report(
+        data, lambda: [plan_panel(data, title)], 0 if worth else EXIT_DOES_NOT_FIT, lambda: [ledger_picture(data)]
+    )
 
 
 def _gain(subject: PlannedModel, plan: Plan, request: PlanRequest) -> dict[str, Any]:
@@ -176,7 +179,20 @@ def _sweep(subject: PlannedModel, settings: PlanSettings, what: str, values: str
         return [panel(plain_table(columns, (tuple(row.values()) for row in rows), wraps=columns), subject.name)]
 
     data = {"model": subject.name, "sweep": what, "rows": rows}
-    return Report(data, shown, 0 if any(row["fits"] for row in rows) else EXIT_DOES_NOT_FIT)
+    return Report(data, shown, 0 if any(row["fits"] for row in rows) else EXIT_DOES_NOT_FIT, lambda: _swept(what, rows))
+
+
+def _swept(what: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Charts of a sweep over numbers."""
+    from quire.cli.report_page import chart
+
+    planned = [row for row in rows if row["tokens"] is not None]
+    if what == "dtype" or len(planned) < 2:
+        return
+    planned.sort(key=lambda row: parse_tokens(row[what]))
+    x = [parse_tokens(row[what]) for row in planned]
+    for name, color in (("tokens", "hit"), ("requests at once", "host")):
+        yield chart(f"{name}, by {what}", what, x, [{"name": name, "color": color, "values": [row[name] for row in planned]}])
 
 
 def _sweep_rows(subject: PlannedModel, settings: PlanSettings, what: str, values: str | None) -> list[dict[str, Any]]:
@@ -225,6 +241,7 @@ def _with(settings: PlanSettings, what: str, text: str) -> PlanSettings:
 
 
 def _comparison(two: tuple[str, str], request: PlanRequest) -> Report:
+    from quire.cli.plan_table import ledger_picture
     from quire.plan.report import comparison, plan_as_dict
 
     requests = {text: request.variant(text) for text in two}
@@ -233,7 +250,11 @@ def _comparison(two: tuple[str, str], request: PlanRequest) -> Report:
     data = {name: plan_as_dict(found, model=name) for name, found in plans.items()}
     columns = ("", *plans)
     rows = [(what, *numbers) for what, numbers in comparison(plans)]
-    return Report(data, lambda: [panel(plain_table(columns, rows, wraps=columns), "Side by side")])
+    return Report(
+        data,
+        lambda: [panel(plain_table(columns, rows, wraps=columns), "Side by side")],
+        pictures=lambda: [ledger_picture(each, name) for name, each in data.items()],
+    )
 
 
 def _measured(model: str, settings: PlanSettings) -> PlanSettings:

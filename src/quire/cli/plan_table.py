@@ -74,6 +74,11 @@ def ledger_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
+def ledger_picture(found: Mapping[str, Any], label: str = "") -> dict[str, Any]:
+    """The ledger on a page."""
+    return {"kind": "ledger", "label": label, "lines": found["ledger"]}
+
+
 def _hisparse(found: Mapping[str, Any], context: int) -> Iterator[tuple[str, str]]:
     yield (
         "Hot buffers",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from rich.console import RenderableType
 from rich.text import Text
 
-from quire.cli.report import ListedOutput, Report, named_rows
+from quire.cli.report import ListedOutput, PageOutput, Report, named_rows
 from quire.errors import InvalidInput
 from quire.settings.fields import CostFields, HiSparseFields, LinkFields, RankFields, StepFields, TransferFields
 from quire.settings.setting import Settings, parse_bytes, setting
@@ -124,7 +124,7 @@ class ReplayedReplicas(Settings):
     )
 
 
-class ReplayOutput(ListedOutput):
+class ReplayOutput(PageOutput, ListedOutput):
     """The trace of a replay."""
 
     replayed: str | None = setting(
@@ -157,6 +157,7 @@ def replay(
     if output.replayed is None:
         raise InvalidInput("no trace is named.", fix="name a file or a workload; see --list.")
     from quire.cli.replay_grid import grid_of
+    from quire.cli.replay_pictures import run_pictures
     from quire.cli.replay_table import progress_bar, shown_runs
     from quire.sim.comparison import compare
     from quire.sim.trace import open_trace
@@ -169,7 +170,8 @@ def replay(
         return _roles(trace, grid, cache, roles)
     with progress_bar(len(trace)) as progress:
         runs = compare(trace, grid, progress)
-    return Report([run.as_dict() for run in runs], lambda: shown_runs(trace, runs))
+    data = [run.as_dict() for run in runs]
+    return Report(data, lambda: shown_runs(trace, runs), pictures=lambda: run_pictures(runs))
 
 
 def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles) -> Report:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -26,11 +27,13 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a command: `data` as JSON, or the output of `shown` for people; and the exit code."""
+    """The result of a command: `data` as JSON, or the output of `shown` for people; and the exit code. `pictures` are
+    parts of a page, beside that (`quire.cli.report_page`)."""
 
     data: Any
     shown: Callable[[], Iterable[RenderableType]]
     exit_code: int = 0
+    pictures: Callable[[], Iterable[Mapping[str, Any]]] = tuple
 
     def print(self, *, as_json: bool) -> None:
         """Print it on the standard output. Raises typer.Exit with an exit code that is not 0."""
@@ -42,6 +45,14 @@ class Report:
                 console.print(part)
         if self.exit_code:
             raise typer.Exit(self.exit_code)
+
+
+class PageOutput(Settings):
+    """The output of a command whose report can be a page."""
+
+    html: Path | None = setting(
+        None, "Write the report as a page too: one file, which loads nothing.", group="Output", metavar="FILE"
+    )
 
 
 class ListedOutput(Settings):

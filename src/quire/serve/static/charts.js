@@ -1,16 +1,17 @@
-// Charts of the last ten minutes, by uPlot. Each chart keeps its columns, and is drawn anew when the page is resized or
-// its colours change.
+// Charts by uPlot: of the last ten minutes, or of what `x` says. Each chart keeps its columns, and is drawn anew when the
+// page is resized or its colours change.
 
 import { one } from "./dom.js";
 
 const KEEPS = 600;
 const HEIGHT = 150;
 const clock = (at) => (at === undefined ? "-" : new Date(1000 * at).toLocaleTimeString("en-GB"));
+const TIME = { name: "at", said: clock, scale: { time: true }, axis: { space: 80, incrs: [1, 5, 10, 30, 60, 120, 300] } };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class Chart {
-  constructor(place, series, { unit = "", most } = {}) {
-    Object.assign(this, { place, series, unit, most, data: [[], ...series.map(() => [])] });
+  constructor(place, series, { unit = "", most, x = TIME, about = "The last ten minutes; now" } = {}) {
+    Object.assign(this, { place, series, unit, most, x, about, data: [[], ...series.map(() => [])] });
     new ResizeObserver(() => this.draw()).observe(place);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(true));
   }
@@ -31,7 +32,7 @@ export class Chart {
     if (!width) return;
     const last = this.series.map(({ name }, at) => `${name} ${one(this.data[at + 1].at(-1) ?? null)}${this.unit}`);
     this.place.setAttribute("role", "img");
-    this.place.setAttribute("aria-label", `The last ten minutes; now ${last.join(", ")}`);
+    this.place.setAttribute("aria-label", `${this.about} ${last.join(", ")}`);
     if (this.plot && !anew && this.width === width) return void this.plot.setData(this.data);
     this.plot?.destroy();
     this.width = width;
@@ -42,10 +43,10 @@ export class Chart {
     const axis = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     return {
       width, height: HEIGHT, cursor: { y: false }, legend: { live: true },
-      scales: { y: { range: (_, low, high) => [0, this.most ?? Math.max(1, high * 1.1)] } },
-      axes: [{ ...axis, size: 30, space: 80, values: (_, times) => times.map(clock), incrs: [1, 5, 10, 30, 60, 120, 300] }, { ...axis, size: 56 }],
-      series: [{ label: "at", value: (_, at) => clock(at ?? this.data[0].at(-1)) }, ...this.series.map(({ name, color }, at) => ({
-        label: name, stroke: css(`--c-${color}`), width: 2, points: { show: false },
+      scales: { x: this.x.scale, y: { range: (_, low, high) => [0, this.most ?? Math.max(1, high * 1.1)] } },
+      axes: [{ ...axis, size: 30, values: (_, found) => found.map(this.x.said), ...this.x.axis }, { ...axis, size: 56 }],
+      series: [{ label: this.x.name, value: (_, at) => this.x.said(at ?? this.data[0].at(-1)) }, ...this.series.map(({ name, color, fills }, at) => ({
+        label: name, stroke: css(`--c-${color}`), width: 2, points: { show: Boolean(this.x.dots) }, fill: fills && `${css(`--c-${color}`)}60`,
         value: (_, value, __, place) => one((place === null ? this.data[at + 1].at(-1) : value) ?? null) + this.unit,
       }))],
     };

@@ -52,10 +52,10 @@ export function figure(list, label, text, { metric, value, bad } = {}) {
 }
 
 export function table(label, heads, rows) {
-  const head = make("tr", {}, heads.map((each) => make("th", { scope: "col" }, each)));
+  const head = heads.some(Boolean) ? make("thead", {}, make("tr", {}, heads.map((each) => make(each ? "th" : "td", each ? { scope: "col" } : {}, each)))) : null;
   const body = rows.map((row) => make("tr", {}, row.map((cell, at) => (at ? make("td", {}, cell) : make("th", { scope: "row" }, cell)))));
-  const made = make("table", {}, make("caption", {}, label), make("thead", {}, head), make("tbody", {}, body));
-  return make("div", { class: "scrolls", role: "region", "aria-label": label, tabindex: 0 }, made);
+  const made = make("table", {}, label ? make("caption", {}, label) : null, head, make("tbody", {}, body));
+  return make("div", { class: "scrolls", role: "region", "aria-label": label || "Figures", tabindex: 0 }, made);
 }
 
 // Puts nodes in place only if `content` is another than at the last call: what is focused stays so.

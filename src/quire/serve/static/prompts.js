@@ -1,22 +1,8 @@
 // The last requests, and a prompt as a strip: which of its tokens were cached, and why the others were computed.
 
 import { count, find, make, put, seconds, share, table } from "./dom.js";
+import { CAUSES, dot, strip } from "./parts.js";
 
-// In the order of `quire.observe.explain.Cause`.
-export const CAUSES = [
-  { name: "hit", color: "hit", about: "reused" },
-  { name: "last_token", color: "host", about: "cached, and computed again: the last token, with its page" },
-  { name: "logprobs", color: "store", about: "cached, and computed again for log-probabilities of the prompt" },
-  { name: "slower", color: "peer", about: "cached below the device, and faster to compute than to load" },
-  { name: "group", color: "private", about: "cached, but a group of layers could not go on from there" },
-  { name: "peer", color: "moving", about: "asked of a prefill engine, and computed here" },
-  { name: "evicted", color: "evicted", about: "was cached and had to make room" },
-  { name: "namespace", color: "namespace", about: "cached for another adapter or salt only" },
-  { name: "page", color: "page", about: "less than a page in common" },
-  { name: "new", color: "new", about: "never seen behind this prefix" },
-];
-const COLORS = Object.fromEntries(CAUSES.map(({ name, color }) => [name, color]));
-const MOST_TICKS = 200;
 const short = (id) => (id.length > 20 ? `${id.slice(0, 16)}…` : id);
 
 export class Prompts {
@@ -61,23 +47,14 @@ export class Prompts {
   }
 
   strip({ sequence, prompt_tokens: whole, hit_tokens: hits, reasons }) {
-    const said = reasons.map(({ cause, tokens }) => `${count(tokens)} ${cause}`).join(", ");
-    const shown = make("div", { class: "bar strip", role: "img", "aria-label": `The prompt, from its first token on: ${said}` });
-    for (const { cause, start, tokens, detail } of reasons) {
-      const part = make("span", { class: `c-${COLORS[cause] ?? "new"}`, title: `${start} to ${start + tokens - 1}: ${cause}${detail ? `, ${detail}` : ""}` });
-      part.style.flexGrow = tokens;
-      shown.append(part);
-    }
-    const ticks = whole / this.pageSize;
-    if (ticks > 1 && ticks <= MOST_TICKS) shown.style.setProperty("--page", `${100 / ticks}%`);
     const rows = reasons.map(({ cause, start, tokens, detail, by }) => [
       `${count(start)} to ${count(start + tokens - 1)}`, count(tokens),
-      make("span", {}, make("span", { class: `dot c-${COLORS[cause] ?? "new"}`, "aria-hidden": true }), cause),
+      make("span", {}, dot(cause), cause),
       make("span", {}, detail ?? CAUSES.find(({ name }) => name === cause)?.about ?? "", by ? this.link(by) : null),
     ]);
     return make("div", { class: "explained" },
       make("h3", {}, sequence, make("small", {}, ` ${count(hits)} of ${count(whole)} prompt tokens were reused, ${share(hits, whole)}`)),
-      shown, table("Why, from the first token on", ["tokens", "count", "cause", "detail"], rows));
+      strip(reasons, whole, this.pageSize), table("Why, from the first token on", ["tokens", "count", "cause", "detail"], rows));
   }
 
   // The request for which others had to go: the first, if there were several.

@@ -2,7 +2,8 @@
 
 import { Chart } from "./charts.js";
 import { bar, bytes, count, figure, find, make, one, put, seconds, share, table } from "./dom.js";
-import { CAUSES, Prompts } from "./prompts.js";
+import { CAUSES, causesBar, ledgerBars } from "./parts.js";
+import { Prompts } from "./prompts.js";
 
 const STATES = [["private", "private"], ["cached", "cached"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
 const MINUTE = 60;
@@ -147,7 +148,7 @@ function showHits(counters) {
   put(find("causes"), causes, () => (Object.keys(causes).length === 0
     ? [make("p", { class: "hint" }, "This engine was started without explanations.")]
     : [make("h3", {}, "Why"),
-       ...bar("Why", why.map(({ name, color }) => ({ name, value: causes[name], color, labels: `cause=${name}` })), { metric: "quire_prompt_tokens_by_cause_total" }),
+       ...causesBar(causes),
        table("Causes", ["cause", "tokens", "share", "what it is"],
          why.map(({ name, about }) => [name, count(causes[name]), share(causes[name], whole), about]))]));
 }
@@ -213,12 +214,6 @@ function showPlan({ plan, context, largest_request: largest, bytes_per_token: to
     ["architecture", architecture], ["weights", `${bytes(weights)}, ${dtype}, on ${device}`], ["context", count(context)],
     ["largest request", `${count(largest)} tokens`], ["bytes of a token", count(token)], ["tokens that fit", count(plan.max_total_num_tokens)],
   ]) figure(tiles, label, text);
-  const colors = ["device", "host", "store", "peer", "evicted", "new", "private"];
-  const places = [...new Set(plan.ledger.map((each) => each.where))];
-  const bars = places.flatMap((where) => {
-    const lines = plan.ledger.filter((each) => each.where === where);
-    return [make("h3", {}, `On the ${where}`), ...bar(where, lines.map(({ name, bytes: value }, at) => ({ name, value, color: colors[at % colors.length] })), { unit: bytes })];
-  });
   const rows = plan.ledger.map((each) => [each.name, each.where, bytes(each.bytes), each.why + (each.estimated ? " (estimated)" : "")]);
-  place.replaceChildren(tiles, ...bars, table("The ledger", ["what", "where", "bytes", "why"], rows), ...plan.notes.map((note) => make("p", { class: "hint" }, note)));
+  place.replaceChildren(tiles, ...ledgerBars(plan.ledger), table("The ledger", ["what", "where", "bytes", "why"], rows), ...plan.notes.map((note) => make("p", { class: "hint" }, note)));
 }

@@ -1,0 +1,48 @@
+// Parts that the page and reports share: a prompt as a strip, tokens by cause, and the bytes of a ledger.
+
+import { bar, bytes, count, make } from "./dom.js";
+
+// In the order of `quire.observe.explain.Cause`.
+export const CAUSES = [
+  { name: "hit", color: "hit", about: "reused" },
+  { name: "last_token", color: "host", about: "cached, and computed again: the last token, with its page" },
+  { name: "logprobs", color: "store", about: "cached, and computed again for log-probabilities of the prompt" },
+  { name: "slower", color: "peer", about: "cached below the device, and faster to compute than to load" },
+  { name: "group", color: "private", about: "cached, but a group of layers could not go on from there" },
+  { name: "peer", color: "moving", about: "asked of a prefill engine, and computed here" },
+  { name: "evicted", color: "evicted", about: "was cached and had to make room" },
+  { name: "namespace", color: "namespace", about: "cached for another adapter or salt only" },
+  { name: "page", color: "page", about: "less than a page in common" },
+  { name: "new", color: "new", about: "never seen behind this prefix" },
+];
+const COLORS = Object.fromEntries(CAUSES.map(({ name, color }) => [name, color]));
+const LEDGER = ["device", "host", "store", "peer", "evicted", "new", "private"];
+const MOST_TICKS = 80;
+
+export const dot = (cause) => make("span", { class: `dot c-${COLORS[cause] ?? "new"}`, "aria-hidden": true });
+
+// The tokens of a prompt from the first to the last, with a line at each page if these are few.
+export function strip(reasons, whole, pageSize) {
+  const said = reasons.map(({ cause, tokens }) => `${count(tokens)} ${cause}`).join(", ");
+  const shown = make("div", { class: "bar strip", role: "img", "aria-label": `The prompt, from its first token on: ${said}` });
+  for (const { cause, start, tokens, detail } of reasons) {
+    const part = make("span", { class: `c-${COLORS[cause] ?? "new"}`, title: `${start} to ${start + tokens - 1}: ${cause}${detail ? `, ${detail}` : ""}` });
+    part.style.flexGrow = tokens;
+    shown.append(part);
+  }
+  const ticks = whole / pageSize;
+  if (ticks > 1 && ticks <= MOST_TICKS) shown.style.setProperty("--page", `${100 / ticks}%`);
+  return shown;
+}
+
+export function causesBar(causes) {
+  const parts = CAUSES.filter(({ name }) => causes[name]).map(({ name, color }) => ({ name, value: causes[name], color, labels: `cause=${name}` }));
+  return bar("Why", parts, { metric: "quire_prompt_tokens_by_cause_total" });
+}
+
+export function ledgerBars(lines) {
+  return [...new Set(lines.map((each) => each.where))].flatMap((where) => [
+    make("h3", {}, `On the ${where}`),
+    ...bar(where, lines.filter((each) => each.where === where).map(({ name, bytes: value }, at) => ({ name, value, color: LEDGER[at % LEDGER.length] })), { unit: bytes }),
+  ]);
+}
