@@ -46,9 +46,7 @@ def request_report(trace: Trace, result: ReplayResult, request_id: str) -> Repor
         if record.preemptions:
             yield Text("\nThis is of its first admission; it was preempted and came back.", style="yellow")
 
-    return Report(
-        _setting(trace, result) | found, shown, pictures=lambda: [strip_picture(found, result.page_size)]
-    )
+    return Report(_setting(trace, result) | found, shown, pictures=lambda: [strip_picture(found, result.page_size)])
 
 
 def summary_report(trace: Trace, result: ReplayResult) -> Report:

@@ -1,7 +1,7 @@
 """A report as a page: one file with the parts of the server's page in it, which loads nothing.
 
-What a report shows on a terminal becomes headings, tables and paragraphs, below its pictures. The file has the report as
-JSON, and scripts that make text nodes of it: nothing in it is markup, and its policy allows these scripts alone.
+What a report shows on a terminal becomes headings, tables and paragraphs, below its pictures. The file has it as JSON,
+and scripts that make text nodes of it: nothing in it is markup, and its policy allows these scripts alone.
 """
 
 from __future__ import annotations
@@ -114,13 +114,10 @@ def _plain(text: str) -> str:
 
 def bar(label: str, parts: Iterable[tuple[str, int, str]]) -> dict[str, Any]:
     """Counts of tokens beside each other: name, count and colour (`--c-...` of style.css) of each."""
-    return {
-        "kind": "bar", "label": label, "parts": [dict(zip(("name", "value", "color"), each, strict=True)) for each in parts]
-    }  # fmt: skip
+    shown = [{"name": name, "value": value, "color": color} for name, value, color in parts]
+    return {"kind": "bar", "label": label, "parts": shown}
 
 
-def chart(
-    label: str, across: str, x: Iterable[float], series: Iterable[dict[str, Any]], **more: Any
-) -> dict[str, Any]:
+def chart(label: str, across: str, x: Iterable[float], series: Iterable[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """Lines over seconds, or over few numbers of anything else. A series has a name, a colour and values."""
     return {"kind": "chart", "label": label, "across": across, "x": list(x), "series": list(series), **more}
