@@ -1,0 +1,25 @@
+"""SGLang: Quire's stores beneath its HiCache.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+      "backend_name": "quire", "module_path": "quire.connectors.sglang", "class_name": "QuireHiCache",
+      "interface_v1": 1, "url": "/var/cache/quire", "capacity": "100GiB", "weights_path": "/models/x"}'
+
+`import` of this package loads nothing of SGLang; the class does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.connectors.sglang.hicache import QuireHiCache
+
+__all__ = ["QuireHiCache"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(name)
+    from quire.connectors.sglang import hicache
+
+    return getattr(hicache, name)

@@ -1,0 +1,296 @@
+"""QuireHiCache: a `dynamic` backend of SGLang's HiCache on any store of Quire's.
+
+Each host pool has a scope of its own in one store: model, weights, element type, page size, order of bytes and ranks.
+So a process reads only what has the bytes that it would have computed. SGLang calls from its own threads:
+
+    batch_exists      leading pages that are there
+    batch_get_v1      pages into the host pool, without a copy; the first that is missing or damaged ends a read
+    batch_set_v1      True also for pages that another process writes now: one False ends SGLang's backup
+    *_v2              the same for the pools of hybrid models, by their policies
+    get, set, ...     the interface v0, by flat copies of pages; both read each other's records
+
+It never answers with bytes that fail their check, and waits for a store no longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.runtime_context import get_model
+
+from quire.connectors.checked_store import CheckedStore
+from quire.connectors.sglang.pool_pages import Payload, PoolPages
+from quire.connectors.sglang.settings import HiCacheSettings
+from quire.errors import InvalidInput, RefusedCombination
+from quire.tiers.store import Answer
+from quire.tiers.stores.registry import open_store
+
+logger = logging.getLogger(__name__)
+
+_KV = str(PoolName.KV)
+_KEY_BYTES = 32
+_SERVED = ("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args")
+
+
+class _Pool:
+    """A registered host pool: its pages, and their records."""
+
+    def __init__(self, pages: PoolPages, records: CheckedStore) -> None:
+        self.pages = pages
+        self.records = records
+
+
+class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types here
+    """Created by SGLang's factory from `--hicache-storage-backend-extra-config`; see `HiCacheSettings`."""
+
+    def __init__(self, storage_config: Any, _: Any = None) -> None:
+        """Open the store. Raises InvalidInput, RefusedCombination or StoreError, which end the start of the server."""
+        self._config = storage_config
+        self._settings = HiCacheSettings.read(storage_config.extra_config)
+        _check_shards(storage_config)
+        self._pools: dict[str, _Pool] = {}
+        self._store = open_store(self._settings.url, capacity=self._settings.capacity)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool of keys and values."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(mem_pool_host, _KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A pool of a hybrid model."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(host_pool, str(host_pool_name))
+
+    def _register(self, host_pool: Any, name: str) -> None:
+        """Raises RefusedCombination for a pool that cannot be stored."""
+        pages, served = PoolPages(host_pool, name), _served()
+        if pages.flat_bytes and "uint8" in str(pages.facts["dtype"]) and not served.get("kv_cache_dtype"):
+            raise RefusedCombination(f"the element type of pool '{name}' is not known: it has raw bytes.")
+        facts = {
+            "engine": "sglang",
+            "model": str(self._config.model_name or "unnamed"),
+            "weights": self._settings.weights,
+            "rank": _rank(self._config, pages),
+            **pages.facts,
+            **served,
+        }
+        self._pools[name] = _Pool(
+            pages,
+            CheckedStore(
+                self._store,
+                facts,
+                {0: pages.payload_bytes},
+                deadline_s=self._settings.deadline_s,
+                threads=self._settings.threads,
+            ),
+        )
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many of the first pages are there."""
+        return _leading(self._exists(_KV, keys))
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages into the host pool; whether each arrived. None does after the first that did not."""
+        return self._get(_KV, keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Write pages of the host pool; whether each is in the store, or being written to it."""
+        return self._set(_KV, keys, host_indices)
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """`batch_get_v1` of several pools, by their names."""
+        return {each.name: self._get(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """`batch_set_v1` of several pools, by their names."""
+        return {each.name: self._set(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Prefixes that all pools can restore, by their policies, and the pages of each. Whole groups limit none."""
+        kv_pages = self.batch_exists(keys)
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for each in pool_transfers or ():
+            if each.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                pages = self._pages_of_groups(each)
+            else:
+                last = 0 if each.hit_policy == PoolHitPolicy.ALL_PAGES else max(1, len(each.keys or ()))
+                lengths = _restorable(self._exists(str(each.name), keys[:kv_pages]), last)
+                restorable = [length for length in restorable if length in lengths]
+                pages = max(lengths, default=0)
+            if pages:
+                hits[each.name] = pages
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def _pages_of_groups(self, asked: PoolTransfer) -> int:
+        """Pages that the leading whole groups of a pool's keys cover."""
+        found = _leading(self._exists(str(asked.name), asked.keys or []))
+        return int(found // max(1, asked.group_pages) * asked.block_pages)
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self._exists(_KV, [key]) == [True]
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """Read one page, flat, into a tensor of its size, or a new one of bytes; None if it is not there."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """`get` of several pages, up to the first that is not there."""
+        pool = self._pools[_KV]
+        pages = target_locations or [torch.empty(pool.pages.flat_bytes, dtype=torch.uint8) for _ in keys]
+        fits = [page.is_contiguous() and page.nbytes == pool.pages.flat_bytes for page in pages]
+        wanted = keys[: _leading(fits)]
+        found = _load(pool, wanted, [pool.pages.flat(page) for page in pages[: len(wanted)]])
+        return [page if is_there else None for page, is_there in zip(pages, _padded(found, keys), strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Write one page, flat."""
+        return self.batch_set([key], [value if value is not None else target_location])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Write several pages, flat; whether all are in the store, or being written to it."""
+        pool, pages = self._pools[_KV], values if values is not None else target_locations
+        if any(page.nbytes != pool.pages.flat_bytes for page in pages):
+            return False
+        return all(_save(pool, keys, [pool.pages.flat(page.contiguous()) for page in pages]))
+
+    def clear(self) -> None:
+        """Remove the records of this process's pools; those of other models, weights and ranks stay."""
+        for scope in [pool.records.scope for pool in self._pools.values()]:
+            self._store.remove([entry.key for entry in list(self._store.entries(scope))])
+
+    def close(self) -> None:
+        """Wait for calls in flight, and close the store."""
+        for pool in self._pools.values():
+            pool.records.close()
+        self._store.close()
+
+    def _exists(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Which pages are there; none of a pool that was not registered."""
+        pool = self._pools.get(name)
+        if pool is None:
+            return [False] * len(keys)
+        answers = pool.records.submit_exists([_key(key) for key in keys]).wait()
+        return [answer is Answer.HIT for answer in answers]
+
+    def _get(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> list[bool]:
+        pool, rows = self._pool_and_rows(name, keys, host_indices)
+        if pool is None:
+            return [False] * len(keys)
+        payloads = [pool.pages.incoming(row) for row in rows]
+        found = _load(pool, keys, payloads)
+        for row, payload, _ in zip(rows, payloads, takewhile(bool, found), strict=False):
+            pool.pages.arrived(row, payload)
+        return found
+
+    def _set(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> list[bool]:
+        pool, rows = self._pool_and_rows(name, keys, host_indices)
+        return [False] * len(keys) if pool is None else _save(pool, keys, [pool.pages.outgoing(row) for row in rows])
+
+    def _pool_and_rows(
+        self, name: str, keys: list[str], host_indices: torch.Tensor | None
+    ) -> tuple[_Pool | None, list[int]]:
+        """The pool, and the first row of each page in it. No pool if there is none, or it has not a page for each key,
+        as when SGLang has shortened one of both."""
+        pool = self._pools.get(name)
+        rows = [] if host_indices is None else host_indices.tolist()
+        if pool is None or len(rows) != len(keys) * pool.pages.page_size:
+            logger.error("SGLang asks for %d pages of pool '%s' with %d rows", len(keys), name, len(rows))
+            return None, []
+        return pool, rows[:: pool.pages.page_size]
+
+
+def _load(pool: _Pool, keys: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
+    """Which pages arrived: all up to the first that is missing or damaged."""
+    answers = pool.records.submit_load([_key(key) for key in keys], payloads).wait()
+    return _padded([True] * _leading(answer is Answer.HIT for answer in answers), keys)
+
+
+def _save(pool: _Pool, keys: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
+    """Which pages are in the store, or being written to it by another process."""
+    answers = pool.records.submit_save([_key(key) for key in keys], payloads).wait()
+    return [answer in (Answer.HIT, Answer.PENDING) for answer in answers]
+
+
+def _key(key: str) -> tuple[bytes, int]:
+    """SGLang's key of a page, 64 hexadecimal digits. Raises InvalidInput for any other."""
+    try:
+        page = bytes.fromhex(key)
+    except ValueError:
+        page = b""
+    if len(page) != _KEY_BYTES:
+        raise InvalidInput(f"SGLang's key of a page has 64 hexadecimal digits, and this one is {key[:80]!r}.")
+    return page, 0
+
+
+def _leading(found: Iterable[bool]) -> int:
+    """How many are true before the first that is not."""
+    return sum(1 for _ in takewhile(bool, found))
+
+
+def _padded(found: list[bool], keys: Sequence[str]) -> list[bool]:
+    return found + [False] * (len(keys) - len(found))
+
+
+def _restorable(found: Sequence[bool], last: int) -> set[int]:
+    """Lengths of prefixes whose `last` pages, or all if 0, are there."""
+    run, lengths = 0, set()
+    for length, is_there in enumerate(found, 1):
+        run = run + 1 if is_there else 0
+        if run >= min(last or length, length):
+            lengths.add(length)
+    return lengths
+
+
+def _check_shards(config: Any) -> None:
+    """Raises RefusedCombination for shards that this backend does not tell apart, or does not share as SGLang would."""
+    if config.dcp_size > 1:
+        raise RefusedCombination(
+            f"pages of {config.dcp_size} decode-context shards cannot be stored.", fix="serve without --dcp-size."
+        )
+    if config.should_split_heads:
+        raise RefusedCombination(
+            "records are not shared between sizes of tensor parallelism.", fix="remove 'tp_lcm_size' from the JSON."
+        )
+
+
+def _rank(config: Any, pages: PoolPages) -> str:
+    """The shard that the pool's pages are of. Raises RefusedCombination for a pool that SGLang stores on one rank only
+    although each has its own heads."""
+    is_shared = config.is_mla_model and not pages.has_shards
+    if config.is_mla_model and pages.has_heads and config.tp_size > 1:
+        raise RefusedCombination(
+            f"SGLang stores pool '{pages.facts['pool']}' on rank 0 only, and {config.tp_size} ranks have one each.",
+            fix="serve this model without a draft model of another kind of attention, or with --tp-size 1.",
+        )
+    shards = [
+        ("tp", 0 if is_shared else config.tp_rank, 1 if is_shared else config.tp_size),
+        ("pp", config.pp_rank, config.pp_size),
+        ("cp", config.attn_cp_rank, config.attn_cp_size),
+    ]
+    return " ".join(f"{name}{rank}/{size}" for name, rank, size in shards)
+
+
+def _served() -> dict[str, str]:
+    """Options of SGLang's server on which pages depend besides weights; none outside of a server."""
+    try:
+        model = get_model()
+    except ValueError:
+        return {}
+    return {name: str(getattr(model, name, "")) for name in _SERVED}
