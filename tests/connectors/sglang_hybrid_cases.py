@@ -26,7 +26,6 @@ from tests.connectors.sglang_harness import (
     config,
     fill_host,
     name_of,
-    opened,
     pages_of,
     ranked,
     store_of,
