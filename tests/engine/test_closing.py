@@ -15,6 +15,7 @@ import pytest
 from quire.client.llm import LLM
 from quire.errors import EngineDead, HostMemoryError
 from quire.scheduler.sampling_params import SamplingParams
+from quire.tiers.scope_facts import is_facts, read_facts
 from quire.tiers.stores.directory import DirectoryStore
 from tests.changes import TIERS, slow_unless_changed
 from tests.serve.tiny_model import make_tiny_model
@@ -42,9 +43,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(directory: Path) -> int:
+    """The stored pages; beside them the store says what they are of."""
     store = DirectoryStore(directory, None)
     try:
-        return len(list(store.entries()))
+        keys = [entry.key for entry in store.entries()]
+        pages = [key for key in keys if not is_facts(key)]
+        (facts,) = read_facts(store, {key.scope for key in pages}).values()
+        assert (facts["engine"], facts["page_size"], len(keys)) == ("quire", 16, len(pages) + 1)
+        return len(pages)
     finally:
         store.close()
 

@@ -18,6 +18,7 @@ from quire.cli.report import reported
 from quire.cli.serve import serve, up
 from quire.cli.server import audit
 from quire.cli.store import gc, inspect, verify
+from quire.cli.store_scopes import explain as explain_store
 from quire.cli.top import top
 from quire.errors import InvalidInput
 
@@ -28,7 +29,7 @@ _SHOWN: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 app = typer.Typer(name="quire", **_SHOWN)
-store = typer.Typer(name="store", help="Look into a store of pages, check it, and shrink it.", **_SHOWN)
+store = typer.Typer(name="store", help="Look into a store of pages, check it, explain it, and shrink it.", **_SHOWN)
 command(app, positional="model")(serve)
 command(app, positional="model")(up)
 command(app, positional="model")(fleet)
@@ -36,7 +37,7 @@ command(app)(generate)
 command(app, positional="planned")(plan)
 for body in (replay, explain, audit, doctor, top):
     command(app)(body)
-for part in (inspect, verify, gc):
+for part in (inspect, verify, gc, explain_store):
     command(store)(part)
 app.add_typer(store)
 

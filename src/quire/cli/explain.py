@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from quire.cli.lookups import LoggedLookups, lookups_report
 from quire.cli.replay import ReplayedCache, ReplayedEngine
 from quire.cli.report import PageOutput, Report, drafts_remark, plain_table
 from quire.cli.server import Server, ServerAddress
@@ -48,7 +49,7 @@ class Explained(PageOutput):
     request: str | None = setting(None, "A request's id; without one, a summary.", argument=True, metavar="REQUEST_ID")
 
 
-def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress) -> Report:
+def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress, logged: LoggedLookups) -> Report:
     """Say of every prompt token whether it was reused, and if not, why: evicted (for which request, when), never
     seen, less than a page, cached for another adapter or salt, or given up by a group of layers.
 
@@ -61,7 +62,11 @@ def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress) -> Rep
     [dim]Example:[/dim] quire explain sessions s27.0 --pool-tokens 1/8
 
     [dim]Example:[/dim] quire explain --url http://127.0.0.1:8000 chatcmpl-0123
+
+    [dim]Example:[/dim] quire explain --lookups /var/log/quire-tier.jsonl --store /var/cache/quire
     """
+    if logged.lookups is not None:
+        return lookups_report(logged.lookups, logged.store, asked.source)
     if where.url is not None:
         _refuse_replays(asked, cache)
         server = Server(where.url, where.api_key)

@@ -57,21 +57,27 @@ def opened(url: str) -> Iterator[Store]:
         store.close()
 
 
-def _listed(store: Store, status: Status) -> tuple[list[Entry], dict[StoreKey, bytes]]:
-    """Records, and the scope of each tombstone: scopes that were deleted and whose records are not all removed."""
+def listed(store: Store, status: Status) -> tuple[list[Entry], dict[StoreKey, bytes], dict[StoreKey, bytes]]:
+    """Records; the scope of each tombstone: scopes that were deleted and whose records are not all removed; and the
+    prefix of scopes of each record of facts."""
+    from quire.tiers.scope_facts import is_facts
+    from quire.tiers.store import SCOPE_PREFIX_BYTES
     from quire.tiers.tombstones import tombstone_scope
 
     records: list[Entry] = []
     tombstones: dict[StoreKey, bytes] = {}
+    facts: dict[StoreKey, bytes] = {}
     for number, entry in enumerate(store.entries(), 1):
         if number % _TOLD_EVERY == 0:
             status.update(f"Reading the index: {number:,} records ...")
         scope = tombstone_scope(entry.key)
-        if scope is None:
+        if is_facts(entry.key):
+            facts[entry.key] = entry.key.scope[:SCOPE_PREFIX_BYTES]
+        elif scope is None:
             records.append(entry)
         else:
             tombstones[entry.key] = scope
-    return records, tombstones
+    return records, tombstones, facts
 
 
 def _scope_prefix(text: str) -> str:
@@ -84,7 +90,7 @@ def _scope_prefix(text: str) -> str:
     return found
 
 
-def _status(text: str) -> Status:
+def working(text: str) -> Status:
     return Console(stderr=True).status(f"{text} ...")
 
 
@@ -102,10 +108,10 @@ def inspect(url: StoreUrl) -> Report:
 
     [dim]Example:[/dim] quire store inspect valkey://cache:6379/0 --json
     """
-    with opened(url.store) as store, _status("Reading the index") as status:
+    with opened(url.store) as store, working("Reading the index") as status:
         from quire.tiers.stores.directory import DirectoryStore
 
-        records, tombstones = _listed(store, status)
+        records, tombstones, _ = listed(store, status)
         facts = asdict(store.facts()) if isinstance(store, DirectoryStore) else None
     by_scope: dict[bytes, list[Entry]] = {}
     for entry in records:
@@ -163,11 +169,11 @@ def _shown_contents(data: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def _scope_cells(scope: dict[str, Any]) -> tuple[Any, ...]:
-    ages = (_format_seconds(scope[f"{name}_idle_seconds"]) for name in ("newest", "oldest"))
+    ages = (age_of(scope[f"{name}_idle_seconds"]) for name in ("newest", "oldest"))
     return scope["scope"], scope["records"], format_bytes(scope["bytes"]), scope["parts"], *ages
 
 
-def _format_seconds(seconds: float | None) -> str:
+def age_of(seconds: float | None) -> str:
     """A time in its largest unit; a dash where it is not known."""
     if seconds is None:
         return "-"
@@ -209,12 +215,12 @@ def verify(url: StoreUrl, settings: VerifySettings) -> Report:
     prefix = "" if settings.scope is None else _scope_prefix(settings.scope)
     started = time.monotonic()
     with opened(url.store) as store:
-        with _status("Reading the index") as status:
-            listed = [entry for entry in _listed(store, status)[0] if entry.key.scope.hex().startswith(prefix)]
+        with working("Reading the index") as status:
+            entries = [entry for entry in listed(store, status)[0] if entry.key.scope.hex().startswith(prefix)]
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("Reading", total=sum(entry.num_bytes for entry in listed))
-            verdict = check(store, listed, lambda num_bytes: bar.advance(task, num_bytes))
+            task = bar.add_task("Reading", total=sum(entry.num_bytes for entry in entries))
+            verdict = check(store, entries, lambda num_bytes: bar.advance(task, num_bytes))
         corrupt = verdict.corrupt
         removed = store.remove([key for key, _ in corrupt]) if settings.remove and corrupt else 0
     data = {
@@ -331,17 +337,19 @@ def gc(url: StoreUrl, settings: GcSettings) -> Report:
     kept = tuple(map(_scope_prefix, settings.keep))
     seconds = None if settings.older_than is None else _parse_seconds(settings.older_than)
     removed = reclaimed = freed = 0
-    with opened(url.store) as store, _status("Reading the index") as status:
+    with opened(url.store) as store, working("Reading the index") as status:
         from quire.tiers.stores.directory import DirectoryStore
 
-        records, tombstones = _listed(store, status)
+        records, tombstones, facts_of = listed(store, status)
         chosen = _chosen(records, kept, seconds, settings.to_bytes, tuple(tombstones.values()))
         directory = store if isinstance(store, DirectoryStore) and not settings.dry_run else None
         before = directory.facts().slab_bytes if directory is not None else 0
         if not settings.dry_run:
             removed = _remove(store, chosen, status)
             if removed >= len(chosen):  # a tombstone stays while a record of its scope does
-                store.remove(list(tombstones))
+                left = {entry.key.scope[:8] for entry in set(records) - set(chosen)}
+                unused = [key for key, prefix in facts_of.items() if prefix not in left]
+                store.remove([*tombstones, *unused])
         if directory is not None:
             status.update("Giving room back to the disk ...")
             directory.reclaim()  # prepared records of dead writers; opening the store has dropped some of them

@@ -36,7 +36,15 @@ from quire.engine.request_times import time_parts
 from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
 from quire.engine.tier_storage import Storage, open_tiers
-from quire.engine.tiers import EngineTiers, build_memory, lower_frames, offloads_of, open_tiers_of, tier_parts
+from quire.engine.tiers import (
+    EngineTiers,
+    build_memory,
+    describe_in_store,
+    lower_frames,
+    offloads_of,
+    open_tiers_of,
+    tier_parts,
+)
 from quire.engine.transfer import connections_of, identity_of, open_transfer, transfer_parts
 from quire.errors import InvalidInput, QuireError
 from quire.grammar.part import PATIENCE_S
@@ -165,6 +173,7 @@ class EngineCore:
         )
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
+        describe_in_store(self, self.identity(self.weights_epoch))
         graphs = largest_graph(config, self.device) if self.model.pooler is None else 0
         where = (self.device, self.pools, self.backend, self.compute, graphs)
         warm_ups = warm_ups_of(config, self.plan, self.device)
@@ -333,6 +342,7 @@ class EngineCore:
         done = self.offload.change_model(self._identity(epoch))
         self.weights_epoch = epoch
         self.loop.model_changed(epoch)
+        describe_in_store(self, self.identity(epoch))
         logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
         return done
 

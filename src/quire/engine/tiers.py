@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +37,14 @@ from quire.offload.tier_settings import StoreHealth, TierCounters, TierSettings,
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames
 from quire.plan.plan import Plan
+from quire.prefix.hashing import layout_identity, scope_of
+from quire.spec.events import Namespace
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
+from quire.tiers.scope_facts import Facts, write_facts
+from quire.tiers.store import Store
 from quire.tiers.transfer import LANES, Lane
+from quire.transfer.handshake import Identity
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -97,6 +104,32 @@ def tier_parts(engine: EngineCore) -> Iterator[Part]:
     if engine.tiers is not None and isinstance(engine.offload, Tiered):
         below, cache = engine.offload.tiers.counters, engine.cache.counters
         yield TiersPart(engine.offload, engine.tiers.close, partial(engine.tiers.counters, cache, below))
+
+
+def describe_in_store(engine: EngineCore, identity: Identity) -> None:
+    """Say in the store what the pages of this engine are of. On a thread, because a store may be slow."""
+    if engine.tiers is None or engine.tiers.store is None:
+        return
+    layouts = list(identity.layouts.values())
+    scope = scope_of(Namespace(), layout_identity(bytes.fromhex(identity.model), layouts))
+    facts = {
+        "engine": "quire",
+        "model": engine.config.model,
+        "weights": identity.model[:32],
+        "weights_epoch": identity.weights_epoch,
+        "dtype": identity.kv_format,
+        "page_size": identity.page_size,
+        "rank": f"0/{identity.tensor_parallel}",
+        "layout": sha256("".join(layouts).encode()).hexdigest()[:32],
+    }
+    Thread(target=_write_facts, args=(engine.tiers.store, scope, facts), name="quire-facts", daemon=True).start()
+
+
+def _write_facts(store: Store, scope: bytes, facts: Facts) -> None:
+    try:
+        write_facts(store, scope, facts)
+    except Exception as error:  # a store of the user's may raise; pages are found without facts
+        logger.warning("the store was not told what its pages are of: %s", error)
 
 
 def offloads_of(engine: EngineCore) -> Offloads:

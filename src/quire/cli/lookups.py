@@ -1,0 +1,128 @@
+"""`quire explain --lookups`: why prompts were not found in a connector's store, from its log of lookups."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from quire.cli.report import Report, plain_table
+from quire.errors import InvalidInput
+from quire.plan.budget import counted
+from quire.settings.setting import Settings, setting
+
+if TYPE_CHECKING:
+    from quire.tiers.scope_facts import Facts
+
+_MEANINGS = {
+    "found": "all of it was there",
+    "bad": "a record was there and bad, and was removed",
+    "later": "stored since then",
+    "other": "stored by an engine with other facts",
+    "gone": "was stored, and evicted or removed before",
+    "new": "never stored, as far as the log goes back",
+}
+_MOST_ROWS = 20
+
+
+class LoggedLookups(Settings):
+    """The log of a connector."""
+
+    lookups: Path | None = setting(
+        None, "A connector's log of lookups, to explain its requests; `--store` tells more of them.", metavar="FILE"
+    )
+    store: str | None = setting(None, "The connector's store, to find what lies there now.", metavar="DIR_OR_URL")
+
+
+@dataclass(slots=True)
+class _Log:
+    """Lookups in their order, by when records were saved or found bad."""
+
+    lookups: list[dict[str, Any]] = field(default_factory=list)
+    saved: dict[str, float] = field(default_factory=dict)  # first times
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+def lookups_report(path: Path, store: str | None, request: str | None) -> Report:
+    """Each lookup with its cause, or those of one request. Raises InvalidInput for a log that cannot be read, or does
+    not have the request."""
+    log = _read(path)
+    chosen = [each for each in log.lookups if request in (None, each["request"])]
+    if not chosen:
+        said = "has no lookups" if request is None else f"has no lookup of '{request}'"
+        raise InvalidInput(f"'{path}' {said}.", fix="give the log of a connector that served requests.")
+    missed = {each["missed"] for each in chosen if each["missed"] is not None}
+    there = _there(store, missed, {each["scope"] for each in chosen}) if store is not None else {}
+    rows = [each | dict(zip(("cause", "detail"), _cause(each, log, there), strict=True)) for each in chosen]
+    totals = Counter({name: sum(row[name] for row in rows) for name in ("asked", "found")})
+    data = {"log": str(path), "lookups": rows, **totals, "causes": Counter(row["cause"] for row in rows)}
+    return Report(data, lambda: _shown(data))
+
+
+def _read(path: Path) -> _Log:
+    log = _Log()
+    older = path.with_name(f"{path.name}.1")
+    try:
+        for file in (older, path) if older.exists() else (path,):
+            for text in file.read_text().splitlines():
+                line = json.loads(text)
+                for key in line.get("saved", ()):
+                    log.saved.setdefault(key, line["time"])
+                log.bad |= line.get("bad", {})
+                if "asked" in line:
+                    log.lookups.append(line)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidInput(f"'{path}' is no log of lookups: {error}.", fix="give the file of `log`.") from error
+    return log
+
+
+def _there(url: str, missed: set[str], scopes: set[str]) -> dict[str, dict[str, list[str]]]:
+    """Where these keys are in the store: by key and scope, the facts that differ from those of `scopes`."""
+    from quire.cli.store import opened
+    from quire.tiers.scope_facts import differences, read_facts
+
+    found: dict[str, set[bytes]] = {}
+    with opened(url) as store:
+        for entry in store.entries():
+            name = f"{entry.key.page.hex()}.{entry.key.part}"
+            if name in missed:
+                found.setdefault(name, set()).add(entry.key.scope)
+        asked = {bytes.fromhex(scope) for scope in scopes}
+        facts: Mapping[bytes, Facts] = read_facts(store, asked.union(*found.values()))
+    ours = next((facts[scope] for scope in asked if scope in facts), {})
+    return {
+        name: {scope.hex(): differences(ours, facts[scope]) if scope in facts else [] for scope in where}
+        for name, where in found.items()
+    }
+
+
+def _cause(lookup: Mapping[str, Any], log: _Log, there: Mapping[str, Mapping[str, list[str]]]) -> tuple[str, str]:
+    missed = lookup["missed"]
+    if missed is None:
+        return "found", _MEANINGS["found"]
+    where = there.get(missed, {})
+    if missed in log.bad:
+        return "bad", f"{_MEANINGS['bad']}: {log.bad[missed]}"
+    if lookup["scope"] in where or log.saved.get(missed, 0.0) > lookup["time"]:
+        return "later", _MEANINGS["later"]
+    if where:
+        names = next(iter(where.values()))
+        return "other", f"{_MEANINGS['other']}: {', '.join(names) or 'not said which'}"
+    cause = "gone" if missed in log.saved else "new"
+    return cause, _MEANINGS[cause]
+
+
+def _shown(data: Mapping[str, Any]) -> Iterator[RenderableType]:
+    rows = data["lookups"]
+    yield Text(f"{counted(len(rows), 'lookup')}: {data['found']:,} of {counted(data['asked'], 'chunk')} found.")
+    shown = [(row["request"], row["asked"], row["found"], row["cause"], row["detail"]) for row in rows[-_MOST_ROWS:]]
+    columns = ("request", "asked", "found", "cause", "detail")
+    yield plain_table(columns, shown, left=("request", "cause", "detail"), wraps=("detail",))
+    if len(rows) > _MOST_ROWS:
+        yield Text(f"The last {_MOST_ROWS} of {len(rows):,}; --json has all of them.", style="dim")
