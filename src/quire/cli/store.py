@@ -91,6 +91,7 @@ def _scope_prefix(text: str) -> str:
 
 
 def working(text: str) -> Status:
+    """Tells a terminal what goes on, as a `with` block."""
     return Console(stderr=True).status(f"{text} ...")
 
 
