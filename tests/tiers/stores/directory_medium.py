@@ -35,7 +35,9 @@ class DirectoryMedium:
         slab, offset, num_bytes = where
         with open(self.slab(slab), "rb") as file:
             file.seek(offset)
-            return file.read(num_bytes)
+            found = file.read(num_bytes)
+        ((lead,),) = self.query("SELECT lead FROM records WHERE name = ?", key.pack())
+        return found[num_bytes - lead :] + found[: num_bytes - lead]
 
     def write(self, key: StoreKey, record: bytes) -> None:
         """A slab can only be cut at its end: everything after it goes too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import shutil
@@ -350,10 +351,31 @@ def test_no_other_user_may_read(tmp_path: Path, is_new: bool, caplog: pytest.Log
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "chmod" in caplog.text
 
 
+def test_the_last_version_is_opened(tmp_path: Path) -> None:
+    """Its records have no first bytes that are after the rest."""
+    with closing(open_in(tmp_path)) as store:
+        assert write(store, make_keys(1), [make_record(0, 5000)]) == [Answer.HIT]
+    DirectoryMedium(tmp_path).query("ALTER TABLE records DROP COLUMN lead")
+    DirectoryMedium(tmp_path).query("PRAGMA user_version = 1")
+    aligned = memoryview(mmap.mmap(-1, 8192))
+    aligned[:] = make_record(1, 8192)
+    with closing(open_in(tmp_path)) as store:
+        old, new = make_keys(2)
+        assert read(store, old, 5000) == make_record(0, 5000)
+        assert write(store, [new], [(b"x" * 64, aligned)]) == [Answer.HIT]
+    with closing(open_in(tmp_path)) as store:
+        assert read(store, new, 8192 + 64) == b"x" * 64 + make_record(1, 8192)
+        found = memoryview(mmap.mmap(-1, 8192))
+        for parts in ((bytearray(64), found), (bytearray(10), bytearray(60), found[: 8192 - 6])):
+            assert store.get([new], [parts]) == [Answer.HIT]
+            assert b"".join(parts) == b"x" * 64 + make_record(1, 8192)
+        assert [lead for (lead,) in DirectoryMedium(tmp_path).query("SELECT lead FROM records ORDER BY id")] == [0, 64]
+
+
 def test_another_version(tmp_path: Path) -> None:
     open_in(tmp_path).close()
-    DirectoryMedium(tmp_path).query("PRAGMA user_version = 2")
-    with pytest.raises(StoreError, match="has version 2, and this is for version 1"):
+    DirectoryMedium(tmp_path).query("PRAGMA user_version = 3")
+    with pytest.raises(StoreError, match="has version 3, and this is for version 2"):
         open_in(tmp_path)
 
 

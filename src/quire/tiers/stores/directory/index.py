@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from quire.errors import StoreError
 from quire.owned_files import check_folder, open_owned
 
-VERSION = 1
+VERSION = 2
 LOG_BYTES = 8 << 20  # the log shrinks to this after a checkpoint (every 4 MiB); a long read delays that
 _APPLICATION = 0x51555231  # "QUR1"
 _BATCH = 256
@@ -40,7 +40,8 @@ CREATE TABLE free (
 ) WITHOUT ROWID;
 CREATE TABLE records (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name BLOB NOT NULL UNIQUE, slab INTEGER NOT NULL, slot INTEGER NOT NULL,
-    slot_bytes INTEGER NOT NULL, num_bytes INTEGER NOT NULL, used INTEGER NOT NULL, owner TEXT, UNIQUE (slab, slot)
+    slot_bytes INTEGER NOT NULL, num_bytes INTEGER NOT NULL, used INTEGER NOT NULL, owner TEXT,
+    lead INTEGER NOT NULL DEFAULT 0, UNIQUE (slab, slot)
 );
 CREATE INDEX by_use ON records (slot_bytes, used) WHERE owner IS NULL;
 CREATE INDEX by_owner ON records (owner) WHERE owner IS NOT NULL;
@@ -48,7 +49,8 @@ CREATE INDEX by_owner ON records (owner) WHERE owner IS NOT NULL;
 
 
 class Row(NamedTuple):
-    """A record's place. `used` is in microseconds of the wall clock; `owner` is None for a visible record."""
+    """A record's place. `used` is in microseconds of the wall clock; `owner` is None for a visible record. Its first
+    `lead` bytes are after all others, so that these are on a block boundary."""
 
     id: int
     name: bytes
@@ -58,6 +60,7 @@ class Row(NamedTuple):
     num_bytes: int
     used: int
     owner: str | None
+    lead: int = 0
 
     @property
     def offset(self) -> int:
@@ -197,7 +200,7 @@ def insert_rows(connection: sqlite3.Connection, rows: Sequence[Row]) -> list[Row
     """Insert rows; returns them with their new ids."""
     last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
     made = [row._replace(id=number) for number, row in enumerate(rows, (last[0] if last else 0) + 1)]
-    connection.executemany(f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", made)
+    connection.executemany(f"INSERT INTO records ({_COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))})", made)
     return made
 
 
@@ -269,6 +272,9 @@ def _make_or_check(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
     elif application != _APPLICATION:
         raise StoreError(f"'{path}' is not the index of a store.", fix="give another directory.")
+    elif version == 1:
+        connection.execute("ALTER TABLE records ADD COLUMN lead INTEGER NOT NULL DEFAULT 0")
+        connection.execute(f"PRAGMA user_version = {VERSION}")
     elif version != VERSION:
         raise StoreError(
             f"the store in '{path.parent}' has version {version}, and this is for version {VERSION}.",

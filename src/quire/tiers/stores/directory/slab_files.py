@@ -1,7 +1,7 @@
 """SlabFiles: the files of records, read and written by several threads, with direct I/O if the filesystem supports it.
 
-Whole blocks of a record that is one aligned piece of memory are transferred directly. Other bytes, and a last partial
-block, pass through an aligned buffer. Records that are adjacent in a file are transferred in one call.
+Whole blocks of a record's first piece are transferred directly if it is aligned in memory. Other bytes, and a last
+partial block, pass through an aligned buffer. Records that are adjacent in a file are transferred in one call.
 """
 
 from __future__ import annotations
@@ -218,16 +218,16 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
     through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
     used = 0
     for piece in run:
-        parts, straight = piece.parts, 0
-        if len(parts) == 1 and parts[0].__array_interface__["data"][0] % BLOCK == 0:
-            straight = piece.num_bytes // BLOCK * BLOCK
-            vector.append(parts[0][:straight])
-            parts = [parts[0][straight:]]
+        (first, *others), straight = piece.parts, 0
+        if first.__array_interface__["data"][0] % BLOCK == 0:
+            straight = len(first) // BLOCK * BLOCK
+        if straight:
+            vector.append(first[:straight])
         rest = piece.length - straight
         if rest:
             buffer = bounce[used : used + rest]
             at = 0
-            for part in parts:
+            for part in (first[straight:], *others):
                 through.append((part, buffer[at : at + len(part)]))
                 at += len(part)
             if writes:

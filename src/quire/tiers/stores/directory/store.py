@@ -47,7 +47,7 @@ from quire.tiers.stores.directory.index import (
     rows_where,
 )
 from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, slot_size
-from quire.tiers.stores.directory.slab_files import Bytes, Place, SlabFiles
+from quire.tiers.stores.directory.slab_files import BLOCK, Bytes, Place, SlabFiles
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +164,25 @@ def _check_kind(path: Path, *, may_be_new: bool) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _arrays(record: RecordViews) -> list[Bytes]:
-    return [np.frombuffer(view, dtype=np.uint8) for view in record.views if view.nbytes]
+def _lead_of(record: RecordViews) -> int:
+    """The bytes before the last piece, if they are few and that piece can be written from where it is."""
+    lead = record.num_bytes - record.views[-1].nbytes
+    is_aligned = np.frombuffer(record.views[-1], dtype=np.uint8).__array_interface__["data"][0] % BLOCK == 0
+    return lead if 0 < lead <= BLOCK <= record.views[-1].nbytes and is_aligned else 0
+
+
+def _arrays(record: RecordViews, lead: int) -> list[Bytes]:
+    """The pieces of a record in the order of the file: the first `lead` bytes after all others."""
+    parts, at = [np.frombuffer(view, dtype=np.uint8) for view in record.views], 0
+    if not lead:
+        return parts
+    first, rest = list[Bytes](), list[Bytes]()
+    for part in parts:
+        cut = max(0, lead - at)
+        first.append(part[:cut])
+        rest.append(part[cut:])
+        at += len(part)
+    return [part for part in (*rest, *first) if len(part)]
 
 
 def _make_private(path: Path) -> None:
@@ -316,7 +333,8 @@ class DirectoryStore(Store):
             row = self._prepared.get(key)
             if row is not None and row.id not in writing and record.num_bytes == row.num_bytes:
                 writing[row.id] = at
-                places.append((row.slab, row.offset, _arrays(record)))
+                self._prepared[key] = row = row._replace(lead=_lead_of(record))
+                places.append((row.slab, row.offset, _arrays(record, row.lead)))
         self._written.difference_update(writing)
         written = self._files.write(places)
         self._written.update(compress(writing, written))
@@ -352,7 +370,8 @@ class DirectoryStore(Store):
         try:
             with self._index.writing() as index:
                 done = index.executemany(
-                    "UPDATE records SET owner = NULL WHERE id = ? AND owner = ?", [(row.id, row.owner) for row in good]
+                    "UPDATE records SET owner = NULL, lead = ? WHERE id = ? AND owner = ?",
+                    [(row.lead, row.id, row.owner) for row in good],
                 ).rowcount
                 release(index, [row.id for row in bad])
                 return ids if done == len(ids) else find_visible(index, list(ids))  # less if a slab was deleted
@@ -387,7 +406,7 @@ class DirectoryStore(Store):
                 answers[at] = self._seen(row.owner)
                 continue
             reading.append((at, row))
-            places.append((row.slab, row.offset, _arrays(record)))
+            places.append((row.slab, row.offset, _arrays(record, row.lead)))
         moved = self._files.read(places)
         # A slot is overwritten only after its record's row is deleted. So if the row is there, the bytes are its own.
         with self._index.reading() as index:
