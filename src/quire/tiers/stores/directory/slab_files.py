@@ -218,16 +218,16 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
     through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
     used = 0
     for piece in run:
-        (first, *others), straight = piece.parts, 0
-        if first.__array_interface__["data"][0] % BLOCK == 0:
-            straight = len(first) // BLOCK * BLOCK
+        (front, *others), straight = piece.parts, 0
+        if front.__array_interface__["data"][0] % BLOCK == 0:
+            straight = len(front) // BLOCK * BLOCK
         if straight:
-            vector.append(first[:straight])
+            vector.append(front[:straight])
         rest = piece.length - straight
         if rest:
             buffer = bounce[used : used + rest]
             at = 0
-            for part in (first[straight:], *others):
+            for part in (front[straight:], *others):
                 through.append((part, buffer[at : at + len(part)]))
                 at += len(part)
             if writes:
