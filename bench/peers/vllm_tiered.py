@@ -1,0 +1,140 @@
+"""A vLLM engine in a process of its own, which answers lines of JSON (`bench.peers.worker.answer_requests`).
+
+Its engine core runs in the same process, so that tests reach its scheduler and its tiers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # answers have the other one
+
+from bench.peers.worker import answer_requests
+from quire.testing.stores.faulty_store import FaultyStore
+from quire.testing.stores.wrapped_store import SlowStore
+from quire.tiers.store import Store
+from quire.tiers.stores.registry import open_store, register_store
+from vllm import LLM, SamplingParams
+
+
+def _slow(url: str, capacity: int | None, *, counts_use: bool = True) -> Store:
+    """slow://SECONDS/PATH: a directory whose calls wait."""
+    seconds, _, path = url.removeprefix("slow://").partition("/")
+    return SlowStore(open_store(f"/{path}", capacity=capacity, counts_use=counts_use), (float(seconds), float(seconds)))
+
+
+def _faulty(url: str, capacity: int | None, *, counts_use: bool = True) -> Store:
+    """faulty://PERCENT/PATH: a directory with every kind of fault."""
+    percent, _, path = url.removeprefix("faulty://").partition("/")
+    inner = open_store(f"/{path}", capacity=capacity, counts_use=counts_use)
+    return FaultyStore(inner, seed=1, percent=int(percent))
+
+
+register_store("slow", _slow)
+register_store("faulty", _faulty)
+
+
+class VllmEngine:
+    """One vLLM, with the secondary tiers of `start`."""
+
+    def __init__(self, _: str) -> None:
+        self._llm: Any = None
+
+    def start(self, *, folder: str, tiers: list[dict[str, Any]], cpu_bytes: int = 32 << 20, **more: Any) -> dict[str, Any]:
+        """Load a model. `tiers` are vLLM's `secondary_tiers`; without any there is no offloading. `more` are vLLM's."""
+        extra = {
+            "spec_name": "HostTieringSpec",
+            "spec_module_path": "bench.peers.vllm_host",
+            "cpu_bytes_to_use": cpu_bytes,
+            "secondary_tiers": tiers,
+        }
+        settings = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        own = {"max_model_len": 512, "block_size": 32, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
+        began = time.perf_counter()
+        self._llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            kv_transfer_config=settings if tiers else None,
+            seed=0,
+            **({"dtype": "float32"} | own | more),
+        )
+        return {"seconds": time.perf_counter() - began}
+
+    def run(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        """Greedy tokens, and how many tokens of each prompt were found somewhere."""
+        began = time.perf_counter()
+        outputs = self._llm.generate(_given(prompts), _greedy(new), use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "ends": [output.outputs[0].finish_reason for output in outputs],
+            "cached": [output.num_cached_tokens or 0 for output in outputs],
+            "seconds": time.perf_counter() - began,
+        }
+
+    def abort(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Begin requests and abort them after so many steps. Returns how many had no token by then."""
+        engine, names = self._llm.llm_engine, [f"aborted-{i}" for i in range(len(prompts))]
+        for name, prompt in zip(names, _given(prompts), strict=True):
+            engine.add_request(name, prompt, _greedy(32))
+        found = [output for _ in range(steps) for output in engine.step()]
+        engine.abort_request(names)
+        return {"without_token": len(names) - len({output.request_id for output in found})}
+
+    def settle(self, seconds: float = 10.0) -> dict[str, Any]:
+        """Step until the tiers have ended what they do. Returns whether they did in time."""
+        core, end = self._llm.llm_engine.engine_core.engine_core, time.monotonic() + seconds
+        while core.scheduler.has_requests() and time.monotonic() < end:
+            core.step_fn()
+            time.sleep(0.001)
+        return {"is_settled": not core.scheduler.has_requests()}
+
+    def forget(self) -> dict[str, Any]:
+        """Empty the device's cache and the primary tier; other tiers are as they were."""
+        assert self.settle()["is_settled"]
+        self._manager().primary_tier.reset_cache()
+        return {"is_reset": self._llm.reset_prefix_cache()}
+
+    def reset(self) -> dict[str, Any]:
+        """Reset all caches, as vLLM does when weights change."""
+        return {"is_reset": self._llm.reset_prefix_cache(reset_connector=True)}
+
+    def metrics(self) -> dict[str, Any]:
+        """vLLM's own counters of offloading, by name without their prefix, and labels."""
+        found = {}
+        for metric in self._llm.get_metrics():
+            if metric.name.startswith("vllm:kv_offload_") and hasattr(metric, "value"):
+                labels = [value for name, value in metric.labels.items() if name not in ("engine", "model_name")]
+                found[" ".join([metric.name.removeprefix("vllm:kv_offload_"), *labels])] = metric.value
+        return found
+
+    def preempted(self) -> dict[str, Any]:
+        """How often a request was preempted."""
+        return {"times": sum(each.value for each in self._llm.get_metrics() if each.name == "vllm:num_preemptions")}
+
+    def stop(self) -> dict[str, Any]:
+        """Close the engine, as a server does."""
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        return {}
+
+    def _manager(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+
+
+def _given(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def _greedy(new: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+
+
+if __name__ == "__main__":
+    answer_requests(VllmEngine)

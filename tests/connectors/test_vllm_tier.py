@@ -1,0 +1,286 @@
+"""vLLM with Quire's tier: the same tokens as vLLM alone, from saved records, and never from bad ones."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness import Worker
+from quire.tiers.stores.registry import open_store
+from tests.changes import unless_changed
+from tests.connectors.vllm_runs import (
+    CHUNK,
+    PATHS,
+    Damage,
+    chunks,
+    damage,
+    engine,
+    exchanged,
+    flipped,
+    foreign,
+    model,
+    prompt_sets,
+    quire_tier,
+    torn,
+    truncated,
+)
+from tests.tiers.stores.servers import started, valkey
+
+pytestmark = unless_changed(__name__, *PATHS)
+
+NEW = 12
+SETS = prompt_sets(4)
+
+
+def outputs(vllm: Worker, sets: list[list[list[int]]] = SETS) -> list[list[list[int]]]:
+    """Greedy tokens of each set, one set after another, with caches as they are."""
+    return [answer["tokens"] for prompts in sets for answer in [run(vllm, prompts)]]
+
+
+def run(vllm: Worker, prompts: list[list[int]]) -> dict[str, Any]:
+    """Run prompts. No request may fail."""
+    answer = vllm.ask("run", prompts=prompts, new=NEW)
+    assert answer["ends"] == ["length"] * len(prompts)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
+    """What vLLM answers without tiers."""
+    with engine(llama, tmp_path_factory.mktemp("alone") / "log") as vllm:
+        return outputs(vllm)
+
+
+@pytest.fixture(scope="module")
+def saved(llama: Path, alone: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with all chunks of the sets, saved by a process that has ended."""
+    folder = tmp_path_factory.mktemp("saved")
+    with engine(llama, folder / "log", quire_tier(folder / "store")) as vllm:
+        assert outputs(vllm) == alone
+        vllm.ask("settle")
+        metrics = vllm.ask("metrics")
+        assert metrics["quire_saved"] == sum(map(chunks, SETS))
+        assert "quire_hits" not in metrics
+    return folder / "store"
+
+
+@pytest.fixture
+def store(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "store"))
+
+
+def test_a_new_process_finds_what_another_has_saved(
+    llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path
+) -> None:
+    with engine(llama, tmp_path / "log", quire_tier(store)) as vllm:
+        assert outputs(vllm) == alone
+        metrics = vllm.ask("metrics")
+        assert metrics["quire_hits"] == metrics["tiering_chunk_hits 1:QuireTier"] == sum(map(chunks, SETS))
+        assert "quire_saved" not in metrics
+        for prompts in SETS:
+            vllm.ask("forget")
+            before = vllm.ask("metrics")["quire_hits"]
+            found = run(vllm, prompts[:1])["cached"][0]
+            assert found == CHUNK * (vllm.ask("metrics")["quire_hits"] - before) == len(prompts[0]) // CHUNK * CHUNK
+
+
+def test_bad_records_are_missed_and_counted(
+    llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path
+) -> None:
+    kinds: dict[str, tuple[Damage, str]] = {
+        "flipped": (flipped, "digest"),
+        "exchanged": (exchanged, "key"),
+        "torn": (torn, "digest"),
+        "truncated": (truncated, "length"),
+        "foreign": (foreign, "layout"),
+    }
+    with engine(llama, tmp_path / "log", quire_tier(store)) as vllm:
+        for change, reason in kinds.values():
+            vllm.ask("forget")
+            before = vllm.ask("metrics")
+            with closing(open_store(str(store))) as directory:
+                assert damage(directory, change) == sum(map(chunks, SETS))
+            assert outputs(vllm) == alone
+            vllm.ask("forget")
+            after = vllm.ask("metrics")
+            assert after[f"quire_bad_records {reason}"] > before.get(f"quire_bad_records {reason}", 0)
+            assert after.get("quire_hits", 0) == before.get("quire_hits", 0)
+            assert outputs(vllm) == alone  # from what was saved again
+            assert vllm.ask("metrics")["quire_hits"] > after.get("quire_hits", 0)
+
+
+def test_vllms_own_tier_gives_wrong_tokens_where_this_one_misses(
+    llama: Path, alone: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """The control: if it passes no more, these tests show less than they did."""
+    files = tmp_path / "files"
+    with engine(llama, tmp_path / "log", {"type": "fs", "root_dir": str(files)}) as vllm:
+        assert outputs(vllm) == alone
+        vllm.ask("forget")
+        saved = sorted(files.glob("**/*.bin"))
+        records = [path.read_bytes() for path in saved]
+        for at, path in enumerate(saved):
+            path.write_bytes(records[at - 1])
+        assert outputs(vllm) != alone
+
+
+@pytest.mark.parametrize("changed", ["weights", "dtype", "block_size"])
+def test_records_of_another_engine_are_not_found(
+    llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path, changed: str
+) -> None:
+    more: dict[str, Any] = {"dtype": {"dtype": "bfloat16"}, "block_size": {"block_size": 16}}.get(changed, {})
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    if changed == "weights":
+        shutil.copy(model(tmp_path / "other", seed=1) / "model.safetensors", folder)
+    with engine(folder, tmp_path / "log", quire_tier(store), **more) as vllm:
+        found = outputs(vllm)
+        vllm.ask("forget")
+        metrics = vllm.ask("metrics")
+        assert "quire_hits" not in metrics and metrics["quire_saved"]
+        assert (found == alone) is (changed == "block_size")
+        assert outputs(vllm) == found  # from its own records
+        assert vllm.ask("metrics")["quire_hits"]
+
+
+@pytest.mark.parametrize("memory", ["chunked prefill", "preemption"])
+def test_short_steps_and_little_memory(
+    llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path, memory: str
+) -> None:
+    more = {"num_gpu_blocks_override": 17} if memory == "preemption" else {"max_num_batched_tokens": 64}
+    with engine(llama, tmp_path / "log", quire_tier(store), **more) as vllm:
+        assert outputs(vllm) == alone
+        assert vllm.ask("metrics")["quire_hits"]
+        sets = prompt_sets(3, seed=1, each=6)
+        found = outputs(vllm, sets)
+        assert vllm.ask("preempted")["times"] if memory == "preemption" else True
+        vllm.ask("forget")
+        assert outputs(vllm, sets) == found
+
+
+def test_a_model_with_windows(tmp_path: Path) -> None:
+    more = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    folder = model(tmp_path / "gemma", "gemma3_text", **more)
+    with engine(folder, tmp_path / "alone") as vllm:
+        alone = outputs(vllm)
+    for log in ("cold", "warm"):
+        with engine(folder, tmp_path / log, quire_tier(tmp_path / "store")) as vllm:
+            assert outputs(vllm) == alone
+            vllm.ask("settle")
+            metrics = vllm.ask("metrics")
+    assert metrics["quire_hits"]
+
+
+def test_two_engines_at_once(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
+    tier = quire_tier(tmp_path / "store")
+    with ThreadPoolExecutor() as pool, engine(llama, tmp_path / "a", tier) as one, engine(llama, tmp_path / "b", tier) as two:
+        first = pool.submit(outputs, one, SETS)
+        second = pool.submit(outputs, two, SETS[::-1])
+        assert first.result() == alone and second.result() == alone[::-1]
+        for vllm in (one, two):
+            vllm.ask("forget")
+            assert outputs(vllm) == alone
+            assert vllm.ask("metrics")["quire_hits"]
+
+
+def test_a_full_store_evicts(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
+    with engine(llama, tmp_path / "log", quire_tier(tmp_path / "store", store_size="1MiB")) as vllm:
+        for _ in range(2):
+            assert outputs(vllm) == alone
+            vllm.ask("forget")
+        metrics = vllm.ask("metrics")
+    assert metrics["quire_saved"]
+    with closing(open_store(str(tmp_path / "store"))) as directory:
+        assert 0 < sum(entry.num_bytes for entry in directory.entries()) <= 1 << 20
+
+
+def test_a_store_that_lies_and_fails(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
+    with engine(llama, tmp_path / "log", quire_tier(f"faulty://20{tmp_path}/store")) as vllm:
+        for _ in range(4):
+            assert outputs(vllm) == alone
+            vllm.ask("forget")
+        metrics = vllm.ask("metrics")
+    assert metrics["quire_hits"] and metrics["quire_bad_records digest"]
+
+
+def test_requests_are_aborted_while_records_load(
+    llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path
+) -> None:
+    with engine(llama, tmp_path / "log", quire_tier(f"slow://0.2{store}")) as vllm:
+        for prompts in SETS:
+            assert vllm.ask("abort", prompts=prompts, steps=3)["without_token"] == len(prompts)
+        vllm.ask("forget")
+        assert outputs(vllm) == alone
+        assert vllm.ask("metrics")["quire_hits"]
+
+
+def test_a_server_that_hangs_and_one_that_is_killed(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
+    """A request waits for one deadline at most; when the server answers again, so does the tier."""
+    with tempfile.TemporaryDirectory() as folder, started(lambda: valkey(Path(folder))) as server:
+        tier = quire_tier(f"unix://{folder}/valkey.sock", deadline_s=1, store_size=None)
+        with engine(llama, tmp_path / "log", tier) as vllm:
+            assert outputs(vllm) == alone
+            vllm.ask("forget")
+            assert server.process is not None
+            server.process.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            assert outputs(vllm) == alone
+            assert time.monotonic() - began < 30
+            server.process.send_signal(signal.SIGCONT)
+            assert vllm.ask("metrics")["quire_expired"]
+            eventually_hits(vllm, alone)
+            server.kill()
+            vllm.ask("forget")
+            assert outputs(vllm) == alone
+            server.start()
+            eventually_hits(vllm, alone)
+
+
+def eventually_hits(vllm: Worker, alone: list[list[list[int]]]) -> None:
+    """The tier serves again, within some deadlines."""
+    before, end = vllm.ask("metrics").get("quire_hits", 0), time.monotonic() + 30
+    while vllm.ask("metrics").get("quire_hits", 0) == before:
+        assert time.monotonic() < end
+        vllm.ask("forget")
+        assert outputs(vllm) == alone
+
+
+@pytest.mark.parametrize(
+    ("tier", "more", "said"),
+    [
+        ({}, {"prefix_caching_hash_algo": "xxhash"}, "a seed that each process draws"),
+        ({}, {"load_format": "dummy"}, "draws weights that no file identifies"),
+        ({"stor": "x"}, {}, "unexpected keyword argument 'stor'"),
+    ],
+)
+def test_what_cannot_be_keyed_is_refused_at_start(
+    llama: Path, tmp_path: Path, tier: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RuntimeError, match=said), engine(llama, tmp_path / "log", quire_tier(tmp_path / "s", **tier), **more):
+        pass
+
+
+def test_a_reset_ends_what_was_saved(llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path) -> None:
+    """vLLM resets its caches when weights change."""
+    with engine(llama, tmp_path / "log", quire_tier(store)) as vllm:
+        assert outputs(vllm) == alone
+        vllm.ask("settle")
+        hits = vllm.ask("metrics")["quire_hits"]
+        assert vllm.ask("reset")["is_reset"]
+        assert outputs(vllm) == alone
+        vllm.ask("forget")
+        assert vllm.ask("metrics")["quire_hits"] == hits
