@@ -78,5 +78,3 @@ class _HostWorker(OffloadingWorker):
             block_at += size
             chunk_at += -(-(first % each + size) // each)
         assert chunk_at == len(chunks) and block_at == len(blocks), "chunks and blocks of another request"
-
-

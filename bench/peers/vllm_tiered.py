@@ -14,11 +14,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # answers have the other one
 
 from bench.peers.worker import answer_requests
+from vllm import LLM, SamplingParams
+
 from quire.testing.stores.faulty_store import FaultyStore
 from quire.testing.stores.wrapped_store import SlowStore
 from quire.tiers.store import Store
 from quire.tiers.stores.registry import open_store, register_store
-from vllm import LLM, SamplingParams
 
 
 def _slow(url: str, capacity: int | None, *, counts_use: bool = True) -> Store:
@@ -44,7 +45,9 @@ class VllmEngine:
     def __init__(self, _: str) -> None:
         self._llm: Any = None
 
-    def start(self, *, folder: str, tiers: list[dict[str, Any]], cpu_bytes: int = 32 << 20, **more: Any) -> dict[str, Any]:
+    def start(
+        self, *, folder: str, tiers: list[dict[str, Any]], cpu_bytes: int = 32 << 20, **more: Any
+    ) -> dict[str, Any]:
         """Load a model. `tiers` are vLLM's `secondary_tiers`; without any there is no offloading. `more` are vLLM's."""
         extra = {
             "spec_name": "HostTieringSpec",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from bench.harness import Worker
+
 from quire.tiers.stores.registry import open_store
 from tests.changes import unless_changed
 from tests.connectors.vllm_runs import (
@@ -187,7 +187,11 @@ def test_a_model_with_windows(tmp_path: Path) -> None:
 
 def test_two_engines_at_once(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
     tier = quire_tier(tmp_path / "store")
-    with ThreadPoolExecutor() as pool, engine(llama, tmp_path / "a", tier) as one, engine(llama, tmp_path / "b", tier) as two:
+    with (
+        ThreadPoolExecutor() as pool,
+        engine(llama, tmp_path / "a", tier) as one,
+        engine(llama, tmp_path / "b", tier) as two,
+    ):
         first = pool.submit(outputs, one, SETS)
         second = pool.submit(outputs, two, SETS[::-1])
         assert first.result() == alone and second.result() == alone[::-1]
@@ -262,7 +266,7 @@ def eventually_hits(vllm: Worker, alone: list[list[list[int]]]) -> None:
 @pytest.mark.parametrize(
     ("tier", "more", "said"),
     [
-        ({}, {"prefix_caching_hash_algo": "xxhash"}, "a seed that each process draws"),
+        ({}, {"prefix_caching_hash_algo": "xxhash"}, "draws a seed in each process"),
         ({}, {"load_format": "dummy"}, "draws weights that no file identifies"),
         ({"stor": "x"}, {}, "unexpected keyword argument 'stor'"),
     ],
@@ -270,7 +274,10 @@ def eventually_hits(vllm: Worker, alone: list[list[list[int]]]) -> None:
 def test_what_cannot_be_keyed_is_refused_at_start(
     llama: Path, tmp_path: Path, tier: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(RuntimeError, match=said), engine(llama, tmp_path / "log", quire_tier(tmp_path / "s", **tier), **more):
+    with (
+        pytest.raises(RuntimeError, match=said),
+        engine(llama, tmp_path / "log", quire_tier(tmp_path / "s", **tier), **more),
+    ):
         pass
 
 

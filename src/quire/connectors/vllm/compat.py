@@ -73,7 +73,7 @@ def hash_seed(config: VllmConfig) -> str:
     seed = resolve_none_hash_seed(make)
     if seed != resolve_none_hash_seed(make):
         raise RefusedCombination(
-            f"prefix_caching_hash_algo '{algorithm}' hashes with a seed that each process draws: nothing is found again.",
+            f"prefix_caching_hash_algo '{algorithm}' draws a seed in each process, which finds nothing of others.",
             fix="use sha256 or sha256_cbor, or set PYTHONHASHSEED to the same number for all engines of the store.",
         )
     return f"{algorithm} {make(seed).hex()[:16]}"

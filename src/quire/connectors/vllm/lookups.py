@@ -1,74 +1,77 @@
 """Lookups: whether records exist, asked in the background in one batch per step. Never waits for a store.
 
-    of(request, key)   None until the answer is there; the answer stays until the request ends
-    flush()            ask for all keys that are new since the last one
-    miss(request, ..)  records that could not be loaded: without it vLLM would load them again, for ever
+    of(request, key)    None until the answer is there; the answer stays until the request ends
+    flush()             ask for the keys that are new since the last call
+    miss(request, ...)  records that could not be loaded; otherwise the engine would load them again, forever
 
-A batch that is late at its deadline counts as missed. While one is late, so does every key that is new: a store that
-hangs costs one request its deadline, and no more until the store answers.
+The keys of a batch that is late count as missing. While a batch is late, so do all new keys: a store that hangs costs
+its deadline once, and nothing more until it answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from threading import Thread
 from typing import NamedTuple
-
-from quire.connectors.vllm.workers import Workers
 
 Found = dict[bytes, bool | None]
 
 
 class _Batch(NamedTuple):
-    end: float
+    expires_at: float
     asked: list[tuple[Found, bytes]]
-    answered: list[bool]  # empty until it is
+    ended: list[bool]  # empty until it has
 
 
 class Lookups:
-    """Of one tier. All methods are for the scheduler's thread; `exists` is called on another."""
+    """The lookups of one tier. All methods are for the scheduler's thread; `exists` is called on another.
+
+    `counts`: `misses`, and `expired`, which count as misses too."""
 
     def __init__(self, exists: Callable[[Sequence[bytes]], Sequence[bool]], deadline_s: float) -> None:
+        self.counts: Counter[str] = Counter()
         self._exists, self._deadline_s = exists, deadline_s
         self._of: dict[str, Found] = {}
         self._new: list[tuple[Found, bytes]] = []
         self._batches: deque[_Batch] = deque()
-        self._workers = Workers("quire-lookup", 1)
-        self.is_late = False
-        self.expired = 0
+        self._is_late = False
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="quire-lookup", daemon=True)
+        self._thread.start()
 
     def of(self, request: str, key: bytes) -> bool | None:
-        """Whether the record is there; None: not known yet."""
+        """Whether the record is there; None if it is not known yet."""
         found = self._of.get(request)
         if found is None:
             found = self._of[request] = {}
         if key in found:
             return found[key]
-        if self.is_late:
-            self.expired += 1
-            found[key] = False
-            return False
         found[key] = None
         self._new.append((found, key))
+        if self._is_late:
+            self._expire([(found, key)])
+            return False
         return None
 
     def flush(self) -> None:
-        """Once per step, after its lookups."""
-        while self._batches and self._batches[0].answered:
-            self._batches.popleft()
+        """Call it once per step, after its lookups."""
+        while self._batches and self._batches[0].ended:
+            for found, key in self._batches.popleft().asked:
+                self.counts["misses"] += not found[key]
         now = time.monotonic()
-        self.is_late = bool(self._batches) and self._batches[0].end < now
-        if self.is_late:
+        self._is_late = bool(self._batches) and self._batches[0].expires_at < now
+        if self._is_late:
             for batch in self._batches:
                 self._expire(batch.asked)
             self._expire(self._new)
-            self._new = []
-        if self._new:
+        elif self._new:
             batch = _Batch(now + self._deadline_s, self._new, [])
-            self._new = []
             self._batches.append(batch)
-            self._workers.run(lambda: self._ask(batch))
+            self.call(lambda: self._ask(batch))
+        self._new = []
 
     def miss(self, request: str, keys: Iterable[bytes]) -> None:
         """The records are not there for this request."""
@@ -76,28 +79,38 @@ class Lookups:
         if found is not None:
             found.update(dict.fromkeys(keys, False))
 
-    def end(self, request: str) -> None:
-        """The request asks no more."""
-        self._of.pop(request, None)
+    def end(self, request: str) -> Mapping[bytes, bool | None]:
+        """The request asks no more. Returns its keys with their answers, in the order in which it asked."""
+        return self._of.pop(request, {})
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call it on the lookups' thread, after what is waiting there. It must not raise."""
+        self._calls.put(function)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether nothing is waiting for the store."""
+        return not self._batches
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, if the store lets it go."""
-        self._workers.close(timeout_s)
+        """End the thread, unless the store hangs."""
+        self._calls.put(None)
+        self._thread.join(timeout_s)
 
-    def _expire(self, asked: list[tuple[Found, bytes]]) -> None:
+    def _expire(self, asked: Sequence[tuple[Found, bytes]]) -> None:
         for found, key in asked:
             if found[key] is None:
                 found[key] = False
-                self.expired += 1
+                self.counts["expired"] += 1
+
+    def _run(self) -> None:
+        while (function := self._calls.get()) is not None:
+            function()
 
     def _ask(self, batch: _Batch) -> None:
-        """On the other thread. Setting a key that is in a dict is atomic."""
-        answers: dict[bytes, bool] = {}
-        try:
-            keys = list({key: None for _, key in batch.asked})
-            answers = dict(zip(keys, self._exists(keys), strict=True))
-        finally:
-            for found, key in batch.asked:
-                if found[key] is None:
-                    found[key] = answers.get(key, False)
-            batch.answered.append(True)
+        keys = list({key: None for _, key in batch.asked})
+        answers = dict(zip(keys, self._exists(keys), strict=True))
+        for found, key in batch.asked:
+            if found[key] is None:  # an answer that comes late does not change what was said
+                found[key] = answers[key]
+        batch.ended.append(True)

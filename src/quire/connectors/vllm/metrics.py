@@ -10,19 +10,19 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricM
 _PREFIX = "vllm:kv_offload_quire_"
 _BAD = f"{_PREFIX}bad_records"
 COUNTERS = {
-    "hits": "Records that were loaded and passed their check.",
-    "misses": "Records that were looked up or loaded and were not there.",
+    "hits": "Records that were loaded and are good.",
+    "misses": "Records that were looked up or loaded, and were not there or were bad.",
     "saved": "Records that were saved.",
-    "present": "Records that were to be saved and were there.",
-    "refused": "Records that were not saved: no room, no answer, or too many waited.",
-    "expired": "Records that were not looked up or loaded in time, and counted as missed.",
-    "loaded_bytes": "Bytes of the records that were loaded.",
-    "saved_bytes": "Bytes of the records that were saved.",
+    "present": "Records that were to be saved, and were there already.",
+    "refused": "Records that the store could not look up, load or save now, or that would have waited too long.",
+    "expired": "Records that were not looked up, loaded or saved within the deadline.",
+    "loaded_bytes": "Bytes of records that were loaded.",
+    "saved_bytes": "Bytes of records that were saved.",
 }
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Of all counters, by name."""
+    """All counters by name."""
     found: dict[str, OffloadingMetricMetadata] = {
         _PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()
     }
@@ -32,12 +32,11 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     return found
 
 
-def stats(grown: Mapping[str, int]) -> OffloadingConnectorStats:
-    """What vLLM adds to its metrics. `grown` are counts since the last time; `bad_digest` has the reason `digest`."""
+def stats(grown: Mapping[str, int], bad: Mapping[str, int]) -> OffloadingConnectorStats:
+    """What vLLM adds to its metrics. `grown` and `bad`, by reason, are counts since the last time."""
     found = OffloadingConnectorStats()
     for name, count in grown.items():
-        if count and name in COUNTERS:
-            found.increase_counter(_PREFIX + name, count)
-        elif count and name.startswith("bad_"):
-            found.increase_counter(_BAD, count, (name.removeprefix("bad_"),))
+        found.increase_counter(_PREFIX + name, count)
+    for reason, count in bad.items():
+        found.increase_counter(_BAD, count, (reason,))
     return found

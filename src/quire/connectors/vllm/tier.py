@@ -1,22 +1,23 @@
 """QuireTier: a store of Quire as a secondary tier of vLLM. It may miss, and never gives bytes that fail their check.
 
-    lookup         is the record there? asked in the background (`lookups`); vLLM asks again meanwhile
-    submit_load    read records into rows of vLLM's primary tier, and check them there. vLLM uses a row only if its
-                   record was good; the others it looks up again, and computes. No request fails
-    submit_store   seal rows and write them. vLLM keeps the rows until it is done, so a store that hangs holds at most
-                   `save_share` of them; what comes then is refused
+    lookup         is the record there? asked in the background (`lookups`); vLLM asks again in the next step
+    submit_load    records are read into rows of vLLM's primary tier and checked there. vLLM uses the rows whose record
+                   is good; it looks up the others again, misses them, and computes. No request fails
+    submit_store   rows are sealed and written. vLLM pins a row until then, so that a store that hangs would pin all of
+                   them: what comes while `save_share` of the rows are pinned is refused
 
-All methods run in the scheduler's thread, and none waits, but `drain_jobs` and `shutdown`, which vLLM calls to wait.
+All methods are for the scheduler's thread. None waits for the store, but `drain_jobs` and `shutdown`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from threading import Condition
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.logger import init_logger
@@ -32,19 +33,30 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from quire.connectors.checked_store import CheckedStore, Key
+from quire.connectors.checked_store import CheckedStore, ChunkKey, Job
+from quire.connectors.lookup_log import LookupLog
 from quire.connectors.vllm import metrics
 from quire.connectors.vllm.compat import check_version, chunks_of, engine_config
-from quire.connectors.vllm.identity import identity_of
+from quire.connectors.vllm.facts import facts_of
 from quire.connectors.vllm.lookups import Lookups
-from quire.connectors.vllm.workers import Workers
 from quire.errors import StoreError
 from quire.settings.setting import parse_bytes
 from quire.tiers.store import Answer
 
 logger = init_logger(__name__)
 
-PIECE_BYTES = 32 << 20  # each has the deadline of one call
+PIECE_BYTES = 32 << 20  # of a load or save; several threads move the pieces
+_TOUCH_EVERY_S = 1.0
+_MOST_TOUCHED = 4096
+
+
+class _Moving(NamedTuple):
+    """A load or save of vLLM's, in pieces."""
+
+    job: TransferJob
+    pieces: list[tuple[list[bytes], Job]]
+    began: float
+    done: tuple[Answer, ...]  # the answers of a piece that count as success
 
 
 class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -62,43 +74,48 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         store: str,
         store_size: int | str | None = None,
         weights: str = "",
-        deadline_s: float = 2.0,
+        deadline_s: float = 10.0,
         save_share: float = 0.25,
         threads: int = 4,
+        log: str | None = None,
         locality: str | None = None,
         adapters: bool = False,
         serves_after_reset: bool = False,
         untested_vllm: bool = False,
     ) -> None:
-        """`store` is the URL of a store, `store_size` its limit, `weights` the identity of the model's weights if they
-        are not in files. Raises RefusedCombination for what cannot be keyed, and StoreError."""
+        """`store` and `store_size`: the URL of a store, and its limit. `weights`: an identity of the model's weights,
+        if they are not in files. `log`: the file of a `LookupLog`. Raises RefusedCombination for what cannot be keyed,
+        InvalidInput, and StoreError."""
         check_version(may_be_untested=untested_vllm)
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         self.locality = None if locality is None else Locality(locality)
-        self._rows: Any = np.asarray(primary_kv_view).view(np.uint8)
+        self._rows: Any = np.asarray(primary_kv_view).view(np.uint8)  # [chunks, bytes]
         num_rows, row_bytes = self._rows.shape
-        self._piece = max(1, PIECE_BYTES // row_bytes)
+        self._chunks_in_piece = max(1, PIECE_BYTES // row_bytes)
         self._most_saving = max(1, int(num_rows * save_share))
-        config = engine_config()
-        identity = identity_of(config, offloading_spec, row_bytes, weights=weights, adapters=adapters)
         self._store = CheckedStore.open(
             store,
-            identity,
-            {group: row_bytes for group in range(len(offloading_spec.config.groups))},
+            facts_of(engine_config(), offloading_spec, row_bytes, weights=weights, adapters=adapters),
+            {getattr(group, "group_id", at): row_bytes for at, group in enumerate(offloading_spec.config.groups)},
             capacity=None if store_size is None else parse_bytes(store_size),
             deadline_s=deadline_s,
             threads=threads,
+            log=log,
         )
-        self._deadline_s, self._serves_after_reset = deadline_s, serves_after_reset
         self._lookups = Lookups(self._exist, deadline_s)
-        self._workers = {True: Workers("quire-load", 2), False: Workers("quire-save", 1)}
-        self._changed = Condition()
-        self._in_flight: Counter[bool] = Counter()  # rows of loads (True) and saves
-        self._finished: deque[tuple[TransferJob, JobResult]] = deque()
-        self._counted: Counter[str] = Counter()
-        self._refused = 0
-        self._is_stopping = self._is_off = False
+        self._moving: dict[int, _Moving] = {}
+        self._refused: list[JobResult] = []
+        self._num_saving = 0
+        self._used: dict[bytes, None] = {}  # since the last touch, in the order of prompts
+        self._touched_at = 0.0
+        self._counts: Counter[str] = Counter()  # of this tier, besides the store's
+        self._reported: Counter[str] = Counter()
+        self._reported_bad: Counter[str] = Counter()
+        self._serves_after_reset = serves_after_reset
+        self._is_off = False
+
+    # -- lookups
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -109,107 +126,122 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookups.flush()
+        if self._used and self._lookups.are_idle and time.monotonic() > self._touched_at + _TOUCH_EVERY_S:
+            self._touched_at = time.monotonic()
+            keys, self._used = [_key(key) for key in self._used], {}
+            self._lookups.call(lambda: self._store.touch(keys))
+
+    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        """Records of prompts that vLLM found in memory count as used, too (vLLM 0.29 and 0.30)."""
+        if len(self._used) < _MOST_TOUCHED and not self._is_off:
+            self._used.update(dict.fromkeys(keys))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._lookups.end(req_context.req_id)
+        self.touch(getattr(req_context, "_offload_key_positions", ()), req_context)  # since vLLM 0.31
+        found = self._lookups.end(req_context.req_id)
+        log = self._store.log
+        if log is not None and found:
+            self._lookups.call(lambda: _log_lookups(log, self._store.scope, req_context.req_id, found))
+
+    # -- loads and saves
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, is_load=True)
+        self._submit(job_metadata, self._store.submit_load, (Answer.HIT,))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        waiting = self._in_flight[False]
-        if self._is_off or (waiting and waiting + len(job_metadata.keys) > self._most_saving):
-            self._refused += len(job_metadata.keys)
-            self._finished.append((job_metadata, JobResult(job_metadata.job_id, success=False)))
-        else:
-            self._submit(job_metadata, is_load=False)
+        count = len(job_metadata.keys)
+        if self._is_off or (self._num_saving and self._num_saving + count > self._most_saving):
+            self._counts["refused"] += count
+            self._refused.append(JobResult(job_metadata.job_id, success=False))
+            return
+        self._num_saving += count
+        self._submit(job_metadata, self._store.submit_save, (Answer.HIT, Answer.PENDING))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Records that could not be loaded are missed from now on, for their request."""
-        results = []
-        while self._finished:
-            job, result = self._finished.popleft()
-            results.append(result)
-            if job.is_promotion and not result.success:
-                self._lookups.miss(job.req_context.req_id, set(job.keys).difference(result.successful_keys or ()))
+        results, self._refused = self._refused, []
+        for moving in list(self._moving.values()):
+            if all(piece.poll() is not None for _, piece in moving.pieces):
+                results.append(self._end(moving))
         return results
 
     def drain_jobs(self) -> None:
-        """vLLM resets its caches, which it does when weights change: then no saved record may be served any more."""
-        self._stop()
-        self._wait(None)
-        self._is_stopping = False
+        """vLLM resets its caches, as it does when weights change. Then no saved record may be served any more."""
+        for moving in self._moving.values():
+            for _, piece in moving.pieces:
+                piece.wait()
         if not self._serves_after_reset:
             self._is_off = True
             logger.warning(
-                "vLLM's cache was reset, so the weights may be others than those of the store: it is neither read nor "
-                'written until a restart. Set "serves_after_reset": true in the tier if resets never follow new weights.'
+                "vLLM's caches were reset, so its weights may be others than those of the store: it is not used until "
+                'a restart. Set "serves_after_reset": true in the tier if no reset follows new weights.'
             )
 
     def shutdown(self) -> None:
-        """Raises StoreError if a call to the store does not end; then vLLM leaves its memory mapped."""
+        """Save what is waiting. Raises StoreError if the store hangs; then vLLM leaves its memory mapped."""
         self._is_off = True
-        self._stop()
-        is_idle = self._wait(2 * self._deadline_s)
-        self._rows = None
-        for workers in self._workers.values():
-            workers.close(0.1)
         self._lookups.close(0.1)
-        if not is_idle:
-            raise StoreError("the store does not answer, and rows of the primary tier are in use.")
         self._store.close()
+        hang = any(piece.poll() is None for moving in self._moving.values() for _, piece in moving.pieces)
+        self._moving.clear()
+        self._rows = None
+        if hang:
+            raise StoreError("the store hangs, with rows of the primary tier in use.")
+
+    # -- metrics
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         return metrics.definitions()
 
     def get_stats(self) -> Any:
-        counts = Counter(self._store.counts)
-        counts.update(expired=self._lookups.expired, refused=self._refused)
-        grown, self._counted = counts - self._counted, counts
-        return metrics.stats(grown)
+        counts = Counter(self._store.counts) + self._lookups.counts + self._counts
+        bad = Counter(self._store.bad)
+        grown, grown_bad = counts - self._reported, bad - self._reported_bad
+        self._reported, self._reported_bad = counts, bad
+        return metrics.stats(grown, grown_bad)
 
-    # -- other threads
+    # -- internals
 
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
+        """On the thread of lookups."""
         return [answer is Answer.HIT for answer in self._store.exists([_key(key) for key in keys])]
 
-    def _submit(self, job: TransferJob, *, is_load: bool) -> None:
-        with self._changed:
-            self._in_flight[is_load] += len(job.keys)
-        self._workers[is_load].run(lambda: self._run(job, is_load=is_load))
+    def _submit(self, job: TransferJob, move: Callable[..., Job], done: tuple[Answer, ...]) -> None:
+        keys, rows, each, began = list(job.keys), chunks_of(job), self._chunks_in_piece, time.monotonic()
+        pieces = [
+            (some, move([_key(key) for key in some], [self._rows[row] for row in rows[at : at + each]]))
+            for at, some in ((at, keys[at : at + each]) for at in range(0, len(keys), each))
+        ]
+        self._moving[job.job_id] = _Moving(job, pieces, began, done)
 
-    def _run(self, job: TransferJob, *, is_load: bool) -> None:
-        began, keys, good = time.monotonic(), list(job.keys), []
-        try:
-            rows, move = chunks_of(job), self._store.load if is_load else self._store.save
-            for start in range(0, len(keys), self._piece):
-                if self._is_stopping:
-                    break
-                some = keys[start : start + self._piece]
-                found = move([_key(key) for key in some], [self._rows[row] for row in rows[start : start + len(some)]])
-                good += [key for key, answer in zip(some, found, strict=True) if answer in _DONE[is_load]]
-                if is_load and Answer.RETRY in found:
-                    break  # each piece after it would wait as long
-        finally:
-            result = JobResult(job.job_id, len(good) == len(keys), good, time.monotonic() - began)
-            with self._changed:
-                self._in_flight[is_load] -= len(keys)
-                self._finished.append((job, result))
-                self._changed.notify_all()
-
-    def _stop(self) -> None:
-        self._is_stopping = True
-
-    def _wait(self, timeout_s: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not any(self._in_flight.values()), timeout_s)
+    def _end(self, moving: _Moving) -> JobResult:
+        """The result of a job whose pieces have ended. Records that could not be loaded are missing for its request."""
+        job = moving.job
+        good: list[bytes] = []
+        lost: list[bytes] = []
+        for keys, piece in moving.pieces:
+            for key, answer in zip(keys, piece.wait(), strict=True):
+                (good if answer in moving.done else lost).append(key)
+            self._counts["expired"] += len(keys) if piece.expired else 0
+        if job.is_promotion:
+            self._lookups.miss(job.req_context.req_id, lost)
+        else:
+            self._num_saving -= len(job.keys)
+        del self._moving[job.job_id]
+        return JobResult(job.job_id, not lost, good, time.monotonic() - moving.began)
 
 
-_DONE = {True: {Answer.HIT}, False: {Answer.HIT, Answer.PENDING}}
+def _log_lookups(log: LookupLog, scope: bytes, request: str, found: Mapping[bytes, bool | None]) -> None:
+    """Write what a request looked up, a line for each group."""
+    by_group: dict[int, list[tuple[ChunkKey, bool | None]]] = {}
+    for key, is_there in found.items():
+        by_group.setdefault(get_offload_group_idx(key), []).append((_key(key), is_there))
+    for asked in by_group.values():
+        first = len(list(takewhile(itemgetter(1), asked)))
+        log.looked_up(scope, request, [key for key, _ in asked], first)
 
 
-def _key(key: bytes) -> Key:
+def _key(key: bytes) -> ChunkKey:
     """vLLM's key of a chunk: the hash of its last block, 32 bytes or fewer, and its group."""
     block = get_offload_block_hash(key)
     return (block if len(block) == 32 else hashlib.sha256(block).digest()), get_offload_group_idx(key)
