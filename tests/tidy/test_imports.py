@@ -24,10 +24,8 @@ WITH_TORCH = (
 )
 WITH_TORCH += ("quire.memory.pool", "quire.memory.frame_copies")
 WITH_TORCH += ("quire.connectors.sglang.hicache", "quire.connectors.sglang.pool_pages")  # and SGLang
+WITH_TORCH += tuple(f"quire.connectors.vllm.{name}" for name in ("compat", "facts", "metrics", "tier"))  # and vLLM
 """Packages and modules that need torch. All others are imported where it is not installed, new ones too."""
-
-IN_OTHER_ENGINES = tuple(f"quire.connectors.vllm.{name}" for name in ("compat", "facts", "metrics", "tier"))
-"""Modules that run in the process of another engine, and import it."""
 
 
 def python(code: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -49,9 +47,7 @@ def test_imports_point_down_only() -> None:
 
 def test_only_what_computes_on_tensors_needs_torch() -> None:
     names = [module.name for module in pkgutil.walk_packages(quire.__path__, "quire.")]
-    without = [
-        name for name in names if not name.endswith("__main__") and not _is_in(name, WITH_TORCH + IN_OTHER_ENGINES)
-    ]
+    without = [name for name in names if not name.endswith("__main__") and not _is_in(name, WITH_TORCH)]
     packages = {name.split(".")[1] for name in without}
     assert {"cli", "serve", "sim", "cache", "scheduler", "offload", "tiers", "transfer", "speculative"} <= packages
     blocked = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None"

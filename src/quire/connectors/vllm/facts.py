@@ -36,7 +36,6 @@ def facts_of(config: VllmConfig, spec: Any, row_bytes: int, *, weights: str, ada
     text = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NAMES}
     rope = str(text.get("rope_scaling") or text.get("rope_parameters"))
     groups = [(group.tokens_per_block, *group.layer_names) for group in spec.config.groups]
-    draft = config.speculative_config
     return {
         "engine": "vllm",
         "version": version(),
@@ -49,7 +48,7 @@ def facts_of(config: VllmConfig, spec: Any, row_bytes: int, *, weights: str, ada
         "host_layout": f"canonical={spec.config.canonical_layout} replicated={spec.replicated_layout}",
         "device": f"{current_platform.get_device_name()} {config.attention_config.backend or 'auto'}",
         "runner": 2 if config.use_v2_model_runner else 1,
-        "draft": "" if draft is None else str(draft.model),
+        "draft": str(getattr(config.speculative_config, "model", "")),
         # These stretch positions by the longest context that the engine allows.
         "context": model.max_model_len if "longrope" in rope or "dynamic" in rope else 0,
         "hash": hash_seed(config),

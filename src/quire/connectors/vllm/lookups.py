@@ -20,7 +20,7 @@ from typing import NamedTuple
 Found = dict[bytes, bool | None]
 
 
-class _Batch(NamedTuple):
+class _Asked(NamedTuple):
     expires_at: float
     asked: list[tuple[Found, bytes]]
     ended: list[bool]  # empty until it has
@@ -36,7 +36,7 @@ class Lookups:
         self._exists, self._deadline_s = exists, deadline_s
         self._of: dict[str, Found] = {}
         self._new: list[tuple[Found, bytes]] = []
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[_Asked] = deque()
         self._is_late = False
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="quire-lookup", daemon=True)
@@ -68,7 +68,7 @@ class Lookups:
                 self._expire(batch.asked)
             self._expire(self._new)
         elif self._new:
-            batch = _Batch(now + self._deadline_s, self._new, [])
+            batch = _Asked(now + self._deadline_s, self._new, [])
             self._batches.append(batch)
             self.call(lambda: self._ask(batch))
         self._new = []
@@ -107,7 +107,7 @@ class Lookups:
         while (function := self._calls.get()) is not None:
             function()
 
-    def _ask(self, batch: _Batch) -> None:
+    def _ask(self, batch: _Asked) -> None:
         keys = list({key: None for _, key in batch.asked})
         answers = dict(zip(keys, self._exists(keys), strict=True))
         for found, key in batch.asked:

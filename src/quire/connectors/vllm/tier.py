@@ -45,7 +45,7 @@ from quire.tiers.store import Answer
 
 logger = init_logger(__name__)
 
-PIECE_BYTES = 32 << 20  # of a load or save; several threads move the pieces
+PIECE_BYTES = 32 << 20  # a load or save is cut into pieces, which several threads move
 _TOUCH_EVERY_S = 1.0
 _MOST_TOUCHED = 4096
 
@@ -109,7 +109,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._num_saving = 0
         self._used: dict[bytes, None] = {}  # since the last touch, in the order of prompts
         self._touched_at = 0.0
-        self._counts: Counter[str] = Counter()  # of this tier, besides the store's
+        self._counts: Counter[str] = Counter()  # what the store does not count
         self._reported: Counter[str] = Counter()
         self._reported_bad: Counter[str] = Counter()
         self._serves_after_reset = serves_after_reset
@@ -118,13 +118,16 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     # -- lookups
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Save new chunks alone."""
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        """Whether the record is there, or RETRY until the store has said so."""
         found = False if self._is_off else self._lookups.of(req_context.req_id, key)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
+        """Ask for the keys of this step."""
         self._lookups.flush()
         if self._used and self._lookups.are_idle and time.monotonic() > self._touched_at + _TOUCH_EVERY_S:
             self._touched_at = time.monotonic()
@@ -137,6 +140,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             self._used.update(dict.fromkeys(keys))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        """Drop the answers for a request."""
         self.touch(getattr(req_context, "_offload_key_positions", ()), req_context)  # since vLLM 0.31
         found = self._lookups.end(req_context.req_id)
         log = self._store.log
@@ -146,9 +150,11 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     # -- loads and saves
 
     def submit_load(self, job_metadata: TransferJob) -> None:
+        """Read records into rows."""
         self._submit(job_metadata, self._store.submit_load, (Answer.HIT,))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        """Save rows, unless too many are waiting."""
         count = len(job_metadata.keys)
         if self._is_off or (self._num_saving and self._num_saving + count > self._most_saving):
             self._counts["refused"] += count
@@ -158,6 +164,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._submit(job_metadata, self._store.submit_save, (Answer.HIT, Answer.PENDING))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that have ended since the last call, with the keys that succeeded."""
         results, self._refused = self._refused, []
         for moving in list(self._moving.values()):
             if all(piece.poll() is not None for _, piece in moving.pieces):
@@ -191,9 +198,11 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """The counters, for vLLM's front end."""
         return metrics.definitions()
 
     def get_stats(self) -> Any:
+        """What the counters have grown by."""
         counts = Counter(self._store.counts) + self._lookups.counts + self._counts
         bad = Counter(self._store.bad)
         grown, grown_bad = counts - self._reported, bad - self._reported_bad
