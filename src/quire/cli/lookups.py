@@ -112,7 +112,7 @@ def _cause(lookup: Mapping[str, Any], log: _Log, there: Mapping[str, Mapping[str
     if lookup["scope"] in where or log.saved.get(missed, 0.0) > lookup["time"]:
         return "later", _MEANINGS["later"]
     if where:
-        names = next(iter(where.values()))
+        names = min(where.values(), key=lambda names: len(names) or 99)
         return "other", f"{_MEANINGS['other']}: {', '.join(names) or 'not said which'}"
     cause = "gone" if missed in log.saved else "new"
     return cause, _MEANINGS[cause]

@@ -21,7 +21,7 @@ from quire.errors import InvalidInput, StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.prefix.hashing import layout_identity, scope_of
 from quire.spec.events import Namespace
-from quire.tiers.scope_facts import Facts, differences, read_facts, write_facts
+from quire.tiers.scope_facts import FACTS_BYTES, Facts, differences, facts_record, read_facts
 from quire.tiers.store import Answer, Counts, Record, RecordViews, Store, StoreKey
 from quire.tiers.stores.registry import open_store
 from quire.tiers.tombstones import tombstones_over
@@ -32,7 +32,6 @@ ChunkKey: TypeAlias = "tuple[bytes, int]"
 NEEDED = ("engine", "model", "weights", "dtype", "page_size", "rank")
 """Facts without which two engines could read each other's bytes."""
 
-_FACTS_EVERY_S = 60.0
 _LEAST_REST_S, _MOST_REST_S = 0.5, 30.0
 CLOSE_S = 3.0
 """How long `close` waits for calls in flight."""
@@ -138,7 +137,7 @@ class CheckedStore:
         self._tombstones = [key for _, key in tombstones_over(self.scope)]
         self._readers = _Threads(threads, "quire-load")
         self._writers = _Threads(threads, "quire-save")
-        self._facts_due = 0.0
+        self._described = facts_record(self.scope, facts)
         self._rests_until, self._rest_s = 0.0, _LEAST_REST_S
 
     @classmethod
@@ -249,14 +248,17 @@ class CheckedStore:
         names, pieces = self._keys(keys), list(map(RecordViews, payloads))
         headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
         rows = [headers[at : at + HEADER_BYTES] for at in range(0, len(headers), HEADER_BYTES)]
-        answers = self.store.get(names, [(row, *each.views) for row, each in zip(rows, pieces, strict=True)])
-        defects: dict[int, str] = {}
+        records: list[Record] = [(row, *each.views) for row, each in zip(rows, pieces, strict=True)]
+        answers, defects = self.store.get(names, records), dict[int, str]()
+        missing = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
+        # One that is there and not in this size can neither be read nor written. Or it was stored just now.
+        for at in self._there(names, missing):
+            (answers[at],) = self.store.get([names[at]], [records[at]])
+            if answers[at] is Answer.MISS and self._there(names, [at]):
+                defects[at] = "length"
         for at, (name, row, each) in enumerate(zip(names, rows, pieces, strict=True)):
             if answers[at] is Answer.HIT and (found := self._formats[name.part].defect(row, name.page, each.views)):
                 defects[at] = found
-        if missing := [at for at, answer in enumerate(answers) if answer is Answer.MISS]:
-            there = self.store.exists([names[at] for at in missing])
-            defects |= {at: "length" for at, answer in zip(missing, there, strict=True) if answer is Answer.HIT}
         if defects:
             self.store.remove([names[at] for at in defects])
             others = read_facts(self.store, {_scope_in(rows[at]) for at in defects if defects[at] == "layout"})
@@ -271,23 +273,30 @@ class CheckedStore:
         self.counts.add(loaded_bytes=sum(loaded))
         return answers
 
+    def _there(self, names: Sequence[StoreKey], places: Sequence[int]) -> list[int]:
+        """Those of these places whose records exist."""
+        answers = self.store.exists([names[at] for at in places])
+        return [at for at, answer in zip(places, answers, strict=True) if answer is Answer.HIT]
+
     def _save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
-        if time.monotonic() >= self._facts_due:
-            self._facts_due = time.monotonic() + _FACTS_EVERY_S
-            write_facts(self.store, self.scope, self.facts)
         names, pieces = self._keys(keys), list(map(RecordViews, payloads))
-        answers = self.store.prepare(names, [self._formats[name.part].num_bytes for name in names])
+        wrong = [at for at, name in enumerate(names) if pieces[at].num_bytes != self._formats[name.part].payload_bytes]
+        assert not wrong, f"a payload of {pieces[wrong[0]].num_bytes} bytes for part {names[wrong[0]].part}"
+        # The facts are beside each batch, so that they are used as lately as what they describe.
+        sizes = [self._formats[name.part].num_bytes for name in names]
+        *answers, described = self.store.prepare([*names, self._described[0]], [*sizes, FACTS_BYTES])
         self.counts.add(present=answers.count(Answer.HIT))
         mine = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
-        wrong = [at for at in mine if pieces[at].num_bytes != self._formats[names[at].part].payload_bytes]
-        assert not wrong, f"a payload of {pieces[wrong[0]].num_bytes} bytes for part {names[wrong[0]].part}"
-        records: list[Record] = [
-            (self._formats[names[at].part].header(names[at].page, pieces[at].views), *pieces[at].views) for at in mine
-        ]
         own = [names[at] for at in mine]
-        put = self.store.put(own, records)
+        sealed: list[Record] = [
+            (self._formats[name.part].header(name.page, pieces[at].views), *pieces[at].views)
+            for at, name in zip(mine, own, strict=True)
+        ]
+        if described is Answer.MISS:
+            own, sealed = [*own, self._described[0]], [*sealed, self._described[1]]
+        put = self.store.put(own, sealed)
         done = self.store.complete(own, [answer is Answer.HIT for answer in put])
-        for at, answer in zip(mine, done, strict=True):
+        for at, answer in zip(mine, done, strict=False):
             answers[at] = answer if answer is Answer.HIT else Answer.RETRY
         saved = [pieces[at].num_bytes for at in mine if answers[at] is Answer.HIT]
         self.counts.add(saved=len(saved), saved_bytes=sum(saved))

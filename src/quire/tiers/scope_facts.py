@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from quire.memory.record import HEADER_BYTES, RecordFormat
-from quire.tiers.store import SCOPE_BYTES, SCOPE_PREFIX_BYTES, Answer, Store, StoreKey, write_record
+from quire.tiers.store import SCOPE_BYTES, SCOPE_PREFIX_BYTES, Answer, Record, Store, StoreKey, write_record
 
 Facts: TypeAlias = Mapping[str, str | int]
 """Names and values: `engine`, `model`, `weights`, `dtype`, `page_size`, `rank` and what else bytes depend on."""
@@ -33,15 +33,20 @@ def is_facts(key: StoreKey) -> bool:
     return key.part == _PART
 
 
-def write_facts(store: Store, scope: bytes, facts: Facts) -> Answer:
-    """Store the facts of a scope; HIT if they are there afterwards. Texts are cut where they have no room."""
+def facts_record(scope: bytes, facts: Facts) -> tuple[StoreKey, Record]:
+    """The key and the record of the facts of a scope. Texts are cut where they have no room."""
     key, room = facts_key(scope), FACTS_BYTES - HEADER_BYTES
     for most in (room, 500, 100, 20):
         text = json.dumps({name: value[:most] if isinstance(value, str) else value for name, value in facts.items()})
         if len(text) <= room:
             break
     payload = text.encode()[:room].ljust(room)
-    return write_record(store, key, (_FORMAT.header(key.page, (payload,)), payload))
+    return key, (_FORMAT.header(key.page, (payload,)), payload)
+
+
+def write_facts(store: Store, scope: bytes, facts: Facts) -> Answer:
+    """Store the facts of a scope; HIT if they are there afterwards."""
+    return write_record(store, *facts_record(scope, facts))
 
 
 def read_facts(store: Store, scopes: Iterable[bytes]) -> dict[bytes, Facts]:
