@@ -65,6 +65,7 @@ class PlanError(QuireError, ValueError):
     """A budget in which the pools cannot be built; raised before anything is allocated."""
 
     code = "QUIRE-PLAN-01"
+    status = 400
 
 
 class OutOfPages(QuireError, MemoryError):

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
 import quire
+from quire.cli.app import app
 from quire.observe.metrics import ServerCounters
 from quire.serve.live import Live
 from quire.serve.page import prefers_page
@@ -179,3 +181,20 @@ def test_a_server_of_many_requests_tells_of_the_last_ones() -> None:
         live.beat()
     now = live._now()
     assert len(now) < 20_000 and b"r9999" in now and b"r9000" not in now
+
+
+def test_another_plan_is_that_of_quire_plan(tiny_model: Path) -> None:
+    with LiveServer.quire("--model", str(tiny_model), "--kv-memory", "100KiB", "--dtype", "float32") as live:
+        same = live.request("/v1/cache/plan")[1]
+        assert same == live.summary["plan"]
+        status, found = live.request("/v1/cache/plan?kv_memory=400KiB&page_size=32&max_model_len=128")
+        options = ("--kv-memory", "400KiB", "--page-size", "32", "--context", "128", "--dtype", "float32", "--json")
+        told = CliRunner().invoke(app, ["plan", str(tiny_model), *options])
+        expected = json.loads(told.stdout)
+        for name in ("kv_bytes", "page_size", "context", "max_total_num_tokens", "largest_request", "fits"):
+            assert found[name] == expected[name], name
+        assert found["max_total_num_tokens"] > 3 * same["max_total_num_tokens"]
+        for wrong in ("kv_memory=lots", "page_size=0", "kv_memory=1", "max_model_len=99m"):
+            status, answer = live.request(f"/v1/cache/plan?{wrong}")
+            assert status == 400 and answer["error"]["message"], (wrong, answer)
+        assert live.request("/v1/cache/plan")[1] == same

@@ -122,6 +122,30 @@ def test_a_prompt_that_was_evicted_says_for_whom(live: LiveServer, opened: Calla
     says(page, "explained", "no explanation of request 'unknown'")
 
 
+def test_the_tree_and_another_plan_are_told(live: LiveServer, opened: Callable[..., Any]) -> None:
+    opening = "All of these begin with one prefix of a few pages, and go on. "
+    for number in range(3):
+        complete(live, opening + f"{number} " * 20, cache_salt=HOSTILE)
+    page = opened(live)
+    page.click("#tree-ask")
+    page.wait_for_selector("#tree-told .branch")
+    status, tree = live.request("/v1/cache/tree")
+    assert status == 200 and page.locator("#tree-told .branch").count() == len(tree["branches"])
+    assert {"without a salt", "salt "} <= {each["name"][:14].rstrip("0123456789abcdef") for each in tree["namespaces"]}
+    first = page.locator("#tree-told table").last.locator("tbody tr").first
+    assert first.locator("td").first.inner_text() == str(max(each["pages"] for each in tree["branches"]))
+    page.fill("[name=kv_memory]", "1MiB")
+    page.fill("[name=page_size]", "8")
+    page.keyboard.press("Enter")
+    says(page, "plan-if-told", "It fits.")
+    _, plan = live.request("/v1/cache/plan?kv_memory=1MiB&page_size=8")
+    assert f"{plan['max_total_num_tokens']:,}" in page.locator("#plan-if-told").inner_text()
+    page.fill("[name=kv_memory]", HOSTILE)
+    page.keyboard.press("Enter")
+    says(page, "plan-if-told", "is not a size")
+    assert page.evaluate("window.harmed") is None
+
+
 def test_names_are_no_markup(live: LiveServer, opened: Callable[..., Any]) -> None:
     complete(live, "a")
     page = opened(live)
@@ -145,6 +169,10 @@ def test_axe_finds_nothing_serious(live: LiveServer, opened: Callable[..., Any],
     for name in ("audit", "retained"):
         page.click(f"#{name}-ask")
         page.wait_for_selector(f"#{name} p")
+    page.click("#tree-ask")
+    page.wait_for_selector("#tree-told p")
+    page.click("#plan-if button")
+    page.wait_for_selector("#plan-if-told p")
     found = axe.Axe().run(page).response["violations"]
     assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")] == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ OF_THE_OPERATOR = [
     ("/metrics", None),
     ("/v1/cache/statistics", None),
     ("/v1/cache/retained", None),
+    ("/v1/cache/tree", None),
+    ("/v1/cache/plan", None),
     ("/v1/cache/epoch", {"weights_epoch": 1}),
     ("/v1/cache/role", {"role": "both"}),
     ("/v1/cache/flush", {"all": True}),
@@ -173,3 +176,17 @@ def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(InvalidInput, match="other users can read"):
         ServerConfig(api_keys=path).keys()
+
+
+def test_the_tree_has_names_of_tenants_and_no_salts(live: LiveServer) -> None:
+    live.request("/v1/cache/flush", {"all": True}, headers=bearer("key-of-admin"))
+    for key, salt in (("key-of-ann", "secret"), ("key-of-bob", ""), ("key-of-admin", "eve/secret"), ("key-of-ann", "")):
+        complete(live, key, cache_salt=salt)
+    status, found = live.request("/v1/cache/tree", headers=bearer("key-of-admin"))
+    assert status == 200 and "secret" not in str(found) and found["whole"]
+    digest = sha256(b"secret").hexdigest()[:8]
+    other = sha256(b"eve/secret").hexdigest()[:8]
+    assert {each["name"] for each in found["namespaces"]} == {f"ann, salt {digest}", "bob", f"salt {other}", "ann"}
+    pages = (len(PROMPT) + 1) // found["page_size"]
+    assert [each["pages"] for each in found["namespaces"]] == [pages] * 4
+    assert [(each["pages"], each["parent"]) for each in found["branches"]] == [(pages, -1)] * 4

@@ -61,6 +61,7 @@ from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.observe.explain import Explanation
 from quire.offload.deletion import Flushed
 from quire.offload.retention import Granted, RetainedList
+from quire.prefix.outline import Outline
 from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ class Verbs(Protocol):
     def set_prefill_peers(self, addresses: list[str]) -> list[str]: ...
     def audit_cache(self) -> Later[dict[str, Any]]: ...
     def history(self) -> dict[str, Any]: ...
+    def outline(self) -> Outline: ...
+    def plan_if(self, changes: dict[str, int]) -> dict[str, Any]: ...
 
 
 class Core(Verbs, Protocol):

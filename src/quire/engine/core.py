@@ -58,6 +58,9 @@ from quire.offload import offload_of
 from quire.offload.deletion import Flushed
 from quire.offload.parts import TiersPart
 from quire.offload.retention import Granted, RetainedList
+from quire.plan.planner import make_plan
+from quire.plan.report import plan_as_dict
+from quire.prefix.outline import Outline, outline_of
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
@@ -400,6 +403,15 @@ class EngineCore:
     def audit_cache(self) -> Later[dict[str, Any]]:
         """Audit the cache beside steps (`AuditPart.demand`)."""
         return Later(poll=self.audits.demand(), until_s=time.monotonic() + AUDIT_S)
+
+    def outline(self) -> Outline:
+        """What is in the tree (`quire.prefix.outline.outline_of`)."""
+        return outline_of(self.cache.tree)
+
+    def plan_if(self, changes: dict[str, int]) -> dict[str, Any]:
+        """The plan with other settings (`PlanSettings`), as `quire plan` tells it. Raises the errors of planning."""
+        plan = make_plan(self.capacity.spec, self.capacity.settings.changed(**changes))
+        return plan_as_dict(plan, model=self.config.model_name)
 
     def history(self) -> dict[str, Any]:
         """How full the pools were (`History.to_dict`)."""

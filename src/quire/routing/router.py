@@ -111,7 +111,7 @@ class Router:
         app.add_api_route("/load", self._load)
         app.add_api_route("/metrics", self._metrics, response_model=None)
         app.add_api_route("/v1/cache/explain/{request_id}", self._explain, response_model=None)
-        for name in ("statistics", "retained", "audit", "history"):
+        for name in ("statistics", "retained", "audit", "history", "tree", "plan"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
         for name in ("release", "flush", "epoch"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)

@@ -69,6 +69,7 @@ def create_app(
         retains_marked=server.retain_marked,
         live=Live(engine, metrics.counters, model_name=model_name),
         tracing=tracing,
+        tenants=keys.tenants,
     )
     app = FastAPI(
         title="Quire",

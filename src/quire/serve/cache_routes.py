@@ -9,6 +9,7 @@ salts.
 from __future__ import annotations
 
 from dataclasses import asdict
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -24,6 +25,7 @@ from quire.serve.generation import Service
 from quire.serve.keys import Client, not_allowed
 from quire.serve.protocol import Int32, Messages, SaltText, TemplateVariables, Text, TokenId, field
 from quire.serve.sse import while_connected
+from quire.settings.setting import parse_bytes, parse_tokens
 from quire.spec.events import Namespace
 
 Salt = Annotated[SaltText | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
@@ -233,4 +235,33 @@ def insight_router(service: Service) -> APIRouter:
         what held memory when it was short."""
         return await engine.ask(Core.history)
 
+    @router.get("/v1/cache/tree")
+    async def tree() -> dict[str, Any]:
+        """The prefixes with most pages and most hits, and what each namespace has, without tokens and salts. A
+        namespace has the name of its key, or a hash of its salt. Unless it is `whole`, counts are too low."""
+        found = asdict(await engine.ask(Core.outline))
+        for each in found["namespaces"]:
+            each["name"] = named(each.pop("salt"), service.tenants)
+        return found
+
+    @router.get("/v1/cache/plan")
+    async def plan(
+        kv_memory: Annotated[str, Query(description="Bytes of the pools: 8GiB.")] = "",
+        max_model_len: Annotated[str, Query(description="The context: 32k.")] = "",
+        page_size: Annotated[str, Query(description="Tokens in a page.")] = "",
+    ) -> dict[str, Any]:
+        """The plan that this engine would have with another budget, context or page size. Nothing changes."""
+        asked = {"kv_memory": kv_memory and parse_bytes(kv_memory)}
+        asked |= {"max_model_len": max_model_len and parse_tokens(max_model_len)}
+        asked |= {"page_size": page_size and parse_tokens(page_size)}
+        return await engine.ask(Core.plan_if, {name: int(value) for name, value in asked.items() if value})
+
     return router
+
+
+def named(salt: str, tenants: frozenset[str]) -> str:
+    """The name of a namespace for people: that of its key, and a hash of the salt that its client sent."""
+    key, slash, rest = salt.partition("/")
+    key, own = (key, rest) if slash and key in tenants else ("", salt)
+    digest = f"salt {sha256(own.encode()).hexdigest()[:8]}" if own else ""
+    return ", ".join(filter(None, (key, digest))) or "without a salt"

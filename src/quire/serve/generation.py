@@ -62,6 +62,7 @@ class Service:
     tracing: Tracing | None = None
     request_timeout_s: float | None = None
     retains_marked: bool = False
+    tenants: frozenset[str] = frozenset()
     after: set[asyncio.Task[object]] = field(default_factory=set)
     """Work that follows answers."""
 

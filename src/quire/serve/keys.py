@@ -130,6 +130,11 @@ class Keys:
         if admin_key is not None:
             self._add(admin_key, Client(is_admin=True))
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The names with which salts begin."""
+        return frozenset(client.name for _, client in self._clients if client.is_tenant)
+
     def _add(self, key: str, client: Client) -> None:
         self._clients.append((sha256(f"Bearer {key}".encode()).digest(), client))
 

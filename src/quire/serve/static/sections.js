@@ -4,6 +4,7 @@ import { Chart } from "./charts.js";
 import { bar, bytes, count, figure, find, make, one, put, seconds, share, table } from "./dom.js";
 import { CAUSES, causesBar, ledgerBars } from "./parts.js";
 import { Prompts } from "./prompts.js";
+import { planTold, treeTold } from "./answers.js";
 
 const STATES = [["private", "private"], ["cached", "cached"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
 const MINUTE = 60;
@@ -18,6 +19,12 @@ export class Sections {
       requests: new Chart(find("chart-requests"), [{ name: "running", color: "hit" }, { name: "waiting", color: "evicted" }]),
       usage: new Chart(find("chart-usage"), [{ name: "in use", color: "private" }], { unit: " %", most: 100 }),
     };
+    find("tree-ask").addEventListener("click", () => this.answer("tree-told", "/v1/cache/tree", treeTold));
+    find("plan-if").addEventListener("submit", (submitted) => {
+      submitted.preventDefault();
+      const asked = new URLSearchParams([...new FormData(submitted.target)].filter(([, value]) => value.trim()));
+      this.answer("plan-if-told", `/v1/cache/plan?${asked}`, (plan) => planTold(this.facts.plan, plan));
+    });
     find("audit-ask").addEventListener("click", () => this.answer("audit", "/v1/cache/audit", auditTold));
     find("retained-ask").addEventListener("click", () => this.answer("retained", "/v1/cache/retained", retainedTold));
   }

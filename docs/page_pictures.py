@@ -1,0 +1,91 @@
+"""Draws docs/images/page.png and docs/images/strip.png: the page of a real server after half a minute of requests.
+
+It needs chromium and playwright: `apt-get install chromium`, `pip install -e '.[clients]'`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from PIL import Image
+from playwright.sync_api import FloatRect, Page, sync_playwright
+
+IMAGES = Path(__file__).parent / "images"
+SECONDS = 30
+WIDTH = 1000
+_COLORS = 128  # a third of the bytes
+_SERVER = ("--port", "0", "--json", "--kv-memory", "6MiB", "--host-memory", "4MiB")
+_TEXT = (Path(__file__).parent / "style.md").read_text(encoding="utf-8")
+
+
+def main() -> None:
+    """Takes a minute."""
+    command = [sys.executable, "-m", "quire", "serve", *_SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        try:
+            with ThreadPoolExecutor(4) as clients, sync_playwright() as playwright:
+                until = time.monotonic() + SECONDS
+                talking = [clients.submit(talk, url, number, until) for number in range(4)]
+                browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+                page = browser.new_page(viewport={"width": WIDTH, "height": 900})
+                page.goto(url)
+                page.wait_for_timeout(1000 * (SECONDS - 4))
+                page.screenshot(path=IMAGES / "page.png", full_page=True, clip=shown(page))
+                draw_strip(page, next(filter(None, [each.result() for each in talking])))
+                browser.close()
+            for name in ("page.png", "strip.png"):
+                Image.open(IMAGES / name).convert("RGB").quantize(_COLORS).save(IMAGES / name, optimize=True)
+        finally:
+            server.terminate()
+
+
+def talk(url: str, number: int, until: float) -> str:
+    """Conversations, each turn longer than the one before. Returns a request whose prompt was evicted in part."""
+    chance, found = random.Random(number), ""
+    while time.monotonic() < until:
+        start = chance.randrange(0, 6) * 400
+        said = _TEXT[:600] + _TEXT[start : start + 400]
+        for _ in range(3):
+            answer = ask(url, {"prompt": said, "max_tokens": 24, "cache_salt": f"tenant-{number % 2}", "explain": True})
+            causes = {each["cause"] for each in answer["choices"][0]["explanation"]["reasons"]}
+            found = answer["id"] if {"hit", "evicted"} <= causes else found
+            said += answer["choices"][0]["text"] + _TEXT[start + 400 : start + 500]
+    return found
+
+
+def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One completion."""
+    headers = {"Content-Type": "application/json"}
+    with urlopen(Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def shown(page: Page) -> FloatRect:
+    """All above the chart of memory."""
+    box = page.locator("#memory .charts").bounding_box()
+    assert box is not None
+    return {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + page.evaluate("scrollY")}
+
+
+def draw_strip(page: Page, request_id: str) -> None:
+    """The prompt of a request."""
+    page.fill("#explain-id", request_id)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#explained .strip")
+    page.locator("#explained").screenshot(path=IMAGES / "strip.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+// What the engine answers when a button asks: its tree, and another plan.
+
+import { bar, bytes, count, make, share, table } from "./dom.js";
+import { ledgerBars } from "./parts.js";
+
+const COLORS = ["device", "host", "store", "peer", "evicted", "namespace", "moving", "new"];
+
+export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_size: size }) {
+  if (!branches.length) return [make("p", { class: "hint" }, "Nothing is cached.")];
+  const name = (each) => (each.adapter ? `${each.name}, adapter ${each.adapter}` : each.name);
+  const all = namespaces.reduce((sum, each) => sum + each.pages, 0);
+  const most = namespaces.toSorted((a, b) => b.pages - a.pages);
+  const parts = most.slice(0, COLORS.length - 1).map((each, at) => ({ name: name(each), value: each.pages, color: COLORS[at] }));
+  const others = most.slice(COLORS.length - 1).reduce((sum, each) => sum + each.pages, 0);
+  if (others) parts.push({ name: "all others", value: others, color: COLORS.at(-1) });
+  const counts = (each) => [count(each.pages), count(each.device_pages), count(each.hits), count(each.leases)];
+  return [
+    make("p", {}, `${count(nodes)} edges${whole ? "" : " near the roots, of more"}, ${count(all)} pages of ${count(size)} tokens.`),
+    make("h3", {}, "Pages by namespace"), ...bar("Pages by namespace", parts),
+    table("Namespaces", ["namespace", "pages", "on the device", "hits", "in use by"], most.map((each) => [name(each), ...counts(each)])),
+    table("Prefixes, each inside the one above it", ["tokens of the prefix", "pages with all below", "share", "on the device", "hits", "in use by", "go on in", "namespace"],
+      inOrder(branches).map(([each, level]) => {
+        const [pages, ...more] = counts(each);
+        return [prefix(each, level, size), pages, share(each.pages, all), ...more, count(each.children), name(namespaces[each.namespace])];
+      })),
+  ];
+}
+
+// Each branch after the one that it is in, the largest first, with its level.
+function inOrder(branches) {
+  const inside = new Map();
+  branches.forEach((each, at) => inside.set(each.parent, [...(inside.get(each.parent) ?? []), [each, at]]));
+  const below = (parent, level) => (inside.get(parent) ?? []).toSorted(([a], [b]) => b.pages - a.pages)
+    .flatMap(([each, at]) => [[each, level], ...below(at, level + 1)]);
+  return below(-1, 0);
+}
+
+function prefix({ depth, own_pages: own }, level, size) {
+  const shown = make("span", { class: "branch" }, `${count(depth * size)} to ${count((depth + own) * size)}`);
+  shown.style.paddingLeft = `${Math.min(level, 8)}rem`;
+  return shown;
+}
+
+const PLANNED = [
+  ["KV memory", "kv_bytes", bytes], ["tokens in a page", "page_size", count], ["context", "context", count], ["tokens that fit", "max_total_num_tokens", count],
+  ["requests of the whole context", "requests_at_context", count], ["largest request", "largest_request", count],
+  ["smallest prefix that is reused", "minimum_reusable_prefix", count], ["bytes of a token", "bytes_per_token", count],
+];
+
+export function planTold(now, then) {
+  const rows = PLANNED.map(([name, key, told]) => [name, told(now[key]), told(then[key])]);
+  return [
+    make("p", { class: then.fits ? "good" : "bad" }, then.fits ? "It fits." : "No request of the whole context fits."),
+    table("The plan now, and that one", ["", "now", "then"], rows), ...ledgerBars(then.ledger),
+    ...then.notes.map((note) => make("p", { class: "hint" }, note)),
+  ];
+}
