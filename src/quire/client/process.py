@@ -56,12 +56,12 @@ from quire.engine.messages import (
     Touched,
     WireError,
 )
+from quire.engine.outline import Outline
 from quire.engine.watchdog import Watchdog
 from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.observe.explain import Explanation
 from quire.offload.deletion import Flushed
 from quire.offload.retention import Granted, RetainedList
-from quire.prefix.outline import Outline
 from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.kv_events import kv_event_parts
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
+from quire.engine.outline import Outline, outline_of
 from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
 from quire.engine.prompt_logprobs import prompt_parts
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
@@ -60,7 +61,6 @@ from quire.offload.parts import TiersPart
 from quire.offload.retention import Granted, RetainedList
 from quire.plan.planner import make_plan
 from quire.plan.report import plan_as_dict
-from quire.prefix.outline import Outline, outline_of
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
@@ -405,7 +405,7 @@ class EngineCore:
         return Later(poll=self.audits.demand(), until_s=time.monotonic() + AUDIT_S)
 
     def outline(self) -> Outline:
-        """What is in the tree (`quire.prefix.outline.outline_of`)."""
+        """What is in the tree (`quire.engine.outline.outline_of`)."""
         return outline_of(self.cache.tree)
 
     def plan_if(self, changes: dict[str, int]) -> dict[str, Any]:

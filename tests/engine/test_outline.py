@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from quire.engine.outline import outline_of
 from quire.prefix.node import Lease, Node
-from quire.prefix.outline import outline_of
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
 from tests.prefix.test_evict import tree_with
