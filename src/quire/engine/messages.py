@@ -198,7 +198,7 @@ def prompt_bytes(token_ids: Any) -> bytes:
 class WireError(msgspec.Struct, kw_only=True):
     """A `QuireError` on its way to another process, where `rebuild` makes it an exception of the same class."""
 
-    kind: str  # the name of its class; "" for an exception of another package, a defect
+    kind: str  # the name of its class in `quire.errors`; "" for an exception of another package, a defect
     message: str
     fix: str = ""
     details: str = ""  # the traceback, for the log
@@ -210,9 +210,8 @@ class WireError(msgspec.Struct, kw_only=True):
         details = "".join(traceback.format_exception(error))
         if isinstance(error, QuireError):
             numbers = {name: value for name, value in vars(error).items() if isinstance(value, int | float)}
-            return cls(
-                kind=type(error).__name__, message=error.message, fix=error.fix, details=details, numbers=numbers
-            )
+            kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__)
+            return cls(kind=kind, message=error.message, fix=error.fix, details=details, numbers=numbers)
         return cls(
             kind="",
             message=f"{type(error).__name__} in the engine process: {error}",
