@@ -36,7 +36,7 @@ class TimesPart(Part):
     def launched(self, launched: Launched) -> None:
         for request, (times, _) in self._prompts.items():
             if not times.launched and request.num_launched > request.num_cached:
-                times.launched = time.monotonic()
+                times.launched = launched.began  # a CPU has computed it by now
 
     def settled(self, result: StepResult) -> None:
         for request, (times, num_outputs) in [*self._prompts.items()]:
