@@ -60,7 +60,9 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         self._settings = HiCacheSettings.read(storage_config.extra_config)
         _check_shards(storage_config)
         self._pools: dict[str, _Pool] = {}
-        self._store = open_store(self._settings.url, capacity=self._settings.capacity)
+        self._store = open_store(
+            self._settings.url, capacity=self._settings.capacity, direct=self._settings.direct
+        )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The pool of keys and values."""

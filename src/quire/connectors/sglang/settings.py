@@ -11,18 +11,20 @@ from quire.errors import InvalidInput
 from quire.settings.setting import parse_bytes
 
 _OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
-_OURS = {"url", "capacity", "weights", "weights_path", "weights_revision", "deadline_s", "threads"}
+_OURS = {"url", "capacity", "weights", "weights_path", "weights_revision", "deadline_s", "threads", "direct"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheSettings:
-    """`capacity` in bytes bounds a directory; None leaves what it has. A call waits `deadline_s` at most."""
+    """`capacity` in bytes bounds a directory; None leaves what it has. A call waits `deadline_s` at most for one of the
+    `threads`. `direct` says whether a directory is read and written around the page cache; None: if it can be."""
 
     url: str
     weights: str
     capacity: int | None
     deadline_s: float
     threads: int
+    direct: bool | None
 
     @classmethod
     def read(cls, extra: Mapping[str, Any] | None) -> HiCacheSettings:
@@ -53,6 +55,7 @@ class HiCacheSettings:
             capacity=None if capacity is None else parse_bytes(capacity),
             deadline_s=_above_zero("deadline_s", given.get("deadline_s", 1.0)),
             threads=int(_above_zero("threads", given.get("threads", 4))),
+            direct=None if given.get("direct") is None else bool(given["direct"]),
         )
 
 

@@ -64,17 +64,20 @@ def register_store(scheme: str, opener: Opener) -> None:
         raise InvalidInput(f"'{scheme}' cannot be the scheme of a store.", fix="give another one, such as mystore.")
 
 
-def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True) -> Store:
+def open_store(
+    url: str, *, capacity: int | None = None, counts_use: bool = True, direct: bool | None = None
+) -> Store:
     """Open the store of a URL or a path; the caller closes it. Raises StoreError and, for an invalid URL, InvalidInput.
 
     With a `capacity` in bytes a missing directory is created; None opens only an existing one, with its own. Servers
     may refuse a capacity. Without `counts_use`, reading does not change the order of eviction, if the store decides it.
+    `direct` is that of a `DirectoryStore`, and says nothing to other stores.
     """
     path = directory_of(url)
     if path is not None:
         from quire.tiers.stores.directory import DirectoryStore
 
-        return DirectoryStore(path, capacity, counts_use=counts_use)
+        return DirectoryStore(path, capacity, counts_use=counts_use, direct=direct)
     scheme = url.partition(":")[0].lower()
     backend = _BACKENDS.get(scheme)
     if backend is None:
