@@ -1,4 +1,4 @@
-"""Saves and loads of SGLang's HiCache on a directory of Quire's, beside its own `file` backend, by CPU time and by time.
+"""Saves and loads of SGLang's HiCache on a directory of Quire's, beside its own `file` backend, by CPU time and time.
 
     python -m bench.connectors.sglang_hicache --peers DIR     SGLang of `bench/peers/install.py` in DIR/sglang-cache
 
@@ -43,7 +43,7 @@ def measure(worker: Worker, layout: str, size: str, options: argparse.Namespace)
         for name, extra in BACKENDS.items():
             place = Path(folder, name.replace(", ", "-"))
             place.mkdir()
-            given = None if extra is None else {"capacity": "1GiB"} | extra
+            given = None if extra is None else {"store_size": "1GiB"} | extra
             whole = {"layout": layout, "device_tokens": 64, "host_tokens": tokens} | shape
             worker.ask("open", name=name, folder=str(place), extra=given, shape=whole)
         for turn in range(options.repeats + 1):

@@ -32,7 +32,7 @@ class HiCacheWorker:
         """Open a backend in a folder: SGLang's `file` one without `extra`."""
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = folder
         backend = "file" if extra is None else "dynamic"
-        given = {} if extra is None else EXTRA | {"url": folder, "weights": "bench", "deadline_s": 60} | extra
+        given = {} if extra is None else EXTRA | {"store": folder, "weights": "bench", "deadline_s": 60} | extra
         cache = HiCache(Shape(**shape), backend, given)
         fill(cache.host.kv_buffer.reshape(-1), slice(None), 0)
         self._caches[name] = cache, Path(folder)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bench.peers.hicache_sglang import HiCache, Shape
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 from quire.connectors.sglang import QuireHiCache
 from quire.errors import InvalidInput, RefusedCombination
@@ -154,11 +159,10 @@ def test_the_wrong_size_is_no_hit(extra: dict[str, Any]) -> None:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"weights": None}, {}, "weights"),
-    ({"url": None}, {}, "no URL"),
-    ({"wieghts": "one"}, {}, "'wieghts'"),
-    ({"deadline_s": 0}, {}, "'deadline_s'"),
-    ({"capacity": "much"}, {}, "much"),
-    ({"weights": None, "weights_path": "/nowhere/at/all"}, {}, "/nowhere/at/all"),
+    ({"store": None}, {}, "store"),
+    ({"wieghts": "one"}, {}, "wieghts"),
+    ({"deadline_s": 0}, {}, "deadline_s"),
+    ({"store_size": "much"}, {}, "much"),
     ({}, {"should_split_heads": True}, "tp_lcm_size"),
     ({}, {"is_mla_model": True, "tp_size": 2, "dcp_size": 2, "logical_page_size": 32}, "dcp"),
 ]
@@ -201,3 +205,66 @@ def test_clear_removes_only_its_own(extra: dict[str, Any]) -> None:
         store(other)
         other.backend.clear()
         assert (fetch(other), fetch(cache)) == ([], pages)
+
+
+def served(model_path: Path, **options: Any) -> None:
+    """Publish the options of a server in this process, as its scheduler does."""
+    get_context().set_server_args(ServerArgs(model_path=str(model_path), device="cpu", **options))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Path]:
+    """A folder of weights; nothing is published at the end."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"one")
+    yield folder
+    get_context()._server_args = None
+    get_context()._config_bags = None
+
+
+def test_weights_are_those_of_the_served_model(extra: dict[str, Any], model: Path) -> None:
+    """By the bytes of their files: new ones at the same path are others, and the same at another path are the same."""
+    del extra["weights"]
+    served(model)
+    with opened(Shape(), extra) as cache:
+        pages = store(cache)
+    moved = model.rename(model.with_name("moved"))
+    served(moved)
+    with opened(Shape(), extra) as cache:
+        assert fetch(cache) == pages
+    (moved / "model.safetensors").write_bytes(b"two")
+    with opened(Shape(), extra) as cache:
+        assert fetch(cache) == []
+    served(moved, load_format="dummy")
+    with pytest.raises(Exception, match="do not name the weights"):
+        HiCache(Shape(), "dynamic", extra)
+
+
+def test_what_its_server_was_told_is_part_of_the_key(extra: dict[str, Any], model: Path) -> None:
+    """Eight bits are raw bytes in its pools, whatever they mean."""
+    shape = Shape(dtype=torch.float8_e4m3fn)
+    served(model, kv_cache_dtype="fp8_e4m3")
+    with opened(shape, extra) as cache:
+        pages = store(cache)
+    for options in (
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype": "fp8_e4m3", "json_model_override_args": '{"a": 1}'},
+    ):
+        served(model, **options)
+        with opened(shape, extra) as cache:
+            assert fetch(cache) == []
+    served(model, kv_cache_dtype="fp8_e4m3")
+    with opened(shape, extra) as cache:
+        assert fetch(cache) == pages
+
+
+def test_a_log_says_what_was_asked(extra: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "lookups"
+    with opened(Shape(), extra | {"log": str(log)}) as cache:
+        store(cache, TOKENS[:160])
+        fetch(cache)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (found,) = [line for line in lines if "asked" in line]
+    assert (found["asked"], found["found"], found["missed"]) == (20, 10, f"{cache.keys(TOKENS)[10]}.0")
+    assert sum(len(line.get("saved", ())) for line in lines) == 10

@@ -78,8 +78,8 @@ def _open_troubled(url: str, capacity: int | None = None, *, counts_use: bool = 
 def troubled(extra: dict[str, Any]) -> Iterator[Troubled]:
     """The store of `extra`."""
     register_store("troubled", _open_troubled)
-    extra["url"] = "troubled://here"
-    yield _open_troubled(extra["url"])
+    extra["store"] = "troubled://here"
+    yield _open_troubled(extra["store"])
     _TROUBLED.clear()
 
 
@@ -188,7 +188,7 @@ def test_a_store_that_hangs(extra: dict[str, Any], troubled: Troubled) -> None:
 
 
 def test_what_another_process_stores_now_does_not_end_a_backup(extra: dict[str, Any]) -> None:
-    with opened(Shape(), extra) as cache, closing(DirectoryStore(extra["url"], None)) as other:
+    with opened(Shape(), extra) as cache, closing(DirectoryStore(extra["store"], None)) as other:
         keys = [name_of(cache.backend, key) for key in cache.keys(TOKENS)[3:5]]
         size = cache.backend._pools["kv"].pages.payload_bytes + HEADER_BYTES
         assert other.prepare(keys, [size] * 2) == [Answer.MISS] * 2
@@ -200,10 +200,10 @@ def test_what_another_process_stores_now_does_not_end_a_backup(extra: dict[str, 
 
 def test_a_store_without_room(extra: dict[str, Any]) -> None:
     """A page that no store holds ends the backup; one that is too small for all holds some."""
-    with opened(Shape(), extra | {"capacity": "4KiB"}) as cache:
+    with opened(Shape(), extra | {"store_size": "4KiB"}) as cache:
         rows, _ = fill_host(cache, TOKENS, 1)
         assert cache.back_up(TOKENS, rows) == 0
-    with opened(Shape(), extra | {"capacity": "100KiB"}) as cache:
+    with opened(Shape(), extra | {"store_size": "100KiB"}) as cache:
         store(cache, must=False)
         assert 0 < cache.backend.batch_exists(cache.keys(TOKENS)) < PAGES
 
@@ -264,7 +264,7 @@ def run_process(url: str, capacity: str, seed: int) -> str:
     """One of several processes: it stores prompts, and compares what comes back. How many pages, and how many wrong."""
     found = wrong = 0
     order = random.Random(seed)
-    with opened(Shape(), {**EXTRA, "url": url, "capacity": capacity}) as cache:
+    with opened(Shape(), {**EXTRA, "store": url, "store_size": capacity}) as cache:
         for _ in range(120):
             number = order.randrange(40)
             store(cache, [number, *TOKENS[1:]], number, must=False)

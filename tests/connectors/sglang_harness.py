@@ -22,7 +22,7 @@ EXTRA = {
     "module_path": "quire.connectors.sglang",
     "class_name": "QuireHiCache",
     "interface_v1": 1,
-    "capacity": "64MiB",
+    "store_size": "64MiB",
     "weights": "one",
     "deadline_s": 5,
 }
@@ -30,7 +30,7 @@ EXTRA = {
 
 @pytest.fixture
 def extra(tmp_path: Path) -> dict[str, Any]:
-    return {**EXTRA, "url": str(tmp_path / "store")}
+    return {**EXTRA, "store": str(tmp_path / "store")}
 
 
 def opened(shape: Shape, extra: dict[str, Any], **more: Any) -> Any:

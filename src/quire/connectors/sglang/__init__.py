@@ -2,7 +2,7 @@
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
       "backend_name": "quire", "module_path": "quire.connectors.sglang", "class_name": "QuireHiCache",
-      "interface_v1": 1, "url": "/var/cache/quire", "capacity": "100GiB", "weights_path": "/models/x"}'
+      "interface_v1": 1, "store": "/var/cache/quire", "store_size": "100GiB"}'
 
 `import` of this package loads nothing of SGLang; the class does.
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -27,12 +27,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
-from sglang.srt.runtime_context import get_model
 
 from quire.connectors.checked_store import CheckedStore
+from quire.connectors.lookup_log import LookupLog
+from quire.connectors.sglang.facts import check_shards, facts_of, weights_of
 from quire.connectors.sglang.pool_pages import Payload, PoolPages
 from quire.connectors.sglang.settings import HiCacheSettings
-from quire.errors import InvalidInput, RefusedCombination
+from quire.errors import InvalidInput
 from quire.tiers.store import Answer
 from quire.tiers.stores.registry import open_store
 
@@ -40,15 +41,14 @@ logger = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
 _KEY_BYTES = 32
-_SERVED = ("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args")
+_OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
 
 
-class _Pool:
+class _Pool(NamedTuple):
     """A registered host pool: its pages, and their records."""
 
-    def __init__(self, pages: PoolPages, records: CheckedStore) -> None:
-        self.pages = pages
-        self.records = records
+    pages: PoolPages
+    records: CheckedStore
 
 
 class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types here
@@ -56,13 +56,13 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
 
     def __init__(self, storage_config: Any, _: Any = None) -> None:
         """Open the store. Raises InvalidInput, RefusedCombination or StoreError, which end the start of the server."""
-        self._config = storage_config
-        self._settings = HiCacheSettings.read(storage_config.extra_config)
-        _check_shards(storage_config)
+        check_shards(storage_config)
+        extra = storage_config.extra_config or {}
+        settings = HiCacheSettings.read({name: value for name, value in extra.items() if name not in _OF_SGLANG})
+        self._config, self._settings, self._weights = storage_config, settings, weights_of(settings.weights)
         self._pools: dict[str, _Pool] = {}
-        self._store = open_store(
-            self._settings.url, capacity=self._settings.capacity, direct=self._settings.direct
-        )
+        self._log = None if settings.log is None else LookupLog(settings.log)
+        self._store = open_store(settings.store, capacity=settings.store_size, direct=settings.direct)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The pool of keys and values."""
@@ -76,27 +76,18 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
 
     def _register(self, host_pool: Any, name: str) -> None:
         """Raises RefusedCombination for a pool that cannot be stored."""
-        pages, served = PoolPages(host_pool, name), _served()
-        if pages.flat_bytes and "uint8" in str(pages.facts["dtype"]) and not served.get("kv_cache_dtype"):
-            raise RefusedCombination(f"the element type of pool '{name}' is not known: it has raw bytes.")
-        facts = {
-            "engine": "sglang",
-            "model": str(self._config.model_name or "unnamed"),
-            "weights": self._settings.weights,
-            "rank": _rank(self._config, pages),
-            **pages.facts,
-            **served,
-        }
-        self._pools[name] = _Pool(
-            pages,
-            CheckedStore(
-                self._store,
-                facts,
-                {0: pages.payload_bytes},
-                deadline_s=self._settings.deadline_s,
-                threads=self._settings.threads,
-            ),
+        if name in self._pools and self._pools[name].pages.pool is host_pool:
+            return  # that of keys and values, as one of a hybrid model's
+        pages = PoolPages(host_pool, name)
+        records = CheckedStore(
+            self._store,
+            facts_of(self._config, pages, self._weights),
+            {0: pages.payload_bytes},
+            deadline_s=self._settings.deadline_s,
+            threads=self._settings.threads,
+            log=self._log,
         )
+        self._pools[name] = _Pool(pages, records)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of the first pages are there."""
@@ -157,7 +148,7 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         fits = [page.is_contiguous() and page.nbytes == pool.pages.flat_bytes for page in pages]
         wanted = keys[: _leading(fits)]
         found = _load(pool, wanted, [pool.pages.flat(page) for page in pages[: len(wanted)]])
-        return [page if is_there else None for page, is_there in zip(pages, _padded(found, keys), strict=True)]
+        return [*pages[:found], *[None] * (len(keys) - found)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Write one page, flat."""
@@ -188,8 +179,11 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         pool = self._pools.get(name)
         if pool is None:
             return [False] * len(keys)
-        answers = pool.records.submit_exists([_key(key) for key in keys]).wait()
-        return [answer is Answer.HIT for answer in answers]
+        pages = [_key(key) for key in keys]
+        found = [answer is Answer.HIT for answer in pool.records.submit_exists(pages).wait()]
+        if self._log is not None:
+            self._log.looked_up(pool.records.scope, "", pages, _leading(found))
+        return found
 
     def _get(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> list[bool]:
         pool, rows = self._pool_and_rows(name, keys, host_indices)
@@ -197,9 +191,9 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
             return [False] * len(keys)
         payloads = [pool.pages.incoming(row) for row in rows]
         found = _load(pool, keys, payloads)
-        for row, payload, _ in zip(rows, payloads, takewhile(bool, found), strict=False):
+        for row, payload in zip(rows[:found], payloads, strict=False):
             pool.pages.arrived(row, payload)
-        return found
+        return [at < found for at in range(len(keys))]
 
     def _set(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> list[bool]:
         pool, rows = self._pool_and_rows(name, keys, host_indices)
@@ -218,10 +212,10 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         return pool, rows[:: pool.pages.page_size]
 
 
-def _load(pool: _Pool, keys: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
-    """Which pages arrived: all up to the first that is missing or damaged."""
+def _load(pool: _Pool, keys: Sequence[str], payloads: Sequence[Payload]) -> int:
+    """How many pages arrived, up to the first that is missing or bad."""
     answers = pool.records.submit_load([_key(key) for key in keys], payloads).wait()
-    return _padded([True] * _leading(answer is Answer.HIT for answer in answers), keys)
+    return _leading(answer is Answer.HIT for answer in answers)
 
 
 def _save(pool: _Pool, keys: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
@@ -246,10 +240,6 @@ def _leading(found: Iterable[bool]) -> int:
     return sum(1 for _ in takewhile(bool, found))
 
 
-def _padded(found: list[bool], keys: Sequence[str]) -> list[bool]:
-    return found + [False] * (len(keys) - len(found))
-
-
 def _restorable(found: Sequence[bool], last: int) -> set[int]:
     """Lengths of prefixes whose `last` pages, or all if 0, are there."""
     run, lengths = 0, set()
@@ -258,41 +248,3 @@ def _restorable(found: Sequence[bool], last: int) -> set[int]:
         if run >= min(last or length, length):
             lengths.add(length)
     return lengths
-
-
-def _check_shards(config: Any) -> None:
-    """Raises RefusedCombination for shards that this backend does not tell apart, or does not share as SGLang would."""
-    if config.dcp_size > 1:
-        raise RefusedCombination(
-            f"pages of {config.dcp_size} decode-context shards cannot be stored.", fix="serve without --dcp-size."
-        )
-    if config.should_split_heads:
-        raise RefusedCombination(
-            "records are not shared between sizes of tensor parallelism.", fix="remove 'tp_lcm_size' from the JSON."
-        )
-
-
-def _rank(config: Any, pages: PoolPages) -> str:
-    """The shard that the pool's pages are of. Raises RefusedCombination for a pool that SGLang stores on one rank only
-    although each has its own heads."""
-    is_shared = config.is_mla_model and not pages.has_shards
-    if config.is_mla_model and pages.has_heads and config.tp_size > 1:
-        raise RefusedCombination(
-            f"SGLang stores pool '{pages.facts['pool']}' on rank 0 only, and {config.tp_size} ranks have one each.",
-            fix="serve this model without a draft model of another kind of attention, or with --tp-size 1.",
-        )
-    shards = [
-        ("tp", 0 if is_shared else config.tp_rank, 1 if is_shared else config.tp_size),
-        ("pp", config.pp_rank, config.pp_size),
-        ("cp", config.attn_cp_rank, config.attn_cp_size),
-    ]
-    return " ".join(f"{name}{rank}/{size}" for name, rank, size in shards)
-
-
-def _served() -> dict[str, str]:
-    """Options of SGLang's server on which pages depend besides weights; none outside of a server."""
-    try:
-        model = get_model()
-    except ValueError:
-        return {}
-    return {name: str(getattr(model, name, "")) for name in _SERVED}

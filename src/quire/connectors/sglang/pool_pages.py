@@ -43,7 +43,7 @@ class PoolPages:
     def __init__(self, pool: Any, name: str) -> None:
         """Raises RefusedCombination for a pool whose pages cannot be read or written."""
         kind, layout = type(pool).__name__, str(pool.layout)
-        self._pool = pool
+        self.pool = pool
         self.page_size = int(getattr(pool, "page_size", 1) or 1)
         try:
             self._pieces = _pieces_of(pool, self.page_size)
@@ -57,15 +57,13 @@ class PoolPages:
         self._anchor = (memoryview(bytearray(1)),)
         self.flat_bytes = sum(piece.num_bytes for piece in self._pieces) or flat.nbytes
         self.payload_bytes = self.flat_bytes or 1
-        dtypes = {
-            str(getattr(pool, at, "")).removeprefix("torch."): None for at in ("dtype", "temporal_dtype", "conv_dtype")
-        }
+        dtypes = dict.fromkeys(str(getattr(pool, at, "")) for at in ("dtype", "temporal_dtype", "conv_dtype"))
         self.has_heads = hasattr(pool, "head_num")
         self.has_shards = self.has_heads or hasattr(pool, "temporal_buffer")
         self.facts: dict[str, str | int] = {
             "pool": name,
             "kind": kind,
-            "dtype": " ".join(filter(None, dtypes)),
+            "dtype": " ".join(dtypes).strip(),
             "page_size": self.page_size,
             "page_bytes": self.payload_bytes,
             "layout": _SAME_BYTES.get(layout, layout) if kind in _BY_LAYER else layout,
@@ -76,7 +74,7 @@ class PoolPages:
     def outgoing(self, row: int) -> Payload:
         """The bytes of the page at `row`."""
         if self._flat_dtype is not None:
-            return self.flat(self._pool.get_data_page(row, flat=True))
+            return self.flat(self.pool.get_data_page(row, flat=True))
         return self._in_place(row)
 
     def incoming(self, row: int) -> Payload:
@@ -88,7 +86,7 @@ class PoolPages:
     def arrived(self, row: int, payload: Payload) -> None:
         """The bytes of the page at `row` are complete."""
         if self._flat_dtype is not None:
-            self._pool.set_from_flat_data_page(row, torch.frombuffer(payload[0], dtype=self._flat_dtype))
+            self.pool.set_from_flat_data_page(row, torch.frombuffer(payload[0], dtype=self._flat_dtype))
 
     def flat(self, page: torch.Tensor) -> Payload:
         """The bytes of a contiguous tensor in host memory that is a page, whatever its element type."""

@@ -64,9 +64,7 @@ def register_store(scheme: str, opener: Opener) -> None:
         raise InvalidInput(f"'{scheme}' cannot be the scheme of a store.", fix="give another one, such as mystore.")
 
 
-def open_store(
-    url: str, *, capacity: int | None = None, counts_use: bool = True, direct: bool | None = None
-) -> Store:
+def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True, direct: bool | None = None) -> Store:
     """Open the store of a URL or a path; the caller closes it. Raises StoreError and, for an invalid URL, InvalidInput.
 
     With a `capacity` in bytes a missing directory is created; None opens only an existing one, with its own. Servers

@@ -1,0 +1,86 @@
+"""What the pages of a host pool of SGLang are of, and what cannot be told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.runtime_context import get_model
+
+from quire.connectors.sglang.pool_pages import PoolPages
+from quire.connectors.weights import weights_identity
+from quire.errors import InvalidInput, RefusedCombination
+from quire.tiers.scope_facts import Facts
+
+_SERVED = ("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args")
+"""Options of its server on which pages depend besides weights."""
+
+
+def weights_of(own: str) -> str:
+    """The identity of the weights: the user's own, or that of the model that this process serves. Raises InvalidInput
+    if there is none."""
+    model = _served()
+    if own:
+        return own
+    if model is None or model.load_format == "dummy":
+        raise InvalidInput(
+            "SGLang's keys do not name the weights, so pages of other weights would be read.",
+            fix='add "weights": "NAME" to --hicache-storage-backend-extra-config.',
+        )
+    return weights_identity(model.model_path, model.revision)
+
+
+def facts_of(config: Any, pages: PoolPages, weights: str) -> Facts:
+    """The facts of a pool's pages. Raises RefusedCombination if they do not tell what the bytes are."""
+    model = _served()
+    served = {} if model is None else {name: str(getattr(model, name, None)) for name in _SERVED}
+    if pages.flat_bytes and "uint8" in str(pages.facts["dtype"]) and "kv_cache_dtype" not in served:
+        raise RefusedCombination(
+            f"the element type of SGLang's pool '{pages.facts['pool']}' is not known: it has raw bytes.",
+            fix="serve with another --kv-cache-dtype.",
+        )
+    name = str(config.model_name or "unnamed")
+    return {
+        "engine": "sglang",
+        "model": name,
+        "weights": weights,
+        "rank": _rank(config, pages),
+        **pages.facts,
+        **served,
+    }
+
+
+def check_shards(config: Any) -> None:
+    """Raises RefusedCombination for shards that this backend does not tell apart, or does not share as SGLang would."""
+    if config.dcp_size > 1:
+        raise RefusedCombination(
+            f"pages of {config.dcp_size} decode-context shards cannot be stored.", fix="serve without --dcp-size."
+        )
+    if config.should_split_heads:
+        raise RefusedCombination(
+            "records are not shared between sizes of tensor parallelism.", fix="remove 'tp_lcm_size' from the JSON."
+        )
+
+
+def _rank(config: Any, pages: PoolPages) -> str:
+    """The shard that the pool's pages are of. Raises RefusedCombination for a pool that SGLang stores on one rank only
+    although each has its own heads."""
+    is_shared = config.is_mla_model and not pages.has_shards
+    if config.is_mla_model and pages.has_heads and config.tp_size > 1:
+        raise RefusedCombination(
+            f"SGLang stores pool '{pages.facts['pool']}' on rank 0 only, and {config.tp_size} ranks have one each.",
+            fix="serve this model without a draft model of another kind of attention, or with --tp-size 1.",
+        )
+    shards = [
+        ("tp", 0 if is_shared else config.tp_rank, 1 if is_shared else config.tp_size),
+        ("pp", config.pp_rank, config.pp_size),
+        ("cp", config.attn_cp_rank, config.attn_cp_size),
+    ]
+    return " ".join(f"{name}{rank}/{size}" for name, rank, size in shards)
+
+
+def _served() -> Any:
+    """What the server of this process was told of its model; None outside of a server."""
+    try:
+        return get_model()
+    except ValueError:
+        return None
