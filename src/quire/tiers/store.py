@@ -114,7 +114,7 @@ class Store(Protocol):
 
 def bytes_of(buffer: Buffer) -> memoryview:
     """A view of the bytes of a buffer."""
-    view = memoryview(buffer)
+    view = buffer if isinstance(buffer, memoryview) else memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
@@ -125,7 +125,7 @@ class RecordViews:
 
     def __init__(self, record: Record) -> None:
         self.views = tuple(map(bytes_of, record)) if isinstance(record, tuple) else (bytes_of(record),)
-        self.num_bytes = sum(view.nbytes for view in self.views)
+        self.num_bytes = sum([view.nbytes for view in self.views])
 
     def join(self) -> bytes | memoryview:
         """All bytes in one buffer: a copy if there are several."""

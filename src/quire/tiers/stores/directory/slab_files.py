@@ -1,7 +1,8 @@
 """SlabFiles: the files of records, read and written by several threads, with direct I/O if the filesystem supports it.
 
-Whole blocks of a record's first piece are transferred directly if it is aligned in memory. Other bytes, and a last
-partial block, pass through an aligned buffer. Records that are adjacent in a file are transferred in one call.
+Whole blocks of the first pieces of a record are transferred directly while these are aligned in memory, and through the
+page cache all pieces of at least a block. Other bytes, and a last partial block, pass through an aligned buffer.
+Records that are adjacent in a file are transferred in one call.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class SlabFiles:
                     run = runs.popleft()
                 except IndexError:
                     break
-                _move_run(run, self._buffer.memory, failed, writes=writes)
+                _move_run(run, self._buffer.memory, failed, writes=writes, direct=self.direct)
 
         others: list[Future[None]] = []
         with suppress(RuntimeError):  # the interpreter ends and starts no threads
@@ -212,28 +213,37 @@ def _runs(places: Sequence[Place], descriptors: dict[int, int]) -> list[list[_Pi
     return runs
 
 
-def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: bool) -> None:
+def is_aligned(memory: Bytes) -> bool:
+    """Whether it begins on a block boundary."""
+    return bool(memory.__array_interface__["data"][0] % BLOCK == 0)
+
+
+def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: bool, direct: bool) -> None:
     """Read or write pieces in one call. A partial transfer is repeated piece by piece."""
     vector: list[Any] = []
     through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
     used = 0
     for piece in run:
-        (front, *others), straight = piece.parts, 0
-        if front.__array_interface__["data"][0] % BLOCK == 0:
-            straight = len(front) // BLOCK * BLOCK
-        if straight:
-            vector.append(front[:straight])
-        rest = piece.length - straight
-        if rest:
-            buffer = bounce[used : used + rest]
-            at = 0
-            for part in (front[straight:], *others):
-                through.append((part, buffer[at : at + len(part)]))
-                at += len(part)
-            if writes:
-                buffer[at:] = 0  # not bytes of another record
-            vector.append(buffer)
-            used += rest
+        start = used
+        for part in piece.parts:
+            straight = len(part) if len(part) >= BLOCK else 0
+            if direct:  # and after a part that is not straight none is, because its blocks have no boundary
+                straight = len(part) // BLOCK * BLOCK if used == start and straight and is_aligned(part) else 0
+            if straight:
+                if used > start:
+                    vector.append(bounce[start:used])
+                    start = used
+                vector.append(part[:straight])
+            if straight < len(part):
+                rest = part[straight:]
+                through.append((rest, bounce[used : used + len(rest)]))
+                used += len(rest)
+        padding = piece.length - piece.num_bytes
+        if writes:
+            bounce[used : used + padding] = 0  # not bytes of another record
+        used += padding
+        if used > start:
+            vector.append(bounce[start:used])
     if writes:
         for memory, buffer in through:
             buffer[:] = memory
@@ -249,7 +259,7 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
         if len(run) == 1:
             failed.add(first.record)
         for piece in run if len(run) > 1 else ():
-            _move_run([piece], bounce, failed, writes=writes)
+            _move_run([piece], bounce, failed, writes=writes, direct=direct)
 
 
 def _can_be_direct(folder: Path) -> bool:

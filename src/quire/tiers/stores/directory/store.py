@@ -47,7 +47,7 @@ from quire.tiers.stores.directory.index import (
     rows_where,
 )
 from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, slot_size
-from quire.tiers.stores.directory.slab_files import BLOCK, Bytes, Place, SlabFiles
+from quire.tiers.stores.directory.slab_files import BLOCK, Bytes, Place, SlabFiles, is_aligned
 
 logger = logging.getLogger(__name__)
 
@@ -165,10 +165,13 @@ def _check_kind(path: Path, *, may_be_new: bool) -> None:
 
 
 def _lead_of(record: RecordViews) -> int:
-    """The bytes before the last piece, if they are few and that piece can be written from where it is."""
-    lead = record.num_bytes - record.views[-1].nbytes
-    is_aligned = np.frombuffer(record.views[-1], dtype=np.uint8).__array_interface__["data"][0] % BLOCK == 0
-    return lead if 0 < lead <= BLOCK <= record.views[-1].nbytes and is_aligned else 0
+    """The bytes before the first large piece, if they are few and it can be written from where it is."""
+    lead = 0
+    for view in record.views:
+        if view.nbytes >= BLOCK:
+            return lead if lead <= BLOCK and is_aligned(np.frombuffer(view, dtype=np.uint8)) else 0
+        lead += view.nbytes
+    return 0
 
 
 def _arrays(record: RecordViews, lead: int) -> list[Bytes]:
@@ -176,6 +179,8 @@ def _arrays(record: RecordViews, lead: int) -> list[Bytes]:
     parts, at = [np.frombuffer(view, dtype=np.uint8) for view in record.views], 0
     if not lead:
         return parts
+    if lead == len(parts[0]):
+        return [*parts[1:], parts[0]]
     first, rest = list[Bytes](), list[Bytes]()
     for part in parts:
         cut = max(0, lead - at)
