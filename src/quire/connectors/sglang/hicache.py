@@ -54,12 +54,12 @@ class _Pool(NamedTuple):
 class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types here
     """Created by SGLang's factory from `--hicache-storage-backend-extra-config`; see `HiCacheSettings`."""
 
-    def __init__(self, storage_config: Any, _: Any = None) -> None:
+    def __init__(self, config: Any, _: Any = None) -> None:
         """Open the store. Raises InvalidInput, RefusedCombination or StoreError, which end the start of the server."""
-        check_shards(storage_config)
-        extra = storage_config.extra_config or {}
+        check_shards(config)
+        extra = config.extra_config or {}
         settings = HiCacheSettings.read({name: value for name, value in extra.items() if name not in _OF_SGLANG})
-        self._config, self._settings, self._weights = storage_config, settings, weights_of(settings.weights)
+        self._config, self._settings, self._weights = config, settings, weights_of(settings.weights)
         self._pools: dict[str, _Pool] = {}
         self._log = None if settings.log is None else LookupLog(settings.log)
         self._store = open_store(settings.store, capacity=settings.store_size, direct=settings.direct)
@@ -74,11 +74,11 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(host_pool, str(host_pool_name))
 
-    def _register(self, host_pool: Any, name: str) -> None:
+    def _register(self, pool: Any, name: str) -> None:
         """Raises RefusedCombination for a pool that cannot be stored."""
-        if name in self._pools and self._pools[name].pages.pool is host_pool:
+        if name in self._pools and self._pools[name].pages.pool is pool:
             return  # that of keys and values, as one of a hybrid model's
-        pages = PoolPages(host_pool, name)
+        pages = PoolPages(pool, name)
         records = CheckedStore(
             self._store,
             facts_of(self._config, pages, self._weights),

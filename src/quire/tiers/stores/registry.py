@@ -69,7 +69,7 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
 
     With a `capacity` in bytes a missing directory is created; None opens only an existing one, with its own. Servers
     may refuse a capacity. Without `counts_use`, reading does not change the order of eviction, if the store decides it.
-    `direct` is that of a `DirectoryStore`, and says nothing to other stores.
+    `direct` is that of a `DirectoryStore`.
     """
     path = directory_of(url)
     if path is not None:

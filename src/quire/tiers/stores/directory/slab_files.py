@@ -228,22 +228,18 @@ def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: boo
         for part in piece.parts:
             straight = len(part) if len(part) >= BLOCK else 0
             if direct:  # and after a part that is not straight none is, because its blocks have no boundary
-                straight = len(part) // BLOCK * BLOCK if used == start and straight and is_aligned(part) else 0
+                straight = straight // BLOCK * BLOCK if used == start and is_aligned(part) else 0
             if straight:
-                if used > start:
-                    vector.append(bounce[start:used])
-                    start = used
-                vector.append(part[:straight])
+                vector += [bounce[start:used], part[:straight]] if used > start else [part[:straight]]
+                start = used
             if straight < len(part):
-                rest = part[straight:]
-                through.append((rest, bounce[used : used + len(rest)]))
-                used += len(rest)
-        padding = piece.length - piece.num_bytes
-        if writes:
-            bounce[used : used + padding] = 0  # not bytes of another record
-        used += padding
-        if used > start:
-            vector.append(bounce[start:used])
+                end = used + len(part) - straight
+                through.append((part[straight:], bounce[used:end]))
+                used = end
+        end = used + piece.length - piece.num_bytes
+        bounce[used:end] = 0  # not bytes of another record
+        vector += [bounce[start:end]] if end > start else []
+        used = end
     if writes:
         for memory, buffer in through:
             buffer[:] = memory
