@@ -1,12 +1,13 @@
-"""What viewers of the page cost: tokens a second without them and with 20, and the time that the server takes for them.
+"""What viewers of the page cost, and spans: tokens a second and the server's time, without them and with them.
 
-    python -m bench.serving.viewers              20 viewers, two minutes
+    python -m bench.serving.viewers              20 viewers, and a server that is traced: four minutes
     python -m bench.serving.viewers --toy        seconds
 
-The real server runs, and clients ask it without a pause. Windows with viewers and without take turns, and each pair is
-compared. Exits with 1 if the median of the shares of tokens that are left is less than 0.99, or if viewers take more
-than 1 % of a core at rest, neither of which `--toy` judges. The viewers are a process of their own, as browsers are; on
-a small machine they take its time too.
+Real servers run, and clients ask one of them without a pause. Windows with and without take turns, and each pair is
+compared: tokens a second, and the time of a core that the server and its engine take for a token, which depends less on
+what else the machine does. Exits with 1 if the median of the shares of tokens that are left is less than 0.99, or if
+viewers take more than 1 % of a core at rest, neither of which `--toy` judges. Viewers and the collector of spans are
+processes of their own; on a small machine they take its time too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +62,51 @@ def view(port: int, count: int) -> None:
     asyncio.run(run())
 
 
+def collect() -> None:
+    """Be a collector of spans, until the standard input ends; says its port."""
+
+    class Take(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Take)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    print(collector.server_port, flush=True)
+    sys.stdin.read()
+
+
 @contextlib.contextmanager
-def viewed(port: int, count: int) -> Iterator[None]:
-    """With so many viewers."""
-    command = [sys.executable, "-m", "bench.serving.viewers", "--view", str(port), "--viewers", str(count)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield
-        process.stdin.close()
+def process(*arguments: str) -> Iterator[str]:
+    """A process of this program, and what it says first."""
+    command = [sys.executable, "-m", "bench.serving.viewers", *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as found:
+        assert found.stdin is not None
+        assert found.stdout is not None
+        yield found.stdout.readline().strip()
+        found.stdin.close()
 
 
-def tokens_a_second(port: int, seconds: float, clients: int, tokens: int) -> float:
-    """What clients that ask one request after the other get."""
-    began = time.monotonic()
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[tuple[int, psutil.Process]]:
+    """A server, and its port."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--kv-memory", "32MiB", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield int(json.loads(server.stdout.readline())["url"].rpartition(":")[2]), psutil.Process(server.pid)
+        finally:
+            server.terminate()
+
+
+def under_load(where: tuple[int, psutil.Process], options: argparse.Namespace) -> tuple[float, float]:
+    """Tokens a second that clients get that ask one request after the other, and milliseconds of a core for each."""
+    port, server = where
+    family, seconds, tokens = [server, *server.children(recursive=True)], options.seconds, options.tokens
+    began, before = time.monotonic(), sum(sum(each.cpu_times()[:2]) for each in family)
 
     def client(_: int) -> int:
         count = 0
@@ -82,39 +115,62 @@ def tokens_a_second(port: int, seconds: float, clients: int, tokens: int) -> flo
             count += tokens
         return count
 
-    with ThreadPoolExecutor(clients) as pool:
-        total = sum(pool.map(client, range(clients)))
-    return total / (time.monotonic() - began)
+    with ThreadPoolExecutor(options.clients) as pool:
+        total = sum(pool.map(client, range(options.clients)))
+    took = time.monotonic() - began
+    at_rest(port)
+    return total / took, (sum(sum(each.cpu_times()[:2]) for each in family) - before) * 1e3 / total
 
 
-def measure(port: int, server: psutil.Process, options: argparse.Namespace) -> dict[str, Any]:
-    """The result, without where it was measured."""
-    load = (port, options.seconds, options.clients, options.tokens)
-    rates: list[tuple[float, float]] = []
-    percents: list[tuple[float, float]] = []
-    tokens_a_second(*load)  # first calls do not count
-    for at in range(options.windows):
-        pair = [0.0, 0.0]
-        idle = [0.0, 0.0]
-        for count in (0, 1) if at % 2 else (1, 0):
-            with viewed(port, options.viewers * count):
-                pair[count] = tokens_a_second(*load)
-                at_rest(port)
-                idle[count] = cpu_percent(server, options.seconds / 2)
-        rates.append((pair[0], pair[1]))
-        percents.append((idle[0], idle[1]))
-    shares = sorted(beside / alone for alone, beside in rates)
+def compared(windows: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    """Pairs of windows, without and with."""
+    shares = sorted(beside[0] / alone[0] for alone, beside in windows)
+    times = sorted(beside[1] / alone[1] for alone, beside in windows)
+    rates, costs = ([[each[which] for each in pair] for pair in windows] for which in (0, 1))
     return {
-        "viewers": options.viewers,
         "tokens_a_second": [round(statistics.median(each), 1) for each in zip(*rates, strict=True)],
         "share_left": {"median": round(statistics.median(shares), 4), "all": [round(each, 3) for each in shares]},
-        "cpu_percent_at_rest": [round(statistics.mean(each), 2) for each in zip(*percents, strict=True)],
+        "cpu_ms_a_token": [round(statistics.median(each), 3) for each in zip(*costs, strict=True)],
+        "cpu_share": {"median": round(statistics.median(times), 4), "all": [round(each, 3) for each in times]},
     }
 
 
+def with_viewers(where: tuple[int, psutil.Process], options: argparse.Namespace) -> dict[str, Any]:
+    """What viewers cost."""
+    windows, percents = [], []
+    under_load(where, options)  # first calls do not count
+    for at in range(options.windows):
+        pair, idle = [(0.0, 0.0)] * 2, [0.0] * 2
+        for count in (0, 1) if at % 2 else (1, 0):
+            with process("--view", str(where[0]), "--viewers", str(options.viewers * count)) as said:
+                assert said == "ready"
+                pair[count] = under_load(where, options)
+                idle[count] = cpu_percent(where[1], options.seconds / 2)
+        windows.append(pair)
+        percents.append(idle)
+    at_rest_percent = [round(statistics.mean(each), 2) for each in zip(*percents, strict=True)]
+    return {"viewers": options.viewers, **compared(windows), "cpu_percent_at_rest": at_rest_percent}
+
+
+def with_spans(plain: tuple[int, psutil.Process], options: argparse.Namespace) -> dict[str, Any]:
+    """What spans cost: a server without them, and one whose spans a collector gets."""
+    with (
+        process("--collect") as port,
+        serving("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces") as traced,
+    ):
+        under_load(traced, options)
+        windows = []
+        for at in range(options.windows):
+            pair = [(0.0, 0.0)] * 2
+            for which in (0, 1) if at % 2 else (1, 0):
+                pair[which] = under_load(traced if which else plain, options)
+            windows.append(pair)
+    return compared(windows)
+
+
 def main() -> int:
-    """Measure, show and write; 1 if viewers cost too much."""
-    parser = argparse.ArgumentParser(description="What viewers of the page cost.")
+    """Measure, show and write; 1 if viewers or spans cost too much."""
+    parser = argparse.ArgumentParser(description="What viewers of the page cost, and spans.")
     parser.add_argument("--viewers", type=int, default=20)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--windows", type=int, default=9, help="with viewers, and as many without")
@@ -123,26 +179,27 @@ def main() -> int:
     parser.add_argument("--toy", action="store_true", help="seconds; nothing is judged")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--view", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.collect:
+        collect()
+        return 0
     if options.view is not None:
         view(options.view, options.viewers)
         return 0
     if options.toy:
         options.windows, options.seconds = 2, 0.5
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--json", "--kv-memory", "32MiB"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            assert server.stdout is not None
-            port = int(json.loads(server.stdout.readline())["url"].rpartition(":")[2])
-            result = {**machine(), **measure(port, psutil.Process(server.pid), options)}
-        finally:
-            server.terminate()
+    with serving() as server:
+        found = with_viewers(server, options)
+        result = {**machine(), **found, "spans": with_spans(server, options)}
     save(options.json, result)
-    alone, beside = result["tokens_a_second"]
-    print(f"{alone} tokens a second without viewers, {beside} with {options.viewers}: {result['share_left']}")
-    print(f"at rest the server takes {result['cpu_percent_at_rest']} % of a core without and with them")
+    for name, each in ((f"{options.viewers} viewers", result), ("spans", result["spans"])):
+        print(f"{name}: {each['tokens_a_second']} tokens a second without and with them, {each['share_left']}")
+        print(f"{name}: {each['cpu_ms_a_token']} ms of a core for a token, {each['cpu_share']}")
     without, beside = result["cpu_percent_at_rest"]
-    is_dear = result["share_left"]["median"] < LEAST or beside - without > MOST_PERCENT
+    print(f"at rest the server takes {without} % of a core without viewers, {beside} % with them")
+    is_dear = min(each["share_left"]["median"] for each in (result, result["spans"])) < LEAST
+    is_dear |= beside - without > MOST_PERCENT
     return int(not options.toy and is_dear)
 
 

@@ -82,6 +82,8 @@ ROUTES: dict[tuple[str, str], Asked] = {
     ("GET", "/v1/cache/retained"): Asked(),
     ("GET", "/v1/cache/audit"): Asked(),
     ("GET", "/v1/cache/history"): Asked(),
+    ("GET", "/v1/cache/tree"): Asked(),
+    ("GET", "/v1/cache/plan"): Asked(),
     ("GET", "/metrics"): Asked(),
     ("GET", "/health"): NOTHING,
     ("GET", "/version"): NOTHING,
