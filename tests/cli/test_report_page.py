@@ -17,6 +17,7 @@ from rich.text import Text
 from quire.cli.report import Report, plain_table
 from quire.cli.report_page import page_of
 from tests.cli.conftest import Run
+from tests.serve.live_server import LiveServer
 
 HOSTILE = "</script><!--<script><img src=x onerror=alert(1)>'\"&"
 SHORT = ("chat", "--limit", 8, "--seed", 3)
@@ -106,6 +107,19 @@ def test_explanations_have_the_tokens_of_each_cause(run: Run, tmp_path: Path) ->
     strip = of_kind(parts, "strip")[0]
     assert strip["page_size"] == 16
     assert sum(each["tokens"] for each in strip["reasons"]) == strip["prompt_tokens"] == found["prompt_tokens"]
+
+
+def test_explanations_of_a_server_have_its_prompts(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+    with LiveServer.quire("--model", str(tiny_model), "--kv-memory", "100KiB") as live:
+        for _ in range(2):
+            status, answer = live.request("/v1/completions", {"prompt": "abcdefghij" * 8, "max_tokens": 2})
+            assert status == 200
+        where = ("explain", "--url", live.summary["url"])
+        parts, found = written(run, tmp_path, *where, answer["id"])
+        strip = of_kind(parts, "strip")[0]
+        assert strip["reasons"] == found["explanations"][0]["reasons"] and strip["reasons"][0]["cause"] == "hit"
+        parts, found = written(run, tmp_path, *where)
+        assert of_kind(parts, "causes")[0]["causes"] == found["tokens_by_cause"]
 
 
 @pytest.mark.parametrize("name", ["replay", "plan"])
