@@ -14,6 +14,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # answers have the other one
 
 from bench.peers.worker import answer_requests
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
 from quire.testing.stores.faulty_store import FaultyStore
@@ -46,27 +47,30 @@ class VllmEngine:
         self._llm: Any = None
 
     def start(
-        self, *, folder: str, tiers: list[dict[str, Any]], cpu_bytes: int = 32 << 20, **more: Any
+        self,
+        *,
+        folder: str,
+        tiers: list[dict[str, Any]],
+        cpu_bytes: int = 32 << 20,
+        on_device: bool = False,
+        **more: Any,
     ) -> dict[str, Any]:
-        """Load a model. `tiers` are vLLM's `secondary_tiers`; without any there is no offloading. `more` are vLLM's."""
-        extra = {
-            "spec_name": "HostTieringSpec",
-            "spec_module_path": "bench.peers.vllm_host",
-            "cpu_bytes_to_use": cpu_bytes,
-            "secondary_tiers": tiers,
-        }
-        settings = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        own = {"max_model_len": 512, "block_size": 32, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
+        """Load a model. `tiers` are vLLM's `secondary_tiers`; without any there is no offloading. With `on_device`
+        vLLM copies by itself, which needs a device. `more` are settings of vLLM."""
+        host = {"spec_name": "HostTieringSpec", "spec_module_path": "bench.peers.vllm_host"}
+        extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec"} if on_device else host
+        extra |= {"cpu_bytes_to_use": cpu_bytes, "secondary_tiers": tiers}
+        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        small = {"max_model_len": 512, "block_size": 32, "max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
         began = time.perf_counter()
         self._llm = LLM(
             folder,
             skip_tokenizer_init=True,
-            enforce_eager=True,
             enable_prefix_caching=True,
             disable_log_stats=False,
-            kv_transfer_config=settings if tiers else None,
+            kv_transfer_config=transfer if tiers else None,
             seed=0,
-            **({"dtype": "float32"} | own | more),
+            **({} if on_device else small | {"kv_cache_memory_bytes": 64 << 20}) | more,
         )
         return {"seconds": time.perf_counter() - began}
 
@@ -111,10 +115,11 @@ class VllmEngine:
     def metrics(self) -> dict[str, Any]:
         """vLLM's own counters of offloading, by name without their prefix, and labels."""
         found = {}
-        for metric in self._llm.get_metrics():
-            if metric.name.startswith("vllm:kv_offload_") and hasattr(metric, "value"):
-                labels = [value for name, value in metric.labels.items() if name not in ("engine", "model_name")]
-                found[" ".join([metric.name.removeprefix("vllm:kv_offload_"), *labels])] = metric.value
+        for metric in REGISTRY.collect():
+            if metric.name.startswith("vllm:kv_offload_") and metric.type == "counter":
+                for sample in (sample for sample in metric.samples if sample.name.endswith("_total") and sample.value):
+                    labels = [value for name, value in sample.labels.items() if name not in ("engine", "model_name")]
+                    found[" ".join([metric.name.removeprefix("vllm:kv_offload_"), *labels])] = sample.value
         return found
 
     def preempted(self) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def test_vllms_own_tier_gives_wrong_tokens_where_this_one_misses(
 def test_records_of_another_engine_are_not_found(
     llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path, changed: str
 ) -> None:
-    more: dict[str, Any] = {"dtype": {"dtype": "bfloat16"}, "block_size": {"block_size": 16}}.get(changed, {})
+    more: dict[str, Any] = {"dtype": {"dtype": "bfloat16"}, "block_size": {"block_size": 64}}.get(changed, {})
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
     if changed == "weights":
@@ -213,8 +213,8 @@ def test_a_full_store_evicts(llama: Path, alone: list[list[list[int]]], tmp_path
 
 
 def test_a_store_that_lies_and_fails(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
-    with engine(llama, tmp_path / "log", quire_tier(f"faulty://20{tmp_path}/store")) as vllm:
-        for _ in range(4):
+    with engine(llama, tmp_path / "log", quire_tier(f"faulty://5{tmp_path}/store")) as vllm:
+        for _ in range(6):
             assert outputs(vllm) == alone
             vllm.ask("forget")
         metrics = vllm.ask("metrics")
