@@ -17,7 +17,7 @@ from bench.peers.worker import answer_requests
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
-from quire.testing.stores.faulty_store import FaultyStore
+from quire.testing.stores.faulty_store import LIES, FaultyStore
 from quire.testing.stores.wrapped_store import SlowStore
 from quire.tiers.store import Store
 from quire.tiers.stores.registry import open_store, register_store
@@ -30,10 +30,10 @@ def _slow(url: str, capacity: int | None, *, counts_use: bool = True) -> Store:
 
 
 def _faulty(url: str, capacity: int | None, *, counts_use: bool = True) -> Store:
-    """faulty://PERCENT/PATH: a directory with every kind of fault."""
+    """faulty://PERCENT/PATH: a directory that takes and gives wrong bytes."""
     percent, _, path = url.removeprefix("faulty://").partition("/")
     inner = open_store(f"/{path}", capacity=capacity, counts_use=counts_use)
-    return FaultyStore(inner, seed=1, percent=int(percent))
+    return FaultyStore(inner, seed=1, kinds=LIES, percent=int(percent))
 
 
 register_store("slow", _slow)

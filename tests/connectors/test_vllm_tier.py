@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from bench.harness import Worker
 
+from quire.tiers.store import Store
 from quire.tiers.stores.registry import open_store
 from tests.changes import unless_changed
 from tests.connectors.vllm_runs import (
@@ -25,8 +26,8 @@ from tests.connectors.vllm_runs import (
     engine,
     exchanged,
     flipped,
-    foreign,
     model,
+    of_another,
     prompt_sets,
     quire_tier,
     torn,
@@ -98,29 +99,58 @@ def test_a_new_process_finds_what_another_has_saved(
             assert found == CHUNK * (vllm.ask("metrics")["quire_hits"] - before) == len(prompts[0]) // CHUNK * CHUNK
 
 
+def kinds(store: Store) -> dict[str, tuple[Damage, str]]:
+    """Ways to damage all records, with the reason that vLLM's metrics give."""
+    return {
+        "flipped": (flipped, "digest"),
+        "torn": (torn, "digest"),
+        "truncated": (truncated, "length"),
+        "exchanged": (exchanged, "key"),
+        "weights": (of_another(store, weights="files:0"), "weights"),
+        "dtype": (of_another(store, dtype="bfloat16 auto None"), "dtype"),
+        "page": (of_another(store, page_size="16"), "page_size"),
+        "rank": (of_another(store, rank="tp=2 pp=1 pcp=1 dcp=1"), "rank"),
+    }
+
+
+def check_bad_records(vllm: Worker, store: Path, sets: list[list[list[int]]], expected: list[list[list[int]]]) -> None:
+    """All of one kind after another: vLLM's answers are right, none is a hit, and each that it met is counted."""
+    for name in ("flipped", "torn", "truncated", "exchanged", "weights", "dtype", "page", "rank"):
+        vllm.ask("forget")
+        before = vllm.ask("metrics")
+        with closing(open_store(str(store))) as directory:
+            change, reason = kinds(directory)[name]
+            assert damage(directory, change) == sum(map(chunks, sets))
+        assert outputs(vllm, sets) == expected
+        vllm.ask("forget")
+        after = vllm.ask("metrics")
+        grown = {key: int(value - before.get(key, 0)) for key, value in after.items() if value != before.get(key, 0)}
+        bad = {key: count for key, count in grown.items() if key.startswith("quire_bad_records")}
+        assert bad == {f"quire_bad_records {reason}": sum(map(chunks, sets))}
+        assert "quire_hits" not in grown and grown["quire_saved"]
+        # What waits for a record is not saved by vLLM, though it turns out to be bad; it is the next time.
+        assert outputs(vllm, sets) == expected
+        assert vllm.ask("metrics")["quire_hits"] > after.get("quire_hits", 0)
+
+
 def test_bad_records_are_missed_and_counted(
     llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path
 ) -> None:
-    kinds: dict[str, tuple[Damage, str]] = {
-        "flipped": (flipped, "digest"),
-        "exchanged": (exchanged, "key"),
-        "torn": (torn, "digest"),
-        "truncated": (truncated, "length"),
-        "foreign": (foreign, "layout"),
-    }
     with engine(llama, tmp_path / "log", quire_tier(store)) as vllm:
-        for change, reason in kinds.values():
-            vllm.ask("forget")
-            before = vllm.ask("metrics")
-            with closing(open_store(str(store))) as directory:
-                assert damage(directory, change) == sum(map(chunks, SETS))
-            assert outputs(vllm) == alone
-            vllm.ask("forget")
-            after = vllm.ask("metrics")
-            assert after[f"quire_bad_records {reason}"] > before.get(f"quire_bad_records {reason}", 0)
-            assert after.get("quire_hits", 0) == before.get("quire_hits", 0)
-            assert outputs(vllm) == alone  # from what was saved again
-            assert vllm.ask("metrics")["quire_hits"] > after.get("quire_hits", 0)
+        check_bad_records(vllm, store, SETS, alone)
+
+
+@pytest.mark.slow
+def test_a_thousand_bad_records_of_each_kind(llama: Path, tmp_path: Path) -> None:
+    sets = prompt_sets(9, each=8, seed=2, shared=4, own=500, least=470)
+    assert sum(map(chunks, sets)) > 1000
+    with engine(llama, tmp_path / "alone") as vllm:
+        expected = outputs(vllm, sets)
+    store = tmp_path / "store"
+    with engine(llama, tmp_path / "log", quire_tier(store), cpu_bytes=256 << 20) as vllm:
+        assert outputs(vllm, sets) == expected
+        vllm.ask("settle")
+        check_bad_records(vllm, store, sets, expected)
 
 
 def test_vllms_own_tier_gives_wrong_tokens_where_this_one_misses(
@@ -212,9 +242,9 @@ def test_a_full_store_evicts(llama: Path, alone: list[list[list[int]]], tmp_path
         assert 0 < sum(entry.num_bytes for entry in directory.entries()) <= 1 << 20
 
 
-def test_a_store_that_lies_and_fails(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
-    with engine(llama, tmp_path / "log", quire_tier(f"faulty://5{tmp_path}/store")) as vllm:
-        for _ in range(6):
+def test_a_store_that_lies(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
+    with engine(llama, tmp_path / "log", quire_tier(f"faulty://20{tmp_path}/store")) as vllm:
+        for _ in range(4):
             assert outputs(vllm) == alone
             vllm.ask("forget")
         metrics = vllm.ask("metrics")

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from bench.harness import ROOT, Worker
 
+from quire.connectors.checked_store import CheckedStore
 from quire.memory.record import HEADER_BYTES, RecordFormat
+from quire.tiers.scope_facts import is_facts, read_facts, write_facts
 from quire.tiers.store import Answer, Store, StoreKey
 from tests.tiny_models import VOCAB_SIZE, save_tiny
 
@@ -67,9 +68,10 @@ def model(folder: Path, architecture: str = "llama_gqa", *, seed: int = 0, **mor
 
 
 def prompt_sets(
-    number: int, *, each: int = 3, seed: int = 0, shared: int = 100, own: int = 120
+    number: int, *, each: int = 3, seed: int = 0, shared: int = 100, own: int = 120, least: int = 40
 ) -> list[list[list[int]]]:
-    """Sets of prompts; those of a set begin with the same tokens."""
+    """Sets of prompts. Those of a set begin with the same tokens, at most `shared`, and have from `least` to `own` of
+    their own."""
     drawn = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -78,7 +80,7 @@ def prompt_sets(
     sets = []
     for _ in range(number):
         begin = tokens(drawn.randrange(shared // 2, shared))
-        sets.append([begin + tokens(drawn.randrange(own // 3, own)) for _ in range(each)])
+        sets.append([begin + tokens(drawn.randrange(least, own)) for _ in range(each)])
     return sets
 
 
@@ -94,10 +96,9 @@ def damage(store: Store, change: Damage) -> int:
     """Replace all records by what `change` makes of them. Returns how many are others now."""
     before: list[tuple[StoreKey, bytes]] = []
     for entry in list(store.entries()):
-        record = np.empty(entry.num_bytes, dtype=np.uint8)
-        assert store.get([entry.key], [record]) == [Answer.HIT]
-        if record.nbytes > 2 * HEADER_BYTES + 4096:  # not what describes a scope
-            before.append((entry.key, record.tobytes()))
+        record = bytearray(entry.num_bytes)
+        if not is_facts(entry.key) and store.get([entry.key], [record]) == [Answer.HIT]:
+            before.append((entry.key, bytes(record)))
     before.sort()
     after = change(before)
     store.remove([key for key, _ in before])
@@ -133,11 +134,16 @@ def torn(records: list[tuple[StoreKey, bytes]]) -> list[tuple[StoreKey, bytes]]:
     return [(key, record[: len(record) // 2] + bytes(len(record) - len(record) // 2)) for key, record in records]
 
 
-def foreign(records: list[tuple[StoreKey, bytes]]) -> list[tuple[StoreKey, bytes]]:
-    """The records of an engine whose layout is another, with these keys."""
-    found = []
-    for key, record in records:
-        row = np.frombuffer(bytearray(record), dtype=np.uint8).reshape(1, -1)
-        RecordFormat(key.part, b"another layout..", len(record) - HEADER_BYTES).seal(row, np.array([0]), [key.page])
-        found.append((key, row.tobytes()))
-    return found
+def of_another(store: Store, **changed: str) -> Damage:
+    """Intact records of an engine with other facts, under the keys of the one that has used the store."""
+    (scope,) = {entry.key.scope for entry in store.entries() if not is_facts(entry.key)}
+    facts = dict(read_facts(store, [scope])[scope]) | changed
+    (size,) = {entry.num_bytes for entry in store.entries() if not is_facts(entry.key)}
+    other = CheckedStore(store, facts, {})
+    write_facts(store, other.scope, facts)
+
+    def sealed(key: StoreKey, record: bytes) -> bytes:
+        payload = record[HEADER_BYTES:]
+        return RecordFormat(key.part, other.scope, size - HEADER_BYTES).header(key.page, (payload,)) + payload
+
+    return lambda records: [(key, sealed(key, record)) for key, record in records]
