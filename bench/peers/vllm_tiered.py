@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # answers have the other one
 

@@ -2,7 +2,7 @@
 
     start   -> {"chunk_bytes", "chunks"}     make vLLM's primary tier, filled with noise, and one secondary tier
     save    -> {"seconds", "cpu_seconds"}    store all chunks, in jobs of a prompt's size
-    load    -> the same                      load all of them into the primary tier, which is zeroed before
+    load    -> the same                      load all of them into the primary tier
     lookup  -> {"first_ms", "again_ms"}      the time of the scheduler's thread for so many keys
     stop    -> {}
 
@@ -73,19 +73,17 @@ class Tiers:
         self._rows = np.asarray(self._manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self._bytes = np.random.default_rng(20).integers(0, 256, self._rows.shape, dtype=np.uint8)
         self._rows[:] = self._bytes
-        drawn = random.Random(20)
-        self._keys = [make_offload_key(drawn.randbytes(32), 0) for _ in range(chunks)]
         return {"chunk_bytes": self._rows.shape[1], "chunks": len(self._rows)}
 
-    def save(self) -> dict[str, Any]:
-        """All chunks, in order."""
+    def save(self, turn: int) -> dict[str, Any]:
+        """All chunks, under the keys of this turn."""
         self._rows[:] = self._bytes
-        return self._timed(is_load=False)
+        return self._timed(turn, is_load=False)
 
-    def load(self) -> dict[str, Any]:
-        """All chunks, in order, into rows of zeros."""
+    def load(self, turn: int) -> dict[str, Any]:
+        """All chunks of this turn, into rows of zeros."""
         self._rows[:] = 0
-        found = self._timed(is_load=True)
+        found = self._timed(turn, is_load=True)
         assert np.array_equal(self._rows, self._bytes), "other bytes than were saved"
         return found
 
@@ -114,20 +112,21 @@ class Tiers:
         self._manager.shutdown()
         return {}
 
-    def _timed(self, *, is_load: bool) -> dict[str, Any]:
+    def _timed(self, turn: int, *, is_load: bool) -> dict[str, Any]:
+        drawn = random.Random(turn)
+        keys = [make_offload_key(drawn.randbytes(32), 0) for _ in range(len(self._rows))]
         tier, waiting = self._tier, set()
         submit = tier.submit_load if is_load else tier.submit_store
         cpu, began = time.process_time(), time.perf_counter()
-        for start in range(0, len(self._keys), JOB):
+        for start in range(0, len(keys), JOB):
             self._jobs += 1
-            rows = np.arange(start, min(start + JOB, len(self._keys)), dtype=np.int32)
-            keys = self._keys[start : start + JOB]
-            job = TransferJob(self._jobs, keys, rows, is_load, ReqContext(req_id="bench"))
+            rows = np.arange(start, min(start + JOB, len(keys)), dtype=np.int32)
+            job = TransferJob(self._jobs, keys[start : start + JOB], rows, is_load, ReqContext(req_id="bench"))
             waiting.add(job.job_id)
             submit(job)
         while waiting:
             assert time.perf_counter() < began + _SECONDS, "too slow"
-            for result in tier.get_finished_jobs():
+            for result in list(tier.get_finished_jobs()):
                 assert result.success, "a job failed"
                 waiting.remove(result.job_id)
             time.sleep(0.001)

@@ -56,4 +56,10 @@ def facts_of(config: VllmConfig, spec: Any, row_bytes: int, *, weights: str, ada
 
 
 def _digest(facts: object) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_plain).encode()).hexdigest()[:16]
+
+
+def _plain(value: object) -> str:
+    """What JSON has no form for; an address would be another in each process."""
+    text = str(value)
+    return type(value).__qualname__ if " at 0x" in text else text

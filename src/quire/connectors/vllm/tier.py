@@ -47,7 +47,7 @@ logger = init_logger(__name__)
 
 PIECE_BYTES = 32 << 20  # a load or save is cut into pieces, which several threads move
 _TOUCH_EVERY_S = 1.0
-_MOST_TOUCHED = 4096
+_MOST_TOUCHED = 1024
 
 
 class _Moving(NamedTuple):
