@@ -259,6 +259,26 @@ def test_what_its_server_was_told_is_part_of_the_key(extra: dict[str, Any], mode
         assert fetch(cache) == pages
 
 
+def test_weights_that_were_updated_are_others(extra: dict[str, Any], model: Path) -> None:
+    """In a running server, by the version that the update gives: until it is attached again, nothing is found."""
+    served(model)
+    with opened(Shape(), extra) as cache:
+        pages, keys = store(cache), cache.keys(TOKENS)
+        get_context().override("scheduler.weight_version", weight_version="2")
+        assert fetch(cache) == []
+        rows = cache.host.alloc(len(TOKENS))
+        assert cache.back_up([1, *TOKENS[1:]], rows) == 0
+        assert not cache.backend.batch_set(keys[:1], [cache.host.get_data_page(0)])
+        assert cache.backend.batch_get(keys[:1]) == [None]
+        cache.controller.detach_storage_backend()
+        cache.controller.attach_storage_backend("dynamic", 16, "toy", dict(extra))
+        assert fetch(cache) == []
+        assert cache.back_up(TOKENS, rows) == len(TOKENS) and len(fetch(cache)) == PAGES
+        get_context().override("scheduler.weight_version", weight_version="default")
+    with opened(Shape(), extra) as cache:
+        assert fetch(cache) == pages
+
+
 def test_a_log_says_what_was_asked(extra: dict[str, Any], tmp_path: Path) -> None:
     log = tmp_path / "lookups"
     with opened(Shape(), extra | {"log": str(log)}) as cache:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.runtime_context import get_model
+from sglang.srt.runtime_context import get_model, get_serving
 
 from quire.connectors.sglang.pool_pages import PoolPages
 from quire.connectors.weights import weights_identity
@@ -29,6 +29,11 @@ def weights_of(own: str) -> str:
     return weights_identity(model.model_path, model.revision)
 
 
+def weight_version() -> str:
+    """The name that the last update of weights in this process gave them, or its server at start."""
+    return "" if _served() is None else str(get_serving().weight_version)
+
+
 def facts_of(config: Any, pages: PoolPages, weights: str) -> Facts:
     """The facts of a pool's pages. Raises RefusedCombination if they do not tell what the bytes are."""
     model = _served()
@@ -38,11 +43,11 @@ def facts_of(config: Any, pages: PoolPages, weights: str) -> Facts:
             f"the element type of SGLang's pool '{pages.facts['pool']}' is not known: it has raw bytes.",
             fix="serve with another --kv-cache-dtype.",
         )
-    name = str(config.model_name or "unnamed")
     return {
         "engine": "sglang",
-        "model": name,
+        "model": str(config.model_name or "unnamed"),
         "weights": weights,
+        "weight_version": weight_version(),
         "rank": _rank(config, pages),
         **pages.facts,
         **served,

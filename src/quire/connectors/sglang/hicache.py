@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from quire.connectors.checked_store import CheckedStore
 from quire.connectors.lookup_log import LookupLog
-from quire.connectors.sglang.facts import check_shards, facts_of, weights_of
+from quire.connectors.sglang.facts import check_shards, facts_of, weight_version, weights_of
 from quire.connectors.sglang.pool_pages import Payload, PoolPages
 from quire.connectors.sglang.settings import HiCacheSettings
 from quire.errors import InvalidInput
@@ -60,6 +60,7 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         extra = config.extra_config or {}
         settings = HiCacheSettings.read({name: value for name, value in extra.items() if name not in _OF_SGLANG})
         self._config, self._settings, self._weights = config, settings, weights_of(settings.weights)
+        self._version = weight_version()
         self._pools: dict[str, _Pool] = {}
         self._log = None if settings.log is None else LookupLog(settings.log)
         self._store = open_store(settings.store, capacity=settings.store_size, direct=settings.direct)
@@ -143,7 +144,9 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """`get` of several pages, up to the first that is not there."""
-        pool = self._pools[_KV]
+        pool = self._pool(_KV)
+        if pool is None:
+            return [None] * len(keys)
         pages = target_locations or [torch.empty(pool.pages.flat_bytes, dtype=torch.uint8) for _ in keys]
         fits = [page.is_contiguous() and page.nbytes == pool.pages.flat_bytes for page in pages]
         wanted = keys[: _leading(fits)]
@@ -158,8 +161,8 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Write several pages, flat; whether all are in the store, or being written to it."""
-        pool, pages = self._pools[_KV], values if values is not None else target_locations
-        if any(page.nbytes != pool.pages.flat_bytes for page in pages):
+        pool, pages = self._pool(_KV), values if values is not None else target_locations
+        if pool is None or any(page.nbytes != pool.pages.flat_bytes for page in pages):
             return False
         return all(_save(pool, keys, [pool.pages.flat(page.contiguous()) for page in pages]))
 
@@ -174,9 +177,16 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
             pool.records.close()
         self._store.close()
 
+    def _pool(self, name: str) -> _Pool | None:
+        """A registered pool, while the weights are those of its records."""
+        if weight_version() == self._version:
+            return self._pools.get(name)
+        logger.error("weights have changed: nothing is stored or found until HiCache's storage is attached again")
+        return None
+
     def _exists(self, name: str, keys: Sequence[str]) -> list[bool]:
         """Which pages are there; none of a pool that was not registered."""
-        pool = self._pools.get(name)
+        pool = self._pool(name)
         if pool is None:
             return [False] * len(keys)
         pages = [_key(key) for key in keys]
@@ -204,7 +214,7 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
     ) -> tuple[_Pool | None, list[int]]:
         """The pool, and the first row of each page in it. No pool if there is none, or it has not a page for each key,
         as when SGLang has shortened one of both."""
-        pool = self._pools.get(name)
+        pool = self._pool(name)
         rows = [] if host_indices is None else host_indices.tolist()
         if pool is None or len(rows) != len(keys) * pool.pages.page_size:
             logger.error("SGLang asks for %d pages of pool '%s' with %d rows", len(keys), name, len(rows))
