@@ -241,6 +241,14 @@ def test_weights_are_those_of_the_served_model(extra: dict[str, Any], model: Pat
         HiCache(Shape(), "dynamic", extra)
 
 
+def test_adapters_that_a_path_identifies_are_refused(extra: dict[str, Any], model: Path) -> None:
+    served(model, lora_paths=["one=/adapters/one"])
+    with pytest.raises(Exception, match="lora-paths"):
+        HiCache(Shape(), "dynamic", extra)
+    with opened(Shape(), extra | {"adapters": True}) as cache:
+        assert store(cache) == fetch(cache)
+
+
 def test_what_its_server_was_told_is_part_of_the_key(extra: dict[str, Any], model: Path) -> None:
     """Eight bits are raw bytes in its pools, whatever they mean."""
     shape = Shape(dtype=torch.float8_e4m3fn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.runtime_context import get_model, get_serving
+from sglang.srt.runtime_context import get_lora, get_model, get_serving
 
 from quire.connectors.sglang.pool_pages import PoolPages
 from quire.connectors.weights import weights_identity
@@ -54,8 +54,13 @@ def facts_of(config: Any, pages: PoolPages, weights: str) -> Facts:
     }
 
 
-def check_shards(config: Any) -> None:
-    """Raises RefusedCombination for shards that this backend does not tell apart, or does not share as SGLang would."""
+def check_server(config: Any, *, adapters: bool) -> None:
+    """Raises RefusedCombination for a server whose keys do not tell pages apart, or whose shards are not stored."""
+    if not adapters and _served() is not None and get_lora().lora_paths:
+        raise RefusedCombination(
+            "SGLang identifies the adapters of --lora-paths by name and path, so their pages outlive their weights.",
+            fix='add "adapters": true to the JSON if new weights of an adapter always get a new name or path.',
+        )
     if config.dcp_size > 1:
         raise RefusedCombination(
             f"pages of {config.dcp_size} decode-context shards cannot be stored.", fix="serve without --dcp-size."

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from quire.connectors.checked_store import CheckedStore
 from quire.connectors.lookup_log import LookupLog
-from quire.connectors.sglang.facts import check_shards, facts_of, weight_version, weights_of
+from quire.connectors.sglang.facts import check_server, facts_of, weight_version, weights_of
 from quire.connectors.sglang.pool_pages import Payload, PoolPages
 from quire.connectors.sglang.settings import HiCacheSettings
 from quire.errors import InvalidInput
@@ -56,9 +56,9 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
 
     def __init__(self, config: Any, _: Any = None) -> None:
         """Open the store. Raises InvalidInput, RefusedCombination or StoreError, which end the start of the server."""
-        check_shards(config)
         extra = config.extra_config or {}
         settings = HiCacheSettings.read({name: value for name, value in extra.items() if name not in _OF_SGLANG})
+        check_server(config, adapters=settings.adapters)
         self._config, self._settings, self._weights = config, settings, weights_of(settings.weights)
         self._version = weight_version()
         self._pools: dict[str, _Pool] = {}

@@ -11,6 +11,7 @@ class HiCacheSettings(Settings):
     store: str = setting(..., "The URL of a store, or a directory.", min_length=1)
     store_size: Bytes | None = setting(None, "Bytes that a directory keeps at most.", otherwise="what it has", gt=0)
     weights: str = setting("", "Any text that changes with the weights. Empty: SGLang's model, by its files or commit.")
+    adapters: bool = setting(False, "Whether new weights of a LoRA adapter always get a new name or path.")
     deadline_s: float = setting(1.0, "Seconds that a call waits for one of the threads.", gt=0)
     threads: int = setting(4, "Threads that read a pool, and as many that write it.", ge=1)
     direct: bool | None = setting(None, "Whether a directory goes around the page cache.", otherwise="if it can")
