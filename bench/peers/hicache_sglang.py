@@ -70,7 +70,12 @@ def publish(**ranks: int) -> None:
         module.transfer_kv_all_layer_direct_lf_pf = copy_to_pages
         module.transfer_kv_per_layer_direct_pf_lf = copy_from_pages
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        join(0, 1, torch.distributed.HashStore())
+
+
+def join(rank: int, size: int, store: Any) -> None:
+    """Be one of so many processes, which meet in a store of torch's."""
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
 def fill(buffer: Any, indices: Any, seed: int) -> None:

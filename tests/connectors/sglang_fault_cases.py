@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.peers.hicache_sglang import HiCache, Shape, fill
+from bench.peers.hicache_sglang import HiCache, Shape, fill, join
 
 from quire.memory.record import HEADER_BYTES
 from quire.testing.stores.dict_store import DictStore
@@ -34,6 +36,7 @@ from tests.connectors.sglang_harness import (
     pages_of,
     ranked,
     store,
+    store_of,
 )
 
 TINY = Shape(layers=1, heads=1, head_dim=8, host_tokens=16 * 1024)
@@ -260,32 +263,74 @@ def test_threads_at_once(extra: dict[str, Any]) -> None:
         assert failed == []
 
 
-def run_process(url: str, capacity: str, seed: int) -> str:
-    """One of several processes: it stores prompts, and compares what comes back. How many pages, and how many wrong."""
-    found = wrong = 0
+def run_process(folder: str, seed: int) -> str:
+    """One of several processes: it stores prompts, and compares what comes back. Returns how many pages did, and how many
+    were wrong, in a store with room for all prompts, and in one for a third of them."""
+    counts = []
     order = random.Random(seed)
-    with opened(Shape(), {**EXTRA, "store": url, "store_size": capacity}) as cache:
-        for _ in range(120):
-            number = order.randrange(40)
-            store(cache, [number, *TOKENS[1:]], number, must=False)
-            number = order.randrange(40)
-            rows, pages = fill_host(cache, [number, *TOKENS[1:]], number)
-            cache.host.kv_buffer.zero_()
-            cache.host.free(rows)
-            back = fetch(cache, [number, *TOKENS[1:]])
-            found += len(back)
-            wrong += sum(one != other for one, other in zip(back, pages, strict=False))
-    return f"{found} {wrong}"
+    for room in ("64MiB", "2MiB"):
+        found = wrong = 0
+        with opened(Shape(), {**EXTRA, "store": f"{folder}/{room}", "store_size": room}) as cache:
+            for _ in range(120):
+                number = order.randrange(40)
+                store(cache, [number, *TOKENS[1:]], number, must=False)
+                number = order.randrange(40)
+                rows, pages = fill_host(cache, [number, *TOKENS[1:]], number)
+                cache.host.kv_buffer.zero_()
+                cache.host.free(rows)
+                back = fetch(cache, [number, *TOKENS[1:]])
+                found += len(back)
+                wrong += sum(one != other for one, other in zip(back, pages, strict=False))
+        counts += [found, wrong]
+    return " ".join(map(str, counts))
+
+
+def run_rank(folder: str, rank: int) -> str:
+    """One of two ranks of tensor parallelism. Returns whether its bytes were right, and how many pages both loaded: of
+    20, after one has lost a page, and 30 times while calls fail at random."""
+    join(rank, 2, torch.distributed.FileStore(f"{folder}/meet", 2))
+    extra = {**EXTRA, "store": f"{folder}/store"}
+    with opened(Shape(), extra, tp_rank=rank, tp_size=2) as cache:
+        pages = store(cache, TOKENS, rank)
+        torch.distributed.barrier()
+        found = [fetch(cache)]
+        if rank == 1:
+            assert store_of(cache.backend).remove([name_of(cache.backend, cache.keys(TOKENS)[7])]) == 1
+        torch.distributed.barrier()
+        found.append(fetch(cache))
+        torch.distributed.barrier()
+        store(cache, TOKENS, rank)
+        torch.distributed.barrier()
+    os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"] = "0.3"
+    os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY"] = "0.01"
+    with opened(Shape(), extra, tp_rank=rank, tp_size=2) as cache:
+        found += [fetch(cache) for _ in range(30)]
+        torch.distributed.barrier()
+    is_right = all(each == pages[: len(each)] for each in found)
+    return " ".join(map(str, [is_right, *map(len, found)]))
+
+
+def test_ranks_agree_on_what_they_load(tmp_path: Path) -> None:
+    said = processes("run_rank", [[str(tmp_path), rank] for rank in (0, 1)])
+    assert said[0] == said[1]
+    is_right, *lengths = said[0].split()
+    assert is_right == "True" and lengths[:2] == ["20", "7"]
+    assert set(lengths[2:]) == {"0", "20"}
+
+
+def processes(function: str, arguments: Sequence[Sequence[Any]]) -> list[str]:
+    """What a function of this module returns, in a process of its own for each row of arguments, all at once."""
+    code = f"import json, sys; from {__name__} import {function} as run; print(run(*json.loads(sys.argv[1])))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    started = [subprocess.Popen([*command, json.dumps(row)], stdout=subprocess.PIPE, text=True) for row in arguments]
+    said = [process.communicate(timeout=120)[0].strip() for process in started]
+    assert [process.returncode for process in started] == [0] * len(started)
+    return said
 
 
 def test_processes_on_one_directory(tmp_path: Path) -> None:
     """With room for all prompts, and then for a third of them."""
-    code = "import sys; from tests.connectors.sglang_fault_cases import run_process as run; s = int(sys.argv[2]);"
-    code += " print(*[run(f'{sys.argv[1]}/{room}', room, s) for room in ('64MiB', '2MiB')])"
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
-    both = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in (1, 2)]
-    for process in both:
-        said, _ = process.communicate(timeout=120)
+    for said in processes("run_process", [[str(tmp_path), seed] for seed in (1, 2)]):
         roomy, wrong, tight, wrong_too = map(int, said.split())
-        assert (process.returncode, wrong, wrong_too) == (0, 0, 0)
+        assert (wrong, wrong_too) == (0, 0)
         assert roomy > tight > 100
