@@ -264,8 +264,8 @@ def test_threads_at_once(extra: dict[str, Any]) -> None:
 
 
 def run_process(folder: str, seed: int) -> str:
-    """One of several processes: it stores prompts, and compares what comes back. Returns how many pages did, and how many
-    were wrong, in a store with room for all prompts, and in one for a third of them."""
+    """One of several processes: it stores prompts, and compares what comes back. Returns how many pages came, and how
+    many were wrong, in a store with room for all prompts, and in one for a third of them."""
     counts = []
     order = random.Random(seed)
     for room in ("64MiB", "2MiB"):
