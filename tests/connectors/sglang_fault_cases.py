@@ -190,6 +190,30 @@ def test_a_store_that_hangs(extra: dict[str, Any], troubled: Troubled) -> None:
         assert answers == [[True] * PAGES] and pages_of(cache, rows) == pages
 
 
+def test_detaching_from_a_store_that_hangs(
+    extra: dict[str, Any], troubled: Troubled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.connectors.checked_store.CLOSE_S", 0.2)
+    monkeypatch.setattr("quire.connectors.sglang.hicache.CLOSE_S", 0.2)
+    cache = HiCache(Shape(), "dynamic", extra | {"deadline_s": 0.2})
+    troubled.holds.set()
+    assert cache.backend.batch_exists(cache.keys(TOKENS)) == 0
+    began = time.monotonic()
+    cache.close()
+    assert time.monotonic() - began < 5
+    troubled.released.set()
+
+
+def test_a_store_that_raises(extra: dict[str, Any], troubled: Troubled) -> None:
+    """A store must not; then its answer is that it cannot say, and the threads live on."""
+    with opened(Shape(), extra) as cache:
+        pages, exists = store(cache), troubled.exists
+        troubled.exists = None  # type: ignore[assignment,method-assign]
+        assert [fetch(cache) for _ in range(6)] == [[]] * 6
+        troubled.exists = exists  # type: ignore[method-assign]
+        assert fetch(cache) == pages
+
+
 def test_what_another_process_stores_now_does_not_end_a_backup(extra: dict[str, Any]) -> None:
     with opened(Shape(), extra) as cache, closing(DirectoryStore(extra["store"], None)) as other:
         keys = [name_of(cache.backend, key) for key in cache.keys(TOKENS)[3:5]]

@@ -10,6 +10,7 @@ A payload is the engine's own memory, in one buffer or several. The header is be
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
@@ -25,6 +26,8 @@ from quire.tiers.scope_facts import FACTS_BYTES, Facts, differences, facts_recor
 from quire.tiers.store import Answer, Counts, Record, RecordViews, Store, StoreKey
 from quire.tiers.stores.registry import open_store
 from quire.tiers.tombstones import tombstones_over
+
+logger = logging.getLogger(__name__)
 
 ChunkKey: TypeAlias = "tuple[bytes, int]"
 """32 bytes that the engine computes from tokens and all before them, and the part: a group of layers, or a pool."""
@@ -55,7 +58,11 @@ class Job:
         with self._changed:
             self._is_running = self._answers is None
         if self._is_running:
-            answers = self._call()
+            try:
+                answers = self._call()
+            except Exception:  # of a store that breaks its contract: the caller waits for an answer
+                logger.exception("a store raised")
+                answers = [Answer.RETRY] * self._count
             with self._changed:
                 self._answers = self._answers or answers
                 self._changed.notify_all()

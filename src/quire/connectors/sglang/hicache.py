@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from quire.connectors.checked_store import CheckedStore
+from quire.connectors.checked_store import CLOSE_S, CheckedStore
 from quire.connectors.lookup_log import LookupLog
 from quire.connectors.sglang.facts import check_server, facts_of, weight_version, weights_of
 from quire.connectors.sglang.pool_pages import Payload, PoolPages
@@ -168,11 +169,16 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
 
     def clear(self) -> None:
         """Remove the records of this process's pools; those of other models, weights and ranks stay."""
-        for scope in [pool.records.scope for pool in self._pools.values()]:
-            self._store.remove([entry.key for entry in list(self._store.entries(scope))])
+        for pool in self._pools.values():
+            pool.records.clear()
 
     def close(self) -> None:
-        """Wait for calls in flight, and close the store."""
+        """Let calls end, and close the store; one that hangs is left to the process's end."""
+        ends = Thread(target=self._close, daemon=True)
+        ends.start()
+        ends.join(2 * CLOSE_S)
+
+    def _close(self) -> None:
         for pool in self._pools.values():
             pool.records.close()
         self._store.close()
