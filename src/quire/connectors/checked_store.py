@@ -60,7 +60,7 @@ class Job:
         if self._is_running:
             try:
                 answers = self._call()
-            except Exception:  # of a store that breaks its contract: the caller waits for an answer
+            except Exception:  # a store broke its contract, and the caller waits for an answer
                 logger.exception("a store raised")
                 answers = [Answer.RETRY] * self._count
             with self._changed:
