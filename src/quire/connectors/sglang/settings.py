@@ -14,5 +14,7 @@ class HiCacheSettings(Settings):
     adapters: bool = setting(False, "Whether new weights of a LoRA adapter always get a new name or path.")
     deadline_s: float = setting(1.0, "Seconds that a call waits for one of the threads.", gt=0)
     threads: int = setting(4, "Threads that read a pool, and as many that write it.", ge=1)
-    direct: bool | None = setting(None, "Whether a directory goes around the page cache.", otherwise="if it can")
+    direct: bool = setting(
+        False, "Whether a directory goes around the page cache: less CPU, and reads wait for the disk."
+    )
     log: str | None = setting(None, "A file for what is looked up, saved and found bad, as JSON lines.")
