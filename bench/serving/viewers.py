@@ -4,7 +4,7 @@
     python -m bench.serving.viewers --toy        seconds
 
 Real servers run, and clients ask one of them without a pause. Windows with and without take turns, and each pair is
-compared: tokens a second, and the time of a core that the server and its engine take for a token, which depends less on
+compared: tokens a second, and the time of a core that the server's process takes for a token, which depends less on
 what else the machine does. Exits with 1 if the median of the shares of tokens that are left is less than 0.99, or if
 viewers take more than 1 % of a core at rest, neither of which `--toy` judges. Viewers and the collector of spans are
 processes of their own; on a small machine they take its time too.
@@ -25,11 +25,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 from bench.harness import machine, save
 from bench.serving.connections import ask, at_rest, cpu_percent
+
+from quire.cache.request_kv import CacheUse
+from quire.engine.messages import SequenceTimes
+from quire.engine.reporting import Reporting
+from quire.engine.request_times import TimesPart
+from quire.serve.tracing import Tracing
 
 LEAST = 0.99
 """Share of the tokens a second that viewers must leave."""
@@ -103,10 +110,11 @@ def serving(*options: str) -> Iterator[tuple[int, psutil.Process]]:
 
 
 def under_load(where: tuple[int, psutil.Process], options: argparse.Namespace) -> tuple[float, float]:
-    """Tokens a second that clients get that ask one request after the other, and milliseconds of a core for each."""
+    """Tokens a second that clients get that ask one request after the other, and milliseconds of a core that the
+    server's process takes for each."""
     port, server = where
-    family, seconds, tokens = [server, *server.children(recursive=True)], options.seconds, options.tokens
-    began, before = time.monotonic(), sum(sum(each.cpu_times()[:2]) for each in family)
+    seconds, tokens = options.seconds, options.tokens
+    began, before = time.monotonic(), sum(server.cpu_times()[:2])
 
     def client(_: int) -> int:
         count = 0
@@ -119,7 +127,7 @@ def under_load(where: tuple[int, psutil.Process], options: argparse.Namespace) -
         total = sum(pool.map(client, range(options.clients)))
     took = time.monotonic() - began
     at_rest(port)
-    return total / took, (sum(sum(each.cpu_times()[:2]) for each in family) - before) * 1e3 / total
+    return total / took, (sum(server.cpu_times()[:2]) - before) * 1e3 / total
 
 
 def compared(windows: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
@@ -165,7 +173,33 @@ def with_spans(plain: tuple[int, psutil.Process], options: argparse.Namespace) -
             for which in (0, 1) if at % 2 else (1, 0):
                 pair[which] = under_load(traced if which else plain, options)
             windows.append(pair)
-    return compared(windows)
+        return {**compared(windows), **alone(f"http://127.0.0.1:{port}/v1/traces")}
+
+
+def alone(collector: str) -> dict[str, Any]:
+    """What spans cost in this process, by the time of its threads, which other work changes little: a request's to the
+    thread that ends it and with the exporter's, in milliseconds, and the hooks of a step without prompts, in us."""
+    tracing, part = Tracing(collector, "m"), TimesPart(Reporting())
+    usage = {"prompt_tokens": 9, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}
+    told = {"id": "cmpl-1", "client_id": "1", "usage": usage, "seconds": 1.0, "ends": "length"}
+    headers = {"traceparent": f"00-{1:032x}-{1:016x}-01"}
+    times = SequenceTimes(queued=1.0, matched=1.1, admitted=1.2, launched=1.3, first_token=1.4)
+    own, every, count = time.thread_time(), time.process_time(), 300
+    for _ in range(count):
+        tracing.ended(tracing.parent(headers), told, 1.0, [(times, CacheUse(), 0.9)])
+    own = time.thread_time() - own
+    tracing.close()
+    every = time.process_time() - every
+    step: Any = SimpleNamespace(admitted=[])
+    began, steps = time.thread_time(), 100_000
+    for _ in range(steps):
+        part.before_schedule()
+        part.scheduled(step)
+        part.launched(step)
+        part.settled(step)
+    us = (time.thread_time() - began) / steps * 1e6
+    each = {"end_ms": own / count * 1e3, "with_export_ms": every / count * 1e3, "step_us": us}
+    return {name: round(value, 3) for name, value in each.items()}
 
 
 def main() -> int:
@@ -196,6 +230,7 @@ def main() -> int:
     for name, each in ((f"{options.viewers} viewers", result), ("spans", result["spans"])):
         print(f"{name}: {each['tokens_a_second']} tokens a second without and with them, {each['share_left']}")
         print(f"{name}: {each['cpu_ms_a_token']} ms of a core for a token, {each['cpu_share']}")
+    print("spans: " + ", ".join(f"{name} {result['spans'][name]}" for name in ("end_ms", "with_export_ms", "step_us")))
     without, beside = result["cpu_percent_at_rest"]
     print(f"at rest the server takes {without} % of a core without viewers, {beside} % with them")
     is_dear = min(each["share_left"]["median"] for each in (result, result["spans"])) < LEAST
