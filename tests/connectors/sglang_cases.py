@@ -36,7 +36,12 @@ from tests.connectors.sglang_harness import (
 DIRECT = [
     Shape(layout=layout, is_latent=latent) for layout in ("layer_first", "page_first_direct") for latent in (0, 1)
 ]
-ALL = [*DIRECT, Shape(layout="page_first"), Shape(layout="page_first", is_latent=True), Shape(layout="page_head")]
+LARGE = [Shape(layout="layer_first", is_latent=latent, layers=2, heads=8, head_dim=128) for latent in (0, 1)]
+"""Pages by layer in pieces that are large enough to be read and written in place."""
+ALL = [
+    *(*DIRECT, *LARGE, Shape(layout="page_first"), Shape(layout="page_first", is_latent=True)),
+    *(Shape(layout="page_head"), Shape(layout="page_first", page=1, host_tokens=512)),
+]
 
 
 @pytest.mark.parametrize("interface", [0, 1])
@@ -67,12 +72,9 @@ def test_either_interface_reads_what_the_other_stored(shape: Shape, interface: i
 
 
 @pytest.mark.parametrize("interface", [0, 1])
-@pytest.mark.parametrize("is_latent", [False, True])
-def test_a_layout_is_read_only_where_it_has_the_same_bytes(
-    is_latent: bool, interface: int, extra: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("shape", [Shape(), Shape(is_latent=True), *LARGE], ids=str)
+def test_a_layout_is_read_only_where_it_has_the_same_bytes(shape: Shape, interface: int, extra: dict[str, Any]) -> None:
     extra = extra | {"interface_v1": interface}
-    shape = Shape(is_latent=is_latent)
     with opened(replace(shape, layout="layer_first"), extra) as writer:
         pages = store(writer)
     with opened(replace(shape, layout="page_first_direct"), extra) as reader:
@@ -83,6 +85,13 @@ def test_a_layout_is_read_only_where_it_has_the_same_bytes(
         assert fetch(other) == found
     with opened(replace(shape, layout="layer_first"), extra) as reader:
         assert fetch(reader) == pages
+
+
+def test_small_pieces_are_copied_and_large_ones_are_not(extra: dict[str, Any]) -> None:
+    for shape, pieces in ((Shape(layout="layer_first"), 1), (LARGE[0], 4), (LARGE[1], 2), (Shape(), 2)):
+        with opened(shape, extra) as cache:
+            pages = cache.backend._pools["kv"].pages
+            assert len(pages.outgoing(32)) == len(pages.incoming(32)) == pieces
 
 
 def test_what_the_bytes_depend_on_is_part_of_the_key(extra: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """PoolPages: the bytes of the pages of one host pool of SGLang.
 
     in place   the pieces that the pool names for I/O without copies, as views of its memory
-    flat       a copy of the page, for pools that name no pieces (states of linear layers, layer first)
+    flat       a copy of the page, for pools that name no pieces, or so small ones that one copy costs less
     anchor     one byte that says the page exists, for pools without bytes
 
 Pieces in one tensor are in the order of their addresses, which is the order of a flat page. So a page has the same
@@ -22,6 +22,7 @@ Payload = tuple[memoryview, ...]
 _SAME_BYTES = {"page_first_direct": "layer_first"}
 """Layouts whose pages have the bytes of another one in the pools of `_BY_LAYER`: first by layer, then by row."""
 _BY_LAYER = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+_LEAST_PIECE = 8192
 
 
 class _PagePiece(NamedTuple):
@@ -47,6 +48,8 @@ class PoolPages:
         self.page_size = int(getattr(pool, "page_size", 1) or 1)
         try:
             self._pieces = _pieces_of(pool, self.page_size)
+            if kind in _BY_LAYER and len(self._pieces) > 2 and self._pieces[0].num_bytes < _LEAST_PIECE:
+                self._pieces = ()
             flat = torch.empty(0) if self._pieces else pool.get_dummy_flat_data_page()
         except (ValueError, NotImplementedError, AttributeError) as error:
             raise RefusedCombination(
