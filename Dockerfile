@@ -3,7 +3,7 @@ FROM python:3.12-slim AS build
 # For a GPU: --build-arg TORCH=2.13.0, whose wheel brings the CUDA libraries.
 ARG TORCH=2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=valkey,s3
+ARG EXTRAS=valkey,s3,otel
 RUN python -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH
 RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" "torch==$TORCH"
