@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench.peers.hicache_sglang import HiCache, Shape, fill
@@ -15,11 +16,14 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+from sglang.srt.mem_cache.pool_host import mha
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
 from quire.connectors.sglang import QuireHiCache
+from quire.connectors.sglang.pool_pages import PoolPages
 from tests.connectors.sglang_harness import (
     PAGES,
     TOKENS,
@@ -264,3 +268,50 @@ def test_its_controller_of_hybrid_models(layout: str, extra: dict[str, Any]) -> 
             assert store_of(cache.backend).remove([name_of(cache.backend, keys[stop - 1], "mamba")]) == 1
             cache.host.kv_buffer.zero_()
             cache.host.free(target)
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_keys_and_values_of_other_widths(layout: str, extra: dict[str, Any]) -> None:
+    """Its pool of them has two tensors, and no flat pages."""
+    device = MHATokenToKVPool(256, 16, torch.bfloat16, 2, 16, 3, "cpu", False, v_head_dim=8)
+    (info,) = device.get_device_pool_infos()
+    kind = mha.get_mha_host_pool_cls(info.buffer_info)
+    pool = kind(
+        *(info.buffer_info, 0.0, 0, 16, layout),
+        pin_memory=False,
+        device_capacity_tokens=256,
+        start_layer=0,
+        end_layer=3,
+        host_token_capacity=512,
+    )
+    assert isinstance(pool.kv_buffer, tuple)
+    with closing(QuireHiCache(config(extra_config=extra), {})) as backend:
+        backend.register_mem_pool_host(pool)
+        for at, buffer in enumerate(pool.kv_buffer):
+            fill(buffer.reshape(-1), slice(None), at)
+        kept = [buffer.view(torch.uint8).clone() for buffer in pool.kv_buffer]
+        keys, rows = HiCache(Shape(), None).keys(TOKENS), torch.arange(320)
+        assert backend.batch_set_v1(keys, rows) == [True] * PAGES
+        for buffer in pool.kv_buffer:
+            buffer[: 320 if layout == "page_first" else PAGES] = 0
+        assert backend.batch_get_v1(keys, rows) == [True] * PAGES
+        assert all(map(torch.equal, kept, [buffer.view(torch.uint8) for buffer in pool.kv_buffer]))
+
+
+def test_pieces_of_several_tensors_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an index beside latents: addresses differ from process to process, and the order in a record must not."""
+    pool = HiCache(Shape(layout="page_first", is_latent=True), None).host
+    others = sorted((torch.zeros(pool.size, 8) for _ in range(3)), key=torch.Tensor.data_ptr)
+    own = pool.get_page_buffer_meta
+
+    def pieces(indices: Any) -> tuple[list[int], list[int]]:
+        addresses, sizes = own(indices)
+        more = [other[int(indices[0])].data_ptr() for other in reversed(others)]
+        return [more[0], *addresses, *more[1:]], [512, *sizes, 512, 512]
+
+    monkeypatch.setattr(pool, "get_page_buffer_meta", pieces)
+    for at, other in enumerate(reversed(others)):
+        other.fill_(at + 1)
+    found = PoolPages(pool, "kv").outgoing(16)
+    assert [len(piece) for piece in found] == [512, pool.get_data_page(0).nbytes, 512, 512]
+    assert [np.frombuffer(found[at], np.float32)[0] for at in (0, 2, 3)] == [1, 2, 3]

@@ -48,8 +48,8 @@ class PoolPages:
         self.page_size = int(getattr(pool, "page_size", 1) or 1)
         try:
             self._pieces = _pieces_of(pool, self.page_size)
-            if kind in _BY_LAYER and len(self._pieces) > 2 and self._pieces[0].num_bytes < _LEAST_PIECE:
-                self._pieces = ()
+            if kind in _BY_LAYER and layout == "layer_first":
+                self._pieces = tuple(piece for piece in self._pieces if piece.num_bytes >= _LEAST_PIECE)
             flat = torch.empty(0) if self._pieces else pool.get_dummy_flat_data_page()
         except (ValueError, NotImplementedError, AttributeError) as error:
             raise RefusedCombination(
@@ -118,8 +118,9 @@ def _pieces_of(pool: Any, page_size: int) -> tuple[_PagePiece, ...]:
     if end != [at + step * last for at, step in zip(first, steps, strict=True)]:
         raise ValueError("its pages are not evenly spaced")
     order = list(range(len(first)))
-    if isinstance(pool.kv_buffer, torch.Tensor):
-        order.sort(key=first.__getitem__)
+    memory = pool.kv_buffer
+    if isinstance(memory, torch.Tensor) and all(0 <= at - memory.data_ptr() < memory.nbytes for at in first):
+        order.sort(key=first.__getitem__)  # pieces in several tensors have the order in which SGLang names them
     memories = [(ctypes.c_ubyte * (steps[at] * last + sizes[at])).from_address(first[at]) for at in order]
     return tuple(
         _PagePiece(memoryview(memory).cast("B"), steps[at], sizes[at])
