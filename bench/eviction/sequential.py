@@ -8,7 +8,7 @@ the optimum by what they evict alone, much faster than in `Replay`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +21,8 @@ from quire.prefix.radix_cache import RadixCache
 from quire.sim.hit_bounds import PagedRequest
 from quire.spec.ids import Ids
 
-_REMEMBERED = 4  # times the pool: evicted pages that the tree remembers, as in `KVCache`
-_TAILS: tuple[Ids, ...] = tuple(np.array([ending], dtype=np.int32) for ending in range(3))
+REMEMBERED = 4  # times the pool: evicted pages that the tree remembers, as in `KVCache`
+TAILS: tuple[Ids, ...] = tuple(np.array([ending], dtype=np.int32) for ending in range(3))
 """In place of the last token of an output, which trees of page ids do not have."""
 
 
@@ -51,7 +51,7 @@ class SequentialReplay:
     def __init__(self, pool_pages: int, page_size: int, policy: EvictionPolicy) -> None:
         self.now = 0.0
         self.evicted_pages = 0
-        self.tree = RadixCache(1, policy, remembered=_REMEMBERED * pool_pages, seconds=lambda: self.now)
+        self.tree = RadixCache(1, policy, remembered=REMEMBERED * pool_pages, seconds=lambda: self.now)
         self.tree.longest_grown //= page_size
         self._page_size = page_size
         self._pool_pages = pool_pages
@@ -72,7 +72,7 @@ class SequentialReplay:
         self._make_room(request.held_pages - num_prompt)
         output = pages[num_prompt:]
         tree.insert(lease, output, output)
-        tree.ended(lease, _TAILS[request.ending], request.output_tokens)
+        tree.ended(lease, TAILS[request.ending], request.output_tokens)
         tree.release(lease)
         return match.num_pages
 
@@ -92,7 +92,7 @@ def replay_in_order(
 ) -> SequentialResult:
     """Replay a trace with a new `policy` in a pool of whole pages. Clients close this share of the sessions after the
     last turn. `progress` is called with the number of requests that have ended, whenever one has."""
-    users, last = _closed(trace, closes) if closes else ([None] * len(trace), ())
+    users, last = closed_sessions(trace, closes)
     replay = SequentialReplay(pool_tokens // trace.page_size, trace.page_size, policy)
     hits = np.zeros(len(trace), dtype=np.int64)
     refused = np.zeros(len(trace), dtype=np.bool_)
@@ -107,8 +107,10 @@ def replay_in_order(
     return SequentialResult(hits, refused, replay.evicted_pages, time.thread_time() - began)
 
 
-def _closed(trace: PagedTrace, share: float) -> tuple[list[User | None], set[int]]:
-    """Of each request its session, and the last requests of those that are closed."""
+def closed_sessions(trace: PagedTrace, share: float) -> tuple[Sequence[User | None], set[int]]:
+    """Of each request its session, and the last requests of those that are closed: a `share` of all."""
+    if not share:
+        return [None] * len(trace), set()
     names, which = np.unique(trace.sessions, return_inverse=True)
     users = [User() for _ in names]
     last = dict(zip(which.tolist(), range(len(trace)), strict=True))

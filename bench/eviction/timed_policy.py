@@ -11,7 +11,7 @@ from typing import Any
 from quire.prefix.node import Node
 from quire.prefix.policy import EvictionPolicy
 
-_TIMED = ("used", "stored", "merged", "evicted")
+_TIMED = ("used", "stored", "merged")
 
 
 class TimedPolicy(EvictionPolicy):
@@ -32,6 +32,9 @@ class TimedPolicy(EvictionPolicy):
     def seconds(self) -> float:
         """In all calls."""
         return self._ns / 1e9
+
+    def timed_by(self, seconds: Callable[[], float]) -> None:
+        self._policy.timed_by(seconds)
 
     def offered(self, node: Node) -> None:
         self._timed(self._policy.offered, node)

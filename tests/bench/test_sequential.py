@@ -46,7 +46,7 @@ def test_it_hits_what_the_engine_hits_one_request_at_a_time(source: str, policy:
     plan = plain_pools(pool, 16, context=max(map(sum, trace.lengths)), max_running=4)
     replayed = Replay(plan, COST, ReplaySettings(policy=policy)).run(trace)
     found = replay_in_order(pages, pool, eviction_policy(policy))
-    assert found.hit_rate(pages) == pytest.approx(replayed.hit_rate, abs=0.02) and found.evicted_pages > 0
+    assert found.hit_rate(pages) == pytest.approx(replayed.hit_rate, abs=0.03) and found.evicted_pages > 0
     if policy == "lru":
         hits = {record.request_id: record.hit_tokens for record in replayed.records}
         assert found.hit_tokens.tolist() == [hits[each.request_id] for each in trace]

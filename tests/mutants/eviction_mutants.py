@@ -6,13 +6,14 @@ from functools import partial
 from heapq import heappush
 from typing import Any
 
+import numpy as np
 from bench.eviction.sequential import SequentialReplay
 
 from quire.cache.sessions import Sessions
-from quire.prefix import evict, hit_table, lru_bound, radix_cache
+from quire.prefix import evict, hit_density, radix_cache, stay_table
+from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
-from quire.prefix.hit_density import Endings, HitDensity
-from quire.prefix.lru_bound import Guard, LRUBound
+from quire.prefix.hit_density import HitDensity
 from quire.prefix.node import EvictedEdges, Node, User, used_by
 from quire.prefix.placement import NodeTiers
 from quire.sim import hit_bounds
@@ -64,81 +65,89 @@ def the_optimum_hits_what_is_only_written(patch: Patch) -> None:
     patch.setattr(hit_bounds, "_PageUse", lambda last, lookup, held: real(last, last.end, held))
 
 
-@mutant("guard", "what was evicted and is computed again is not counted, and eviction never gives way to LRU")
-def losses_are_not_counted(patch: Patch) -> None:
-    patch.setattr(Guard, "returned", lambda guard, edge, num_pages: None)
+@mutant("density", "a candidate that was leased since is a victim, or its slot is never free again")
+def leased_leaves_keep_their_slots(patch: Patch) -> None:
+    patch.setattr(HitDensity, "_release", lambda policy, slot: None)
 
 
-@mutant("guard", "LRU is taken to have an unlimited pool, and eviction always gives way to it")
-def the_bound_never_evicts(patch: Patch) -> None:
-    patch.setattr(LRUBound, "limit", lambda bound, num_pages: None)
+@mutant("density", "the rest of a leaf that lost its end waits for the next choice, and many leaves lose their ends")
+def the_rest_of_a_victim_stays(patch: Patch) -> None:
+    patch.setattr(hit_density, "insort", lambda entries, entry: None)
 
 
-@mutant("guard", "an order that loses goes on, and hits stay below those of LRU")
-def the_guard_never_switches(patch: Patch) -> None:
-    patch.setattr(Guard, "_switch", lambda guard, *, by_use: None)
+@mutant("density", "evicted pages that come back are a new conversation, and turns begin again")
+def evicted_turns_are_forgotten(patch: Patch) -> None:
+    real = HitDensity.stored
+    patch.setattr(HitDensity, "stored", lambda policy, node, num_pages, returned: real(policy, node, num_pages, []))
 
 
-@mutant("guard", "a trial that fails is repeated at once, and its losses add up")
-def trials_do_not_wait(patch: Patch) -> None:
-    patch.setattr(lru_bound, "FIRST_WAIT", 1)
-    patch.setattr(lru_bound, "LONGER", 1)
-    real = Guard.__init__
-
-    def no_wait(guard: Guard) -> None:
-        real(guard)
-        guard._waits = 1
-
-    patch.setattr(Guard, "__init__", no_wait)
+@mutant(
+    "density", "a turn that goes on behind evicted pages counts as a use of the cached end: a conversation is shared"
+)
+def every_end_may_be_shared(patch: Patch) -> None:
+    patch.setattr(HitDensity, "_not_shared", lambda policy, stay, uses: None)
 
 
-@mutant("guard", "what was used last is not protected, however much the order has lost")
-def nothing_is_protected(patch: Patch) -> None:
-    patch.setattr(Guard, "protected_age", lambda guard: 0)
+@mutant("density", "a shared prompt takes the stay of the last conversation that used it")
+def nothing_is_shared(patch: Patch) -> None:
+    patch.setattr(hit_density, "SHARED", 1 << 30)
 
 
-@mutant("guard", "when runs are merged, later ones are forgotten, and their pages are never free")
-def merged_runs_are_forgotten(patch: Patch) -> None:
-    real = HitDensity._merge_runs
-
-    def forget(policy: HitDensity) -> None:
-        before = {id(run): list(run) for run in policy._runs.values()}
-        real(policy)
-        for run in policy._runs.values():
-            run[:] = before[id(run)]
-
-    patch.setattr(HitDensity, "_merge_runs", forget)
+@mutant("density", "what a conversation has left out of its history is worth as much as the rest")
+def nothing_is_superseded(patch: Patch) -> None:
+    patch.setattr(HitDensity, "_supersede", lambda policy, stay: None)
 
 
-@mutant("guard", "entries of leaves that were leased since stay in their runs, and memory grows without end")
-def invalid_entries_stay(patch: Patch) -> None:
-    patch.setattr(HitDensity, "_clean", lambda policy: None)
-
-
-@mutant("guard", "a leaf is worth what the next moment brings, and what returns on time is evicted just before")
+@mutant("density", "a leaf is worth what the next moment brings, and what returns on time is evicted just before")
 def worth_looks_no_further(patch: Patch) -> None:
-    real = hit_table.worth
-
-    def next_age(reused: hit_table.Table, begun: float, num_ages: int) -> list[float]:
-        return [min(real(reused, begun, at + 1)[at], 1.0) for at in range(num_ages)]
-
-    patch.setattr(hit_table, "worth", next_age)
+    patch.setattr(stay_table, "worth", lambda hazards: np.append(hazards / stay_table._WIDTHS, 0.0))
 
 
-@mutant("guard", "what a kind is worth is computed once, and nothing that is learned later counts")
+@mutant("density", "what a kind is worth is never computed again, and nothing that is learned counts")
 def the_first_worth_stays(patch: Patch) -> None:
-    real = hit_table.HitTable._update
-
-    def once(table: hit_table.HitTable, kind: int) -> None:
-        if not table._passes[kind]:
-            real(table, kind)
-
-    patch.setattr(hit_table.HitTable, "_update", once)
+    patch.setattr(stay_table.StayTable, "refresh", lambda table: table.stale.clear())
 
 
-@mutant("guard", "all outputs end alike, and sessions that wait for a tool go before those that wait for a person")
+@mutant("density", "all outputs end alike, and sessions that wait for a tool go before those that wait for a person")
 def endings_are_all_alike(patch: Patch) -> None:
     patch.setattr(Endings, "class_of", lambda endings, token: (0, False))
+
+
+@mutant("stay table", "stays that are still open do not count, and a kind that seldom returns seems to return")
+def open_stays_are_left_out(patch: Patch) -> None:
+    real = stay_table.StayTable.fit
+
+    def fit(table: stay_table.StayTable, now: float) -> None:
+        open_stays, table._kinds = table._kinds, np.full_like(table._kinds, -1)
+        real(table, now)
+        table._kinds = open_stays
+
+    patch.setattr(stay_table.StayTable, "fit", fit)
+
+
+@mutant("stay table", "a kind learns nothing from related ones")
+def kinds_lend_nothing(patch: Patch) -> None:
+    patch.setattr(stay_table, "PRIOR", 1e-3)
+    real = stay_table.StayTable.fit
+
+    def fit(table: stay_table.StayTable, now: float) -> None:
+        groups, size, classes = table._shape
+        table._shape = groups * size, 1, classes
+        real(table, now)
+        table._shape = groups, size, classes
+
+    patch.setattr(stay_table.StayTable, "fit", fit)
+
+
+@mutant("stay table", "the oldest stays are overwritten without a trace, and what never returned is forgotten")
+def overwritten_stays_are_lost(patch: Patch) -> None:
+    real = stay_table.StayTable.begin
+
+    def begin(table: stay_table.StayTable, kind: int, since: float, now: float) -> int:
+        table._kinds[table._begun % stay_table.OPEN] = -1
+        return real(table, kind, since, now)
+
+    patch.setattr(stay_table.StayTable, "begin", begin)
 
 
 @mutant(

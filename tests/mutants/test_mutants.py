@@ -103,8 +103,9 @@ from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
 from tests.prefix import test_ended
 from tests.prefix.test_evict import check_eviction_orders
-from tests.prefix.test_lru_bound import GUARD
+from tests.prefix.test_hit_density import DENSITY
 from tests.prefix.test_policy_models import KEYS, check_policy
+from tests.prefix.test_stay_table import TABLE
 from tests.routing import test_relay
 from tests.routing.test_page_index import check_index
 from tests.scheduler import test_chunk_budget, test_sessions
@@ -182,7 +183,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
-    "guard": GUARD,
+    "density": DENSITY,
+    "stay table": TABLE,
     "ended sessions": [
         *(lambda name=name: test_ended.check_what_is_its_own_goes_first(name) for name in ("lru", "density")),
         test_ended.check_a_use_takes_it_back,

@@ -1,109 +1,78 @@
-"""HitDensity: its table against hand-made records, its candidates against a model, and what it learns against LRU."""
+"""HitDensity: its candidates against a model, what it takes for a turn or a shared prompt, and what it hits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 
 from quire.prefix import hit_density
+from quire.prefix.endings import CLASSES, Endings
 from quire.prefix.evict import eviction_policy
-from quire.prefix.hit_density import ANSWERS, KINDS, RUNS, HitDensity
-from quire.prefix.hit_table import AGES, HitTable, Table
+from quire.prefix.hit_density import KINDS, SHARED_KINDS, HitDensity, Stay
 from quire.prefix.node import Node
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
 from quire.spec.events import Namespace
+from quire.spec.ids import Ids
 
 NAMESPACE = Namespace()
-GROUPS = (KINDS, ANSWERS, 1)
+NO_IDS: Ids = np.empty(0, dtype=np.int32)
 
 
-def age(ticks: int) -> int:
-    return int(np.searchsorted(AGES, ticks, side="right")) - 1
+class World:
+    """A tree of pages of one token, in a pool; requests come one at a time, each a second after the one before."""
+
+    def __init__(self, policy: EvictionPolicy, pool: int) -> None:
+        self.now = 0.0
+        self.tree = RadixCache(1, policy, remembered=1_000_000, seconds=lambda: self.now)
+        self.pool = pool
+
+    def serve(self, request: Iterable[int], ending: int = 0, after: float = 1.0) -> int:
+        self.now += after
+        tree, tokens = self.tree, np.array(list(request), dtype=np.int32)
+        match = tree.match(NAMESPACE, tokens)
+        lease = tree.lease(match)
+        rest = tokens[match.num_pages :]
+        tree.evict(tree.num_pages + len(rest) - self.pool)
+        half = len(rest) // 2
+        for part in (rest[:half], rest[half:]):
+            tree.insert(lease, part, part)
+        tree.ended(lease, np.array([ending], dtype=np.int32) if ending else NO_IDS, int(ending > 0))
+        tree.release(lease)
+        assert tree.num_pages <= self.pool
+        assert tree.queued() == {node for node in tree.nodes() if not node.children}, "a leaf can never be evicted"
+        return match.num_pages
+
+    def stay(self, path: Iterable[int]) -> Stay:
+        """Of the node at the end of a path."""
+        match = self.tree.match(NAMESPACE, np.array(list(path), dtype=np.int32))
+        found = match.path[-1].memo
+        assert isinstance(found, Stay)
+        return found
 
 
-def table_of(records: dict[int, tuple[int, list[int]]]) -> Table:
-    """What is worth [kinds, ages], with stays begun and the ages of those that ended."""
-    table = HitTable(GROUPS)
-    for kind, (begun, ended) in records.items():
-        for _ in range(begun):
-            table.begin(kind)
-        for ticks in ended:
-            table.end(kind, ticks)
-    table.begin_pass(range(KINDS), int(AGES[-1]))
-    while table.stale:
-        table.refresh()
-    return table.of_all(*np.meshgrid(np.arange(KINDS), AGES, indexing="ij"))
-
-
-def brute_force(table: HitTable, kind: int) -> list[float]:
-    """The greatest ratio of hits to time over all ends, without a hull."""
-    chances = table._reused[kind] + table._guesses[kind // ANSWERS]
-    chances = chances * min(1 / (table._begun[kind] + 20), 0.995 / chances.sum())
-    hits = np.append(0, chances.cumsum())
-    widths = np.diff(np.append(AGES, 2 * AGES[-1]))
-    held = np.append(0, ((1 - hits[:-1] - chances / 2) * widths).cumsum())
-    return [max((hits[at + 1 :] - hits[at]) / (held[at + 1 :] - held[at])) for at in range(len(AGES))]
-
-
-def test_with_no_record_the_older_is_worth_less() -> None:
-    table = table_of({})
-    assert (np.diff(table[:, age(16) :], axis=1) < 0).all(), "not LRU at the start"
-    assert (table == table[0]).all()
-
-
-def test_a_leaf_is_worth_most_shortly_before_its_kind_returns() -> None:
-    table = table_of({0: (1_000, [100] * 900)})[0]
-    assert table[age(20)] < table[age(50)] < table[age(90)], "worth does not rise towards the return"
-    assert table[age(200)] < table[age(20)] / 10, "what missed its time is kept"
-
-
-def test_what_returns_more_often_is_worth_more_at_every_age_and_relatives_lend_their_record() -> None:
-    returns = AGES[age(4) : age(64)].tolist()
-    records = {kind: (1_000, returns * round(part * 1_000 / len(returns))) for kind, part in ((0, 0.9), (ANSWERS, 0.1))}
-    table = table_of(records)
-    young = slice(0, age(32))
-    assert (table[0, young] > table[ANSWERS, young]).all()
-    assert (table[1, young] > table[ANSWERS + 1, young]).all(), "kinds with no record ignore their relatives"
-
-
-def check_worth() -> None:
-    """After each pass all kinds are worth what brute force finds."""
-    draw = np.random.default_rng(3)
-    table = HitTable(GROUPS)
-    for number in range(16):
-        for kind in draw.integers(KINDS, size=200).tolist():
-            table.begin(kind)
-            if draw.random() < 0.6:
-                table.end(kind, int(draw.exponential(3 + 40 * (kind % 5))))
-        table.begin_pass(range(KINDS), int(AGES[-1]))
-        while table.stale:
-            table.refresh()
-        for kind in draw.integers(KINDS, size=4).tolist():
-            found = table.of_all(np.full(len(AGES), kind), AGES)
-            assert found.tolist() == pytest.approx(brute_force(table, kind), rel=1e-9), (number, kind)
-
-
-def test_worth_is_the_greatest_ratio_of_hits_to_time() -> None:
-    check_worth()
+# -- candidates
 
 
 def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
-    """Leaves are offered, leased and chosen: always just those of the model can be victims, the worst run first."""
-    for name, value in (("RUNS", 6), ("PART", 3), ("SLACK", 8)):
+    """Leaves are offered, leased and chosen: always just those of the model can be victims."""
+    for name, value in (("RANKED", 3), ("WINDOW", 7)):
         patch.setattr(hit_density, name, value)
     draw = np.random.default_rng(seed)
     policy, root = HitDensity(), Node(NAMESPACE, None, b"", b"", 0, 0)
-    policy.guard.num_cached = 1 << 20
-    leased = [Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(40)]
+    now = 0.0
+    policy.timed_by(lambda: now)
+    leased = [Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(80)]
     model: dict[Node, None] = {}
     for number in range(1_500):
+        now += float(draw.exponential(1.0))
         step = draw.random()
         if step < 0.4 and leased:
             node = leased.pop(int(draw.integers(len(leased))))
-            node.turn, node.answer = int(draw.integers(1, 3)), int(draw.choice([1, 100]))
+            node.answer = int(draw.choice([1, 100]))
             policy.offered(node)
             model[node] = None
         elif step < 0.7 and model:
@@ -122,10 +91,8 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
                     model[leased.pop()] = None
                     policy.offered(victim)
         found = list(policy.candidates())
-        assert set(found) == model.keys(), number
-        assert sum(map(len, (part for run in policy._runs.values() for part in run))) == policy._num_entries
-        assert policy._num_entries < 240, "invalid entries pile up"
-    assert policy._shift > 2
+        assert len(found) == len(set(found)) and set(found) == model.keys(), number
+        assert len(policy._slots) < 250, "invalid entries pile up"
     while model:
         victim = policy.victim()
         assert victim is not None
@@ -138,21 +105,105 @@ def test_each_candidate_can_be_a_victim_and_nothing_else(seed: int, monkeypatch:
     check_candidates(seed, monkeypatch)
 
 
-def replay(policy: EvictionPolicy, requests: Iterator[list[int]], pool: int) -> float:
-    """The share of the requests' tokens that were cached, in a tree of pages of one token."""
-    tree = RadixCache(1, policy, remembered=4 * pool)
-    hits = total = 0
-    for request in requests:
-        tokens = np.array(request, dtype=np.int32)
-        lease = tree.lease(tree.match(NAMESPACE, tokens))
-        hits, total = hits + lease.num_pages, total + len(tokens)
-        tree.evict(tree.num_pages + len(tokens) - lease.num_pages - pool)
-        rest = tokens[lease.num_pages :]
-        tree.insert(lease, rest, np.zeros(len(rest), dtype=np.int32))
-        tree.release(lease)
-        assert tree.num_pages <= pool
-        assert tree.queued() == {node for node in tree.nodes() if not node.children}
-    return hits / total
+def check_worst_first(patch: pytest.MonkeyPatch) -> None:
+    """While nothing is known, the order is that of the begin of requests, and the rest of a victim goes on with it."""
+    patch.setattr(hit_density, "RANKED", 4)
+    policy, root = HitDensity(), Node(NAMESPACE, None, b"", b"", 0, 0)
+    now = 0.0
+    policy.timed_by(lambda: now)
+    leaves = [Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(40)]
+    for leaf in leaves:
+        now += 1.0
+        policy.offered(leaf)
+    for number, leaf in enumerate(leaves):
+        assert policy.victim() is leaf
+        if number < 20:
+            policy.offered(leaf)
+            assert policy.victim() is leaf, "the rest of a leaf stays, and another one loses its end"
+
+
+def test_what_is_worth_least_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_worst_first(monkeypatch)
+
+
+# -- stays
+
+
+def check_turns() -> None:
+    """A conversation that goes on, is evicted in part, and goes on again: its turns and their pace are counted."""
+    policy = HitDensity()
+    world = World(policy, 100)
+    path = list(range(10))
+    for turn in range(1, 4):
+        world.serve(path, after=60.0)
+        stay = world.stay(path)
+        assert (stay.turn, stay.uses, stay.num_pages) == (turn, 0, len(path))
+        assert stay.pace == pytest.approx(0 if turn == 1 else np.log(60))
+        path += range(100 * turn, 100 * turn + 5)
+    world.tree.evict(7)
+    world.serve(path, after=10.0)
+    stay = world.stay(path)
+    assert (stay.turn, stay.uses) == (4, 0), "what was evicted is no turn"
+    assert stay.pace == pytest.approx(0.6 * np.log(60) + 0.4 * np.log(10))
+    table = policy._table
+    assert table._ended.sum() == 3 and (table._kinds >= 0).sum() == 1, "a stay is not over, or twice"
+
+
+def test_turns_follow_evicted_pages_too() -> None:
+    check_turns()
+
+
+def check_shared() -> None:
+    """The end of a prompt from which conversations go on in different ways has stays of its own."""
+    policy = HitDensity()
+    world = World(policy, 1_000)
+    prompt = list(range(10))
+    for number in range(6):
+        world.serve([*prompt, *range(100 * number + 100, 100 * number + 130)])
+        assert world.stay([*prompt, *range(100 * number + 100, 100 * number + 130)]).turn == 1
+    stay = world.stay(prompt)
+    assert stay.kind >= SHARED_KINDS and stay.uses == 5
+    assert policy._table._ended[SHARED_KINDS:].sum() == 3
+    world.tree.evict(6 * 30)
+    assert world.stay(prompt) is stay and stay.since == world.now, "its age is that since its last use by any"
+    assert world.tree.num_pages == 10, "a shared prompt goes before what uses it"
+
+
+def test_a_shared_prompt_has_stays_of_its_own() -> None:
+    check_shared()
+
+
+def check_superseded() -> None:
+    """What a conversation has left out of its history goes before older pages."""
+    world = World(HitDensity(), 1_000)
+    other, path = list(range(500, 520)), list(range(30))
+    world.serve(other)
+    world.serve(path)
+    world.serve([*path[:20], *range(100, 110)])
+    assert world.stay(path).is_superseded
+    assert sorted(world.tree.evict(10).tolist()) == path[20:]
+
+
+def test_what_a_conversation_leaves_goes_first() -> None:
+    check_superseded()
+
+
+def test_the_end_of_an_answer_that_comes_again_differently_is_no_stay_of_the_whole_path() -> None:
+    policy = HitDensity()
+    world = World(policy, 1_000)
+    world.serve(range(100))
+    world.serve([*range(40), 500, 501])
+    assert policy._table._ended.sum() == 0, "less than a half is used"
+    world.serve([*range(95), 700])
+    assert policy._table._ended.sum() == 1
+
+
+# -- traffic
+
+
+def hits(policy: EvictionPolicy, requests: Iterable[list[int]], pool: int) -> int:
+    world = World(policy, pool)
+    return sum(map(world.serve, requests))
 
 
 def loop() -> Iterator[list[int]]:
@@ -169,36 +220,112 @@ def scan() -> Iterator[list[int]]:
             yield list(range(10_000 + turn * 50, 10_000 + turn * 50 + 40))
 
 
+def check_loop() -> None:
+    assert hits(eviction_policy("lru"), loop(), 100) == 0
+    assert hits(HitDensity(), loop(), 100) > 0.35 * 12_000, "half of the loop fits"
+
+
 def test_part_of_a_loop_longer_than_the_pool_stays() -> None:
-    assert replay(eviction_policy("lru"), loop(), 100) == 0
-    assert replay(HitDensity(), loop(), 100) > 0.35  # half of the loop fits
+    check_loop()
 
 
 def test_a_scan_does_not_flush_what_is_hit() -> None:
-    assert replay(HitDensity(), scan(), 260) > replay(eviction_policy("lru"), scan(), 260) + 0.1
+    assert hits(HitDensity(), scan(), 260) > 1.3 * hits(eviction_policy("lru"), scan(), 260)
 
 
 def test_the_same_requests_get_the_same_victims() -> None:
-    assert replay(HitDensity(), scan(), 260) == replay(HitDensity(), scan(), 260)
+    assert hits(HitDensity(), scan(), 260) == hits(HitDensity(), scan(), 260)
 
 
-def test_an_evicted_edge_that_returns_counts_as_a_hit_and_only_once() -> None:
+def agents(requests: int) -> list[tuple[list[int], int]]:
+    """After a call, token 1, a session goes on soon; after an answer, token 2, after all the others or never."""
+    draw = np.random.default_rng(1)
+    sessions = [[1_000 + at] * 8 for at in range(8)]
+    found = []
+    for number in range(requests):
+        at = int(draw.integers(3)) if number % 4 else int(draw.integers(3, 8))
+        ends = draw.random() < 0.2
+        sessions[at] = [*sessions[at][:40], *([number + 10] * 4)]
+        found.append((sessions[at], 2 if ends else 1))
+        if ends:
+            sessions[at] = [2_000 + number] * 8
+    return found
+
+
+def check_agents() -> None:
+    """What ended with an answer goes first."""
+    rates = []
+    for name, told in (("lru", True), ("density", False), ("density", True)):
+        world = World(eviction_policy(name), 180)
+        rates.append(sum(world.serve(request, ending if told else 0) for request, ending in agents(3_000)))
+    assert rates[2] > 1.02 * max(rates[:2]), rates
+
+
+def test_calls_of_tools_stay_and_answers_go() -> None:
+    check_agents()
+
+
+# -- endings
+
+
+def check_endings() -> None:
+    draw = np.random.default_rng(0)
+    known = Endings()
+
+    def class_of(token: int) -> int:
+        return known.class_of(token.to_bytes(4, "little"))[0]
+
+    assert class_of(5) == 0, "a class of its own after one output"
+    drawn = [int(draw.choice([7, 8, draw.integers(100, 10_000)], p=[0.5, 0.2, 0.3])) for _ in range(2_000)]
+    classes = {token: class_of(token) for token in drawn}
+    assert len({classes[7], classes[8], 0}) == 3 and max(classes.values()) < CLASSES
+    assert Counter(classes.values())[0] > 500
+
+
+def test_frequent_last_tokens_are_classes_and_others_are_not() -> None:
+    check_endings()
+    known = Endings()
+    for token in range(100_000):
+        known.class_of(token.to_bytes(4, "little"))
+    assert len(known._counts) < 20, "memory is not bounded"
+
+
+def test_the_class_of_an_ending_that_is_rare_now_is_given_to_another() -> None:
+    known = Endings()
+    for token in (1, 2, 3):
+        for _ in range(20):
+            known.class_of(bytes([token]))
+    given_up = [known.class_of(b"new") for _ in range(80)]
+    assert given_up[0] == (0, False) and given_up[-1][0] > 0
+    assert sum(is_new for _, is_new in given_up) == 1
+
+
+def test_the_record_of_a_class_that_is_given_to_another_ending_is_deleted() -> None:
     policy, root = HitDensity(), Node(NAMESPACE, None, b"", b"", 0, 0)
-    leaf, again = (Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(2))
-    leaf.turn = again.turn = 1
-    policy.offered(leaf)
-    assert policy.victim() is leaf
-    policy.stored(again, 1, [(leaf, 0)])
-    policy.stored(again, 1, [(leaf, 0)])
-    assert policy._table._reused.sum() == pytest.approx(1)
-
-
-def test_runs_stay_few_whatever_the_number_of_leaves() -> None:
-    policy, root = HitDensity(), Node(NAMESPACE, None, b"", b"", 0, 0)
-    for number in range(64_000):
-        leaf = Node(NAMESPACE, root, bytes(4), bytes(4), 0, number)
-        leaf.turn, leaf.answer = 1 + number % 4, number % 300
+    endings = [token for token in (b"a", b"b", b"c") for _ in range(20)] + [b"d"] * 60
+    for ending in endings:
+        leaf = Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0)
+        leaf.ending = ending
         policy.offered(leaf)
-        assert len(policy._runs) <= RUNS
-    victims = {policy.victim() for _ in range(2_000)}
-    assert len(victims) == 2_000 and None not in victims
+    counted = Counter(kind // KINDS for kind in policy._table._kinds.tolist() if kind >= 0)
+    assert counted[policy._endings._classes[b"d"]] < 20 <= max(counted.values()), counted
+
+
+def with_patch(check: Callable[[pytest.MonkeyPatch], None]) -> Callable[[], None]:
+    def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            check(patch)
+
+    return run
+
+
+DENSITY = [
+    with_patch(lambda patch: check_candidates(0, patch)),
+    with_patch(check_worst_first),
+    check_turns,
+    check_shared,
+    check_superseded,
+    check_loop,
+    check_endings,
+    check_agents,
+]

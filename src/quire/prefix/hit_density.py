@@ -1,282 +1,234 @@
-"""HitDensity: evicts the pages with the fewest expected hits per page and time, and does as LRU where LRU hits more."""
+"""HitDensity: evicts the pages with the fewest expected hits per page and second."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+import math
+from bisect import insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import ClassVar
+from itertools import count
 
 import numpy as np
 
-from quire.counters import counter
-from quire.prefix.hit_table import HitTable
-from quire.prefix.lru_bound import Guard
-from quire.prefix.node import ID_BYTES, Node, Returned
+from quire.prefix.endings import CLASSES, Endings
+from quire.prefix.node import Node, Returned
 from quire.prefix.policy import EvictionPolicy
+from quire.prefix.stay_table import StayTable
 
-CLASSES = 4
-"""Class 0 has all tokens that are no frequent ending."""
-_COUNTED = 12  # tokens, at most: one that ends more than a 13th of the outputs is always counted
-_FREQUENT = 8  # times that a token is counted before it is a class of its own
-
-
-class Endings:
-    """Counts last tokens (Misra and Gries), and gives the most frequent a class each. O(1), and bounded memory."""
-
-    def __init__(self) -> None:
-        self._counts: dict[bytes, int] = {}
-        self._classes: dict[bytes, int] = {}
-
-    def class_of(self, token: bytes) -> tuple[int, bool]:
-        """Count an ending. Returns its class, and whether the class was another token's until now."""
-        counts = self._counts
-        if not token:
-            return 0, False
-        if token in counts:
-            counts[token] += 1
-        elif len(counts) < _COUNTED:
-            counts[token] = 1
-        else:
-            self._counts = {each: times - 1 for each, times in counts.items() if times > 1}
-        known = self._classes.get(token)
-        if known is not None:
-            return known, False
-        if self._counts.get(token, 0) < _FREQUENT:
-            return 0, False
-        if len(self._classes) < CLASSES - 1:
-            self._classes[token] = len(self._classes) + 1
-            return self._classes[token], False
-        rarest = min(self._classes, key=lambda each: self._counts.get(each, 0))
-        if self._counts[token] < 2 * self._counts.get(rarest, 0) + _FREQUENT:
-            return 0, False
-        self._classes[token] = self._classes.pop(rarest)
-        return self._classes[token], True
-
-
-TURNS, HITS, ANSWERS = 4, 3, 4  # levels of each feature of a leaf; the last level has no upper bound
-KINDS = TURNS * HITS * ANSWERS  # kinds of each ending
-RUNS = 256  # at most; above that, runs of neighbouring ages are merged
-SLACK = 256  # invalid entries that are never worth a pass
-RANKED = 8  # runs for each tick until the next ranking: it costs as much for each request with few runs as with many
-PART = 256  # entries, at most, of a part of a run
-
-_EPOCH_BITS = 48  # bits of a run's key below its kind
-_EPOCHS = (1 << _EPOCH_BITS) - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvictionCounters:
-    """How this order of eviction compares with LRU."""
-
-    PREFIX: ClassVar = "eviction_"
-    switches: int = counter("Times that eviction by hit density gave way to LRU, or decided again.")
-    won_pages: int = counter("Pages that were hit and that LRU would not have had.")
-    lost_pages: int = counter("Pages that were computed and that LRU would have had.")
+KINDS = 16  # kinds of each ending, and of shared prompts
+SHARED_KINDS = CLASSES * KINDS
+"""Kinds of shared prompts begin here."""
+SHARED = 2  # requests that go on from one end in different ways: it is a shared prompt then
+SUPERSEDED = 0.3  # worth of a path whose conversation has left it, as a part of its kind's
+LEFT_OUT = 4  # pages, or an eighth of a path: a use that leaves out more is none of the whole path
+RANKED, MOST_RANKED = 64, 512  # leaves that are chosen together, and with those that join them
+WINDOW = 4096  # leaves, at most, that are compared at once
+RANK_AFTER = 8  # requests, and one more for each 128 leaves
+RANK_AFTER_S = 2.0  # if that is earlier
 
 
 @dataclass(slots=True, eq=False)
 class Stay:
     """The time between two uses of a path's end. Nodes of one path, cached or evicted, share it."""
 
-    kind: int
-    since: int
-    open: bool = True
+    since: float  # begin of the request, in seconds
+    turn: int = 1
+    pace: float = 0.0  # mean logarithm of the seconds between the begins of turns, the last ones first
+    num_pages: int = 0  # pages of the path
+    uses: int = 0  # requests that went on from this very end
+    kind: int = -1  # -1: the request runs
+    number: int = -1  # in the table; -1: it is not counted, or is over
+    slot: int = -1  # slot of the last of its nodes that was a candidate
+    is_superseded: bool = False
 
 
 class HitDensity(EvictionPolicy):
-    """A *stay* begins when the last lease of a path ends. It ends when the path, cached or evicted, is used again. Its
-    kind is the path's turn, the hits on its end, the number of tokens generated at its end, and the last of these:
-    models end a call of a tool otherwise than an answer. `HitTable` has, for each kind, the ages at which its stays
-    ended. It gives the chance that a stay of age `a` ends within `t` ticks, and the time its pages are held until then.
-    The greatest ratio of the two over all `t` is the worth of a leaf. A tick is the begin of a request, and the age of
-    a shared prompt is that since its last use by any conversation: nothing depends on a clock or on random numbers.
+    """A *stay* begins with a request, and ends when its path, cached or evicted, is used again. Its kind is known when
+    the request ends: the last token generated, the turn, and the number of tokens generated, with the pace of turns
+    from the second on. The end of a shared prompt, from which several requests went on, has stays of its own, whose
+    kind is the number of these. `StayTable` has, for each kind, what a leaf is worth at an age in seconds.
 
-    Candidates are in runs of one kind and nearly one age. Runs are ranked every few ticks: a victim costs one `pop`. A
-    `Guard` compares hits with those of LRU on the same requests, and protects leaves up to an age. These are ranked
-    after all others, by age.
+    Candidates have slots in arrays. Every few requests the worst are chosen, from all or, if there are many, from a
+    window that moves on. A new candidate that is worse joins them. So a victim costs one `pop`.
     """
 
     def __init__(self) -> None:
-        self.guard = Guard()
-        self._bound = self.guard.bound
+        self._seconds: Callable[[], float] = lambda: 0.0
         self._endings = Endings()
-        self._table = HitTable((CLASSES * KINDS, KINDS, HITS * ANSWERS, 1))
-        self._runs: dict[int, list[list[Node]]] = {}  # parts, by kind << _EPOCH_BITS | since >> self._shift
-        self._shift = 0
-        self._num_entries = 0  # entries of runs, with invalid ones: their nodes were leased since, or are there twice
-        self._clean_at = SLACK
-        self._unclean: list[tuple[int, list[Node]]] = []  # parts, and the keys of their runs
-        self._ranked: list[int] = []  # keys of runs, the worst last
-        self._losses: list[float] = []  # negative worth of the runs in `_ranked`, ascending
-        self._rank_at = 0
-        self._young = 0  # leaves of less age are protected
+        self._table = StayTable(CLASSES + 1, KINDS)
+        self._tickets = count(1)
+        self._slots: list[tuple[int, Node] | None] = []  # tickets, and nodes that are candidates if they have them
+        self._free: list[int] = []
+        self._next_check = 0
+        self._kinds = np.full(64, -1)  # kinds by slot, -1 if it is free; the next two are by slot, too
+        self._since = np.zeros(64)
+        self._parts = np.ones(64)  # SUPERSEDED or 1
+        self._worst: list[tuple[float, int, int]] = []  # minus worth, slot, ticket; the worst last
+        self._window = 0
+        self._num_requests = self._rank_at = 0
+        self._rank_at_s = 0.0
+
+    def timed_by(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
 
     # -- learning
 
     def used(self, node: Node) -> None:
-        self.guard.used(node)
-        if node.memo is not None:
-            self._end(node.memo)
-            node.memo = None
-        if self._bound.now >= self._table.pass_at:
-            self._table.begin_pass({key >> _EPOCH_BITS for key in self._runs}, self._bound.now)
+        self._num_requests += 1
+        if node.parent is not None:
+            before = _stay(node)
+            node.memo = self._follow(before, node.depth + node.num_pages, before.uses + 1 if before else 0)
 
     def stored(self, node: Node, num_pages: int, returned: Returned) -> None:
-        if num_pages < node.num_pages:
-            self.guard.lengthened(node, num_pages)
-            return
-        for edge, num_back in returned:
-            self.guard.returned(edge, num_back)
-        self.guard.stored(node)
-        if returned and returned[-1][0].memo is not None:
-            self._end(returned[-1][0].memo)
-
-    def evicted(self, num_pages: int) -> None:
-        self.guard.num_cached = num_pages
+        before = _stay(node.parent) if node.parent is not None else None
+        if num_pages < node.num_pages:  # its end is another one now
+            self._not_shared(_stay(node), 0)
+        elif returned:  # evicted pages come back: the request goes on from their end, and not from the cached one
+            edge = _stay(returned[-1][0])
+            self._not_shared(before, before.uses - 1 if before else 0)
+            depth = node.depth + sum(num_back for _, num_back in returned)
+            node.memo = self._follow(edge, depth, edge.uses if edge else 0)
+        elif before and before.uses < SHARED:
+            node.memo = Stay(before.since, before.turn, before.pace)
+        else:
+            node.memo = Stay(self._seconds())
 
     def merged(self, child: Node, parent: Node) -> None:
-        child.touched = -abs(child.touched)
-        # A path with hits by several requests, such as a system prompt, has a record of its own. Any other path
-        # continues the stay of its only conversation.
-        parent.memo = child.memo if parent.hits < 2 else None
+        mine, its = _stay(parent), _stay(child)
+        if parent.parent is None or its is None:
+            return
+        if mine is None or (mine.uses < SHARED and its.since >= mine.since):
+            its.uses = mine.uses if mine else 0
+            parent.memo = its
+        else:
+            mine.since = max(mine.since, its.since)
 
-    def _end(self, stay: object) -> None:
-        if isinstance(stay, Stay) and stay.open:
-            stay.open = False
-            self._table.end(stay.kind, self._bound.now - stay.since)
-
-    def _begin(self, node: Node) -> Stay:
-        self.guard.ended(node.depth + len(node.run) // ID_BYTES)
-        ending = 0
-        if node.ending:
-            ending, is_new = self._endings.class_of(node.ending)
-            if is_new:
-                self._table.reset(range(ending * KINDS, (ending + 1) * KINDS))
-        turn, hits, answer = node.turn, node.hits, node.answer
-        kind = (
-            KINDS * ending
-            + (turn - 1 if turn < TURNS else TURNS - 1) * (HITS * ANSWERS)
-            + (hits if hits < HITS else HITS - 1) * ANSWERS
-            + (0 if answer < 16 else 1 if answer < 64 else 2 if answer < 256 else 3)
-        )
-        node.memo = stay = Stay(kind, abs(node.touched))
-        self._table.begin(kind)
+    def _follow(self, before: Stay | None, depth: int, uses: int) -> Stay:
+        """The stay of a request that goes on after `depth` pages of a path, which it may leave there."""
+        now = self._seconds()
+        stay = Stay(now, num_pages=depth, uses=uses)
+        if before is None:
+            return stay
+        left_out = before.num_pages - depth
+        if left_out <= max(LEFT_OUT, before.num_pages / 8) and before.number >= 0:
+            self._table.end(before.number, now)
+            before.number = -1
+        if uses >= SHARED:
+            stay.kind = SHARED_KINDS + min(KINDS - 1, int(2 * math.log2(uses)))
+            stay.number = self._table.begin(stay.kind, now, now)
+        elif depth >= before.num_pages / 2:
+            gap = math.log(max(1.0, now - before.since))
+            stay.pace = gap if before.turn == 1 else 0.6 * before.pace + 0.4 * gap
+            stay.turn = before.turn + 1
+            if left_out > 1:
+                self._supersede(before)
         return stay
+
+    def _supersede(self, stay: Stay) -> None:
+        """A conversation has left a path."""
+        stay.is_superseded = True
+        if (entry := self._slots[stay.slot] if stay.slot >= 0 else None) is not None and entry[1].memo is stay:
+            self._parts[stay.slot] = SUPERSEDED
+
+    def _not_shared(self, stay: Stay | None, uses: int) -> None:
+        """So many requests went on from an end, fewer than it seemed."""
+        if stay is None:
+            return
+        stay.uses = max(0, uses)
+        if stay.uses < SHARED and stay.number >= 0:
+            self._table.drop(stay.number)
+            stay.kind = stay.number = -1
+
+    def _begin(self, node: Node, stay: Stay) -> None:
+        """A request has ended at a node."""
+        stay.num_pages = node.depth + node.num_pages
+        ending, is_new = self._endings.class_of(node.ending)
+        if is_new:
+            self._table.reset(range(ending * KINDS, (ending + 1) * KINDS))
+        if stay.turn == 1:
+            kind = (node.answer >= 16) + (node.answer >= 64) + (node.answer >= 256)
+        else:
+            slow = 0.33 * stay.pace + 0.32 * math.log(node.answer + 1)
+            kind = 4 * min(3, stay.turn - 1) + (slow >= 2.4) + (slow >= 2.8) + (slow >= 3.2)
+        stay.kind = ending * KINDS + kind
+        stay.number = self._table.begin(stay.kind, stay.since, self._seconds())
 
     # -- choosing
 
     def offered(self, node: Node) -> None:
-        stay = node.memo
-        if not isinstance(stay, Stay):
-            stay = self._begin(node)
-        node.ticket = 1
-        run = self._runs.get(stay.kind << _EPOCH_BITS | stay.since >> self._shift)
-        if run is None:
-            run = self._new_run(stay)
-        elif len(run[-1]) == PART:
-            run.append([])
-        run[-1].append(node)
-        self._num_entries += 1
+        stay = _stay(node)
+        if stay is None:
+            node.memo = stay = Stay(self._seconds())
+        if stay.kind < 0:
+            self._begin(node, stay)
+        slot = self._free.pop() if self._free else self._new_slot()
+        node.ticket = ticket = next(self._tickets)
+        self._slots[slot], stay.slot = (ticket, node), slot
+        self._kinds[slot], self._since[slot] = stay.kind, stay.since
+        self._parts[slot] = part = SUPERSEDED if stay.is_superseded else 1.0
+        if 0 < len(self._worst) < MOST_RANKED:
+            loss = -part * self._table.of(stay.kind, self._seconds() - stay.since)
+            if loss >= self._worst[0][0]:
+                insort(self._worst, (loss, slot, ticket))
+        for _ in range(2):  # slots are checked: more than are added
+            self._next_check = (self._next_check or len(self._slots)) - 1
+            if (entry := self._slots[self._next_check]) is not None and entry[0] != entry[1].ticket:
+                self._release(self._next_check)
         if self._table.stale:
             self._table.refresh()
-        if self._unclean or self._num_entries > self._clean_at:
-            self._clean()
 
     def victim(self) -> Node | None:
-        if self._bound.now >= self._rank_at:
+        if self._num_requests >= self._rank_at or self._seconds() >= self._rank_at_s:
             self._rank()
-        while self._ranked:
-            where = self._ranked[-1]
-            run = self._runs[where]
-            while run:
-                part = run[-1]
-                while part:
-                    node = part.pop()
-                    self._num_entries -= 1
-                    stay = node.memo
-                    if (
-                        node.ticket
-                        and isinstance(stay, Stay)
-                        and stay.kind << _EPOCH_BITS | stay.since >> self._shift == where
-                    ):
+        while self._worst or len(self._free) < len(self._slots):
+            while self._worst:
+                _, slot, ticket = self._worst.pop()
+                entry = self._slots[slot]
+                if entry is not None and entry[0] == ticket:
+                    node = entry[1]
+                    self._release(slot)
+                    if node.ticket == ticket:
                         node.ticket = 0
                         return node
-                run.pop()
-            del self._runs[self._ranked.pop()]
-            self._losses.pop()
+            self._rank()
         return None
 
-    def counters(self) -> EvictionCounters:
-        guard = self.guard
-        return EvictionCounters(switches=guard.num_switches, won_pages=guard.won_pages, lost_pages=guard.lost_pages)
-
     def candidates(self) -> Iterator[Node]:
-        return chain.from_iterable(self._valid(part, where) for where, run in self._runs.items() for part in run)
+        return (entry[1] for entry in self._slots if entry is not None and entry[0] == entry[1].ticket)
 
-    def _new_run(self, stay: Stay) -> list[list[Node]]:
-        """The run of a stay, which has none, or one only after runs are merged."""
-        while len(self._runs) >= RUNS:
-            self._merge_runs()
-        where = stay.kind << _EPOCH_BITS | stay.since >> self._shift
-        run = self._runs.get(where)
-        if run is None:
-            run = self._runs[where] = [[]]
-            age = self._bound.now - stay.since
-            loss = -self._table.of(stay.kind, age) if age >= self._young else -2.0 - stay.since
-            at = bisect_right(self._losses, loss)
-            self._losses.insert(at, loss)
-            self._ranked.insert(at, where)
-        return run
+    def _new_slot(self) -> int:
+        if len(self._slots) == len(self._kinds):
+            self._kinds, self._since, self._parts = (
+                np.tile(each, 2) for each in (self._kinds, self._since, self._parts)
+            )
+            self._kinds[len(self._slots) :] = -1
+        self._slots.append(None)
+        return len(self._slots) - 1
 
-    def _valid(self, part: list[Node], where: int) -> list[Node]:
-        """The candidates in a part of a run, each once."""
-        shift = self._shift
-        return [
-            node
-            for node in dict.fromkeys(part)
-            if node.ticket
-            and isinstance(stay := node.memo, Stay)
-            and stay.kind << _EPOCH_BITS | stay.since >> shift == where
-        ]
-
-    def _clean(self) -> None:
-        """Remove invalid entries of one part. A pass over all begins when there are twice as many as after the last."""
-        if not self._unclean:
-            self._unclean = [(where, part) for where, run in self._runs.items() for part in run]
-        where, part = self._unclean.pop()
-        valid = self._valid(part, where)
-        self._num_entries -= len(part) - len(valid)
-        part[:] = valid
-        if not self._unclean:
-            self._clean_at = 2 * self._num_entries + SLACK
+    def _release(self, slot: int) -> None:
+        self._slots[slot] = None
+        self._kinds[slot] = -1
+        self._free.append(slot)
 
     def _rank(self) -> None:
-        """Order all runs. Afterwards every run is in `_ranked`, so that every candidate can be a victim."""
-        now = self._bound.now
-        self._rank_at = now + 4 + len(self._runs) // RANKED
-        keys = np.fromiter(self._runs, np.int64, len(self._runs))
-        kinds, begins = keys >> _EPOCH_BITS, (keys & _EPOCHS) << self._shift
-        ages = (now - (1 << self._shift) // 2) - begins
-        losses = -self._table.of_all(kinds, ages)
-        self._young = self.guard.protected_age()
-        if self._young:
-            young = ages < self._young
-            losses[young] = -2.0 - begins[young]
-        order = losses.argsort()
-        self._ranked, self._losses = keys[order].tolist(), losses[order].tolist()
+        """Choose the worst leaves."""
+        now = self._seconds()
+        self._table.fit(now)
+        slots = np.flatnonzero(self._kinds[: len(self._slots)] >= 0)
+        self._rank_at, self._rank_at_s = self._num_requests + RANK_AFTER + len(slots) // 128, now + RANK_AFTER_S
+        if len(slots) > WINDOW:
+            self._window = (self._window + WINDOW) % len(slots)
+            slots = np.roll(slots, -self._window)[:WINDOW]
+        losses = -self._parts[slots] * self._table.of_all(self._kinds[slots], now - self._since[slots])
+        if len(slots) > RANKED:
+            chosen = np.argpartition(losses, -RANKED)[-RANKED:]
+            slots, losses = slots[chosen], losses[chosen]
+        self._worst = [
+            (loss, slot, entry[0])
+            for loss, slot in sorted(zip(losses.tolist(), slots.tolist(), strict=True))
+            if (entry := self._slots[slot]) is not None
+        ]
 
-    def _merge_runs(self) -> None:
-        """Double the range of ages in one run. O(runs and their parts)."""
-        self._shift += 1
-        runs: dict[int, list[list[Node]]] = {}
-        for key in sorted(self._runs):
-            run = self._runs[key]
-            where = key >> _EPOCH_BITS << _EPOCH_BITS | (key & _EPOCHS) >> 1
-            if runs.setdefault(where, run) is not run:
-                runs[where] += run
-        self._runs = runs
-        self._unclean = []
-        self._ranked, self._losses = [], []
-        self._rank_at = 0  # before the next victim
+
+def _stay(node: Node) -> Stay | None:
+    return node.memo if isinstance(node.memo, Stay) else None

@@ -67,8 +67,7 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)  # keys: bytes of the child's first page
     evicted: dict[bytes, Node] = field(default_factory=dict)  # evicted children, likewise
     hashes: list[PageHashes] = field(default_factory=list)  # hashes of its pages, in runs as cached, if events are on
-    memo: object | None = None  # belongs to the eviction policy, and so does `touched`
-    touched: int = 0  # when a request used these pages or any below; below 0: and they left the device since
+    memo: object | None = None  # belongs to the eviction policy
     ticket: int = 0  # number of its valid entry in the policy's queue; 0: no candidate for eviction
     copy_ticket: int = 0  # number of its valid entry in `NodeTiers.copies`
     user: User | None = None  # None: requests of several sessions have used it, or one without a session

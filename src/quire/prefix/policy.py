@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from quire.prefix.node import Node, Returned
 
@@ -16,18 +16,17 @@ class EvictionPolicy(ABC):
         insert                stored(leaf, its new pages, the evicted edges that it caches again)
         last lease released   offered(leaf)
         pages are needed      victim(); then the rest of the leaf is offered again, or
-                              merged(leaf, parent), and the parent is offered if it is a leaf now;
-                              at last evicted(pages that are left)
+                              merged(leaf, parent), and the parent is offered if it is a leaf now
     """
+
+    def timed_by(self, seconds: Callable[[], float]) -> None:  # noqa: B027
+        """The tree's clock, before any other call."""
 
     def used(self, node: Node) -> None:  # noqa: B027 - most policies ignore it
         """A request begins on a hit that ends at this node. `last_used` and `hits` already include it."""
 
     def stored(self, node: Node, num_pages: int, returned: Returned) -> None:  # noqa: B027
         """The last `num_pages` pages of a leased leaf are new; they are all of its pages if the leaf is new."""
-
-    def evicted(self, num_pages: int) -> None:  # noqa: B027
-        """Pages were evicted, and the tree has `num_pages` left on the device."""
 
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
         """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""

@@ -76,6 +76,7 @@ class RadixCache:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
+        policy.timed_by(seconds)
         self.names = PageNames(self._page_bytes, identity, emit, num_named)
         self._seconds = seconds
         self.roots: dict[Namespace, Node] = {}
@@ -220,7 +221,6 @@ class RadixCache:
             keep = max(0, node.num_pages - num_pages)
             num_pages -= node.num_pages - keep
             self._forget(node, keep, eviction, removed)
-        self._policy.evicted(self.num_pages)
         return join_ids(removed)
 
     def demote(self, num_pages: int, cause: str, keep: Callable[[Node], int] | None, leave: Give) -> Evicted:
@@ -244,7 +244,6 @@ class RadixCache:
             if kept:
                 num_moved += kept
                 self._leave(node, leave)
-        self._policy.evicted(self.num_pages)
         return Evicted(join_ids(removed), num_moved)
 
     def evict_lower(self, num_pages: int, leave: Give) -> Evicted:
@@ -405,7 +404,7 @@ class RadixCache:
         self.version += 1
         parent, cut = node.parent, at * self._page_bytes
         upper = Node(node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created)
-        upper.answer, upper.memo, upper.touched = node.answer, node.memo, node.touched
+        upper.answer, upper.memo = node.answer, node.memo
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.user = node.user
@@ -508,7 +507,7 @@ class RadixCache:
         if self.evicted.capacity:
             edge = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
             edge.turn, edge.memo, edge.tail, edge.eviction = node.turn, node.memo, node.tail, eviction
-            edge.touched, edge.user = -abs(node.touched), node.user
+            edge.user = node.user
             attach(edge, node.evicted)
             node.evicted = {}
             self.evicted.add(edge, node)

@@ -82,7 +82,7 @@ def paged_requests(trace: Iterable[TraceRequest], page_size: int) -> Iterator[Pa
         )
 
 
-_NEVER = -1
+NEVER = -1
 
 
 class HitBounds:
@@ -94,8 +94,9 @@ class HitBounds:
 
     def __init__(self, trace: Iterable[TraceRequest], page_size: int) -> None:
         self._page_size = page_size
-        self._uses: list[_PageUse] = []
-        self._roots: dict[Namespace, _Node] = {}
+        self.uses: list[_PageUse] = []
+        """Pages of each request, as nodes that all requests share."""
+        self._roots: dict[Namespace, PageNode] = {}
         self.prompt_tokens = 0
         self.ideal_hit_tokens = 0
         """Hits of a cache that never evicts."""
@@ -134,11 +135,13 @@ class HitBounds:
         uses nothing. Costs O(uses * log(uses)).
         """
         pool_pages = pool_tokens // self._page_size
-        uses = [use for use in self._uses if use.held_pages <= pool_pages]
-        furthest: list[tuple[int, int, _Node]] = []  # minus the request that looks it up, minus its end; may be stale
+        uses = [use for use in self.uses if use.held_pages <= pool_pages]
+        furthest: list[
+            tuple[int, int, PageNode]
+        ] = []  # minus the request that looks it up, minus its end; may be stale
         num_kept = 0
         found = []
-        for use, upcoming in zip(uses, _next_lookups(uses), strict=True):
+        for use, upcoming in zip(uses, next_lookups(uses), strict=True):
             hits = 0
             for node in use.nodes():
                 hits += node.kept
@@ -153,7 +156,7 @@ class HitBounds:
                 node.kept -= evicted
                 num_kept -= evicted
             for node, lookup in zip(use.nodes(), upcoming, strict=True):
-                if lookup != _NEVER:
+                if lookup != NEVER:
                     node.kept = len(node.keys)
                     num_kept += len(node.keys)
                     heappush(furthest, (-lookup, -node.end, node))
@@ -165,29 +168,29 @@ class HitBounds:
         keys, lookup = request.pages, request.lookup_pages
         root = self._roots.get(request.namespace)
         if root is None:
-            root = self._roots[request.namespace] = _Node(None, keys[:0], 0)
+            root = self._roots[request.namespace] = PageNode(None, keys[:0], 0)
         node, known = root.descend(keys)
         if known < len(keys):
-            rest = node.children[int(keys[known])] = _Node(node, keys[known:].copy(), len(keys))
+            rest = node.children[int(keys[known])] = PageNode(node, keys[known:].copy(), len(keys))
             node = rest
         node.split_above(lookup)
         self.prompt_tokens += request.prompt_tokens
         self.ideal_hit_tokens += min(known, lookup) * self._page_size
         self.working_set_tokens += (len(keys) - known) * self._page_size
-        self._uses.append(_PageUse(node, lookup, request.held_pages))
+        self.uses.append(_PageUse(node, lookup, request.held_pages))
 
 
 @dataclass(frozen=True, slots=True)
 class _PageUse:
     """The pages of one request: its prompt and output end at the end of `last`, in whole pages."""
 
-    last: _Node
+    last: PageNode
     lookup_pages: int
     """Whole pages of the prompt that may be found in a cache: at least the prompt's last token is computed."""
     held_pages: int
     """Pages that it holds when it ends, including one that is not full."""
 
-    def nodes(self) -> Iterator[_Node]:
+    def nodes(self) -> Iterator[PageNode]:
         """The nodes it uses, deepest first."""
         node = self.last
         while node.parent is not None:
@@ -196,22 +199,22 @@ class _PageUse:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class PageNode:
     """Consecutive pages that are always used together, in a radix tree over all requests.
 
     Nodes are split where requests diverge, where one ends, and at the end of the part of a prompt that may be found. So
     the bounds are computed on some thousand nodes instead of millions of pages. A split node becomes the lower part.
     """
 
-    parent: _Node | None
+    parent: PageNode | None
     keys: PageKeys
     end: int
     """Pages from the beginning of the prefix to the end of this node."""
-    children: dict[int, _Node] = field(default_factory=dict)
+    children: dict[int, PageNode] = field(default_factory=dict)
     kept: int = 0
     """Pages that the optimum keeps until the next lookup; none once all requests are done."""
 
-    def descend(self, keys: PageKeys) -> tuple[_Node, int]:
+    def descend(self, keys: PageKeys) -> tuple[PageNode, int]:
         """The node that ends where `keys` and the tree diverge, split there if needed, and the number of its pages."""
         node, at = self, 0
         while at < len(keys):
@@ -227,10 +230,10 @@ class _Node:
             node = child
         return node, at
 
-    def split(self, pages: int) -> _Node:
+    def split(self, pages: int) -> PageNode:
         """Split after some of its pages; returns the upper part, which is new."""
         assert self.parent is not None
-        upper = _Node(self.parent, self.keys[:pages], self.end - len(self.keys) + pages)
+        upper = PageNode(self.parent, self.keys[:pages], self.end - len(self.keys) + pages)
         self.parent.children[int(self.keys[0])] = upper
         upper.children[int(self.keys[pages])] = self
         self.parent, self.keys = upper, self.keys[pages:]
@@ -246,15 +249,15 @@ class _Node:
             node.split(end - start)
 
 
-def _next_lookups(uses: list[_PageUse]) -> list[list[int]]:
+def next_lookups(uses: list[_PageUse]) -> list[list[int]]:
     """For each request, for each node that it uses, deepest first: the next request that uses the node, if that looks
     it up."""
-    upcoming: dict[_Node, int] = {}
+    upcoming: dict[PageNode, int] = {}
     found = []
     for now in range(len(uses) - 1, -1, -1):
         use = uses[now]
-        found.append([upcoming.get(node, _NEVER) for node in use.nodes()])
+        found.append([upcoming.get(node, NEVER) for node in use.nodes()])
         for node in use.nodes():
-            upcoming[node] = now if node.end <= use.lookup_pages else _NEVER
+            upcoming[node] = now if node.end <= use.lookup_pages else NEVER
     found.reverse()
     return found

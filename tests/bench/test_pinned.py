@@ -1,0 +1,62 @@
+"""Replays that pin what runs, against those of one request at a time; and compositions of recorded sessions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from bench.eviction.paged_trace import PagedTrace
+from bench.eviction.pinned import TOKENS_PER_S, optimal_pinned, replay_pinned
+from bench.eviction.recorded import PATH, Composition
+from bench.eviction.sequential import replay_in_order
+
+from quire.prefix.evict import eviction_policy
+from quire.sim.trace import open_trace
+from tests.changes import slow_unless_changed
+
+SOURCES = ("chat:requests=100", "sessions:requests=150")
+
+
+def pages_of(source: str, *, apart_s: float) -> PagedTrace:
+    """A workload in pages of 64, whose requests arrive at equal distances."""
+    pages = PagedTrace.of(open_trace(source, seed=4, limit=150), 64)
+    return replace(pages, arrivals=apart_s * np.arange(len(pages)))
+
+
+def pool_of(pages: PagedTrace, part: int) -> int:
+    return max(pages.bounds().working_set_tokens // part, 64 * max(each.held_pages for each in pages))
+
+
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/", "src/quire/sim/hit_bounds.py")
+@pytest.mark.parametrize("source", SOURCES)
+def test_requests_that_do_not_meet_hit_the_same_as_one_at_a_time(source: str) -> None:
+    pages = pages_of(source, apart_s=1e4)
+    pool = pool_of(pages, 8)
+    alone = replay_in_order(pages, pool, eviction_policy("lru"))
+    found = replay_pinned(pages, pool, eviction_policy("lru"))
+    assert found.hit_rate(pages) == pytest.approx(alone.hit_rate(pages), abs=0.01) and found.evicted_pages > 0
+    best = pages.bounds().optimal_hit_tokens(pool) / pages.prompt_tokens.sum()
+    assert optimal_pinned(pages, pool) / pages.prompt_tokens.sum() == pytest.approx(best, abs=0.01)
+
+
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/", "src/quire/sim/hit_bounds.py")
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_runs_takes_room_and_no_policy_hits_more_than_the_optimum(source: str) -> None:
+    pages = pages_of(source, apart_s=20 / TOKENS_PER_S)
+    pool = pool_of(pages, 8)
+    best = optimal_pinned(pages, pool)
+    rates = [replay_pinned(pages, pool, eviction_policy(name)).hit_tokens.sum() for name in ("lru", "density")]
+    assert min(rates) > 0 and max(rates) <= best, rates
+    alone = replay_in_order(pages, pool, eviction_policy("lru"))
+    assert rates[0] < alone.hit_tokens.sum(), "what runs takes no room"
+
+
+@pytest.mark.skipif(not PATH.exists(), reason=f"{PATH} is not here")
+def test_sessions_that_are_drawn_again_are_sessions_of_their_own() -> None:
+    few, many = (Composition(sessions=count, spacing_s=30, seed=1).trace() for count in (40, 80))
+    odd = Composition(sessions=40, spacing_s=30, seed=1, odd=True).trace()
+    assert len(many) == 2 * len(few) != 2 * len(odd)
+    assert 1.9 < many.bounds().working_set_tokens / few.bounds().working_set_tokens < 2, "shared prompts are shared"
+    assert (np.diff(many.arrivals) >= 0).all()
+    assert len(set(many.sessions.tolist())) == 2 * len(set(few.sessions.tolist())) > 40
