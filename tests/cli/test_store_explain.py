@@ -70,19 +70,24 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
     engine.store.remove([StoreKey(engine.scope, NEW, 0)])
     assert write(engine.store, [StoreKey(engine.scope, NEW, 0)], [bytes(164)]) == [Answer.HIT]
     assert engine.load([(NEW, 0)], [bytearray(100)]) == [Answer.MISS]
+    ask(engine.scope, "damaged", [(NEW, 0)], 0)
     engine.close()
+    with open(tmp_path / "log", "a") as file:
+        file.write('{"time": 1, "saved": [\n[]\n')
     done = run("explain", "--lookups", tmp_path / "log", "--store", place, "--json")
     assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["torn_lines"] == 2
     found = {row["request"]: (row["cause"], row["detail"]) for row in json.loads(done.stdout)["lookups"]}
     assert {name: cause for name, (cause, _) in found.items()} == {
         "other-weights": "other",
         "never": "new",
-        "early": "bad",
+        "early": "later",
+        "damaged": "bad",
         "all": "found",
         "evicted": "gone",
     }
     assert found["other-weights"][1].endswith(": weights")
-    assert found["early"][1].endswith(": magic")
+    assert found["damaged"][1].endswith(": magic")
     one = run("explain", "--lookups", tmp_path / "log", "evicted", env=WIDE)
     assert one.exit_code == 0 and "evicted or removed before" in one.stdout
     for refused in (run("explain", "--lookups", tmp_path / "log", "nobody"), run("explain", "--lookups", place)):

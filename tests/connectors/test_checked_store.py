@@ -23,7 +23,7 @@ from quire.testing.stores.wrapped_store import WrappedStore
 from quire.tiers.scope_facts import facts_key, read_facts, write_facts
 from quire.tiers.store import Answer, Record, Store, StoreKey, write_record
 from quire.tiers.stores.directory import DirectoryStore
-from quire.tiers.tombstones import tombstone_of
+from quire.tiers.tombstones import tombstone_of, tombstone_scope
 
 HIT, MISS, RETRY = Answer.HIT, Answer.MISS, Answer.RETRY
 SIZES = {0: 4096, 1: 1000}
@@ -152,7 +152,7 @@ def test_touched_records_stay_and_a_scope_is_cleared() -> None:
     store = DictStore(4 * 4200 + 4096)
     engine, other = checked(store), checked(store, rank="1/2")
     assert engine.save([key(at) for at in range(4)], [payload(at) for at in range(4)]) == [HIT] * 4
-    engine.touch([key(0), key(1), key(99)])
+    assert engine.submit_touch([key(0), key(1), key(99)]).wait() == [HIT, HIT, MISS]
     assert not store.prepared
     assert other.save([key(5)], [payload(5)]) == [HIT]
     there = engine.exists([key(at) for at in range(4)])
@@ -166,6 +166,56 @@ def test_a_scope_that_was_deleted_is_a_miss(store: Store) -> None:
     assert engine.save([key(1)], [payload(1)]) == [HIT]
     assert write_record(store, tombstone_of(engine.scope[:8]), b"x" * 100) is HIT
     assert engine.exists([key(1)]) == [MISS]
+
+
+def test_a_scope_that_may_be_deleted_is_unknown() -> None:
+    store = Deaf()
+    engine = checked(store)
+    assert engine.save([key(1)], [payload(1)]) == [HIT]
+    assert engine.exists([key(1)]) == [RETRY]
+
+
+class Deaf(DictStore):
+    """Does not answer for tombstones."""
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        found = super().exists(keys)
+        return [RETRY if tombstone_scope(key) else answer for key, answer in zip(keys, found, strict=True)]
+
+
+def test_a_full_store_can_be_read() -> None:
+    store = DictStore(3 * 4200)
+    engine = checked(store)
+    assert engine.save([key(1)], [payload(1)]) == [HIT]
+    small = CheckedStore(DictStore(100), FACTS, SIZES)
+    assert small.save([key(1)], [payload(1)]) == [RETRY]
+    assert small.exists([key(1)]) == [MISS], "a refused save says nothing of reading"
+    assert small.save([key(1)], [payload(1)]) == [RETRY] and small.counts["refused"] == 2
+
+
+class Raising(DictStore):
+    """Breaks the contract of stores."""
+
+    def get(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+        raise OSError("the disk is on fire")
+
+
+def test_a_store_that_raises() -> None:
+    engine = checked(Raising())
+    assert engine.save([key(1)], [payload(1)]) == [HIT]
+    for _ in range(3):
+        assert engine.load([key(1)], [bytearray(SIZES[0])]) == [RETRY]
+        assert engine.submit_load([key(1)], [bytearray(SIZES[0])]).wait() == [RETRY]
+    assert engine.save([key(2)], [payload(2)]) == [HIT]
+
+
+def test_waiting_ends_with_the_job() -> None:
+    """Not at its next look."""
+    engine = checked(DictStore())
+    started = time.monotonic()
+    for number in range(300):
+        engine.submit_exists([key(number)]).wait()
+    assert time.monotonic() - started < 5
 
 
 def test_facts_are_stored_with_the_first_record(store: Store) -> None:
@@ -254,13 +304,12 @@ def test_a_store_that_lies(data: st.DataObject) -> None:
     """Whatever a store returns, a hit has the bytes that were saved."""
     faulty = FaultyStore(DictStore(8 * 4200), seed=data.draw(st.integers(0, 2**32)), percent=30)
     engine = checked(faulty)
-    engine._rests_until = -1e9
     for _ in range(30):
         numbers = data.draw(
             st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=4, unique=True)
         )
         keys = [key(*each) for each in numbers]
-        engine._rests_until = 0.0
+        engine._reading = engine._saving = checked_store._Rest()
         if data.draw(st.booleans()):
             engine.save(keys, [halves(payload(*each)) for each in numbers])
         else:

@@ -35,7 +35,7 @@ def test_a_copy_is_the_same_and_changed_weights_are_not(tmp_path: Path) -> None:
     assert weights_identity(folder(tmp_path, "third", config='{"rope_theta": 1}')) != before
     stat = (first / "model.safetensors").stat()
     folder(tmp_path, "first", b"wEights")
-    os.utime(first / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    os.utime(first / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert weights_identity(first) != before
     folder(tmp_path, "first")
     assert weights_identity(first) == before
@@ -62,9 +62,13 @@ def test_a_commit_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     snapshot.mkdir(parents=True)
     (hub / "models--org--name" / "refs").mkdir()
     (hub / "models--org--name" / "refs" / "main").write_text(commit)
-    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     assert weights_identity(snapshot) == weights_identity("org/name") == f"commit:{commit}"
     assert weights_identity("org/name", other) == f"commit:{other}"
+    elsewhere = tmp_path / "elsewhere" / "models--org--name" / "refs"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "main").write_text(other)
+    assert weights_identity("org/name", hub=tmp_path / "elsewhere") == f"commit:{other}"
     for name, revision in (("org/other", None), ("org/name", "v2")):
         with pytest.raises(InvalidInput, match="cannot be told"):
             weights_identity(name, revision)

@@ -42,11 +42,12 @@ class LoggedLookups(Settings):
 
 @dataclass(slots=True)
 class _Log:
-    """Lookups in their order, by when records were saved or found bad."""
+    """Lookups in their order; by scope and key, the times of the first and last save, and what was bad and when."""
 
     lookups: list[dict[str, Any]] = field(default_factory=list)
-    saved: dict[str, float] = field(default_factory=dict)  # first times
-    bad: dict[str, str] = field(default_factory=dict)
+    saved: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    bad: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
+    torn: int = 0
 
 
 def lookups_report(path: Path, store: str | None, request: str | None) -> Report:
@@ -61,7 +62,8 @@ def lookups_report(path: Path, store: str | None, request: str | None) -> Report
     there = _there(store, missed, {each["scope"] for each in chosen}) if store is not None else {}
     rows = [each | dict(zip(("cause", "detail"), _cause(each, log, there), strict=True)) for each in chosen]
     totals = Counter({name: sum(row[name] for row in rows) for name in ("asked", "found")})
-    data = {"log": str(path), "lookups": rows, **totals, "causes": Counter(row["cause"] for row in rows)}
+    causes = Counter(row["cause"] for row in rows)
+    data = {"log": str(path), "lookups": rows, **totals, "causes": causes, "torn_lines": log.torn}
     return Report(data, lambda: _shown(data))
 
 
@@ -69,17 +71,25 @@ def _read(path: Path) -> _Log:
     log = _Log()
     older = path.with_name(f"{path.name}.1")
     try:
-        for file in (older, path) if older.exists() else (path,):
-            for text in file.read_text().splitlines():
-                line = json.loads(text)
-                for key in line.get("saved", ()):
-                    log.saved.setdefault(key, line["time"])
-                log.bad |= line.get("bad", {})
-                if "asked" in line:
-                    log.lookups.append(line)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidInput(f"'{path}' is no log of lookups: {error}.", fix="give the file of `log`.") from error
+        texts = [file.read_text(errors="replace") for file in ((older, path) if older.exists() else (path,))]
+    except OSError as error:
+        raise InvalidInput(f"'{path}' cannot be read: {error}.", fix="give the file of a connector's `log`.") from error
+    for text in "".join(texts).splitlines():
+        try:
+            _add(log, json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            log.torn += 1
     return log
+
+
+def _add(log: _Log, line: Mapping[str, Any]) -> None:
+    when, scope = line["time"], line["scope"]
+    for key in line.get("saved", ()):
+        first, _ = log.saved.get((scope, key), (when, when))
+        log.saved[scope, key] = first, when
+    log.bad |= {(scope, key): (when, defect) for key, defect in line.get("bad", {}).items()}
+    if "asked" in line:
+        log.lookups.append(dict(line))
 
 
 def _there(url: str, missed: set[str], scopes: set[str]) -> dict[str, dict[str, list[str]]]:
@@ -103,18 +113,20 @@ def _there(url: str, missed: set[str], scopes: set[str]) -> dict[str, dict[str, 
 
 
 def _cause(lookup: Mapping[str, Any], log: _Log, there: Mapping[str, Mapping[str, list[str]]]) -> tuple[str, str]:
-    missed = lookup["missed"]
+    missed, when = lookup["missed"], lookup["time"]
     if missed is None:
         return "found", _MEANINGS["found"]
-    where = there.get(missed, {})
-    if missed in log.bad:
-        return "bad", f"{_MEANINGS['bad']}: {log.bad[missed]}"
-    if lookup["scope"] in where or log.saved.get(missed, 0.0) > lookup["time"]:
+    place, where = (lookup["scope"], missed), there.get(missed, {})
+    first, last = log.saved.get(place, (when, 0.0))
+    bad_at, defect = log.bad.get(place, (0.0, ""))
+    if first < when and bad_at > first:
+        return "bad", f"{_MEANINGS['bad']}: {defect}"
+    if lookup["scope"] in where or last > when:
         return "later", _MEANINGS["later"]
     if where:
         names = min(where.values(), key=lambda names: len(names) or 99)
         return "other", f"{_MEANINGS['other']}: {', '.join(names) or 'not said which'}"
-    cause = "gone" if missed in log.saved else "new"
+    cause = "gone" if first < when else "new"
     return cause, _MEANINGS[cause]
 
 

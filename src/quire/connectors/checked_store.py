@@ -45,8 +45,9 @@ class Job:
     has begun ends when it returns, because it may still use the payloads; one that `is_free` of them is given up."""
 
     def __init__(self, call: Callable[[], list[Answer]], count: int, deadline_s: float, *, is_free: bool) -> None:
-        """`count` keys."""
-        self._call, self._count, self._is_free = call, count, is_free
+        """`count` keys. The call does not raise."""
+        self._call: Callable[[], list[Answer]] | None = call
+        self._count, self._is_free = count, is_free
         self._expires_at = time.monotonic() + deadline_s
         self._changed = Condition()
         self._is_running = False
@@ -56,13 +57,9 @@ class Job:
     def run(self) -> None:
         """Call it, unless it has expired."""
         with self._changed:
-            self._is_running = self._answers is None
-        if self._is_running:
-            try:
-                answers = self._call()
-            except Exception:  # a store broke its contract, and the caller waits for an answer
-                logger.exception("a store raised")
-                answers = [Answer.RETRY] * self._count
+            call, self._is_running = self._call, self._answers is None
+        if call is not None:
+            answers = call()
             with self._changed:
                 self._answers = self._answers or answers
                 self._changed.notify_all()
@@ -73,14 +70,34 @@ class Job:
             is_late = self._answers is None and time.monotonic() >= self._expires_at
             if is_late and (self._is_free or not self._is_running):
                 self._answers, self.expired = [Answer.RETRY] * self._count, True
+                self._call = None  # and what it refers to, while it is in a queue
             return self._answers
 
     def wait(self) -> list[Answer]:
         """The answers, when `poll` has them."""
-        while (answers := self.poll()) is None:
-            with self._changed:
-                self._changed.wait(min(1.0, max(0.01, self._expires_at - time.monotonic())))
-        return answers
+        with self._changed:
+            while (answers := self.poll()) is None:
+                left = self._expires_at - time.monotonic()
+                self._changed.wait(left if left > 0 else None)
+            return answers
+
+
+class _Rest:
+    """When a store may be asked again that answered nothing: after half a second, then longer each time."""
+
+    def __init__(self) -> None:
+        self._until, self._seconds = 0.0, _LEAST_REST_S
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def heard(self, answers: Sequence[Answer]) -> None:
+        if answers.count(Answer.RETRY) < len(answers):
+            self._seconds = _LEAST_REST_S
+        else:
+            self._until = time.monotonic() + self._seconds
+            self._seconds = min(2 * self._seconds, _MOST_REST_S)
 
 
 class _Threads:
@@ -113,7 +130,7 @@ class CheckedStore:
     """The records of one engine in a store, which it closes. Any thread may call it. Calls do not raise.
 
     `counts`: hits, misses, saved, present (saved before, by anyone), loaded_bytes, saved_bytes, refused (the store
-    could not answer), which also has jobs that expired. `bad` counts bad records by reason: "magic", "group",
+    could not answer). `bad` counts bad records by reason: "magic", "group",
     "length", "key", "digest", the names of facts that differ (as "weights"), or "layout" where these are not known.
     """
 
@@ -145,7 +162,7 @@ class CheckedStore:
         self._readers = _Threads(threads, "quire-load")
         self._writers = _Threads(threads, "quire-save")
         self._described = facts_record(self.scope, facts)
-        self._rests_until, self._rest_s = 0.0, _LEAST_REST_S
+        self._reading, self._saving = _Rest(), _Rest()  # a store that is full can be read
 
     @classmethod
     def open(
@@ -172,19 +189,19 @@ class CheckedStore:
 
     def exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
         """HIT for each record that could be loaded now. RETRY: the store cannot say."""
-        return self._asked(len(keys), lambda: self._exists(keys))
+        return self._asked(self._reading, len(keys), lambda: self._exists(keys))
 
     def load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
         """Fill payloads, of exactly their part's bytes. One without HIT may have any bytes. MISS: it is not there, or
         was bad, and is gone now."""
-        answers = self._asked(len(keys), lambda: self._load(keys, payloads))
+        answers = self._asked(self._reading, len(keys), lambda: self._load(keys, payloads))
         self.counts.add(hits=answers.count(Answer.HIT), misses=answers.count(Answer.MISS))
         return answers
 
     def save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
         """Store payloads, which must not change meanwhile. HIT: it is there. PENDING: another writer stores it. RETRY:
         there was no room, or the store cannot do it now."""
-        return self._asked(len(keys), lambda: self._save(keys, payloads))
+        return self._asked(self._saving, len(keys), lambda: self._save(keys, payloads))
 
     # -- the same on threads
 
@@ -200,13 +217,19 @@ class CheckedStore:
         """`save` as a Job."""
         return self._submit(self._writers, lambda: self.save(keys, payloads), len(keys))
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Count records as used that the engine read from its own memory."""
+    def submit_touch(self, keys: Sequence[ChunkKey]) -> Job:
+        """Count records as used that the engine read from its own memory. The answers are those of `exists`."""
+        return self._submit(
+            self._writers, lambda: self._asked(self._saving, len(keys), lambda: self._touch(keys)), len(keys)
+        )
+
+    def _touch(self, keys: Sequence[ChunkKey]) -> list[Answer]:
         there = self.store.exists(self._keys(keys))
         names = [name for name, answer in zip(self._keys(keys), there, strict=True) if answer is Answer.HIT]
         answers = self.store.prepare(names, [self._formats[name.part].num_bytes for name in names])
         absent = [name for name, answer in zip(names, answers, strict=True) if answer is Answer.MISS]
         self.store.complete(absent, [False] * len(absent))
+        return there
 
     def clear(self) -> int:
         """Remove all records under these facts; returns how many. Raises StoreError if the store cannot be listed."""
@@ -226,19 +249,15 @@ class CheckedStore:
     def _submit(self, threads: _Threads, call: Callable[[], list[Answer]], count: int, *, is_free: bool = False) -> Job:
         return threads.add(Job(call, count, self._deadline_s if self._is_open else 0.0, is_free=is_free))
 
-    def _asked(self, count: int, call: Callable[[], list[Answer]]) -> list[Answer]:
-        """The answers of a call; RETRY while the store rests. It rests after a call in which it answered nothing,
-        longer each time, so that a store that is down costs one call's time now and then."""
-        if not count:
-            return []
+    def _asked(self, rest: _Rest, count: int, call: Callable[[], list[Answer]]) -> list[Answer]:
+        """The answers of a call; RETRY while the store rests, and if it raises, which breaks its contract."""
         answers = [Answer.RETRY] * count
-        if time.monotonic() >= self._rests_until:
-            answers = call()
-            if answers.count(Answer.RETRY) < count:
-                self._rest_s = _LEAST_REST_S
-            else:
-                self._rests_until = time.monotonic() + self._rest_s
-                self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
+        if count and rest.is_over:
+            try:
+                answers = call()
+            except Exception:
+                logger.exception("a store raised")
+            rest.heard(answers)
         self.counts.add(refused=answers.count(Answer.RETRY))
         return answers
 
@@ -249,7 +268,9 @@ class CheckedStore:
 
     def _exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
         *answers, wide, narrow = self.store.exists([*self._keys(keys), *self._tombstones])
-        return [Answer.MISS] * len(keys) if Answer.HIT in (wide, narrow) else answers
+        if Answer.HIT in (wide, narrow):
+            return [Answer.MISS] * len(keys)
+        return answers if wide is narrow is Answer.MISS else [Answer.RETRY] * len(keys)
 
     def _load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
         names, pieces = self._keys(keys), list(map(RecordViews, payloads))
@@ -274,8 +295,9 @@ class CheckedStore:
                 if defect == "layout" and (facts := others.get(_scope_in(rows[at]))) is not None:
                     defects[at] = ",".join(differences(self.facts, facts)) or defect
             self.bad.add(*defects.values())
+            logger.warning("%d records were bad, and are removed: %s", len(defects), sorted(set(defects.values())))
             if self.log is not None:
-                self.log.bad({names[at]: defect for at, defect in defects.items()})
+                self.log.bad(self.scope, {names[at]: defect for at, defect in defects.items()})
         loaded = (each.num_bytes for each, answer in zip(pieces, answers, strict=True) if answer is Answer.HIT)
         self.counts.add(loaded_bytes=sum(loaded))
         return answers
@@ -308,7 +330,7 @@ class CheckedStore:
         saved = [pieces[at].num_bytes for at in mine if answers[at] is Answer.HIT]
         self.counts.add(saved=len(saved), saved_bytes=sum(saved))
         if self.log is not None:
-            self.log.saved([names[at] for at in mine if answers[at] is Answer.HIT])
+            self.log.saved(self.scope, [names[at] for at in mine if answers[at] is Answer.HIT])
         return answers
 
 

@@ -1,10 +1,11 @@
 """LookupLog: a file of JSON lines that says what a connector looked up, loaded and saved; `quire explain` reads it.
 
-    {"time": 1.5, "scope": HEX, "request": ID, "asked": 12, "found": 9, "first": KEY, "missed": KEY}
-    {"time": 1.6, "bad": {KEY: "digest"}}
-    {"time": 1.7, "saved": [KEY, ...]}
+    {"time": 1.5, "scope": HEX, "request": ID, "asked": 12, "found": 9, "missed": KEY}
+    {"time": 1.6, "scope": HEX, "bad": {KEY: "digest"}}
+    {"time": 1.7, "scope": HEX, "saved": [KEY, ...]}
 
 A KEY is the hash of a chunk in hex, a dot and its part. The file begins anew at 64 MiB; the one before it is kept.
+A process that is killed may leave half a line.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ class LookupLog:
         line = {"scope": scope.hex(), "request": request, "asked": len(keys), "found": found}
         self._write(line | {"missed": _name(*keys[found]) if found < len(keys) else None})
 
-    def bad(self, defects: Mapping[StoreKey, str]) -> None:
+    def bad(self, scope: bytes, defects: Mapping[StoreKey, str]) -> None:
         """Records that were found and are bad, by what is wrong."""
-        self._write({"bad": {_name(key.page, key.part): defect for key, defect in defects.items()}})
+        self._write(
+            {"scope": scope.hex(), "bad": {_name(key.page, key.part): defect for key, defect in defects.items()}}
+        )
 
-    def saved(self, keys: Sequence[StoreKey]) -> None:
+    def saved(self, scope: bytes, keys: Sequence[StoreKey]) -> None:
         """Records that are visible now."""
         if keys:
-            self._write({"saved": [_name(key.page, key.part) for key in keys]})
+            self._write({"scope": scope.hex(), "saved": [_name(key.page, key.part) for key in keys]})
 
     def close(self) -> None:
         """May be called twice."""
@@ -57,7 +60,7 @@ class LookupLog:
             self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        text = json.dumps({"time": round(time.time(), 3), **line})
+        text = json.dumps({"time": round(time.time(), 6), **line})
         with self._lock:
             try:
                 if self._file.tell() > _MOST_BYTES:

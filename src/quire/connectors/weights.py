@@ -24,19 +24,20 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _READ_BYTES = 16 << 20
 
 
-def weights_identity(model: str | Path, revision: str | None = None) -> str:
+def weights_identity(model: str | Path, revision: str | None = None, hub: str | Path | None = None) -> str:
     """What distinguishes the weights of `model`, a folder or a file of weights, or the name of a repository on the Hub.
 
     `commit:` and a commit of the Hub, also for the folder that its cache keeps of one; else `files:` and a digest over
-    `config.json` and all files of weights. Raises InvalidInput if there are none, or a name has no commit here."""
+    `config.json` and all files of weights. `hub` is the cache that the engine loads from, by default huggingface_hub's.
+    Raises InvalidInput if there are none, or a name has no commit here."""
     path = Path(model).expanduser()
     if path.exists():
         commit = path.resolve().name if path.is_dir() and path.resolve().parent.name == "snapshots" else ""
         return f"commit:{commit}" if _COMMIT.fullmatch(commit) else _digest_of(path)
     commit = revision or "main"
     if not _COMMIT.fullmatch(commit):
-        hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub"))
-        ref = hub.expanduser() / f"models--{str(model).replace('/', '--')}" / "refs" / commit
+        folder = Path(hub or _default_hub()).expanduser()
+        ref = folder / f"models--{str(model).replace('/', '--')}" / "refs" / commit
         commit = ref.read_text().strip() if ref.is_file() else ""
     if not _COMMIT.fullmatch(commit):
         raise InvalidInput(
@@ -44,6 +45,14 @@ def weights_identity(model: str | Path, revision: str | None = None) -> str:
             fix="give the commit as the revision, the folder of the weights, or an identity of your own.",
         )
     return f"commit:{commit}"
+
+
+def _default_hub() -> str:
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return "~/.cache/huggingface/hub"
+    return HF_HUB_CACHE
 
 
 def _digest_of(path: Path) -> str:
@@ -70,7 +79,7 @@ def _digests(files: Iterable[Path]) -> list[str]:
     digests, before = [], dict(known)
     for file in files:
         facts = file.stat()
-        name = f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns} {facts.st_ino} {facts.st_dev}"
+        name = f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
         if name not in known:
             known[name] = _read(file)
         digests.append(known[name])

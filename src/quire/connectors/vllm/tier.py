@@ -129,10 +129,10 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def on_schedule_end(self, context: Any) -> None:
         """Ask for the keys of this step."""
         self._lookups.flush()
-        if self._used and self._lookups.are_idle and time.monotonic() > self._touched_at + _TOUCH_EVERY_S:
+        if self._used and time.monotonic() > self._touched_at + _TOUCH_EVERY_S:
             self._touched_at = time.monotonic()
             keys, self._used = [_key(key) for key in self._used], {}
-            self._lookups.call(lambda: self._store.touch(keys))
+            self._store.submit_touch(keys)
 
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """Records of prompts that vLLM found in memory count as used, too (vLLM 0.29 and 0.30)."""

@@ -12,7 +12,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from operator import itemgetter
@@ -155,13 +155,19 @@ class SlabFiles:
                     run = runs.popleft()
                 except IndexError:
                     break
-                _move_run(run, self._buffer.memory, failed, writes=writes, direct=self.direct)
+                try:
+                    _move_run(run, self._buffer.memory, failed, writes=writes, direct=self.direct)
+                except BaseException:
+                    failed.update(piece.record for piece in run)
+                    raise
 
         others: list[Future[None]] = []
         with suppress(RuntimeError):  # the interpreter ends and starts no threads
             others += [self._pool.submit(drain) for _ in range(min(self._threads, len(runs)) - 1)]
         drain()
-        wait([other for other in others if not other.cancel()])
+        for other in others:
+            if not other.cancel():
+                other.result()
         return [record not in failed for record in range(len(places))]
 
 
@@ -178,7 +184,7 @@ class _Piece(NamedTuple):
 
 
 def _cut(parts: Sequence[Bytes]) -> Iterator[tuple[int, Sequence[Bytes], int]]:
-    """RecordViews of a record, each with its offset and its bytes, which are at most `_PIECE`."""
+    """Parts of a record, each with its offset and its bytes, which are at most `_PIECE`."""
     total = sum(map(len, parts))
     if total <= _PIECE:
         yield 0, parts, total
