@@ -191,6 +191,10 @@ def test_refused_pools(extra: dict[str, Any]) -> None:
     with closing(QuireHiCache(config(extra_config=extra, is_mla_model=True, tp_size=2), {})) as backend:
         with pytest.raises(RefusedCombination, match="rank 0 only"):
             backend.register_mem_host_pool_v2(HiCache(Shape(), None).host, PoolName.DRAFT)
+        parted = HiCache(Shape(), None).host
+        parted.dcp_size = 2
+        with pytest.raises(RefusedCombination, match="parts of its pages"):
+            backend.register_mem_host_pool_v2(parted, PoolName.SWA)
         moving = HiCache(Shape(), None).host
         moving.shared_allocation_domain = object()
         with pytest.raises(RefusedCombination, match="moves"):

@@ -105,6 +105,8 @@ def _pieces_of(pool: Any, page_size: int) -> tuple[_PagePiece, ...]:
     """The pieces of the pool's pages; none where it names none. Raises ValueError if pages are not evenly spaced."""
     if getattr(pool, "shared_allocation_domain", None) is not None:
         raise ValueError("its memory moves")
+    if getattr(pool, "logical_size", pool.size) != pool.size:
+        raise ValueError("ranks have parts of its pages")
     last = max(0, int(pool.size) // page_size - 1)
     try:
         metas = [pool.get_page_buffer_meta(np.arange(page_size) + page * page_size) for page in (0, min(1, last), last)]
