@@ -12,7 +12,7 @@ from tests.connectors.peer import names_of, outcomes_of
 pytestmark = unless_changed(
     __name__, "src/quire/connectors/", "src/quire/tiers/", "bench/peers/hicache_sglang.py", "tests/connectors/"
 )
-CASES = [Path(__file__).with_name(f"sglang_{name}cases.py") for name in ("", "fault_")]
+CASES = [Path(__file__).with_name(f"sglang_{name}cases.py") for name in ("", "fault_", "hybrid_")]
 
 
 @pytest.fixture(scope="module")

@@ -93,14 +93,32 @@ def test_a_store_that_hangs_costs_one_deadline(lookups: Lookups, store: AskedSto
     assert until_answered(lookups, "three") == [True, True, False, False]
 
 
-def test_a_thousand_keys_take_a_millisecond(lookups: Lookups) -> None:
-    """The median of many, as a machine that others use too is slow now and then; here 0.3 ms."""
-    keys = [number.to_bytes(36, "big") for number in range(1000)]
-    times = []
-    for request in map(str, range(15)):
-        began = time.perf_counter()
-        answers(lookups, request, keys)
+def test_late_batches_are_looked_at_once(lookups: Lookups, store: AskedStore) -> None:
+    """A step costs nothing for keys that were late before."""
+    store.is_open.clear()
+    for number in range(5):
+        lookups.of(str(number), KEYS[0])
         lookups.flush()
-        times.append(time.perf_counter() - began)
-        until_answered(lookups, request, keys)
-    assert sorted(times)[len(times) // 2] < 0.001
+    time.sleep(0.3)
+    lookups.flush()
+    assert [len(batch.asked) for batch in lookups._batches] == [0]
+    assert lookups.counts["expired"] == 5
+    store.is_open.set()
+    end = time.monotonic() + SOON_S
+    while not lookups.are_idle and time.monotonic() < end:
+        lookups.flush()
+    assert until_answered(lookups, "new") == [True, True, False, False]
+
+
+def test_a_store_that_raises_misses_once() -> None:
+    raised = [OSError("the disk is on fire")]
+
+    def exists(keys: Sequence[bytes]) -> list[bool]:
+        if raised:
+            raise raised.pop()
+        return [True] * len(keys)
+
+    lookups = Lookups(exists, deadline_s=5)
+    assert until_answered(lookups, "one") == [False] * 4
+    assert until_answered(lookups, "two") == [True] * 4
+    lookups.close(5)

@@ -10,12 +10,15 @@ its deadline once, and nothing more until it answers.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
 
 Found = dict[bytes, bool | None]
 
@@ -60,6 +63,7 @@ class Lookups:
         """Call it once per step, after its lookups."""
         while self._batches and self._batches[0].ended:
             for found, key in self._batches.popleft().asked:
+                found[key] = bool(found[key])
                 self.counts["misses"] += not found[key]
         now = time.monotonic()
         self._is_late = bool(self._batches) and self._batches[0].expires_at < now
@@ -67,6 +71,8 @@ class Lookups:
             for batch in self._batches:
                 self._expire(batch.asked)
             self._expire(self._new)
+            # One thread asks in order: when the last one has ended, all have.
+            self._batches = deque([self._batches[-1]._replace(asked=[])])
         elif self._new:
             batch = _Asked(now + self._deadline_s, self._new, [])
             self._batches.append(batch)
@@ -84,7 +90,7 @@ class Lookups:
         return self._of.pop(request, {})
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call it on the lookups' thread, after what is waiting there. It must not raise."""
+        """Call it on the lookups' thread, after what is waiting there."""
         self._calls.put(function)
 
     @property
@@ -105,12 +111,17 @@ class Lookups:
 
     def _run(self) -> None:
         while (function := self._calls.get()) is not None:
-            function()
+            try:
+                function()
+            except Exception:  # lookups go on: the keys that were asked for are late, and missing
+                logger.exception("a lookup failed")
 
     def _ask(self, batch: _Asked) -> None:
         keys = list({key: None for _, key in batch.asked})
-        answers = dict(zip(keys, self._exists(keys), strict=True))
-        for found, key in batch.asked:
-            if found[key] is None:  # an answer that comes late does not change what was said
-                found[key] = answers[key]
-        batch.ended.append(True)
+        try:
+            answers = dict(zip(keys, self._exists(keys), strict=True))
+            for found, key in batch.asked:
+                if found[key] is None:  # an answer that comes late does not change what was said
+                    found[key] = answers[key]
+        finally:
+            batch.ended.append(True)
