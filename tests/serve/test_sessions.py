@@ -70,6 +70,17 @@ def test_a_session_is_closed_whatever_its_name_is(live: LiveServer, name: str) -
     assert (status, answer) == (200, {"session_id": name, "closed": True})
 
 
+def test_the_last_turn_closes_its_session(live: LiveServer) -> None:
+    history = list(range(60, 100))
+    assert turn(live, history, "d")["choices"][0]["session"]["held_tokens"] > 0
+    [choice] = turn(live, [*history, 7], "d", last_turn=True)["choices"]
+    assert choice["session"]["resumed_tokens"] > 0 and choice["session"]["held_tokens"] == 0
+    assert "d" not in [each["session_id"] for each in live.request("/v1/sessions")[1]["sessions"]]
+    assert live.request("/v1/sessions/d", method="DELETE")[1]["closed"] is False
+    status, answer = live.request("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "last_turn": True})
+    assert status == 400 and answer["error"]["param"] == "last_turn", answer
+
+
 def test_a_session_follows_one_sequence(live: LiveServer) -> None:
     for more in ({"n": 2}, {"prompt": [[5, 6], [7, 8]]}):
         body = {"prompt": [5, 6], "max_tokens": 2, "session_id": "c"} | more

@@ -39,6 +39,7 @@ class Terms:
 
     cache_salt: str = ""
     session_id: str = ""
+    last_turn: bool = False
     priority: int = 0
     explain: bool = False
     echo: bool = False

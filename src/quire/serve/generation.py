@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from quire.client.async_engine import AsyncEngine, Prompt
 from quire.client.output import CompletionOutput, SequenceAssembler, SequenceDelta
+from quire.client.process import Core
 from quire.client.request_stream import RequestStream
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import InvalidInput, QuireError, TooSlow, UnknownModel
@@ -38,6 +39,7 @@ from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, json_answer, while_connected
 from quire.serve.tracing import Tracing
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 if TYPE_CHECKING:
@@ -356,6 +358,9 @@ class Generation:
                 async with asyncio.TaskGroup() as group:
                     for i, prompt in enumerate(prompts):
                         group.create_task(submit_one(i, prompt))
+                if terms.last_turn:  # the turn runs on
+                    namespace = Namespace(salt=client.salt(terms.cache_salt))
+                    await service.engine.ask(Core.close_session, namespace, terms.session_id, client.owner)
         except BaseException as error:
             for stream in streams.values():
                 stream.close()

@@ -48,7 +48,7 @@ class PoolingBody(ModelBody):
     def check(self) -> None:
         """See `RequestBody`. What is of generated text is refused, too."""
         super().check()
-        for name in ("session_id", "explain"):
+        for name in ("session_id", "last_turn", "explain"):
             if getattr(self, name):
                 raise BadField(f"{name} is for requests that generate text.", param=name, fix=f"leave {name} out.")
 

@@ -219,9 +219,11 @@ class RequestBody(BaseModel):
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[Mapping[str, str]] = {"last_turn": "session_id"}
 
     cache_salt: SaltText | None = field("Prompts share cached pages only with those of the same salt.")
     session_id: SessionId | None = field("A turn of this session: it computes only what the turn before has not.")
+    last_turn: bool | None = field("No turn of the session follows: it is closed, and its own pages are evicted first.")
     priority: Int32 | None = field("Lower goes first, and is preempted last, as vLLM's; default 0.")
     timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = field(
         "Seconds in which it must be answered whole; then it ends with an error."
@@ -230,12 +232,12 @@ class RequestBody(BaseModel):
 
     def terms(self, deadline: float | None) -> Terms:
         """How it is served, until that time of the event loop's clock."""
-        given = {name: getattr(self, name) for name in ("cache_salt", "session_id", "explain")}
+        given = {name: getattr(self, name) for name in ("cache_salt", "session_id", "last_turn", "explain")}
         found = {name: value for name, value in given.items() if value is not None}
         return Terms(deadline=deadline, priority=-(self.priority or 0), **found)
 
     def check(self) -> None:
-        """Refuse fields that would change the answer if they were ignored."""
+        """Refuse fields that would change the answer if they were ignored, and those that need another one."""
         for name, value in (self.model_extra or {}).items():
             if name not in self.refused and name not in self.ignored and value is not None:
                 raise unknown_field(name, type(self).model_fields)
@@ -243,6 +245,9 @@ class RequestBody(BaseModel):
                 raise BadField(
                     f"{name} is not supported and would change the answer.", param=name, fix=f"leave {name} out."
                 )
+        for name, other in self.needs.items():
+            if getattr(self, name) and not getattr(self, other):
+                raise BadField(f"{name} needs a {other}.", param=name, fix=f"send the {other}, too.")
 
 
 class ModelBody(RequestBody):
