@@ -187,12 +187,18 @@ def test_records_of_another_engine_are_not_found(
         assert vllm.ask("metrics")["quire_hits"]
 
 
-@pytest.mark.parametrize("memory", ["chunked prefill", "preemption"])
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+MEMORY = {"chunked prefill": {"max_num_batched_tokens": 64}, "preemption": {"num_gpu_blocks_override": 17}}
+
+
+@pytest.mark.parametrize("memory", MEMORY)
 def test_short_steps_and_little_memory(
     llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path, memory: str
 ) -> None:
-    more = {"num_gpu_blocks_override": 17} if memory == "preemption" else {"max_num_batched_tokens": 64}
-    with engine(llama, tmp_path / "log", quire_tier(store), **more) as vllm:
+    with engine(llama, tmp_path / "log", quire_tier(store), **MEMORY[memory]) as vllm:
         assert outputs(vllm) == alone
         assert vllm.ask("metrics")["quire_hits"]
         sets = prompt_sets(3, seed=1, each=6)
@@ -203,8 +209,7 @@ def test_short_steps_and_little_memory(
 
 
 def test_a_model_with_windows(tmp_path: Path) -> None:
-    more = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-    folder = model(tmp_path / "gemma", "gemma3_text", **more)
+    folder = model(tmp_path / "gemma", "gemma3_text", **WINDOWS)
     with engine(folder, tmp_path / "alone") as vllm:
         alone = outputs(vllm)
     for log in ("cold", "warm"):
@@ -213,6 +218,25 @@ def test_a_model_with_windows(tmp_path: Path) -> None:
             vllm.ask("settle")
             metrics = vllm.ask("metrics")
     assert metrics["quire_hits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "chunked prefill", "preemption", "windows"])
+def test_fifty_sets(llama: Path, tmp_path: Path, kind: str) -> None:
+    """Cold, and in a new process."""
+    sets, folder = prompt_sets(50, seed=3), llama
+    if kind == "windows":
+        folder = model(tmp_path / "gemma", "gemma3_text", **WINDOWS)
+    more: dict[str, Any] = MEMORY.get(kind, {})
+    with engine(folder, tmp_path / "alone") as vllm:
+        expected = outputs(vllm, sets)
+    for log in ("cold", "warm"):
+        with engine(folder, tmp_path / log, quire_tier(tmp_path / "store"), cpu_bytes=256 << 20, **more) as vllm:
+            assert outputs(vllm, sets) == expected
+            vllm.ask("settle")
+            metrics = vllm.ask("metrics")
+    assert metrics["quire_hits"] == metrics["tiering_chunk_hits 1:QuireTier"]
+    assert metrics["quire_hits"] >= sum(map(chunks, sets)) * (2 if kind == "windows" else 1) // 2
 
 
 def test_two_engines_at_once(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
