@@ -8,14 +8,14 @@ from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 
 from quire.errors import RefusedCombination
 
-TESTED = ((0, 29), (0, 33))
+VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
 _METHODS = {"lookup", "submit_store", "submit_load", "get_finished_jobs", "on_new_request", "drain_jobs"}
-_JOB_FIELDS = {field.name for field in fields(TransferJob)}
-_CHUNKS = "chunk_ids" if "chunk_ids" in _JOB_FIELDS else "block_ids"  # the name in 0.29
+_FIELDS = {field.name for field in fields(TransferJob)}
+_CHUNKS = "chunk_ids" if "chunk_ids" in _FIELDS else "block_ids"  # the name in 0.29
 
 
 def version() -> str:
@@ -24,21 +24,14 @@ def version() -> str:
 
 
 def check_version(*, may_be_untested: bool) -> None:
-    """Raises RefusedCombination for a vLLM whose tiers have another interface, or which was not tested."""
-    missing = (_METHODS ^ set(SecondaryTierManager.__abstractmethods__)) | ({"keys", "job_id", _CHUNKS} - _JOB_FIELDS)
-    missing |= {"successful_keys"} - {field.name for field in fields(JobResult)}
-    if missing:
+    """Raises RefusedCombination for a vLLM whose tiers have another interface, or which is not in `VERSIONS`."""
+    others = (_METHODS ^ set(SecondaryTierManager.__abstractmethods__)) | ({"keys", "job_id", _CHUNKS} - _FIELDS)
+    if others or (version() not in VERSIONS and not may_be_untested):
         raise RefusedCombination(
-            f"vLLM {vllm.__version__} has tiers of another kind: {', '.join(sorted(missing))}.",
-            fix="use vLLM 0.29 to 0.33, or a newer Quire.",
-        )
-    numbers = vllm.__version__.split(".")[:2]
-    if not may_be_untested and not (
-        all(number.isdecimal() for number in numbers) and TESTED[0] <= tuple(map(int, numbers)) <= TESTED[1]
-    ):
-        raise RefusedCombination(
-            f"this tier was tested with vLLM 0.29 to 0.33, and this is {vllm.__version__}.",
-            fix='use one of those, or set "untested_vllm": true in the tier.',
+            f"this tier is for vLLM {VERSIONS[0]} to {VERSIONS[-1]}, and this is {vllm.__version__}"
+            + (f", with other tiers: {', '.join(sorted(others))}." if others else "."),
+            fix="use one of those, or a newer Quire"
+            + ("." if others else ', or set "untested_vllm": true in the tier.'),
         )
 
 
@@ -58,7 +51,7 @@ def engine_config() -> VllmConfig:
         frame = frame.f_back  # type: ignore[assignment]
     raise RefusedCombination(
         f"vLLM {vllm.__version__} makes its tiers in a way in which the model's configuration is not found.",
-        fix="use vLLM 0.29 to 0.33 with its OffloadingConnector, or a newer Quire.",
+        fix="use its OffloadingConnector with TieringOffloadingSpec, or a newer Quire.",
     )
 
 

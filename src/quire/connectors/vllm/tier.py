@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
     Medium,
     OffloadingMetricMetadata,
@@ -78,7 +77,6 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         save_share: float = 0.25,
         threads: int = 4,
         log: str | None = None,
-        locality: str | None = None,
         adapters: bool = False,
         serves_after_reset: bool = False,
         untested_vllm: bool = False,
@@ -89,7 +87,6 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         check_version(may_be_untested=untested_vllm)
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
-        self.locality = None if locality is None else Locality(locality)
         self._rows: Any = np.asarray(primary_kv_view).view(np.uint8)  # [chunks, bytes]
         num_rows, row_bytes = self._rows.shape
         self._chunks_in_piece = max(1, PIECE_BYTES // row_bytes)
