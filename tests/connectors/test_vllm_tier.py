@@ -168,6 +168,22 @@ def test_vllms_own_tier_gives_wrong_tokens_where_this_one_misses(
         assert outputs(vllm) != alone
 
 
+@pytest.mark.slow
+def test_vllms_own_tier_serves_records_of_old_weights(llama: Path, tmp_path: Path) -> None:
+    """The control of the next test."""
+    folder, files = tmp_path / "model", {"type": "fs", "root_dir": str(tmp_path / "files")}
+    shutil.copytree(llama, folder)
+    with engine(folder, tmp_path / "old", files) as vllm:
+        outputs(vllm)
+        vllm.ask("settle")
+    shutil.copy(model(tmp_path / "other", seed=1) / "model.safetensors", folder)
+    with engine(folder, tmp_path / "alone") as vllm:
+        right = outputs(vllm)
+    with engine(folder, tmp_path / "new", files) as vllm:
+        assert outputs(vllm) != right
+        assert vllm.ask("metrics")["tiering_chunk_hits 1:fs"]
+
+
 @pytest.mark.parametrize("changed", ["weights", "dtype", "block_size"])
 def test_records_of_another_engine_are_not_found(
     llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path, changed: str

