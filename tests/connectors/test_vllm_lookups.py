@@ -105,7 +105,7 @@ def test_late_batches_are_looked_at_once(lookups: Lookups, store: AskedStore) ->
     assert lookups.counts["expired"] == 5
     store.is_open.set()
     end = time.monotonic() + SOON_S
-    while not lookups.are_idle and time.monotonic() < end:
+    while lookups.are_late and time.monotonic() < end:
         lookups.flush()
     assert until_answered(lookups, "new") == [True, True, False, False]
 
