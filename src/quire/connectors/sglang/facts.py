@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sglang
 from sglang.srt.runtime_context import get_lora, get_model, get_serving
 
 from quire.connectors.sglang.pool_pages import PoolPages
@@ -11,7 +12,7 @@ from quire.connectors.weights import weights_identity
 from quire.errors import InvalidInput, RefusedCombination
 from quire.tiers.scope_facts import Facts
 
-_SERVED = ("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args")
+_SERVED = ("kv_cache_dtype", "quantization", "json_model_override_args")
 """Options of its server on which pages depend besides weights."""
 
 
@@ -45,8 +46,10 @@ def facts_of(config: Any, pages: PoolPages, weights: str) -> Facts:
         )
     return {
         "engine": "sglang",
+        "version": sglang.__version__,
         "model": str(config.model_name or "unnamed"),
         "weights": weights,
+        "scales": weights_identity(scales) if (scales := getattr(model, "quantization_param_path", None)) else "",
         "weight_version": weight_version(),
         "rank": _rank(config, pages),
         **pages.facts,
