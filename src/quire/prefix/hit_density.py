@@ -23,8 +23,7 @@ SUPERSEDED = 0.3  # worth of a path whose conversation has left it, as a part of
 LEFT_OUT = 4  # pages, or an eighth of a path: a use that leaves out more is none of the whole path
 RANKED, MOST_RANKED = 64, 512  # leaves that are chosen together, and with those that join them
 WINDOW = 4096  # leaves, at most, that are compared at once
-RANK_AFTER = 8  # requests, and one more for each 128 leaves
-RANK_AFTER_S = 2.0  # if that is earlier
+RANK_AFTER, RANK_AFTER_S = 8, 2.0  # requests or seconds until the next choice, and as many for each 1,024 leaves
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +74,7 @@ class HitDensity(EvictionPolicy):
 
     def used(self, node: Node) -> None:
         self._num_requests += 1
+        self._table.fit(self._seconds())
         if node.parent is not None:
             before = _stay(node)
             node.memo = self._follow(before, node.depth + node.num_pages, before.uses + 1 if before else 0)
@@ -213,9 +213,9 @@ class HitDensity(EvictionPolicy):
     def _rank(self) -> None:
         """Choose the worst leaves."""
         now = self._seconds()
-        self._table.fit(now)
         slots = np.flatnonzero(self._kinds[: len(self._slots)] >= 0)
-        self._rank_at, self._rank_at_s = self._num_requests + RANK_AFTER + len(slots) // 128, now + RANK_AFTER_S
+        part = 1 + len(slots) / 1024
+        self._rank_at, self._rank_at_s = self._num_requests + int(RANK_AFTER * part), now + RANK_AFTER_S * part
         if len(slots) > WINDOW:
             self._window = (self._window + WINDOW) % len(slots)
             slots = np.roll(slots, -self._window)[:WINDOW]
