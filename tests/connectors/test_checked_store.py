@@ -317,3 +317,13 @@ def test_a_store_that_lies(data: st.DataObject) -> None:
                 assert found is None or found == payload(*each)
     lies = sum(faulty.happened[kind] for kind in LIES)
     assert sum(engine.bad.values()) <= lies
+
+
+def check_store() -> None:
+    """What must hold of every store beneath an engine, in a second."""
+    for name in ("weights", "rank"):
+        test_other_facts_are_another_scope(DictStore(), name)
+    test_bad_records_are_counted_by_reason(20)
+    test_a_scope_that_was_deleted_is_a_miss(DictStore())
+    with pytest.MonkeyPatch.context() as patch:
+        test_a_store_that_hangs(patch)

@@ -25,6 +25,7 @@ from tests.canary.machine import run_canary
 from tests.canary.test_budget import check_short_steps
 from tests.canary.test_chain import check_chains
 from tests.changes import ROOT, changed
+from tests.connectors import test_checked_store
 from tests.engine import (
     drafted,
     grammars,
@@ -68,6 +69,7 @@ from tests.mutants import (
     bounds_mutants,
     canary_mutants,
     chunk_mutants,
+    connector_mutants,
     device_mutants,
     draft_mutants,
     eviction_mutants,
@@ -366,6 +368,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "canary budget": [check_short_steps],
     "canary chains": [check_chains],
     "channels": [test_channel.check_messages],
+    "checked store": [test_checked_store.check_store],
     "continued": [test_continued.check_tiny],
     "relayed": [test_relay.check_a_kill],
     "readers": [test_async_engine.check_a_slow_reader],
@@ -544,6 +547,7 @@ def test_names_and_sentences_are_all_different() -> None:
         security_mutants.links_are_followed,
         liveness_mutants.the_first_has_it_all,
         router_mutants.a_restart_is_waited_for,
+        connector_mutants.the_digest_is_not_compared,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()
