@@ -33,7 +33,7 @@ from tests.connectors.vllm_runs import (
     torn,
     truncated,
 )
-from tests.tiers.stores.servers import started, valkey
+from tests.tiers.stores.servers import free_port, started, valkey
 
 pytestmark = unless_changed(__name__, *PATHS)
 
@@ -322,6 +322,23 @@ def test_a_server_that_hangs_and_one_that_is_killed(llama: Path, alone: list[lis
             assert outputs(vllm) == alone
             server.start()
             eventually_hits(vllm, alone)
+
+
+def test_a_bucket(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto.server")
+    from tests.tiers.stores.test_s3 import BUCKET, with_bucket
+
+    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+    port = free_port()
+    with with_bucket(port):
+        tier = quire_tier(f"s3://{BUCKET}/vllm?endpoint=http://127.0.0.1:{port}", store_size=None)
+        for log in ("cold", "warm"):
+            with engine(llama, tmp_path / log, tier, env=keys) as vllm:
+                assert outputs(vllm) == alone
+                vllm.ask("settle")
+                metrics = vllm.ask("metrics")
+    assert metrics["quire_hits"]
 
 
 def eventually_hits(vllm: Worker, alone: list[list[list[int]]]) -> None:
