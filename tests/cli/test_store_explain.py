@@ -66,7 +66,7 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
     assert engine.save([(NEW, 0), (make_key(4).page, 0)], [bytes(100)] * 2) == [Answer.HIT] * 2
     ask(engine.scope, "all", [(NEW, 0)], 1)
     engine.store.remove([StoreKey(engine.scope, make_key(4).page, 0)])
-    ask(engine.scope, "evicted", [(NEW, 0), (make_key(4).page, 0)], 1)
+    ask(engine.scope, "evicted-0-1f", [(NEW, 0), (make_key(4).page, 0)], 1)
     engine.store.remove([StoreKey(engine.scope, NEW, 0)])
     assert write(engine.store, [StoreKey(engine.scope, NEW, 0)], [bytes(164)]) == [Answer.HIT]
     assert engine.load([(NEW, 0)], [bytearray(100)]) == [Answer.MISS]
@@ -84,10 +84,11 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
         "early": "later",
         "damaged": "bad",
         "all": "found",
-        "evicted": "gone",
+        "evicted-0-1f": "gone",
     }
     assert found["other-weights"][1].endswith(": weights")
     assert found["damaged"][1].endswith(": magic")
+    assert not run("explain", "--lookups", tmp_path / "log", "evic").exit_code == 0
     one = run("explain", "--lookups", tmp_path / "log", "evicted", env=WIDE)
     assert one.exit_code == 0 and "evicted or removed before" in one.stdout
     for refused in (run("explain", "--lookups", tmp_path / "log", "nobody"), run("explain", "--lookups", place)):

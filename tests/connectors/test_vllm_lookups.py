@@ -63,7 +63,7 @@ def test_a_step_is_one_batch_for_all_requests(lookups: Lookups, store: AskedStor
     assert until_answered(lookups, "two", KEYS[1:]) == [True, False, False]
     assert store.batches == [KEYS]
     assert lookups.counts == {"misses": 3}
-    assert dict(lookups.end("one")) == {KEYS[0]: True, KEYS[1]: True, KEYS[2]: False}
+    assert dict(lookups.end("one")[1]) == {KEYS[0]: True, KEYS[1]: True, KEYS[2]: False}
     assert answers(lookups, "one", KEYS[:1]) == [None]  # a later request asks anew
 
 

@@ -355,7 +355,7 @@ def eventually_hits(vllm: Worker, alone: list[list[list[int]]]) -> None:
     [
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "draws a seed in each process"),
         ({}, {"load_format": "dummy"}, "draws weights that no file identifies"),
-        ({"stor": "x"}, {}, "unexpected keyword argument 'stor'"),
+        ({"stor": "x"}, {}, "'stor' is not a setting"),
     ],
 )
 def test_what_cannot_be_keyed_is_refused_at_start(

@@ -54,13 +54,13 @@ def lookups_report(path: Path, store: str | None, request: str | None) -> Report
     """Each lookup with its cause, or those of one request. Raises InvalidInput for a log that cannot be read, or does
     not have the request."""
     log = _read(path)
-    chosen = [each for each in log.lookups if request in (None, each["request"])]
+    chosen = [each for each in log.lookups if request is None or _is_of(request, each["request"])]
     if not chosen:
         said = "has no lookups" if request is None else f"has no lookup of '{request}'"
         raise InvalidInput(f"'{path}' {said}.", fix="give the log of a connector that served requests.")
     missed = {each["missed"] for each in chosen if each["missed"] is not None}
-    there = _there(store, missed, {each["scope"] for each in chosen}) if store is not None else {}
-    rows = [each | dict(zip(("cause", "detail"), _cause(each, log, there), strict=True)) for each in chosen]
+    there, facts = _there(store, missed, log) if store is not None else ({}, {})
+    rows = [each | dict(zip(("cause", "detail"), _cause(each, log, there, facts), strict=True)) for each in chosen]
     totals = Counter({name: sum(row[name] for row in rows) for name in ("asked", "found")})
     causes = Counter(row["cause"] for row in rows)
     data = {"log": str(path), "lookups": rows, **totals, "causes": causes, "torn_lines": log.torn}
@@ -92,49 +92,61 @@ def _add(log: _Log, line: Mapping[str, Any]) -> None:
         log.lookups.append(dict(line))
 
 
-def _there(url: str, missed: set[str], scopes: set[str]) -> dict[str, dict[str, list[str]]]:
-    """Where these keys are in the store: by key and scope, the facts that differ from those of `scopes`."""
-    from quire.cli.store import opened
-    from quire.tiers.scope_facts import differences, read_facts
+def _is_of(request: str, logged: str) -> bool:
+    """Whether the engine's name of a request is of that of a response: vLLM appends a number to it."""
+    return logged == request or logged.startswith(f"{request}-")
 
-    found: dict[str, set[bytes]] = {}
+
+def _there(url: str, missed: set[str], log: _Log) -> tuple[dict[str, set[str]], Mapping[str, Facts]]:
+    """In which scopes of the store these keys are now, and the facts of all scopes of the log and of the store."""
+    from quire.cli.store import opened
+    from quire.tiers.scope_facts import read_facts
+
+    found: dict[str, set[str]] = {}
+    scopes = {each["scope"] for each in log.lookups} | {scope for scope, _ in log.saved}
     with opened(url) as store:
         for entry in store.entries():
             name = f"{entry.key.page.hex()}.{entry.key.part}"
             if name in missed:
-                found.setdefault(name, set()).add(entry.key.scope)
-        asked = {bytes.fromhex(scope) for scope in scopes}
-        facts: Mapping[bytes, Facts] = read_facts(store, asked.union(*found.values()))
-    ours = next((facts[scope] for scope in asked if scope in facts), {})
-    return {
-        name: {scope.hex(): differences(ours, facts[scope]) if scope in facts else [] for scope in where}
-        for name, where in found.items()
-    }
+                found.setdefault(name, set()).add(entry.key.scope.hex())
+        facts = read_facts(store, map(bytes.fromhex, scopes.union(*found.values())))
+    return found, {scope.hex(): of for scope, of in facts.items()}
 
 
-def _cause(lookup: Mapping[str, Any], log: _Log, there: Mapping[str, Mapping[str, list[str]]]) -> tuple[str, str]:
-    missed, when = lookup["missed"], lookup["time"]
+def _cause(
+    lookup: Mapping[str, Any], log: _Log, there: Mapping[str, set[str]], facts: Mapping[str, Facts]
+) -> tuple[str, str]:
+    """Why its first missing key was not found when the request asked."""
+    from quire.tiers.scope_facts import differences
+
+    missed, scope, since = lookup["missed"], lookup["scope"], lookup["since"]
     if missed is None:
         return "found", _MEANINGS["found"]
-    place, where = (lookup["scope"], missed), there.get(missed, {})
-    first, last = log.saved.get(place, (when, 0.0))
-    bad_at, defect = log.bad.get(place, (0.0, ""))
-    if first < when and bad_at > first:
+    first, last = log.saved.get((scope, missed), (since, 0.0))
+    bad_at, defect = log.bad.get((scope, missed), (0.0, ""))
+    if first < since and first < bad_at <= lookup["time"] and not bad_at < last < since:
         return "bad", f"{_MEANINGS['bad']}: {defect}"
-    if lookup["scope"] in where or last > when:
-        return "later", _MEANINGS["later"]
-    if where:
-        names = min(where.values(), key=lambda names: len(names) or 99)
-        return "other", f"{_MEANINGS['other']}: {', '.join(names) or 'not said which'}"
-    cause = "gone" if first < when else "new"
+    if first < since:
+        return "gone", _MEANINGS["gone"]
+    others = {of for (of, key), (saved_at, _) in log.saved.items() if key == missed and saved_at < since} - {scope}
+    if not last:
+        others |= there.get(missed, set()) - {scope}
+    if others:
+        names = [", ".join(differences(facts[scope], facts[of])) for of in others if scope in facts and of in facts]
+        said = min(names, key=len, default="--store says which")
+        return "other", f"{_MEANINGS['other']}: {said}"
+    cause = "later" if last or scope in there.get(missed, ()) else "new"
     return cause, _MEANINGS[cause]
 
 
 def _shown(data: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = data["lookups"]
     yield Text(f"{counted(len(rows), 'lookup')}: {data['found']:,} of {counted(data['asked'], 'chunk')} found.")
-    shown = [(row["request"], row["asked"], row["found"], row["cause"], row["detail"]) for row in rows[-_MOST_ROWS:]]
-    columns = ("request", "asked", "found", "cause", "detail")
+    columns = ("request", "part", "asked", "found", "cause", "detail")
+    shown = [tuple(row[name] for name in columns) for row in rows[-_MOST_ROWS:]]
     yield plain_table(columns, shown, left=("request", "cause", "detail"), wraps=("detail",))
+    yield Text(
+        "part: the group of layers. One with windows needs its last chunks alone, which come first.", style="dim"
+    )
     if len(rows) > _MOST_ROWS:
         yield Text(f"The last {_MOST_ROWS} of {len(rows):,}; --json has all of them.", style="dim")

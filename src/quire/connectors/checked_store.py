@@ -295,7 +295,8 @@ class CheckedStore:
                 if defect == "layout" and (facts := others.get(_scope_in(rows[at]))) is not None:
                     defects[at] = ",".join(differences(self.facts, facts)) or defect
             self.bad.add(*defects.values())
-            logger.warning("%d records were bad, and are removed: %s", len(defects), sorted(set(defects.values())))
+            kinds = ", ".join(sorted(set(defects.values())))
+            logger.warning("quire: %d of %d records were bad (%s), and are removed", len(defects), len(keys), kinds)
             if self.log is not None:
                 self.log.bad(self.scope, {names[at]: defect for at, defect in defects.items()})
         loaded = (each.num_bytes for each, answer in zip(pieces, answers, strict=True) if answer is Answer.HIT)

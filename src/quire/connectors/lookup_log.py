@@ -1,6 +1,6 @@
 """LookupLog: a file of JSON lines that says what a connector looked up, loaded and saved; `quire explain` reads it.
 
-    {"time": 1.5, "scope": HEX, "request": ID, "asked": 12, "found": 9, "missed": KEY}
+    {"time": 1.5, "since": 1.2, "scope": HEX, "request": ID, "part": 0, "asked": 12, "found": 9, "missed": KEY}
     {"time": 1.6, "scope": HEX, "bad": {KEY: "digest"}}
     {"time": 1.7, "scope": HEX, "saved": [KEY, ...]}
 
@@ -38,10 +38,14 @@ class LookupLog:
         except OSError as error:
             raise StoreError(f"the log of lookups '{self._path}' cannot be written: {error}.") from error
 
-    def looked_up(self, scope: bytes, request: str, keys: Sequence[tuple[bytes, int]], found: int) -> None:
-        """A request asked for `keys`, in the order of its prompt, and the first `found` of them are there."""
-        line = {"scope": scope.hex(), "request": request, "asked": len(keys), "found": found}
-        self._write(line | {"missed": _name(*keys[found]) if found < len(keys) else None})
+    def looked_up(
+        self, scope: bytes, request: str, keys: Sequence[tuple[bytes, int]], found: int, since: float | None = None
+    ) -> None:
+        """A request asked for `keys` of one part, in the order of its prompt, and the first `found` of them are there.
+        It began to ask at `since`, in seconds of the wall clock; None: now."""
+        line = {"since": since or time.time(), "scope": scope.hex(), "request": request, "part": keys[0][1]}
+        missed = _name(*keys[found]) if found < len(keys) else None
+        self._write(line | {"asked": len(keys), "found": found, "missed": missed})
 
     def bad(self, scope: bytes, defects: Mapping[StoreKey, str]) -> None:
         """Records that were found and are bad, by what is wrong."""

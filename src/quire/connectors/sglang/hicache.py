@@ -31,9 +31,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from quire.connectors.checked_store import CLOSE_S, CheckedStore
 from quire.connectors.lookup_log import LookupLog
+from quire.connectors.settings import HiCacheSettings
 from quire.connectors.sglang.facts import check_server, facts_of, weight_version, weights_of
 from quire.connectors.sglang.pool_pages import Payload, PoolPages
-from quire.connectors.sglang.settings import HiCacheSettings
 from quire.errors import InvalidInput
 from quire.tiers.store import Answer
 from quire.tiers.stores.registry import open_store

@@ -38,6 +38,7 @@ class Lookups:
         self.counts: Counter[str] = Counter()
         self._exists, self._deadline_s = exists, deadline_s
         self._of: dict[str, Found] = {}
+        self._since: dict[str, float] = {}
         self._new: list[tuple[Found, bytes]] = []
         self._batches: deque[_Asked] = deque()
         self.are_late = False
@@ -50,6 +51,7 @@ class Lookups:
         found = self._of.get(request)
         if found is None:
             found = self._of[request] = {}
+            self._since[request] = time.time()
         if key in found:
             return found[key]
         found[key] = None
@@ -82,9 +84,10 @@ class Lookups:
         if found is not None:
             found.update(dict.fromkeys(keys, False))
 
-    def end(self, request: str) -> Mapping[bytes, bool | None]:
-        """The request asks no more. Returns its keys with their answers, in the order in which it asked."""
-        return self._of.pop(request, {})
+    def end(self, request: str) -> tuple[float, Mapping[bytes, bool | None]]:
+        """The request asks no more. Returns the time of its first lookup, and its keys with their answers, in the order
+        in which it asked."""
+        return self._since.pop(request, 0.0), self._of.pop(request, {})
 
     def close(self, timeout_s: float) -> None:
         """End the thread, unless the store hangs."""

@@ -34,12 +34,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from quire.connectors.checked_store import CheckedStore, ChunkKey, Job
 from quire.connectors.lookup_log import LookupLog
+from quire.connectors.settings import QuireTierSettings
 from quire.connectors.vllm import metrics
 from quire.connectors.vllm.compat import check_version, chunks_of, engine_config
 from quire.connectors.vllm.facts import facts_of
 from quire.connectors.vllm.lookups import Lookups
 from quire.errors import StoreError
-from quire.settings.setting import parse_bytes
+from quire.settings.setting import without_secrets
 from quire.tiers.store import Answer
 
 logger = init_logger(__name__)
@@ -68,45 +69,41 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
-        *,
-        store: str,
-        store_size: int | str | None = None,
-        weights: str = "",
-        deadline_s: float = 10.0,
-        save_share: float = 0.25,
-        threads: int = 4,
-        log: str | None = None,
-        adapters: bool = False,
-        serves_after_reset: bool = False,
-        untested_vllm: bool = False,
+        **options: Any,
     ) -> None:
-        """`store` and `store_size`: the URL of a store, and its limit. `weights`: an identity of the model's weights,
-        if they are not in files. `log`: the file of a `LookupLog`. Raises RefusedCombination for what cannot be keyed,
-        InvalidInput, and StoreError."""
-        check_version(may_be_untested=untested_vllm)
+        """`options` are `QuireTierSettings`. Raises RefusedCombination for what cannot be keyed, InvalidInput, and
+        StoreError."""
+        settings = QuireTierSettings.read(options)
+        check_version(may_be_untested=settings.untested_vllm)
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         self._rows: Any = np.asarray(primary_kv_view).view(np.uint8)  # [chunks, bytes]
         num_rows, row_bytes = self._rows.shape
         self._chunks_in_piece = max(1, PIECE_BYTES // row_bytes)
-        self._most_saving = max(1, int(num_rows * save_share))
+        self._most_saving = max(1, int(num_rows * settings.save_share))
         self._store = CheckedStore.open(
-            store,
-            facts_of(engine_config(), offloading_spec, row_bytes, weights=weights, adapters=adapters),
+            settings.store,
+            facts_of(engine_config(), offloading_spec, row_bytes, weights=settings.weights, adapters=settings.adapters),
             {getattr(group, "group_id", at): row_bytes for at, group in enumerate(offloading_spec.config.groups)},
-            capacity=None if store_size is None else parse_bytes(store_size),
-            deadline_s=deadline_s,
-            threads=threads,
-            log=log,
+            capacity=settings.store_size,
+            deadline_s=settings.deadline_s,
+            threads=settings.threads,
+            log=settings.log,
         )
-        self._lookups = Lookups(self._exist, deadline_s)
+        logger.info(
+            "Quire's tier stores in %s, scope %s: %s",
+            without_secrets(settings.store),
+            self._store.scope.hex(),
+            self._store.facts,
+        )
+        self._lookups = Lookups(self._exist, settings.deadline_s)
         self._moving: dict[int, _Moving] = {}
         self._num_saving = 0
         self._used: dict[bytes, None] = {}  # since the last touch, in the order of prompts
         self._touch: Job | None = None
         self._counts: Counter[str] = Counter()  # what the store does not count
         self._reported: Counter[str] = Counter()
-        self._serves_after_reset = serves_after_reset
+        self._serves_after_reset = settings.serves_after_reset
         self._is_off = False
 
     # -- lookups
@@ -135,9 +132,9 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Drop the answers for a request."""
         self.touch(getattr(req_context, "_offload_key_positions", ()), req_context)  # since vLLM 0.31
-        found = self._lookups.end(req_context.req_id)
+        since, found = self._lookups.end(req_context.req_id)
         if self._store.log is not None:
-            _log_lookups(self._store.log, self._store.scope, req_context.req_id, found)
+            _log_lookups(self._store.log, self._store.scope, req_context.req_id, found, since)
 
     # -- loads and saves
 
@@ -232,14 +229,14 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         return JobResult(job.job_id, len(good) == len(job.keys), good, time.monotonic() - moving.began)
 
 
-def _log_lookups(log: LookupLog, scope: bytes, request: str, found: Mapping[bytes, bool | None]) -> None:
+def _log_lookups(log: LookupLog, scope: bytes, request: str, found: Mapping[bytes, bool | None], since: float) -> None:
     """Write what a request looked up, a line for each group."""
     by_group: dict[int, list[tuple[ChunkKey, bool | None]]] = {}
     for key, is_there in found.items():
         by_group.setdefault(get_offload_group_idx(key), []).append((_key(key), is_there))
     for asked in by_group.values():
         first = len(list(takewhile(itemgetter(1), asked)))
-        log.looked_up(scope, request, [key for key, _ in asked], first)
+        log.looked_up(scope, request, [key for key, _ in asked], first, since)
 
 
 def _key(key: bytes) -> ChunkKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from importlib import import_module
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from quire.errors import InvalidInput, StoreError
@@ -75,7 +76,7 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
     if path is not None:
         from quire.tiers.stores.directory import DirectoryStore
 
-        return DirectoryStore(path, capacity, counts_use=counts_use, direct=direct)
+        return DirectoryStore(Path(path).expanduser(), capacity, counts_use=counts_use, direct=direct)
     scheme = url.partition(":")[0].lower()
     backend = _BACKENDS.get(scheme)
     if backend is None:

@@ -152,7 +152,7 @@ def _check_kind(path: Path, *, may_be_new: bool) -> None:
         what = "it is not a directory" if is_other else f"it holds '{found[0]}' and no index" if found else empty
         raise StoreError(
             f"there is no store in '{path}': {what}.",
-            fix="give a directory that was served with --storage; one is made where --storage-size is given.",
+            fix="give a directory that was served with --storage; a new one needs --storage-size (a tier: store_size).",
         )
     if is_other:
         raise StoreError(f"the store '{path}' cannot be used: it is not a directory.", fix="give a directory.")
