@@ -14,6 +14,7 @@ from quire.client.llm import LLM
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
+from quire.tiers.scope_facts import is_facts
 from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.tiny_model import make_tiny_model
 
@@ -62,7 +63,7 @@ def records(llm: LLM) -> int:
     settle(llm)
     store = DirectoryStore(Path(str(llm.config.storage)), None)
     try:
-        return len(list(store.entries()))
+        return sum(not is_facts(entry.key) for entry in store.entries())
     finally:
         store.close()
 

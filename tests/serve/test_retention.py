@@ -12,6 +12,7 @@ import pytest
 
 from quire.client.llm import LLM
 from quire.scheduler.sampling_params import SamplingParams
+from quire.tiers.scope_facts import is_facts
 from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.fake_core import ByteTokenizer
 from tests.serve.live_server import LiveServer
@@ -196,7 +197,7 @@ def scopes_in(directory: Path) -> set[bytes]:
     """Of what a directory holds."""
     store = DirectoryStore(directory, None)
     try:
-        return {entry.key.scope for entry in store.entries()}
+        return {entry.key.scope for entry in store.entries() if not is_facts(entry.key)}
     finally:
         store.close()
 

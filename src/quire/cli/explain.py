@@ -66,7 +66,7 @@ def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress, logged
     [dim]Example:[/dim] quire explain --lookups /var/log/quire-tier.jsonl --store /var/cache/quire
     """
     if logged.lookups is not None:
-        return lookups_report(logged.lookups, logged.store, asked.source)
+        return lookups_report(logged.lookups, logged.lookups_store, asked.source)
     if where.url is not None:
         _refuse_replays(asked, cache)
         server = Server(where.url, where.api_key)

@@ -37,7 +37,9 @@ class LoggedLookups(Settings):
     lookups: Path | None = setting(
         None, "A connector's log of lookups, to explain its requests; `--store` tells more of them.", metavar="FILE"
     )
-    store: str | None = setting(None, "The connector's store, to find what lies there now.", metavar="DIR_OR_URL")
+    lookups_store: str | None = setting(
+        None, "The connector's store, to find what lies there now.", metavar="DIR_OR_URL", option="--store"
+    )
 
 
 @dataclass(slots=True)

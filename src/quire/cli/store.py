@@ -196,10 +196,15 @@ class CheckedRecords:
     corrupt: list[tuple[StoreKey, str]] = field(default_factory=list)
 
 
-class VerifySettings(Settings):
+class ScopeSettings(Settings):
+    """The scope that a command is about."""
+
+    scope: str | None = setting(None, "Only this scope, in hex as it is shown, or how it begins.")
+
+
+class VerifySettings(ScopeSettings):
     """Which records are read, and what becomes of corrupt ones."""
 
-    scope: str | None = setting(None, "Only this scope, in hex as `inspect` shows it, or how it begins.")
     remove: bool = setting(False, "Drop what is corrupt.", option="--remove")
 
 

@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.report import Report, plain_table
-from quire.cli.store import StoreUrl, age_of, listed, opened, working
+from quire.cli.store import ScopeSettings, StoreUrl, age_of, listed, opened, working
 from quire.errors import InvalidInput
 from quire.plan.budget import counted, format_bytes
-from quire.settings.setting import Settings, setting, without_secrets
+from quire.settings.setting import without_secrets
 
 if TYPE_CHECKING:
     from quire.tiers.scope_facts import Facts
@@ -21,19 +21,12 @@ if TYPE_CHECKING:
 _COLUMNS = ("scopes", "engine", "model", "records", "bytes", "used")
 
 
-class ExplainSettings(Settings):
-    """Which engine is asked about."""
-
-    scope: str | None = setting(
-        None, "Explain this one against all others, by its first digits; else each against those of its model."
-    )
-
-
-def explain(url: StoreUrl, settings: ExplainSettings) -> Report:
+def explain(url: StoreUrl, settings: ScopeSettings) -> Report:
     """Say which engine and model each part of a store belongs to, and what differs where engines share nothing.
 
     Engines find only what has their own model, weights, dtype, page size, layout and rank. Each says so in the store
-    with its first record. Pages whose engine said nothing are shown too. To look changes nothing.
+    with its first record. Pages whose engine said nothing are shown too. With --scope one is compared with all others,
+    else each with those of its model. To look changes nothing.
 
     [dim]Example:[/dim] quire store explain /var/cache/quire
 
