@@ -88,7 +88,7 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
     }
     assert found["other-weights"][1].endswith(": weights")
     assert found["damaged"][1].endswith(": magic")
-    assert not run("explain", "--lookups", tmp_path / "log", "evic").exit_code == 0
+    assert run("explain", "--lookups", tmp_path / "log", "evic").exit_code != 0
     one = run("explain", "--lookups", tmp_path / "log", "evicted", env=WIDE)
     assert one.exit_code == 0 and "evicted or removed before" in one.stdout
     for refused in (run("explain", "--lookups", tmp_path / "log", "nobody"), run("explain", "--lookups", place)):
