@@ -235,7 +235,7 @@ def what_is_read_in_part_is_taken_for_granted(patch: Patch) -> None:
 def keys_do_not_cover_the_salt(patch: Patch) -> None:
     """Two tenants with the same prompt find each other's pages in storage."""
     real = hashing.namespace_seed
-    patch.setattr(page_names, "namespace_seed", lambda namespace, identity: real(Namespace(), identity))
+    patch.setattr(page_names, "_seed_of", lambda namespace, identity: real(Namespace(), identity))
 
 
 @mutant("tiers", field.KEY)
