@@ -151,7 +151,8 @@ def _wait_until_stored(url: str, frames: int) -> None:
 def _damage(directory: Path, number: int) -> None:
     """Change one byte in the middle of a record, by its number in the order in which they were stored."""
     with closing(sqlite3.connect(directory / "index.sqlite")) as index:
-        query = "SELECT slab, slot * slot_bytes + num_bytes / 2 FROM records ORDER BY id LIMIT 1 OFFSET ?"
+        pages = "FROM records WHERE substr(name, -2) = x'0000'"  # and not what they are of
+        query = f"SELECT slab, slot * slot_bytes + num_bytes / 2 {pages} ORDER BY id LIMIT 1 OFFSET ?"
         slab, at = index.execute(query, (number,)).fetchone()
     with (directory / "slabs" / f"{slab:012x}.slab").open("r+b") as file:
         file.seek(at)
