@@ -198,4 +198,4 @@ def split_keeps_all_hashes_below(patch: Patch) -> None:
 def hashes_ignore_the_namespace(patch: Patch) -> None:
     """Two tenants' pages have one hash, and a router sends a prompt to pages that it may not read."""
     real: Any = vars(page_names)["namespace_seed"]
-    patch.setattr(page_names, "namespace_seed", lambda namespace, identity=b"": real(Namespace(), identity))
+    patch.setattr(page_names, "_seed_of", lambda namespace, identity=b"": real(Namespace(), identity))
