@@ -1,5 +1,5 @@
 """The engine with a real model and the simulator, on the same requests: every hit, eviction and preemption is the same,
-request by request, because they are one code."""
+request by request, because they are one code. Eviction depends on the time: in both, each step takes a second."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.models.tokenizer import load_tokenizer
+from quire.plan.step_cost import CostModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.trace import TraceRequest, open_trace
 from quire.spec.ids import Ids
 from tests.engine.scripted import follow_script
-from tests.sim.replays import COST
 
+A_SECOND = CostModel(launch=0.0, weights=1.0, token=0.0, pair=0.0, reads=())
 AGENTS = Path(__file__).parents[3] / "shared" / "data" / "traces" / "lmcache_agent"
 
 
@@ -44,6 +45,7 @@ def in_the_engine(core: EngineCore, prompts: dict[str, Ids], lengths: dict[str, 
         add(request)  # type: ignore[arg-type]
 
     core.scheduler.add = noted  # type: ignore[method-assign]
+    count_steps(core)
     for name, prompt in prompts.items():
         params = SamplingParams(max_tokens=lengths[name], temperature=0.0, ignore_eos=True)
         core.add(EngineRequest(request_id=name, prompt=prompt.tobytes(), params=params))
@@ -56,6 +58,19 @@ def in_the_engine(core: EngineCore, prompts: dict[str, Ids], lengths: dict[str, 
                 evicted = core.cache.statistics().evicted_pages
                 found[output.request_id] = Fate(request.num_cached, request.num_preemptions, evicted, tokens)
     return found
+
+
+def count_steps(core: EngineCore) -> None:
+    """Let its tree take the number of settled steps for the time."""
+    settle, settled = core.scheduler.settle, 0
+
+    def counted(*result: object) -> object:
+        nonlocal settled
+        settled += 1
+        return settle(*result)  # type: ignore[arg-type]
+
+    core.scheduler.settle = counted  # type: ignore[method-assign, assignment]
+    core.cache.tree._policy.timed_by(lambda: float(settled))
 
 
 def in_the_simulator(
@@ -73,7 +88,7 @@ def in_the_simulator(
         explain=core.config.explain,
         acceptance=1.0,  # if it drafts at all
     )
-    replay = Replay(core.plan, COST, settings)
+    replay = Replay(core.plan, A_SECOND, settings)
     result = replay.run(trace)
     found = {
         record.request_id: Fate(
