@@ -122,6 +122,25 @@ def test_a_prompt_that_was_evicted_says_for_whom(live: LiveServer, opened: Calla
     says(page, "explained", "no explanation of request 'unknown'")
 
 
+def test_a_strip_shows_from_which_tier_each_page_came(tiny_model: Path, opened: Callable[..., Any]) -> None:
+    options = ("--model", str(tiny_model), "--kv-memory", "100KiB", "--host-memory", "1MiB", "--load", "always")
+    with LiveServer.quire(*options, "--eviction", "lru") as live:
+        body = "What makes room stays in host memory. " * 4
+        complete(live, body)
+        complete(live, "a" * 300)
+        again = complete(live, body + "And it goes on.")
+        _, answer = live.request(f"/v1/cache/explain/{again}")
+        reasons = answer["explanations"][0]["reasons"]
+        page = opened(live)
+        page.locator(f'[data-id="{again}"]').click()
+        says(page, "explained", "host hit")
+        spans = "() => [...document.querySelectorAll('.strip span')].map((each) => [each.className, each.style.flexGrow])"
+        kinds = [f"c-{each.get('tier', each['cause'])}" for each in reasons]
+        assert "c-host" in kinds
+        sizes = [str(each["tokens"]) for each in reasons]
+        assert page.evaluate(spans) == [list(pair) for pair in zip(kinds, sizes, strict=True)]
+
+
 def test_the_tree_and_another_plan_are_told(live: LiveServer, opened: Callable[..., Any]) -> None:
     opening = "All of these begin with one prefix of a few pages, and go on. "
     for number in range(3):

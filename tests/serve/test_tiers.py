@@ -41,6 +41,15 @@ def from_tiers(answer: dict[str, Any]) -> dict[str, int]:
     return by_tier
 
 
+def by_reason(answer: dict[str, Any]) -> dict[str, int]:
+    """The same, of the reasons of its explanation."""
+    found = dict.fromkeys(("device", "host", "storage"), 0)
+    for reason in answer["choices"][0]["explanation"]["reasons"]:
+        if reason["cause"] == "hit":
+            found[reason["tier"]] += reason["tokens"]
+    return found
+
+
 def metrics(server: LiveServer) -> dict[tuple[str, ...], float]:
     """By name and the values of the labels, in the order of the labels' names."""
     status, text = server.request("/metrics")
@@ -86,6 +95,7 @@ def test_a_prompt_says_from_which_tier_it_came(tiered: LiveServer) -> None:
     assert (found["host"], found["storage"]) == (REUSABLE, 0)
     details = [(reason["cause"], reason.get("detail", "")) for reason in again["choices"][0]["explanation"]["reasons"]]
     assert details[0] == ("hit", "from host memory")
+    assert by_reason(again) == found
     status, explained = tiered.request(f"/v1/cache/explain/{again['id']}")
     assert status == 200
     assert explained["explanations"][0]["hit_tokens"] == REUSABLE
@@ -133,6 +143,7 @@ def test_what_was_cached_outlives_the_server(tiered: LiveServer, tiny_model: Pat
             assert from_tiers(after) == {"device": 0, "host": 0, "storage": REUSABLE}
             assert after["choices"][0]["text"] == before["choices"][0]["text"]
             assert after["choices"][0]["explanation"]["reasons"][0]["detail"] == "from storage"
+            assert by_reason(after) == from_tiers(after)
         assert from_tiers(ask(second, 6, cache_salt="mine"))["storage"] == 0
         shown = metrics(second)
         assert shown["quire_tier_hit_tokens_total", "storage"] == 2 * REUSABLE

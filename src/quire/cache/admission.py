@@ -56,22 +56,24 @@ class Admission:
         reasons: list[Reason] = []
         at = 0
 
-        def until(stop: int, cause: Cause, detail: str = "", by: str = "", ago: float | None = None) -> None:
+        def until(
+            stop: int, cause: Cause, detail: str = "", by: str = "", ago: float | None = None, tier: str = ""
+        ) -> None:
             nonlocal at
             stop = min(stop, num_tokens)
             if stop > at:
-                reasons.append(Reason(cause, at, stop - at, detail, by, ago))
+                reasons.append(Reason(cause, at, stop - at, detail, by, ago, tier))
                 at = stop
 
         choice, limited_by = hit.choice, hit.choice.limited_by
         near = choice.num_pages - choice.host_pages
-        until(near * size, Cause.HIT)
+        until(near * size, Cause.HIT, tier="device")
         arrived = arrived_tokens(asked, at, choice.num_pages * size)
         end = choice.num_pages * size - sum(arrived.values())
-        until(end - choice.storage_pages * size, Cause.HIT, "from host memory")
-        until(end, Cause.HIT, "from storage")
+        until(end - choice.storage_pages * size, Cause.HIT, "from host memory", tier="host")
+        until(end, Cause.HIT, "from storage", tier="storage")
         for peer, count in arrived.items():
-            until(at + count, Cause.HIT, f"from {peer}", peer)
+            until(at + count, Cause.HIT, f"from {peer}", peer, tier="peer")
         if choice.declined_pages:
             until(at + choice.declined_pages * size, Cause.SLOWER, "in host memory, and faster to compute than to load")
         if limited_by:

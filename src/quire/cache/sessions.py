@@ -149,7 +149,7 @@ class Sessions:
         kv.use, kv.num_prompt, kv.label = CacheUse(num_tokens), len(tokens), label
         kv.loads, kv.marks, kv.explanation = [], {}, None
         if self._cache.explains and not again:
-            hit = Reason(Cause.HIT, 0, num_tokens, "held by its session")
+            hit = Reason(Cause.HIT, 0, num_tokens, "held by its session", tier="device")
             kv.explanation = Explanation(len(tokens), (hit, *never_seen(num_tokens, len(tokens))))
         last = max(0, len(tokens) - 1) // self._size
         kv.mark_ends(num_tokens // self._size, num_tokens // self._size, last)

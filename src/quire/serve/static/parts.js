@@ -16,23 +16,31 @@ export const CAUSES = [
   { name: "new", color: "new", about: "never seen behind this prefix" },
 ];
 const COLORS = Object.fromEntries(CAUSES.map(({ name, color }) => [name, color]));
+const TIERS = { device: "device", host: "host", storage: "store", peer: "peer" };
 const LEDGER = ["device", "host", "store", "peer", "evicted", "new", "private"];
 const MOST_TICKS = 80;
 
-export const dot = (cause) => make("span", { class: `dot c-${COLORS[cause] ?? "new"}`, "aria-hidden": true });
+// Where tokens were, or why they were computed.
+const named = ({ cause, tier }) => (tier ? `${tier} ${cause}` : cause);
+const color = ({ cause, tier }) => TIERS[tier] ?? COLORS[cause] ?? "new";
 
-// The tokens of a prompt from the first to the last, with a line at each page if these are few.
+export const dot = (reason) => make("span", { class: `dot c-${color(reason)}`, "aria-hidden": true });
+
+// The tokens of a prompt from the first to the last, with a line at each page if these are few; and what colours mean.
 export function strip(reasons, whole, pageSize) {
-  const said = reasons.map(({ cause, tokens }) => `${count(tokens)} ${cause}`).join(", ");
+  const said = reasons.map((each) => `${count(each.tokens)} ${named(each)}`).join(", ");
   const shown = make("div", { class: "bar strip", role: "img", "aria-label": `The prompt, from its first token on: ${said}` });
-  for (const { cause, start, tokens, detail } of reasons) {
-    const part = make("span", { class: `c-${COLORS[cause] ?? "new"}`, title: `${start} to ${start + tokens - 1}: ${cause}${detail ? `, ${detail}` : ""}` });
+  const sums = {};
+  for (const each of reasons) {
+    const { start, tokens, detail } = each;
+    const part = make("span", { class: `c-${color(each)}`, title: `${start} to ${start + tokens - 1}: ${named(each)}${detail ? `, ${detail}` : ""}` });
     part.style.flexGrow = tokens;
     shown.append(part);
+    (sums[named(each)] ??= { name: named(each), value: 0, color: color(each) }).value += tokens;
   }
   const ticks = whole / pageSize;
   if (ticks > 1 && ticks <= MOST_TICKS) shown.style.setProperty("--page", `${100 / ticks}%`);
-  return shown;
+  return [shown, bar("", Object.values(sums)).at(-1)];
 }
 
 export function causesBar(causes) {

@@ -47,14 +47,14 @@ export class Prompts {
   }
 
   strip({ sequence, prompt_tokens: whole, hit_tokens: hits, reasons }) {
-    const rows = reasons.map(({ cause, start, tokens, detail, by }) => [
+    const rows = reasons.map(({ cause, tier, start, tokens, detail, by }) => [
       `${count(start)} to ${count(start + tokens - 1)}`, count(tokens),
-      make("span", {}, dot(cause), cause),
-      make("span", {}, detail ?? CAUSES.find(({ name }) => name === cause)?.about ?? "", by ? this.link(by) : null),
+      make("span", {}, dot({ cause, tier }), cause),
+      make("span", {}, detail ?? (tier ? `on the ${tier}` : CAUSES.find(({ name }) => name === cause)?.about ?? ""), cause === "evicted" && by ? this.link(by) : null),
     ]);
     return make("div", { class: "explained" },
       make("h3", {}, sequence, make("small", {}, ` ${count(hits)} of ${count(whole)} prompt tokens were reused, ${share(hits, whole)}`)),
-      strip(reasons, whole, this.pageSize), table("Why, from the first token on", ["tokens", "count", "cause", "detail"], rows));
+      ...strip(reasons, whole, this.pageSize), table("Why, from the first token on", ["tokens", "count", "cause", "detail"], rows));
   }
 
   // The request for which others had to go: the first, if there were several.

@@ -16,11 +16,7 @@ const DRAWN = {
   bar: ({ label, parts, unit }) => [make("h3", {}, label), ...bar(label, parts, { unit: unit === "bytes" ? bytes : count })],
   causes: ({ causes }) => causesBar(causes),
   ledger: ({ label, lines }) => [label ? make("h2", {}, label) : null, ...ledgerBars(lines)],
-  strip({ reasons, prompt_tokens: whole, page_size: size }) {
-    const sums = {};
-    for (const { cause, tokens } of reasons) sums[cause] = (sums[cause] ?? 0) + tokens;
-    return [strip(reasons, whole, size), causesBar(sums).at(-1)];
-  },
+  strip: ({ reasons, prompt_tokens: whole, page_size: size }) => strip(reasons, whole, size),
   chart({ label, x, across, series, unit, most }) {
     const place = make("div");
     const chart = new Chart(place, series, { unit, most, about: `${label}; at the end`, x: across === "seconds" ? SECONDS : few(across, x) });
