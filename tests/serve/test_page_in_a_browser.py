@@ -134,7 +134,9 @@ def test_a_strip_shows_from_which_tier_each_page_came(tiny_model: Path, opened: 
         page = opened(live)
         page.locator(f'[data-id="{again}"]').click()
         says(page, "explained", "host hit")
-        spans = "() => [...document.querySelectorAll('.strip span')].map((each) => [each.className, each.style.flexGrow])"
+        spans = (
+            "() => [...document.querySelectorAll('.strip span')].map((each) => [each.className, each.style.flexGrow])"
+        )
         kinds = [f"c-{each.get('tier', each['cause'])}" for each in reasons]
         assert "c-host" in kinds
         sizes = [str(each["tokens"]) for each in reasons]

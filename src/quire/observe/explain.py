@@ -40,7 +40,8 @@ class Cause(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Tokens `start .. start + tokens - 1` of a prompt and their cause. `by` and `seconds_ago` describe an eviction;
-    of tokens that a peer was asked for, `by` is the peer. `tier` is where reused ones were: device, host, storage, peer."""
+    of tokens that a peer was asked for, `by` is the peer. `tier` is where reused ones were: device, host, storage or
+    peer."""
 
     cause: Cause
     start: int
