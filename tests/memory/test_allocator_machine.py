@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from quire.testing.choices import Choices
 from tests.choices import drawn
+from tests.memory.arena_machine import ArenaMachine, run_arena
 from tests.memory.machine import OPERATIONS, AllocatorMachine, run_allocator
 from tests.memory.mamba_machine import MambaMachine, run_mamba
 from tests.memory.swa_machine import SWAMachine, run_swa
@@ -23,6 +24,7 @@ MACHINES: list[tuple[Run, tuple[str, ...], tuple[str, ...]]] = [
     (run_allocator, OPERATIONS, ("out of pages", "taken")),
     (run_swa, SWAMachine.OPERATIONS, SWAMachine.EVENTS),
     (run_mamba, MambaMachine.OPERATIONS, MambaMachine.EVENTS),
+    (run_arena, ArenaMachine.OPERATIONS, ArenaMachine.EVENTS),
 ]
 every_machine = pytest.mark.parametrize(
     ("run", "operations", "events"), MACHINES, ids=[run.__name__ for run, _, _ in MACHINES]
@@ -70,3 +72,4 @@ def drawn_machine(machine: Callable[[Choices], Any], operations: tuple[str, ...]
 TestDrawnAllocatorMachine = drawn_machine(AllocatorMachine, OPERATIONS)
 TestDrawnSWAMachine = drawn_machine(SWAMachine, SWAMachine.OPERATIONS)
 TestDrawnMambaMachine = drawn_machine(MambaMachine, MambaMachine.OPERATIONS)
+TestDrawnArenaMachine = drawn_machine(ArenaMachine, ArenaMachine.OPERATIONS)

@@ -60,12 +60,14 @@ from tests.kernels.triton import test_fixed_plans, test_moves
 from tests.kernels.triton.test_write import check_write as check_triton_write
 from tests.kernels.triton.triton_case import check_step as check_triton
 from tests.memory import test_pinned
+from tests.memory.arena_machine import run_arena
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
 from tests.models import test_packing
 from tests.mutants import (
+    arena_mutants,
     bounds_mutants,
     canary_mutants,
     chunk_mutants,
@@ -183,6 +185,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
+    "arena": [lambda seed=seed: run_arena(seed, 60) for seed in range(60)],
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
     "density": DENSITY,
@@ -534,6 +537,7 @@ def test_names_and_sentences_are_all_different() -> None:
         peer_mutants.tags_are_never_shut,
         prompt_mutants.what_is_cached_is_not_computed,
         grammar_mutants.masks_are_of_other_rows,
+        arena_mutants.a_frame_too_many,
         bounds_mutants.bounds_outlive_their_page,
         native_mutants.a_chunk_sees_its_next_token,
         forward_mutants.a_part_is_stale,

@@ -101,11 +101,14 @@ class TokenSlots(ABC):
 
 class BaseTokenToKVPoolAllocator(TokenSlots):
     """`size` is in tokens, rounded down to whole pages; `name` is the group, for messages. With `need_sort`, freed
-    pages wait until an allocation would fail without them. They are then merged in ascending order, for long runs."""
+    pages wait until an allocation would fail without them. They are then merged in ascending order, for long runs.
+    `ids` are those of a group of an arena, which decides which are next."""
 
     reuse: ClassVar[Reuse]
 
-    def __init__(self, size: int, page_size: int, *, need_sort: bool = False, name: str = "full") -> None:
+    def __init__(
+        self, size: int, page_size: int, *, need_sort: bool = False, name: str = "full", ids: IdPool | None = None
+    ) -> None:
         if page_size < 1:
             raise InvalidInput(f"page_size must be at least 1, got {page_size}.")
         if size < page_size:
@@ -118,6 +121,7 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
         self.size = self.num_pages * page_size
         self.need_sort = need_sort
         self.name = name
+        self.ids = ids or IdPool(self.num_pages, "sorted" if need_sort else self.reuse, group=name)
         self.clear()
 
     @property
@@ -131,7 +135,7 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
 
     def clear(self) -> None:
         """Free all pages, in ascending order. An open free group ends, and its frees are dropped."""
-        self.ids = IdPool(self.num_pages, "sorted" if self.need_sort else self.reuse, group=self.name)
+        self.ids.clear()
         self._group: list[Ids] | None = None
 
     def alloc_pages(self, num_pages: int) -> Ids:
@@ -172,8 +176,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     reuse = "last"
 
-    def __init__(self, size: int, *, need_sort: bool = False, name: str = "full") -> None:
-        super().__init__(size, 1, need_sort=need_sort, name=name)
+    def __init__(self, size: int, *, need_sort: bool = False, name: str = "full", ids: IdPool | None = None) -> None:
+        super().__init__(size, 1, need_sort=need_sort, name=name, ids=ids)
 
     def pages_of(self, slots: IdArray) -> IdArray:
         """The slots themselves; duplicates stay, and `free` refuses them."""
@@ -191,12 +195,12 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
 
 def token_allocator(
-    size: int, page_size: int, *, need_sort: bool = False, name: str = "full"
+    size: int, page_size: int, *, need_sort: bool = False, name: str = "full", ids: IdPool | None = None
 ) -> BaseTokenToKVPoolAllocator:
     """The allocator for pages of that size."""
     if page_size == 1:
-        return TokenToKVPoolAllocator(size, need_sort=need_sort, name=name)
-    return PagedTokenToKVPoolAllocator(size, page_size, need_sort=need_sort, name=name)
+        return TokenToKVPoolAllocator(size, need_sort=need_sort, name=name, ids=ids)
+    return PagedTokenToKVPoolAllocator(size, page_size, need_sort=need_sort, name=name, ids=ids)
 
 
 def slot_array(index: IntArray) -> IdArray:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator
+from quire.memory.allocator.id_pool import IdPool
 from quire.memory.allocator.mamba import MambaSlotAllocator
 from quire.memory.residency import Column
 from quire.memory.runs import IdArray, in_order
@@ -36,11 +37,17 @@ class GroupFrames(Generic[A]):
         self.allocator = allocator
         self.name = allocator.name
         self.num_frames = allocator.ids.size
+        """The largest id of a frame: the number of frames, but in an arena."""
 
     @property
     def num_free(self) -> int:
         """Frames that are free now, without those set aside for a batch."""
         return self.allocator.ids.num_free
+
+    @property
+    def num_used(self) -> int:
+        """Frames that are not free."""
+        return self.allocator.ids.num_used
 
     @abstractmethod
     def free_frames(self, frames: Ids) -> None:
@@ -93,6 +100,10 @@ class PageIdFrames(PageFrames):
         """Frames of pages that are not in the table."""
         return self.num_frames - self._num_bound
 
+    @property
+    def num_used(self) -> int:
+        return self._num_bound
+
     def take(self, pages: Ids) -> Ids:
         self.table.bind(pages, pages)
         self._num_bound += len(pages)
@@ -116,8 +127,8 @@ class PageIdFrames(PageFrames):
 class SlotFrames(GroupFrames[MambaSlotAllocator]):
     """Frames that requests allocate, and that the table gets when a request stores one with a page."""
 
-    def __init__(self, table: Column, num_frames: int) -> None:
-        super().__init__(table, MambaSlotAllocator(num_frames, name=table.name))
+    def __init__(self, table: Column, num_frames: int, ids: IdPool | None = None) -> None:
+        super().__init__(table, MambaSlotAllocator(num_frames, name=table.name, ids=ids))
 
     def free_frames(self, frames: Ids) -> None:
         self.allocator.free(frames)

@@ -24,16 +24,29 @@ class IdPool:
 
     def __init__(self, size: int, reuse: Reuse, *, group: str, noun: str = "page") -> None:
         self.size = size
-        self.num_free = size
         self._reuse = reuse
         self._group = group
         self._noun = noun
         self._up = counting(size + 1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all ids, in ascending order."""
         self._ring = self._up[1:].copy()
         self._head = 0
-        self._num_ordered = size
+        self._num_free = self._num_ordered = self.size
         self._unordered: list[Ids] = []  # free, and not in the ring yet
-        self._out = np.zeros(size + 1, dtype=np.bool_)
+        self._out = np.zeros(self.size + 1, dtype=np.bool_)
+
+    @property
+    def num_free(self) -> int:
+        """Ids that can be allocated."""
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        """Ids that are allocated or set aside."""
+        return self.size - self._num_free
 
     def is_out(self, ids: Ids | slice) -> Bools:
         """Per id: whether it is allocated; a copy."""
@@ -62,7 +75,7 @@ class IdPool:
         ids = self._first(count)
         self._head = (self._head + count) % self.size
         self._num_ordered -= count
-        self.num_free -= count
+        self._num_free -= count
         return ids
 
     def mark_out(self, ids: Ids) -> None:
@@ -92,7 +105,7 @@ class IdPool:
     def put(self, ids: Ids) -> None:
         """Free ids that are set aside."""
         count, ring = len(ids), self._ring
-        self.num_free += count
+        self._num_free += count
         if self._reuse == "sorted":
             self._unordered.append(ids.copy())
             return
@@ -114,8 +127,8 @@ class IdPool:
     def _order(self) -> None:
         everything = np.concatenate((self._first(self._num_ordered), *self._unordered))
         everything.sort()
-        self._ring[: self.num_free] = everything
-        self._head, self._num_ordered, self._unordered = 0, self.num_free, []
+        self._ring[: self._num_free] = everything
+        self._head, self._num_ordered, self._unordered = 0, self._num_free, []
 
     def _wrong(self, ids: IdArray) -> InvalidFree:
         ordered = np.sort(ids)

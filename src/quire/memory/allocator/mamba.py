@@ -14,17 +14,18 @@ HOST = "cpu"
 
 class MambaSlotAllocator:
     """Allocates slots 1 to `size`, int32 on the host; padded sequences write to slot 0. `name` is the group. Freed
-    slots are reused last. A batch sets aside the slots it may need:
+    slots are reused last, or as `ids` of an arena decide. A batch sets aside the slots it may need:
 
         |-- free --|-- set aside for the open group --|-- out --|
                     alloc takes from here only, and alloc_group_end frees the rest
     """
 
-    def __init__(self, size: int, *, name: str = "state") -> None:
+    def __init__(self, size: int, *, name: str = "state", ids: IdPool | None = None) -> None:
         if size < 1:
             raise InvalidInput(f"a pool of {size} states holds none.", fix="make size at least 1.")
         self.size = size
         self.name = name
+        self.ids = ids or IdPool(size, "last", group=name, noun="slot")
         self.clear()
 
     def available_size(self) -> int:
@@ -38,7 +39,7 @@ class MambaSlotAllocator:
 
     def clear(self) -> None:
         """Free all slots, in ascending order, and close the group."""
-        self.ids = IdPool(self.size, "last", group=self.name, noun="slot")
+        self.ids.clear()
         self._group: Ids | None = None
 
     def alloc(self, need_size: int) -> Ids:

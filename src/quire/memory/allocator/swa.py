@@ -20,6 +20,7 @@ from quire.memory.allocator.base import (
     token_allocator,
 )
 from quire.memory.allocator.frames import PageFrames
+from quire.memory.allocator.id_pool import IdPool
 from quire.memory.residency import Column
 from quire.memory.runs import IdArray
 from quire.spec.ids import Ids
@@ -30,7 +31,8 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
     tokens of each side, rounded down to whole pages. As a `PageFrames` it is the group of the windows.
 
     `full` is a full side that other callers allocate from too, with nothing allocated yet; `table` is the column of the
-    map. Pages allocated from `full` directly get their windows by `take`. `clear` resets `full` too.
+    map. Pages allocated from `full` directly get their windows by `take`. `clear` resets `full` too. `ids` are those of
+    the window side in an arena.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         name: str = "window",
         full: BaseTokenToKVPoolAllocator | None = None,
         table: Column | None = None,
+        ids: IdPool | None = None,
     ) -> None:
-        swa = token_allocator(size_swa, page_size, need_sort=need_sort, name=name)
+        swa = token_allocator(size_swa, page_size, need_sort=need_sort, name=name, ids=ids)
         if full is None:
             full = token_allocator(size, page_size, need_sort=need_sort)
         super().__init__(Column(name, full.num_pages, reclaims=True) if table is None else table, swa)

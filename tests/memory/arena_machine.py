@@ -1,0 +1,201 @@
+"""ArenaMachine: random operations on an arena, checked against a plain list of bytes, each with its owner."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from quire.errors import OutOfPages
+from quire.memory.allocator.arena import Arena
+from quire.spec.arena import ArenaLayout
+from quire.spec.ids import Ids
+from quire.testing.choices import Choices
+
+
+class ArenaMachine:
+    """Frames have names. `bytes[at]` is the name of the frame that has that byte, 0 for none, -1 for padding."""
+
+    OPERATIONS = ("alloc", "alloc", "grow", "grow", "free", "free", "fix", "group", "clear")
+    EVENTS = ("moved", "refused", "refused with room elsewhere", "fixed frame in the way")
+
+    def __init__(self, choices: Choices) -> None:
+        small, large = choices.between(1, 4), choices.between(1, 9)
+        strides = (small, large) if choices.chance(50) else (large, small)
+        self.strides = strides
+        budget = 2 * (small + large) + choices.between(0, 20 * max(strides))
+        self.arena = Arena(ArenaLayout(budget, strides), ("one", "other"))
+        self.low = strides.index(max(strides)) if small != large else 1
+        self.last = budget // strides[1 - self.low] - 1
+        self.bytes = [0] * budget
+        for group in (0, 1):
+            self._write(group, 0, -1)
+        self.frames: tuple[dict[int, int], dict[int, int]] = ({}, {})  # name to id, by group
+        self.fixed: set[int] = set()  # names of frames that must not move
+        self.names = 0
+        self.happened: Counter[str] = Counter()
+
+    def step(self, choices: Choices) -> None:
+        operation = choices.one_of(self.OPERATIONS)
+        getattr(self, operation)(choices)
+        self.happened[operation] += 1
+        self.check()
+
+    # -- operations
+
+    def alloc(self, choices: Choices) -> None:
+        """Ids for one group as both lie: those nearest to its end that are free."""
+        group, count = choices.below(2), choices.between(0, 6)
+        pool = self.arena.pools[group]
+        free = self._free(group)
+        assert pool.num_free == len(free)
+        if count > len(free):
+            with pytest.raises(OutOfPages) as caught:
+                pool.take(count)
+            assert (caught.value.wanted, caught.value.free) == (count, len(free))
+            self.happened["refused"] += 1
+            return
+        ids = pool.take(count)
+        assert ids.dtype == np.int32 and ids.tolist() == sorted(free[:count])
+        self._own(group, ids)
+
+    def grow(self, choices: Choices) -> None:
+        """Room for ids of both groups together, with moves; it is there exactly if all that stays fits beside it. Half
+        of the time as many are wanted as fit."""
+        wanted = [choices.between(0, 5), choices.between(0, 5)]
+        group = choices.below(2)
+        while choices.chance(95) and self._fits([len(self.frames[g]) + n + (g == group) for g, n in enumerate(wanted)]):
+            wanted[group] += 1
+        fixed = [self._extent(group, self.fixed) for group in (0, 1)]
+        counts = [len(self.frames[g]) + n for g, n in enumerate(wanted)]
+        needed = [max(count, low) for count, low in zip(counts, fixed, strict=True)]
+        fits = self._fits(needed)
+        assert (self.arena.lack(needed) <= 0) == fits
+        assert fixed == [pool.places_of(self._ids(g, self.fixed)) for g, pool in enumerate(self.arena.pools)]
+        if not fits:
+            self.happened["fixed frame in the way"] += self._fits(counts)
+            elsewhere = [n <= len(self._free(g)) for g, n in enumerate(wanted)]
+            self.happened["refused with room elsewhere"] += all(elsewhere)
+            return
+        for group, pool in enumerate(self.arena.pools):
+            assert pool.extent == self._extent(group, None)
+        move = self.arena.make_way(wanted, fixed)
+        if move is not None:
+            self._move(move.group, move.sources.tolist(), move.targets.tolist())
+        self.happened["moved"] += move is not None
+        for group, count in enumerate(wanted):
+            self._own(group, self.arena.pools[group].take(count))
+
+    def free(self, choices: Choices) -> None:
+        group = choices.below(2)
+        names = [name for name in self.frames[group] if choices.chance(30)]
+        ids = self._ids(group, names)
+        self.arena.pools[group].take_back(ids)
+        self.arena.pools[group].put(ids)
+        for name in names:
+            self._write(group, self.frames[group].pop(name), 0)
+            self.fixed.discard(name)
+
+    def fix(self, choices: Choices) -> None:
+        """Other frames must not move."""
+        self.fixed = {name for frames in self.frames for name in frames if choices.chance(10)}
+
+    def group(self, choices: Choices) -> None:
+        """Ids are set aside; some of them are allocated, and the others are free again."""
+        group = choices.below(2)
+        pool = self.arena.pools[group]
+        ids = pool.set_aside(choices.between(0, pool.num_free))
+        taken = choices.between(0, len(ids))
+        pool.mark_out(ids[:taken])
+        pool.put(ids[taken:])
+        self._own(group, ids[:taken])
+
+    def clear(self, choices: Choices) -> None:
+        if choices.chance(10):
+            for group, pool in enumerate(self.arena.pools):
+                pool.clear()
+                for at in self.frames[group].values():
+                    self._write(group, at, 0)
+                self.frames[group].clear()
+            self.fixed.clear()
+
+    # -- checks
+
+    def check(self) -> None:
+        for group, pool in enumerate(self.arena.pools):
+            ids = set(self.frames[group].values())
+            assert set(np.flatnonzero(pool.is_out(slice(None))).tolist()) == ids
+            assert pool.num_used == len(ids)
+            assert pool.num_free == len(self._free(group))
+            for name, at in self.frames[group].items():
+                first = self._first(group, at)
+                assert self.bytes[first : first + self.strides[group]] == [name] * self.strides[group]
+
+    # -- the model
+
+    def _first(self, group: int, at: int) -> int:
+        """The first byte of a frame."""
+        return at * self.strides[group] + (self.strides[1 - self.low] if group == self.low else 0)
+
+    def _order(self, group: int) -> list[int]:
+        """All ids of a group, the nearest to its end first."""
+        ids = range(1, len(self.bytes) // self.strides[group])
+        return [*ids] if group == self.low else [*reversed(ids)]
+
+    def _free(self, group: int) -> list[int]:
+        """Ids that a group can have as the other lies: their bytes have no owner, and all of the other's are beyond."""
+        others = [self._first(1 - group, at) for at in self.frames[1 - group].values()]
+        if group == self.low:
+            low, high = 0, min(others, default=len(self.bytes))
+            high = min(high, (self.last + 1) * self.strides[1 - group])
+        else:
+            low, high = max(others, default=self._first(self.low, 0)) + self.strides[self.low], len(self.bytes)
+        stride, own = self.strides[group], set(self.frames[group].values())
+        inside = [at for at in self._order(group) if at not in own]
+        return [at for at in inside if low <= self._first(group, at) and self._first(group, at) + stride <= high]
+
+    def _fits(self, counts: list[int]) -> bool:
+        """Whether the first ids of each group, so many, have bytes of their own."""
+        low = self._first(self.low, counts[self.low]) + self.strides[self.low]
+        return low <= self._first(1 - self.low, self.last + 1 - counts[1 - self.low])
+
+    def _extent(self, group: int, names: set[int] | None) -> int:
+        order = self._order(group)
+        ids = [at for name, at in self.frames[group].items() if names is None or name in names]
+        return max((order.index(at) + 1 for at in ids), default=0)
+
+    def _ids(self, group: int, names: set[int] | list[int]) -> Ids:
+        return np.array([self.frames[group][name] for name in names if name in self.frames[group]], dtype=np.int32)
+
+    def _own(self, group: int, ids: Ids) -> None:
+        for at in ids.tolist():
+            self.names += 1
+            first = self._first(group, at)
+            assert not any(self.bytes[first : first + self.strides[group]]), "bytes of another frame were handed out"
+            self._write(group, at, self.names)
+            self.frames[group][self.names] = at
+
+    def _move(self, group: int, sources: list[int], targets: list[int]) -> None:
+        assert sources == sorted(set(sources)) and set(sources).isdisjoint(targets)
+        name_of = {at: name for name, at in self.frames[group].items()}
+        for source, target in zip(sources, targets, strict=True):
+            name, first = name_of[source], self._first(group, target)
+            assert name not in self.fixed, "a frame was moved that must not move"
+            assert not any(self.bytes[first : first + self.strides[group]]), "a frame was moved over another"
+            self._write(group, source, 0)
+            self._write(group, target, name)
+            self.frames[group][name] = target
+
+    def _write(self, group: int, at: int, name: int) -> None:
+        first, stride = self._first(group, at), self.strides[group]
+        self.bytes[first : first + stride] = [name] * stride
+
+
+def run_arena(seed: int, steps: int) -> Counter[str]:
+    """A machine with that seed for that many steps; returns what has happened."""
+    choices = Choices.seeded(seed)
+    machine = ArenaMachine(choices)
+    for _ in range(steps):
+        machine.step(choices)
+    return machine.happened
