@@ -143,6 +143,18 @@ def test_a_strip_shows_from_which_tier_each_page_came(tiny_model: Path, opened: 
         assert page.evaluate(spans) == [list(pair) for pair in zip(kinds, sizes, strict=True)]
 
 
+def test_texts_are_shown_beside_a_strip_as_texts(tiny_model: Path, opened: Callable[..., Any]) -> None:
+    with LiveServer.quire("--model", str(tiny_model), "--admin-key", "operator", "--kept-texts", "1MiB") as live:
+        headers = {"Authorization": "Bearer operator"}
+        _, answer = live.request("/v1/completions", {"prompt": HOSTILE, "max_tokens": 1}, headers=headers)
+        page = opened(live)
+        page.fill("#key-text", "operator")
+        page.keyboard.press("Enter")
+        page.locator(f'[data-id="{answer["id"]}"]').click()
+        says(page, "explained", HOSTILE)
+        assert page.locator("#explained pre").inner_text() == HOSTILE and page.locator("pre img").count() == 0
+
+
 def test_the_tree_and_another_plan_are_told(live: LiveServer, opened: Callable[..., Any]) -> None:
     opening = "All of these begin with one prefix of a few pages, and go on. "
     for number in range(3):

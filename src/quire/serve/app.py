@@ -32,6 +32,7 @@ from quire.serve.responses import responses_router
 from quire.serve.sglang_generate import generate_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
+from quire.serve.texts import PromptTexts
 from quire.serve.tokenizer_routes import tokenizer_router
 from quire.serve.tracing import Tracing
 
@@ -67,6 +68,7 @@ def create_app(
         shares=Shares(most_open=running + server.max_queue, most_begun=2 * running, have_names=keys.have_names),
         request_timeout_s=server.request_timeout_s,
         retains_marked=server.retain_marked,
+        texts=PromptTexts(server.kept_texts or 0),
         live=Live(engine, metrics.counters, model_name=model_name),
         tracing=tracing,
         tenants=keys.tenants,

@@ -9,6 +9,7 @@ salts.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
@@ -158,6 +159,7 @@ def cache_router(service: Service) -> APIRouter:
             raise not_allowed("flushing more than the namespaces of a named key")
         if namespace is not None:
             namespace = Namespace(namespace.adapter, client.salt(namespace.salt))
+        service.texts.clear()
         return asdict(await engine.ask(Core.flush, namespace))
 
     @router.post("/v1/cache/epoch")
@@ -212,16 +214,19 @@ def insight_router(service: Service) -> APIRouter:
         return await engine.statistics()
 
     @router.get("/v1/cache/explain/{request_id}")
-    async def explain(request_id: str, request: Request) -> dict[str, Any]:
+    async def explain(request_id: str, request: Request, texts: bool = False) -> dict[str, Any]:
         """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
-        that is not known any more, or another key's. To operators it also tells what other namespaces have cached."""
+        that is not known any more, or another key's. To operators it also tells what other namespaces have cached, and
+        the `texts` of its reasons if the server keeps them."""
         found = await engine.ask(Core.explain, request_id, request.state.client.sees)
         if not request.state.client.is_admin:
             found = {key: explanation.for_client() for key, explanation in found.items()}
-        return {
-            "request_id": request_id,
-            "explanations": [{"sequence": key, **explanation.to_dict()} for key, explanation in found.items()],
-        }
+        told = [{"sequence": key, **explanation.to_dict()} for key, explanation in found.items()]
+        if texts and request.state.client.is_admin and engine.tokenising is not None:
+            for each, (key, explanation) in zip(told, found.items(), strict=True):
+                beside = partial(service.texts.beside, explanation.reasons, key, engine.tokenising.tokenizer)
+                each["texts"] = await engine.tokenising.aside(beside)
+        return {"request_id": request_id, "explanations": told}
 
     @router.get("/v1/cache/audit")
     async def audit() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
+from quire.errors import InvalidInput
 from quire.serve.keys import Keys, read_keys, readable
 from quire.settings.setting import Bytes, Settings, setting
 
@@ -63,6 +64,12 @@ class ServerConfig(KeyField):
         False,
         "Prompts with cache_control are retained for its ttl after their answer, within the budget of retentions.",
     )
+    kept_texts: Bytes | None = setting(
+        None,
+        "Bytes of the last prompts' tokens to keep, whose texts the page shows to the admin key: 16MiB.",
+        otherwise="no text is kept",
+        gt=0,
+    )
     max_restarts: int = setting(3, "How often an engine that dies is started again within ten minutes.", ge=0)
     max_connections: int = setting(2048, "Connections that may be open.", ge=1)
     max_body: Bytes | None = setting(
@@ -96,7 +103,10 @@ class ServerConfig(KeyField):
         return [name for origin in (self.cors_origins or "").split(",") if (name := origin.strip())]
 
     def keys(self) -> Keys:
-        """Those that clients may send. Raises InvalidInput if the file has none that can be used."""
+        """Those that clients may send. Raises InvalidInput if the file has none that can be used, or if an admin key is
+        missing."""
+        if self.kept_texts is not None and self.admin_key is None:
+            raise InvalidInput("texts of prompts are for the admin key alone.", fix="add --admin-key.")
         named = None if self.api_keys is None else read_keys(self.api_keys)
         return Keys(self.api_key, named=named, admin_key=self.admin_key, share_cache=self.share_cache)
 

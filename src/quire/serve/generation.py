@@ -38,6 +38,7 @@ from quire.serve.places import PromptPlaces
 from quire.serve.protocol import MAX_CHOICES, ModelBody
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, json_answer, while_connected
+from quire.serve.texts import PromptTexts
 from quire.serve.tracing import Tracing
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -61,6 +62,7 @@ class Service:
     started_at: int
     shares: Shares
     live: Live
+    texts: PromptTexts
     tracing: Tracing | None = None
     request_timeout_s: float | None = None
     retains_marked: bool = False
@@ -368,6 +370,8 @@ class Generation:
                 turn.close()
             raise (error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error) from None
         in_order = [streams[i] for i in range(len(prompts))]
+        for i, stream in enumerate(in_order):
+            service.texts.keep(f"{request_id}-{i}", stream.request.prompt_token_ids)
         created = journal.created or int(time.time())
         return cls(
             service, request_id, in_order, terms, client_id=client_id, started_s=started_s, turn=turn, created=created

@@ -63,6 +63,7 @@ def names_router(service: Service) -> APIRouter:
 
     async def flush() -> dict[str, Any]:
         """Delete all cached pages, in every tier, as `/v1/cache/flush` with `all`."""
+        service.texts.clear()
         return asdict(await engine.ask(Core.flush, None))
 
     for name in ("/server_info", "/get_server_info"):

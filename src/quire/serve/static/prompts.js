@@ -38,7 +38,7 @@ export class Prompts {
     const place = find("explained");
     find("explain-id").value = id;
     try {
-      const { explanations } = await this.ask(`/v1/cache/explain/${encodeURIComponent(id)}`);
+      const { explanations } = await this.ask(`/v1/cache/explain/${encodeURIComponent(id)}?texts=true`);
       place.replaceChildren(...explanations.map((each) => this.strip(each)));
     } catch (error) {
       place.replaceChildren(make("p", { class: "bad" }, error.message));
@@ -46,7 +46,7 @@ export class Prompts {
     place.scrollIntoView({ block: "nearest" });
   }
 
-  strip({ sequence, prompt_tokens: whole, hit_tokens: hits, reasons }) {
+  strip({ sequence, prompt_tokens: whole, hit_tokens: hits, reasons, texts }) {
     const rows = reasons.map(({ cause, tier, start, tokens, detail, by }) => [
       `${count(start)} to ${count(start + tokens - 1)}`, count(tokens),
       make("span", {}, dot({ cause, tier }), cause),
@@ -54,7 +54,10 @@ export class Prompts {
     ]);
     return make("div", { class: "explained" },
       make("h3", {}, sequence, make("small", {}, ` ${count(hits)} of ${count(whole)} prompt tokens were reused, ${share(hits, whole)}`)),
-      ...strip(reasons, whole, this.pageSize), table("Why, from the first token on", ["tokens", "count", "cause", "detail"], rows));
+      ...strip(reasons, whole, this.pageSize),
+      texts?.length ? make("pre", { class: "scrolls", role: "region", "aria-label": "The text of the prompt", tabindex: 0 },
+        reasons.map((each, at) => [dot(each), texts[at]]).flat()) : null,
+      table("Why, from the first token on", ["tokens", "count", "cause", "detail"], rows));
   }
 
   // The request for which others had to go: the first, if there were several.
