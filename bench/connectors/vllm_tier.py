@@ -6,7 +6,8 @@
 Both tiers are beneath vLLM's own primary tier, without a model, on the same disk. Both go around the page cache where
 the disk can. Quire's digests are on; vLLM's tier has none. A turn saves all chunks and loads them; tiers take turns in
 shuffled order, and ratios are medians over turns. `lookup` is the time of the scheduler's thread for 1,000 keys: the
-first time, and when the answers are there.
+first time, and when the answers are there. `floor` is what one thread needs to read the chunks, to digest them, and to
+read them from memory once: a load that checks all bytes costs at least the first and the last.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def measure(python: str, folder: Path, layers: int, total: int, turns: int) -> d
                         samples[name].setdefault(f"{verb}_gb_per_s", []).append(total / found["seconds"] / 1e9)
                 for which, milliseconds in workers[name].ask("lookup", keys=1000).items():
                     samples[name].setdefault(f"lookup_{which}", []).append(milliseconds)
+        floor = workers["quire"].ask("floor", folder=str(folder))
         for worker in workers.values():
             worker.ask("stop")
     by_turn = {
@@ -63,6 +65,7 @@ def measure(python: str, folder: Path, layers: int, total: int, turns: int) -> d
     return {
         "chunk_bytes": layers * LAYER_BYTES,
         "bytes": total,
+        "floor_cpu_s_per_gb": floor,
         **{name: {what: statistics.median(values) for what, values in of.items()} for name, of in samples.items()},
         "bytes_per_cpu_second_to_fs": {
             what: statistics.median(fs / own for fs, own in zip(*pair, strict=True)) for what, pair in by_turn.items()
@@ -80,15 +83,17 @@ def main() -> None:
     sizes, total, turns = ((2, 16), 32 << 20, 1) if options.toy else ((2, 8, 32), 256 << 20, options.turns)
     rows = []
     print(
-        "chunk      | CPU s/GB, save: fs, Quire | load: fs, Quire | bytes per CPU s, to fs: save, load, both | lookup"
+        "chunk      | CPU s/GB, save: fs, Quire | load: fs, Quire | floor: read, digest, pass"
+        " | bytes per CPU s, to fs: save, load, both | lookup"
     )
     for layers in sizes:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             row = measure(options.python, Path(folder), layers, total, turns)
         fs, own, to_fs = row["fs"], row["quire"], row["bytes_per_cpu_second_to_fs"]
+        floor = " ".join(f"{seconds:.3f}" for seconds in row["floor_cpu_s_per_gb"].values())
         print(
             f"{format_bytes(row['chunk_bytes']):10} | {fs['save_cpu_s_per_gb']:.3f} {own['save_cpu_s_per_gb']:.3f}"
-            f" | {fs['load_cpu_s_per_gb']:.3f} {own['load_cpu_s_per_gb']:.3f}"
+            f" | {fs['load_cpu_s_per_gb']:.3f} {own['load_cpu_s_per_gb']:.3f} | {floor}"
             f" | {to_fs['save']:.2f} {to_fs['load']:.2f} {to_fs['both']:.2f}"
             f" | {own['lookup_first_ms']:.2f} ms, {own['lookup_again_ms']:.2f} ms"
         )

@@ -4,6 +4,8 @@
     save    -> {"seconds", "cpu_seconds"}    store all chunks, in jobs of a prompt's size
     load    -> the same                      load all of them into the primary tier
     lookup  -> {"first_ms", "again_ms"}      the time of the scheduler's thread for so many keys
+    floor   -> {"read", "digest", "pass"}    CPU seconds for a GB of chunks: read around the page cache, digested, and
+                                             read from memory once, without a digest
     stop    -> {}
 
 Every answer is checked: a load that fails or gives another byte raises.
@@ -14,7 +16,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from xxhash import xxh3_128_digest
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -105,6 +110,33 @@ class Tiers:
         assert set(answers) == {LookupResult.MISS}
         self._tier.on_request_finished(context)
         return {"first_ms": times[0], "again_ms": times[1]}
+
+    def floor(self, folder: str) -> dict[str, Any]:
+        """What a load cannot do without, one thread at a time."""
+        chunk, words = self._rows.shape[1], self._rows.view(np.uint64)
+        path = Path(folder, "floor")
+        path.write_bytes(self._bytes.tobytes())
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            os.fsync(file)
+            work: dict[str, Callable[[int], object]] = {
+                "read": lambda at: os.preadv(file, [self._rows[at]], at * chunk),
+                "digest": lambda at: xxh3_128_digest(self._rows[at]),
+                "pass": lambda at: words[at].max(),
+            }
+            return {name: self._cpu_s_per_gb(each) for name, each in work.items()}
+        finally:
+            os.close(file)
+            path.unlink()
+
+    def _cpu_s_per_gb(self, each: Callable[[int], object]) -> float:
+        times = []
+        for _ in range(5):
+            began = time.thread_time()
+            for at in range(len(self._rows)):
+                each(at)
+            times.append(time.thread_time() - began)
+        return statistics.median(times) / self._rows.nbytes * 1e9
 
     def stop(self) -> dict[str, Any]:
         """Close the tier and the primary one."""

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
 
-import numpy as np
-
 from quire.owned_files import make_file
 from quire.tiers.store import Counts
 from quire.tiers.stores.directory.index import (
@@ -335,7 +333,7 @@ def _move(index: Index, allocator: SlabAllocator, slab: int, slot_bytes: int, mo
 
 def _copy(files: SlabFiles, old: list[Row], new: list[Row]) -> set[int]:
     """The ids of copies that are on the disk."""
-    memory = [np.empty(row.num_bytes, dtype=np.uint8) for row in old]
+    memory = [memoryview(bytearray(row.num_bytes)) for row in old]
     read = files.read([(row.slab, row.offset, [record]) for row, record in zip(old, memory, strict=True)])
     found = [(row, record) for row, record, done in zip(new, memory, read, strict=True) if done]
     written = files.write([(row.slab, row.offset, [record]) for row, record in found])

@@ -18,15 +18,13 @@ from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from threading import Lock, local
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.owned_files import check_file, check_folder, make_file, open_owned
 
-Bytes = npt.NDArray[np.uint8]
-Place = tuple[int, int, Sequence[Bytes]]  # a slab, an offset in it, and the memory to read or write, in pieces
+Place = tuple[int, int, Sequence[memoryview]]  # a slab, an offset in it, and the bytes to read or write, in pieces
 
 BLOCK = 4096  # O_DIRECT requires that offsets, lengths and addresses are multiples of this
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -51,7 +49,7 @@ class _SlabFile:
 
 class _Buffer(local):
     def __init__(self) -> None:
-        self.memory = np.frombuffer(mmap.mmap(-1, _PIECE), dtype=np.uint8)  # on a block boundary
+        self.memory = memoryview(mmap.mmap(-1, _PIECE))  # on a block boundary
 
 
 class SlabFiles:
@@ -174,16 +172,13 @@ class SlabFiles:
 class _Piece(NamedTuple):
     descriptor: int
     offset: int
-    parts: Sequence[Bytes]
+    parts: Sequence[memoryview]
     num_bytes: int
+    length: int  # in whole blocks
     record: int
 
-    @property
-    def length(self) -> int:
-        return -(-self.num_bytes // BLOCK) * BLOCK
 
-
-def _cut(parts: Sequence[Bytes]) -> Iterator[tuple[int, Sequence[Bytes], int]]:
+def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, Sequence[memoryview], int]]:
     """Parts of a record, each with its offset and its bytes, which are at most `_PIECE`."""
     total = sum(map(len, parts))
     if total <= _PIECE:
@@ -200,7 +195,7 @@ def _cut(parts: Sequence[Bytes]) -> Iterator[tuple[int, Sequence[Bytes], int]]:
 def _runs(places: Sequence[Place], descriptors: dict[int, int]) -> list[list[_Piece]]:
     """Cut places into pieces, and group adjacent pieces that fit one call."""
     pieces = [
-        _Piece(descriptors[slab], offset + at, some, num_bytes, record)
+        _Piece(descriptors[slab], offset + at, some, num_bytes, -(-num_bytes // BLOCK) * BLOCK, record)
         for record, (slab, offset, parts) in enumerate(places)
         if slab in descriptors
         for at, some, num_bytes in _cut(parts)
@@ -208,43 +203,49 @@ def _runs(places: Sequence[Place], descriptors: dict[int, int]) -> list[list[_Pi
     runs: list[list[_Piece]] = []
     end, room = (-1, -1), 0
     for piece in sorted(pieces, key=itemgetter(0, 1)):
-        length = piece.length
-        if piece[:2] == end and length <= room:
+        descriptor, offset, *_, length, _ = piece
+        if (descriptor, offset) == end and length <= room:
             runs[-1].append(piece)
         else:
             runs.append([piece])
             room = _PIECE
         room -= length
-        end = (piece.descriptor, piece.offset + length)
+        end = (descriptor, offset + length)
     return runs
 
 
-def is_aligned(memory: Bytes) -> bool:
+def is_aligned(memory: memoryview) -> bool:
     """Whether it begins on a block boundary."""
-    return bool(memory.__array_interface__["data"][0] % BLOCK == 0)
+    return bool(np.frombuffer(memory, np.uint8).__array_interface__["data"][0] % BLOCK == 0)
 
 
-def _move_run(run: list[_Piece], bounce: Bytes, failed: set[int], *, writes: bool, direct: bool) -> None:
+def _move_run(run: list[_Piece], bounce: memoryview, failed: set[int], *, writes: bool, direct: bool) -> None:
     """Read or write pieces in one call. A partial transfer is repeated piece by piece."""
-    vector: list[Any] = []
-    through: list[tuple[Bytes, Bytes]] = []  # memory, and its part of the bounce buffer
+    vector: list[memoryview] = []
+    through: list[tuple[memoryview, memoryview]] = []  # memory, and its part of the bounce buffer
     used = 0
     for piece in run:
         start = used
         for part in piece.parts:
-            straight = len(part) if len(part) >= BLOCK else 0
-            if direct:  # and after a part that is not straight none is, because its blocks have no boundary
-                straight = straight // BLOCK * BLOCK if used == start and is_aligned(part) else 0
+            size = straight = len(part)
+            if size < BLOCK:
+                straight = 0
+            elif direct:  # and after a part that is not straight none is, because its blocks have no boundary
+                straight = size // BLOCK * BLOCK if used == start and is_aligned(part) else 0
             if straight:
-                vector += [bounce[start:used], part[:straight]] if used > start else [part[:straight]]
-                start = used
-            if straight < len(part):
-                end = used + len(part) - straight
+                if used > start:
+                    vector.append(bounce[start:used])
+                    start = used
+                vector.append(part if straight == size else part[:straight])
+            if straight < size:
+                end = used + size - straight
                 through.append((part[straight:], bounce[used:end]))
                 used = end
         end = used + piece.length - piece.num_bytes
-        bounce[used:end] = 0  # not bytes of another record
-        vector += [bounce[start:end]] if end > start else []
+        if writes and end > used:
+            bounce[used:end] = bytes(end - used)  # not bytes of another record
+        if end > start:
+            vector.append(bounce[start:end])
         used = end
     if writes:
         for memory, buffer in through:

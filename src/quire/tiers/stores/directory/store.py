@@ -26,8 +26,6 @@ from itertools import compress
 from pathlib import Path
 from typing import TypeVar, cast
 
-import numpy as np
-
 from quire.errors import InvalidInput, StoreError
 from quire.owned_files import check_file, check_folder, make_file, open_owned
 from quire.tiers.store import Answer, Calls, Entry, Record, RecordViews, Store, StoreKey, prepare_once
@@ -47,7 +45,7 @@ from quire.tiers.stores.directory.index import (
     rows_where,
 )
 from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, slot_size
-from quire.tiers.stores.directory.slab_files import BLOCK, Bytes, Place, SlabFiles, is_aligned
+from quire.tiers.stores.directory.slab_files import BLOCK, Place, SlabFiles, is_aligned
 
 logger = logging.getLogger(__name__)
 
@@ -169,25 +167,25 @@ def _lead_of(record: RecordViews) -> int:
     lead = 0
     for view in record.views:
         if view.nbytes >= BLOCK:
-            return lead if lead <= BLOCK and is_aligned(np.frombuffer(view, dtype=np.uint8)) else 0
+            return lead if lead <= BLOCK and is_aligned(view) else 0
         lead += view.nbytes
     return 0
 
 
-def _arrays(record: RecordViews, lead: int) -> list[Bytes]:
+def _in_file(record: RecordViews, lead: int) -> Sequence[memoryview]:
     """The pieces of a record in the order of the file: the first `lead` bytes after all others."""
-    parts, at = [np.frombuffer(view, dtype=np.uint8) for view in record.views], 0
+    parts, at = record.views, 0
     if not lead:
         return parts
-    if lead == len(parts[0]):
-        return [*parts[1:], parts[0]]
-    first, rest = list[Bytes](), list[Bytes]()
+    if lead == parts[0].nbytes:
+        return (*parts[1:], parts[0])
+    first, rest = list[memoryview](), list[memoryview]()
     for part in parts:
         cut = max(0, lead - at)
         first.append(part[:cut])
         rest.append(part[cut:])
-        at += len(part)
-    return [part for part in (*rest, *first) if len(part)]
+        at += part.nbytes
+    return [part for part in (*rest, *first) if part.nbytes]
 
 
 def _make_private(path: Path) -> None:
@@ -339,7 +337,7 @@ class DirectoryStore(Store):
             if row is not None and row.id not in writing and record.num_bytes == row.num_bytes:
                 writing[row.id] = at
                 self._prepared[key] = row = row._replace(lead=_lead_of(record))
-                places.append((row.slab, row.offset, _arrays(record, row.lead)))
+                places.append((row.slab, row.offset, _in_file(record, row.lead)))
         self._written.difference_update(writing)
         written = self._files.write(places)
         self._written.update(compress(writing, written))
@@ -411,7 +409,7 @@ class DirectoryStore(Store):
                 answers[at] = self._seen(row.owner)
                 continue
             reading.append((at, row))
-            places.append((row.slab, row.offset, _arrays(record, row.lead)))
+            places.append((row.slab, row.offset, _in_file(record, row.lead)))
         moved = self._files.read(places)
         # A slot is overwritten only after its record's row is deleted. So if the row is there, the bytes are its own.
         with self._index.reading() as index:
