@@ -12,6 +12,7 @@ from openai import OpenAI
 
 from quire.routing.config import RouterKind
 from quire.routing.router import Router, open_client
+from quire.routing.tracing import RouteTracing
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.keys import Keys
@@ -39,6 +40,7 @@ class LiveRouter(LiveServer):
         keys: Keys | None = None,
         router: RouterKind = "prefix",
         name: str | None = None,
+        tracing: RouteTracing | None = None,
     ) -> None:
         self.upstreams = [
             Upstream(
@@ -50,7 +52,7 @@ class LiveRouter(LiveServer):
             )
             for index, server in enumerate(servers)
         ]
-        self._keys, self._router, self._name = keys or Keys(), router, name
+        self._keys, self._router, self._name, self._tracing = keys or Keys(), router, name, tracing
         self._listener = bind("127.0.0.1", 0)
         self.summary = {"url": url_of(self._listener)}
         self.port = self._listener.getsockname()[1]
@@ -65,7 +67,9 @@ class LiveRouter(LiveServer):
 
     async def _run(self) -> None:
         async with open_client() as client:
-            self.router = router = Router(self.upstreams, client, keys=self._keys, router=self._router, name=self._name)
+            self.router = router = Router(
+                self.upstreams, client, keys=self._keys, router=self._router, name=self._name, tracing=self._tracing
+            )
             self._http = HttpServer(router.app, ServerConfig(drain_s=0))
             serving = await self._http.begin(self._listener)
             watching = asyncio.create_task(router.watch())

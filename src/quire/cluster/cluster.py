@@ -32,6 +32,7 @@ from quire.engine.cores import available_cores
 from quire.errors import ConnectorError, NoServer, QuireError
 from quire.routing.member import Member, Tell, environment_for
 from quire.routing.router import CHECK_S, Router, open_client
+from quire.routing.tracing import RouteTracing, open_routes
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.server import HttpServer, bind, url_of, when_input_ends
@@ -137,8 +138,9 @@ def run_cluster(config: ClusterConfig, server: ServerConfig, *, on_ready: OnRead
         listener = stack.enter_context(contextlib.closing(bind(server.host, server.port)))
         ports = [stack.enter_context(reserve_port()) for _ in range(2 * config.prefill + config.decode)]
         members = make_members(config, server, [port.getsockname()[1] for port in ports])
+        tracing = stack.enter_context(contextlib.closing(open_routes(config)))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(_run(config, server, members, listener, on_ready, tell))
+        return runner.run(_run(config, server, members, listener, on_ready, tell, tracing))
 
 
 def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[int]) -> list[Member]:
@@ -177,6 +179,7 @@ async def _run(
     listener: socket.socket,
     on_ready: OnReady,
     tell: Tell,
+    tracing: RouteTracing,
 ) -> int:
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -196,7 +199,14 @@ async def _run(
                 starting.cancel()
                 return 128 + first.result()
             starting.result()
-            router = Router(upstreams, client, keys=server.keys(), cors_origins=server.origins, router=config.router)
+            router = Router(
+                upstreams,
+                client,
+                keys=server.keys(),
+                cors_origins=server.origins,
+                router=config.router,
+                tracing=tracing,
+            )
             http = HttpServer(router.app, server)
             serving = await http.begin(listener)
             running = asyncio.create_task(_together(router.watch(), supervisor.keep()))

@@ -57,4 +57,4 @@ def application(fleet: FleetConfig, server: ServerConfig, *, listens: bool) -> A
     role = "decode" if prefill else None
     decode = engine.options(name="Engine", **named["Engine"]).bind(fleet, server, role, *prefill)
     ingress = serve.deployment(Ingress).options(name="Ingress", **named["Ingress"])
-    return ingress.bind(server, [decode, *prefill], fleet.router, listens)
+    return ingress.bind(server, [decode, *prefill], fleet, listens)

@@ -13,10 +13,11 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from quire.fleet.config import FleetConfig
 from quire.fleet.discovery import EVERY_S, upstreams_of
 from quire.fleet.loopback import keep_on_loopback
-from quire.routing.config import RouterKind
 from quire.routing.router import Router, open_client
+from quire.routing.tracing import open_routes
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
 from quire.serve.server import HttpServer, bind
@@ -30,7 +31,7 @@ class Ingress:
     whose loop is faster."""
 
     async def __init__(  # type: ignore[misc]
-        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], router: RouterKind, listens: bool
+        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], fleet: FleetConfig, listens: bool
     ) -> None:
         keep_on_loopback()
         self._loop = uvloop.new_event_loop() if listens else asyncio.get_running_loop()
@@ -38,20 +39,27 @@ class Ingress:
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._upstreams: dict[str, dict[str, Upstream]] = {}
         self._http: HttpServer | None = None
-        await self._there(self._begin(server, engines, router, listens))
+        await self._there(self._begin(server, engines, fleet, listens))
 
     async def _there(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it in the loop of the router."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _begin(
-        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], router: RouterKind, listens: bool
+        self, server: ServerConfig, engines: Sequence[DeploymentHandle[Any]], fleet: FleetConfig, listens: bool
     ) -> None:
         """Listen when the engines are known; those that start beside this one are not waited for."""
         self._client = open_client()
         name = None if listens else f"router-{serve.get_replica_context().replica_tag}"  # one of several, perhaps
+        self._tracing = open_routes(fleet)
         self._router = Router(
-            (), self._client, keys=server.keys(), cors_origins=server.origins, router=router, name=name
+            (),
+            self._client,
+            keys=server.keys(),
+            cors_origins=server.origins,
+            router=fleet.router,
+            name=name,
+            tracing=self._tracing,
         )
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_S):
@@ -104,3 +112,4 @@ class Ingress:
             task.cancel()
         await asyncio.wait(self._tasks)
         await self._client.aclose()
+        await asyncio.to_thread(self._tracing.close)

@@ -63,6 +63,10 @@ class Cheapest(Preference):
     def cost(self, upstream: Upstream) -> float:
         return self.num_tokens if upstream.events is None else self.lacks.get(upstream.events, self.num_tokens)
 
+    def why(self, upstream: Upstream, upstreams: Iterable[Upstream]) -> dict[str, Any]:
+        waiting = int(upstream.num_waiting)
+        return {"why": "tokens", "prompt_tokens": self.num_tokens, "lacks": self.cost(upstream), "waiting": waiting}
+
 
 class EventChooser(Chooser):
     """A request goes where the fewest tokens are to be computed before its first one: those of its prompt that are not

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from quire.errors import NoServer, QuireError
+from quire.routing.tracing import RouteSpan
 from quire.routing.upstream import Preference, Upstream
 from quire.serve.error_forms import form_of
 from quire.serve.errors import COME_AGAIN, UNTOUCHED, error_response
@@ -72,16 +74,18 @@ def answered(answer: httpx.Response, content: bytes) -> Response:
 
 
 class Relay:
-    """One request with its body, and the servers that it prefers. `send` takes what the client gets."""
+    """One request with its body, and the servers that it prefers. `send` takes what the client gets, `span` what
+    became of it."""
 
     def __init__(
-        self, client: httpx.AsyncClient, request: Request, body: bytes, choice: Preference, send: Send
+        self, client: httpx.AsyncClient, request: Request, body: bytes, choice: Preference, send: Send, span: RouteSpan
     ) -> None:
         self._client = client
         self._choice = choice
         self._request = request
         self._body = body
         self._send = send
+        self._span = span
         self._has_begun = False  # the client has seen a part of a stream
         self._can_continue = True  # what it has seen is in the journal
         self._journal = bytearray()
@@ -108,6 +112,9 @@ class Relay:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             before = self._num_lines
+            first = not tried and not self._num_lost
+            why = partial(self._choice.why, upstream, upstreams()) if first else partial(dict, why="failover")
+            self._span.note("asked", upstream.name, why)
             if await self._ask(upstream):
                 return
             if self._num_lines > before or not until_s:
@@ -116,6 +123,7 @@ class Relay:
                 until_s = said_s + CONTINUE_S
             tried.add(upstream.name)
         error = none_answers()
+        self._span.note("failed", "", partial(dict, why=error.message))
         if not self._has_begun:
             response = self._said or error_response(error, self._request.scope)
             await response(self._request.scope, self._request.receive, self._send)
@@ -223,6 +231,7 @@ class Relay:
     def _lost(self, upstream: Upstream, why: str) -> None:
         """Count a server that was lost while it had the request."""
         upstream.num_failures += 1
+        self._span.note("lost", upstream.name, partial(dict, why=why))
         logger.warning("%s: %s [%s]", upstream.name, why, self._request.state.request_id)
         if self._num_lines - self._lost_at >= _PROGRESS:
             self._num_lost = 0

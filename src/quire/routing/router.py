@@ -13,7 +13,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import httpx
 from fastapi import FastAPI
@@ -30,6 +30,7 @@ from quire.errors import InvalidInput, NoServer
 from quire.routing.chooser import Chooser, EventChooser
 from quire.routing.config import RouterKind
 from quire.routing.relay import Relay, answered, passed_on
+from quire.routing.tracing import RouteSpan, RouteTracing
 from quire.routing.upstream import Upstream
 from quire.serve import errors
 from quire.serve.errors import error_response
@@ -96,11 +97,13 @@ class Router:
         cors_origins: Sequence[str] = (),
         name: str | None = None,
         router: RouterKind = "prefix",
+        tracing: RouteTracing | None = None,
     ) -> None:
-        """With a `name`, each sample of its own metrics has it as the label `router`."""
+        """With a `name`, each sample of its own metrics has it as the label `router`. `tracing` is the caller's."""
         self._client = client
         self._chooser = EventChooser(client) if router == "events" else Chooser()
         self.use(upstreams)
+        self._tracing = tracing or RouteTracing()
         self._labels = {} if name is None else {"router": name}
         self._responses = Counter[tuple[str, str]]()
         self._for_one = [Route(path, self._relay) for path in _FOR_ONE]
@@ -134,15 +137,16 @@ class Router:
     # -- requests for one server
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
         scope["route"] = next((route for route in self._for_one if route.matches(scope)[0] is not Match.NONE), None)
-        with suppress(ClientGone, ClientDisconnect):
+        with suppress(ClientGone, ClientDisconnect), closing(self._tracing.begin(scope)) as span:
+            request = Request(scope, receive)
             body = await request.body()
-            await while_connected(receive, self._answer(request, body, send))
+            await while_connected(receive, self._answer(request, body, send, span))
 
-    async def _answer(self, request: Request, body: bytes, send: Send) -> None:
+    async def _answer(self, request: Request, body: bytes, send: Send, span: RouteSpan) -> None:
         choice = await self._chooser.choice(request, body, self._answering)
-        await Relay(self._client, request, body, choice, send).run(lambda: self._answering, self._none_answers)
+        relay = Relay(self._client, request, body, choice, send, span)
+        await relay.run(lambda: self._answering, self._none_answers)
 
     def _no_answer(self, request: Request) -> Response:
         return error_response(self._none_answers(), request.scope)

@@ -108,8 +108,12 @@ def preferred(upstreams: Iterable[Upstream], key: bytes) -> list[Upstream]:
     if not healthy:
         return []
     most = _SPARE + _SHARE * (sum(upstream.in_flight for upstream in healthy) + 1) / len(healthy)
-    healthy.sort(key=lambda upstream: xxhash.xxh3_64_intdigest(upstream.name.encode() + b"\0" + key), reverse=True)
+    healthy.sort(key=lambda upstream: _rank(upstream, key), reverse=True)
     return sorted(healthy, key=lambda upstream: upstream.in_flight + 1 > most)
+
+
+def _rank(upstream: Upstream, key: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(upstream.name.encode() + b"\0" + key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,11 @@ class Preference:
     def cost(self, upstream: Upstream) -> float:
         """How many tokens of the prompt the server has to compute, as far as it is known."""
         return 0.0
+
+    def why(self, upstream: Upstream, upstreams: Iterable[Upstream]) -> dict[str, Any]:
+        """Why it was the first of these: others that begin the same went there, or where they went is too busy."""
+        first = max((each for each in upstreams if each.is_healthy), key=lambda each: _rank(each, self.key))
+        return {"why": "share" if upstream is not first else "session" if self.stays else "beginning"}
 
 
 def preference_of(body: bytes) -> Preference:

@@ -36,26 +36,44 @@ Traced = tuple[SequenceTimes | None, CacheUse, float | None]
 start of its request."""
 
 
-class Tracing:
-    """The spans of one server. Variables `OTEL_*` say the name of the service, headers and the sampler."""
+class SpanSender:
+    """Spans of one process on their way. Variables `OTEL_*` say the name of the service, headers and the sampler."""
 
-    def __init__(self, endpoint: str, model_name: str) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        named = Resource({"service.name": "quire"}).merge(OTELResourceDetector().detect())
+    def __init__(self, endpoint: str, service: str) -> None:
+        """Raises InvalidInput without OpenTelemetry."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise InvalidInput(
+                f"--otlp-traces-endpoint needs OpenTelemetry: {error}.", fix="pip install 'quire-kv[otel]'."
+            ) from error
+        named = Resource({"service.name": service}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
-        self._tracer = self._provider.get_tracer("quire", __version__)
-        self._propagator = TraceContextTextMapPropagator()
-        self._model_name = model_name
+        self.tracer = self._provider.get_tracer("quire", __version__)
+        self.propagator = TraceContextTextMapPropagator()
 
     def parent(self, headers: Mapping[str, str]) -> Context:
         """The span of a client that sent these; an empty context if it sent none, or none that can be read."""
-        return self._propagator.extract(headers)
+        return self.propagator.extract(headers)
+
+    def close(self) -> None:
+        """Send what is left, for at most `CLOSE_S`: a collector may be gone."""
+        closing = threading.Thread(target=self._provider.shutdown, name="quire-tracing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+class Tracing(SpanSender):
+    """The spans of one server."""
+
+    def __init__(self, endpoint: str, model_name: str) -> None:
+        super().__init__(endpoint, "quire")
+        self._model_name = model_name
 
     def ended(
         self, parent: Context | None, told: Mapping[str, Any], started_s: float, sequences: Iterable[Traced]
@@ -68,7 +86,7 @@ class Tracing:
         def at(seconds: float) -> int:
             return int((epoch_s + seconds) * 1e9)
 
-        request = self._tracer.start_span(
+        request = self.tracer.start_span(
             "request",
             parent,
             SpanKind.SERVER,
@@ -88,19 +106,13 @@ class Tracing:
             inside = set_span_in_context(request)
             for index, (times, use, last_s) in enumerate(sequences):
                 for name, begin_s, end_s, more in _parts(times, use, ends_s if last_s is None else started_s + last_s):
-                    span = self._tracer.start_span(
+                    span = self.tracer.start_span(
                         name, inside, attributes={"quire.sequence": index, **more}, start_time=at(begin_s)
                     )
                     span.end(at(max(begin_s, end_s)))
         if "error" in told["ends"]:
             request.set_status(StatusCode.ERROR)
         request.end(at(ends_s))
-
-    def close(self) -> None:
-        """Send what is left, for at most `CLOSE_S`: a collector may be gone."""
-        closing = threading.Thread(target=self._provider.shutdown, name="quire-tracing", daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
 
 
 def _parts(
@@ -126,11 +138,5 @@ def _parts(
 
 def open_tracing(config: EngineConfig) -> Tracing | None:
     """That of a server; None if it is not told where spans go. Raises InvalidInput without OpenTelemetry."""
-    if config.otlp_traces_endpoint is None:
-        return None
-    try:
-        return Tracing(config.otlp_traces_endpoint, config.model_name)
-    except ImportError as error:
-        raise InvalidInput(
-            f"--otlp-traces-endpoint needs OpenTelemetry: {error}.", fix="pip install 'quire-kv[otel]'."
-        ) from error
+    endpoint = config.otlp_traces_endpoint
+    return None if endpoint is None else Tracing(endpoint, config.model_name)
