@@ -59,8 +59,8 @@ def test_the_yaml_is_what_serve_deploys(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("QUIRE_API_KEY", "of-clients")
     monkeypatch.setenv("QUIRE_TRANSFER_SECRET", "0123456789abcdefgh")
     ingress = build(schema.applications[0].args)._bound_deployment
-    given, engines, router, listens = ingress.init_args
-    assert (given.api_key, given.drain_s, router, listens) == ("of-clients", 7.0, "prefix", False)
+    given, engines, its_fleet, listens = ingress.init_args
+    assert (given.api_key, given.drain_s, its_fleet.router, listens) == ("of-clients", 7.0, "prefix", False)
     for engine, role in zip(engines, ("decode", "prefill"), strict=True):
         settings, _, its_role, *_ = engine._bound_deployment.init_args
         assert (settings.transfer_secret, settings.kv_memory, its_role) == ("0123456789abcdefgh", 2**30, role)
