@@ -49,6 +49,21 @@ class Histogram:
         """The number of values."""
         return sum(self._counts)
 
+    def counts(self) -> list[int]:
+        """The number of values in each bucket until now."""
+        return self._counts.copy()
+
+    def quantile(self, part: float, since: Sequence[int]) -> float | None:
+        """The value that a `part` of those that came after the `counts` of `since` do not exceed, None if none came.
+        Values are taken as even within their bucket, and those above the last bound as equal to it."""
+        counts = [now - then for now, then in zip(self._counts, since, strict=True)]
+        left, low = part * sum(counts), 0.0
+        for bound, count in zip(self._bounds, counts, strict=False):
+            if count and count >= left:
+                return low + (bound - low) * left / count
+            left, low = left - count, bound
+        return low if any(counts) else None
+
     def to_dict(self) -> dict[str, Any]:
         """`at_most` has pairs: a bound, and how many values are at most that."""
         at_most = list(zip(self._bounds, accumulate(self._counts[:-1]), strict=True))

@@ -130,6 +130,24 @@ def test_only_the_operator_sees_the_events(echo: LiveServer) -> None:
     assert "xyz" not in json.dumps(now), "no text of a prompt is told"
 
 
+def test_who_comes_later_sees_how_long_requests_took(echo: LiveServer) -> None:
+    headers = bearer("client")
+    assert echo.request("/v1/completions", {"prompt": "xyz", "max_tokens": 200}, headers=headers)[0] == 200
+    deadline = time.monotonic() + 30
+    while True:
+        viewer = Viewer(echo)
+        points = viewer.events(1)[0]["points"]
+        viewer.close()
+        if points and None not in sum(points[-1]["latencies"].values(), []):
+            break
+        assert time.monotonic() < deadline, points
+        time.sleep(0.2)
+    latencies = points[-1]["latencies"]
+    assert latencies.keys() == {"first", "next", "whole"}
+    for half, most in latencies.values():
+        assert 0 < half <= most <= 300
+
+
 def test_events_are_made_once_for_all(echo: LiveServer) -> None:
     viewers = [Viewer(echo) for _ in range(10)]
     began = time.monotonic()

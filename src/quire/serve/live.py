@@ -17,7 +17,6 @@ from typing import Any
 
 from quire import __version__
 from quire.client.async_engine import AsyncEngine
-from quire.counters import plain
 from quire.observe.metrics import ServerCounters
 from quire.serve.sse import event
 
@@ -27,7 +26,9 @@ _POINTS = 600
 _REQUESTS = 50
 
 _POINT = ("running_requests", "waiting_requests", "usage", "prompt_tokens", "hit_tokens", "output_tokens")
-"""Statistics of a point, beside its time and its tokens by cause."""
+"""Statistics of a point, beside its time, its tokens by cause, and the latencies of a minute."""
+
+_QUANTILES, _MINUTE = (0.5, 0.95), 60
 
 
 class Live:
@@ -35,10 +36,13 @@ class Live:
 
     def __init__(self, engine: AsyncEngine, counters: ServerCounters, *, model_name: str) -> None:
         self._engine = engine
-        self._counters = counters
         self._model_name = model_name
         self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
         self._point_at_s = self._made_at_s = 0.0
+        self._latencies = {
+            "first": counters.first_token_s, "next": counters.inter_token_s, "whole": counters.request_s,
+        }  # fmt: skip
+        self._counts: deque[dict[str, list[int]]] = deque(maxlen=_MINUTE)  # of the points of a minute
         self._requests: deque[dict[str, Any]] = deque(maxlen=_REQUESTS)
         self._event = b""
         engine.on_beat = self.beat
@@ -50,6 +54,11 @@ class Live:
         self._point_at_s = time.monotonic()
         found = self._engine.last_statistics
         point = {"at": round(time.time(), 3), **{name: found.get(name, 0) for name in _POINT}}
+        self._counts.append({name: each.counts() for name, each in self._latencies.items()})
+        point["latencies"] = {
+            name: [each.quantile(part, self._counts[0][name]) for part in _QUANTILES]
+            for name, each in self._latencies.items()
+        }
         self._points.append(point | {"causes": list(found.get("explained_tokens", {}).values())})
 
     def ended(self, request: dict[str, Any]) -> None:
@@ -68,14 +77,12 @@ class Live:
     def _now(self) -> bytes:
         if time.monotonic() - self._made_at_s >= _LASTS_S:
             self._made_at_s = time.monotonic()
-            engine, counters = self._engine, self._counters
-            latencies = {"first": counters.first_token_s, "next": counters.inter_token_s, "whole": counters.request_s}
+            engine = self._engine
             now = {
                 "at": time.time(),
                 "health": engine.health().to_dict(for_operator=True),
                 "restarts": engine.num_restarts,
                 "counters": {key: each for key, each in engine.last_statistics.items() if key not in engine.facts},
-                "latencies": plain(latencies),
                 "requests": list(self._requests),
                 "point": self._points[-1] if self._points else None,
             }

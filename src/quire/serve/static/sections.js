@@ -6,16 +6,17 @@ import { CAUSES, causesBar, ledgerBars } from "./parts.js";
 import { Prompts } from "./prompts.js";
 import { planTold, treeTold } from "./answers.js";
 
+const QUANTILES = [{ name: "median", color: "hit" }, { name: "95 %", color: "evicted" }];
 const STATES = [["private", "private"], ["cached", "cached"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
-const MINUTE = 60;
 
 export class Sections {
   constructor(ask) {
     this.ask = ask;
     this.prompts = new Prompts(ask);
-    this.past = [];
     this.charts = {
       tokens: new Chart(find("chart-tokens"), [{ name: "in", color: "hit" }, { name: "out", color: "host" }]),
+      first: new Chart(find("chart-first"), QUANTILES, { unit: " ms" }),
+      next: new Chart(find("chart-next"), QUANTILES, { unit: " ms" }),
       requests: new Chart(find("chart-requests"), [{ name: "running", color: "hit" }, { name: "waiting", color: "evicted" }]),
       usage: new Chart(find("chart-usage"), [{ name: "in use", color: "private" }], { unit: " %", most: 100 }),
     };
@@ -35,7 +36,6 @@ export class Sections {
     document.title = `${model} · Quire`;
     this.facts = facts;
     this.last = null;
-    this.past = [];
     for (const chart of Object.values(this.charts)) chart.clear();
     points.forEach((point) => this.point(point));
     showPlan(facts);
@@ -44,7 +44,6 @@ export class Sections {
   show(now) {
     const { counters } = now;
     if (now.point && now.point.at !== this.last?.at) this.point(now.point);
-    if (this.latencies(now)) this.past = [];
     this.showNow(now);
     showMemory(counters);
     showHits(counters);
@@ -61,19 +60,13 @@ export class Sections {
     const { charts } = this;
     this.rates = [rate(point.prompt_tokens, before?.prompt_tokens), rate(point.output_tokens, before?.output_tokens)];
     charts.tokens.add(point.at, this.rates);
+    for (const name of ["first", "next"]) charts[name].add(point.at, point.latencies[name].map((each) => each && 1000 * each));
     charts.requests.add(point.at, [point.running_requests, point.waiting_requests]);
     charts.usage.add(point.at, [100 * point.usage]);
     if (!charts.causes && point.causes.length) {
       charts.causes = new Chart(find("chart-causes"), CAUSES.map(({ name, color }) => ({ name, color })));
     }
     charts.causes?.add(point.at, CAUSES.map((_, at) => rate(point.causes[at], before?.causes[at])));
-  }
-
-  // Keeps the histograms of a minute. Returns whether they began anew.
-  latencies({ at, latencies }) {
-    const since = this.past[0];
-    this.past = [...this.past.filter((each) => each.at > at - MINUTE), { at, ...latencies }];
-    return since && latencies.whole.count < since.whole.count;
   }
 
   showNow({ counters, restarts }) {
@@ -83,10 +76,10 @@ export class Sections {
     of("waiting", "quire_waiting_requests", counters.waiting_requests);
     figure(tiles, "tokens in, a second", one(this.rates?.[0] ?? null));
     figure(tiles, "tokens out, a second", one(this.rates?.[1] ?? null));
-    const [first, last] = [this.past[0], this.past.at(-1)];
     for (const [label, name] of [["first token", "first"], ["between tokens", "next"], ["whole request", "whole"]]) {
-      figure(tiles, `${label}, median`, seconds(quantile(last[name], first[name], 0.5)));
-      figure(tiles, `${label}, 95 %`, seconds(quantile(last[name], first[name], 0.95)));
+      const [half, most] = this.last?.latencies[name] ?? [];
+      figure(tiles, `${label}, median`, seconds(half));
+      figure(tiles, `${label}, 95 %`, seconds(most));
     }
     of("prompt tokens", "quire_prompt_tokens_total", counters.prompt_tokens);
     of("output tokens", "quire_output_tokens_total", counters.output_tokens);
@@ -106,20 +99,6 @@ export class Sections {
       find(place).replaceChildren(make("p", { class: "bad" }, error.message));
     }
   }
-}
-
-// The value below which a share of what came between two histograms is: within its bucket it is taken as even.
-function quantile(now, then, part) {
-  const counts = now.at_most.map(([bound, sum], at) => [bound, sum - then.at_most[at][1]]);
-  const total = now.count - then.count;
-  if (total <= 0) return null;
-  let low = 0;
-  let below = 0;
-  for (const [bound, sum] of counts) {
-    if (sum >= part * total) return low + ((bound - low) * (part * total - below)) / (sum - below || 1);
-    [low, below] = [bound, sum];
-  }
-  return low;
 }
 
 function showMemory(counters) {
