@@ -33,7 +33,9 @@ def test_a_quantile_is_in_the_bucket_of_the_value_there(before: list[float], aft
     assert found is not None and low <= found <= high
 
 
-@pytest.mark.parametrize(("values", "part", "expected"), [([1.5] * 4, 0.5, 1.5), ([0.5, 1.5], 1.0, 2.0), ([99.0], 0.5, 10.0)])
+@pytest.mark.parametrize(
+    ("values", "part", "expected"), [([1.5] * 4, 0.5, 1.5), ([0.5, 1.5], 1.0, 2.0), ([99.0], 0.5, 10.0)]
+)
 def test_values_are_even_within_a_bucket(values: list[float], part: float, expected: float) -> None:
     histogram = Histogram(BOUNDS)
     since = histogram.counts()

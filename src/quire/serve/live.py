@@ -42,7 +42,7 @@ class Live:
         self._latencies = {
             "first": counters.first_token_s, "next": counters.inter_token_s, "whole": counters.request_s,
         }  # fmt: skip
-        self._counts: deque[dict[str, list[int]]] = deque(maxlen=_MINUTE)  # of the points of a minute
+        self._counts: deque[dict[str, list[int]]] = deque(maxlen=_MINUTE)  # at the points of a minute
         self._requests: deque[dict[str, Any]] = deque(maxlen=_REQUESTS)
         self._event = b""
         engine.on_beat = self.beat
