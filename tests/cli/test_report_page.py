@@ -64,6 +64,20 @@ def test_the_page_allows_its_own_scripts_alone_and_loads_nothing() -> None:
     assert not re.search(r"https?:|\bsrc=|<link|@import|^import |^export |url\(", own, re.MULTILINE)
 
 
+@pytest.mark.parametrize("more", [("--prefill", 1, "--decode", 2), ("--replicas", 2, "--router", "prefix,events")])
+def test_engines_beside_each_other_have_bars(run: Run, tmp_path: Path, more: tuple[object, ...]) -> None:
+    parts, results = written(run, tmp_path, "replay", "chat", "--limit", 20, *more)
+    bars = of_kind(parts, "bar")
+    assert len(bars) == (2 if "--prefill" in more else 4) and len(results) == 2
+    for shown, each in zip(bars, results, strict=False):
+        hit, received, computed = (part["value"] for part in shown["parts"])
+        assert hit == each["hit_tokens"] and received == each.get("received_tokens", 0)
+        assert hit + received + computed == each["prompt_tokens"] > hit
+    assert "--prefill" in more or [part["value"] for part in bars[2]["parts"]] == [
+        engine["prompt_tokens"] for engine in results[0]["engines"]
+    ]
+
+
 def test_a_sweep_has_the_rates_of_its_runs(run: Run, tmp_path: Path) -> None:
     parts, runs = written(run, tmp_path, "replay", *SHORT, "--policy", "lru,lfu", "--pool-tokens", "4k,1/2,16k")
     sweep, *pools = of_kind(parts, "chart")

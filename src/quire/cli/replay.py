@@ -176,6 +176,7 @@ def replay(
 
 def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles) -> Report:
     """Engines with roles, and as many without."""
+    from quire.cli.replay_pictures import engines_pictures
     from quire.cli.replay_table import progress_bar, roles_table
     from quire.prefix.evict import DEFAULT_POLICY
     from quire.sim.comparison import replay_roles
@@ -195,13 +196,17 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles)
     )
     with progress_bar(len(trace)) as progress:
         apart, same = replay_roles(trace, grid, link, roles.num_prefill, roles.num_decode or 1, progress)
-    return Report([apart.as_dict(), same.as_dict()], lambda: roles_table(trace, (apart, same)))
+    both = (apart, same)
+    return Report(
+        [each.as_dict() for each in both], lambda: roles_table(trace, both), pictures=lambda: engines_pictures(both)
+    )
 
 
 def _replicas(
     trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles, replicas: ReplayedReplicas
 ) -> Report:
     """Engines behind each router."""
+    from quire.cli.replay_pictures import engines_pictures
     from quire.cli.replay_table import progress_bar, replicas_table
     from quire.prefix.evict import DEFAULT_POLICY
     from quire.sim.comparison import replay_replicas
@@ -226,7 +231,8 @@ def _replicas(
     )
     with progress_bar(len(trace)) as progress:
         found = replay_replicas(trace, grid, fleet, names, progress)
-    return Report([each.as_dict() for each in found], lambda: replicas_table(trace, found))
+    data = [each.as_dict() for each in found]
+    return Report(data, lambda: replicas_table(trace, found), pictures=lambda: engines_pictures(found))
 
 
 def parse_speed(text: str) -> int:

@@ -7,7 +7,9 @@ from itertools import groupby
 from typing import Any
 
 from quire.cli.report_page import bar, chart
+from quire.sim.replicas import ReplicasResult
 from quire.sim.result import ReplayResult
+from quire.sim.roles import RolesResult
 
 _COLORS = ("hit", "host", "evicted", "store", "peer", "moving", "namespace")
 
@@ -21,6 +23,21 @@ def run_pictures(runs: Sequence[ReplayResult]) -> Iterator[dict[str, Any]]:
         else:
             yield from map(_hits, same)
     yield from map(_occupancy, runs)
+
+
+def engines_pictures(results: Sequence[RolesResult | ReplicasResult]) -> Iterator[dict[str, Any]]:
+    """From where the prompt tokens of several engines came; behind each router, what each engine was sent."""
+    for each in results:
+        received = each.received_tokens if isinstance(each, RolesResult) else 0
+        computed = max(0, each.prompt_tokens - each.hit_tokens - received)  # some may come twice
+        name = each.name if isinstance(each, RolesResult) else f"router {each.router}"
+        parts = [("hit", each.hit_tokens, "hit"), ("from a peer", received, "peer"), ("computed", computed, "new")]
+        yield bar(f"{name}: prompt tokens", parts)
+    for each in results:
+        if isinstance(each, ReplicasResult):
+            sent = [int(engine["prompt_tokens"]) for engine in each.engines]
+            shares = [(f"engine {at}", tokens, _COLORS[at % len(_COLORS)]) for at, tokens in enumerate(sent)]
+            yield bar(f"router {each.router}: prompt tokens by engine", shares)
 
 
 def _name(run: ReplayResult) -> str:
