@@ -80,7 +80,7 @@ class ArenaMachine:
             return
         for group, pool in enumerate(self.arena.pools):
             assert pool.extent == self._extent(group, None)
-        move = self.arena.make_way(wanted, fixed)
+        move = self.arena.make_way(wanted)
         if move is not None:
             self._move(move.group, move.sources.tolist(), move.targets.tolist())
         self.happened["moved"] += move is not None

@@ -26,10 +26,10 @@ def availability_is_added(patch: Patch) -> None:
     patch.setattr(Arena, "lack", lack)
 
 
-@mutant("arena", "a frame in a transfer gets another id, and the transfer writes over its next owner")
-def fixed_frames_move(patch: Patch) -> None:
-    real = Arena.make_way
-    patch.setattr(Arena, "make_way", lambda arena, wanted, fixed: real(arena, wanted, (0, 0)))
+@mutant("arena", "a group retreats further than its neighbour needs, over frames that must not move")
+def a_retreat_goes_too_far(patch: Patch) -> None:
+    real = EndPool.retreat
+    patch.setattr(EndPool, "retreat", lambda pool, limit: real(pool, max(pool.num_used, limit - 1)))
 
 
 @mutant("arena", "a frame is copied to a place that is still free, and another request gets the place too")

@@ -143,17 +143,14 @@ class Arena:
         """The extent of each pool once it has so many ids more and nothing has moved."""
         return [max(pool.extent, pool.num_used + n) for pool, n in zip(self.pools, wanted, strict=True)]
 
-    def make_way(self, wanted: Sequence[int], fixed: Sequence[int]) -> Move | None:
-        """Let a group retreat until so many ids of each can be allocated, and return what moves. `fixed` are the lowest
-        extents that ids which must not move allow. The caller knows that all of it fits. Then only one group has free
-        places that it does not want: both as they lie fit."""
+    def make_way(self, wanted: Sequence[int]) -> Move | None:
+        """Let a group retreat, no further than necessary, until so many ids of each can be allocated. Returns what
+        moves. The caller knows that they fit beside what must not move. As both lie their ids fit, so at most one of
+        them has free places that it does not want."""
         extents = self.extents_with(wanted)
         lack = self.lack(extents)
         if lack <= 0:
             return None
-        least = [max(pool.num_used + n, low) for pool, n, low in zip(self.pools, wanted, fixed, strict=True)]
-        at = int(extents[1] > least[1])
-        limit = extents[at] - -(-lack // self.layout.strides[at])
-        assert limit >= least[at], "room was made for more than there is"
-        sources, targets = self.pools[at].retreat(limit)
+        at = int(self.pools[1].extent > self.pools[1].num_used + wanted[1])
+        sources, targets = self.pools[at].retreat(extents[at] - -(-lack // self.layout.strides[at]))
         return Move(at, sources, targets) if len(sources) else None
