@@ -19,7 +19,7 @@ def a_frame_too_many(patch: Patch) -> None:
 
 @mutant("arena", "what both groups have free is added, and bytes are promised twice")
 def availability_is_added(patch: Patch) -> None:
-    def lack(arena: Arena, counts: Any) -> int:
+    def lack(arena: Arena, counts: list[int]) -> int:
         beyond = [n - pool.num_used - pool.num_free for n, pool in zip(counts, arena.pools, strict=True)]
         return max(beyond)
 

@@ -9,7 +9,7 @@ import numpy as np
 from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.request_kv import PrefixHit, RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
-from quire.cache.states import StateGroup
+from quire.cache.states import GroupCache, StateGroup
 from quire.observe.explain import Cause, Explanation, FromPeer, Reason, arrived_tokens, never_seen
 from quire.prefix.match import find_divergence
 from quire.spec.events import Namespace
@@ -24,6 +24,7 @@ class Admission:
         self._pages = parts.pages
         self._tree = parts.tree
         self._groups = parts.groups
+        self._rooms = parts.rooms
         self._seconds = parts.seconds
         self._rows = parts.rows
         self._retention = retention
@@ -109,8 +110,10 @@ class Admission:
         """How many of `count` tokens, at least one, to `extend` at once if the frames of a window are short. The rest
         fits when these tokens have settled and their window has moved on."""
         slack = -self._rows.allocated(kv) % self._size
-        room = [g.num_free + g.num_evictable + self._retention.num_soft(g) for g in self._windows]
-        return max(1, min(count, slack + min(room) * self._size)) if room else count
+        held = [group.num_held - self._soft(group) for group in self._groups]
+        rooms = {id(group.room): group.room for group in self._windows}.values()
+        pages = [-room.lack(held) // sum(room.strides) for room in rooms]
+        return max(1, min(count, slack + min(pages) * self._size)) if pages else count
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
         """Whether a running request will still compute its first `num_pages` pages, or store a resume point after them.
@@ -134,46 +137,59 @@ class Admission:
         it fits, or would fit if `more` pages and frames were available. Reserves the frames that the running `rows`
         need until each has `reached[i]` pages, and `reserve` more pages for each."""
         claims = self._claims if isinstance(begins, PrefixHit) else self._claims_in_row
-        for name, left, own, spare in claims(begins, num_pages, rows, reached, reserve):  # type: ignore[arg-type]
-            if own + spare > left + more:
-                available = f"{max(0, left)} are available, {len(rows)} running requests hold the rest"
-                return f"needs {own} pages of '{name}' and {spare} in reserve; {available}"
-        return ""
+        *found, (left, ids, spare_ids) = claims(begins, num_pages, rows, reached, reserve)  # type: ignore[arg-type]
+        counts = [sum(each) - more for each in found]
+        for room in self._rooms:
+            if (lack := room.lack(counts)) > 0:
+                group, stride = max(
+                    zip(room.groups, room.strides, strict=True), key=lambda each: found[each[0].index][1]
+                )
+                _, own, spare = found[group.index]
+                return _refusal(group.name, own, spare, own + spare - more - -(-lack // stride), len(rows))
+        return _refusal("all groups", ids, spare_ids, left, len(rows)) if ids + spare_ids > left + more else ""
+
+    def _soft(self, group: GroupCache) -> int:
+        """Frames of a group that only soft retentions hold."""
+        return self._retention.num_soft(None if group.reach.whole else group)
 
     def _claims(
         self, hit: PrefixHit, num_pages: int, rows: Rows, reached: Lengths, reserve: int
-    ) -> Iterator[tuple[str, int, int, int]]:
-        """For each group and for page ids: name, available, needed and reserved. *Available* is free, evictable or
-        softly retained, without the request's own prefix and what is reserved for `reached`."""
+    ) -> Iterator[tuple[int, int, int]]:
+        """For each group the frames that stay, and those needed and reserved; then for page ids how many are available,
+        needed and reserved. What *stays* is neither free nor evictable nor softly retained, or is the request's own
+        prefix, or is reserved for `reached`."""
         retention, soft_of_hit = self._retention, self._retention.num_soft_of(hit.match, hit.num_pages)
         have = -(-self._rows.num_allocated[rows] // self._size)
         for group in self._groups:
             part = None if group.reach.whole else group
             own_soft = soft_of_hit if part is None else retention.num_soft_of(hit.match, hit.num_pages, part)
             pinned = group.would_pin(hit.pages, hit.num_evictable) + own_soft
-            left = group.num_free + group.num_evictable + retention.num_soft(part)
-            left -= pinned + group.remaining(rows, have, reached)
+            stay = group.num_held - retention.num_soft(part) + pinned + group.remaining(rows, have, reached)
             loads = hit.choice.loads[group.index] if hit.choice.loads else 0
             spare = 0 if group.reach.in_place else len(rows) * reserve
-            yield group.name, left, group.needs(num_pages, hit.num_pages) + loads, spare
+            yield stay, group.needs(num_pages, hit.num_pages) + loads, spare
         left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
-        yield "all groups", left, num_pages - hit.num_pages, len(rows) * reserve
+        yield left, num_pages - hit.num_pages, len(rows) * reserve
 
     def _claims_in_row(
         self, kv: RequestKV, num_pages: int, rows: Rows, reached: Lengths, reserve: int
-    ) -> Iterator[tuple[str, int, int, int]]:
+    ) -> Iterator[tuple[int, int, int]]:
         """As `_claims`, for a request that goes on in a row, whose pages stay."""
-        retention, num_running = self._retention, len(rows)
+        num_running = len(rows)
         have = -(-self._rows.num_allocated[rows] // self._size)
         row, own = np.array([kv.row]), np.array([-(-self._rows.allocated(kv) // self._size)])
         needed = np.maximum(own, num_pages)
         for group in self._groups:
-            left = group.num_free + group.num_evictable + retention.num_soft(None if group.reach.whole else group)
-            left -= group.remaining(rows, have, reached)
+            stay = group.num_held - self._soft(group) + group.remaining(rows, have, reached)
             spare = 0 if group.reach.in_place else num_running * reserve
-            yield group.name, left, group.remaining(row, own, needed), spare
+            yield stay, group.remaining(row, own, needed), spare
         left = self.num_available_pages - int((reached - have).sum())
-        yield "all groups", left, int((needed - own).sum()), num_running * reserve
+        yield left, int((needed - own).sum()), num_running * reserve
+
+
+def _refusal(name: str, own: int, spare: int, left: int, num_running: int) -> str:
+    available = f"{max(0, left)} are available, {num_running} running requests hold the rest"
+    return f"needs {own} pages of '{name}' and {spare} in reserve; {available}"
 
 
 def _with(namespace: Namespace) -> str:

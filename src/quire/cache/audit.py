@@ -336,8 +336,8 @@ class Auditor:
         self.now.pages = max(self.now.pages, resident)
         carried = NO_PAGES if group.frames.are_page_ids else _ids(group.carried())
         num_used = resident + len(carried)
-        if frames.num_free + num_used != frames.num_frames:
-            yield f"{name}: {frames.num_free} free + {num_used} in use != {frames.num_frames} frames"
+        if frames.num_used != num_used:
+            yield f"{name}: {frames.num_used} frames are not free, and {num_used} are in use"
         if table.reclaims:
             counts = int(np.count_nonzero(table.ticket)), int(np.count_nonzero(table.pins))
             if counts != (table.num_idle, table.num_pinned):
@@ -411,14 +411,17 @@ def broken_law(parts: CacheParts) -> str:
     if not 0 <= pages.num_free_pages <= pages.num_pages - tree.num_pages:
         return f"{pages.num_free_pages} pages are free and {tree.num_pages} cached, of {pages.num_pages}"
     for group in parts.groups:
-        free, cached, kept = group.num_free, group.num_cached, len(group.quarantined)
-        if min(free, cached) < 0 or free + cached + kept > group.num_frames:
-            owners = f"{free} frames are free, {cached} cached and {kept} quarantined"
-            return f"group '{group.name}': {owners}, of {group.num_frames}"
+        used, cached, kept = group.frames.num_used, group.num_cached, len(group.quarantined)
+        if min(group.num_free, cached) < 0 or cached + kept > used:
+            owners = f"{group.num_free} frames are free, {cached} cached and {kept} quarantined"
+            return f"group '{group.name}': {owners}, and {used} in use"
         if not 0 <= group.num_evictable <= cached:
             return f"group '{group.name}': {group.num_evictable} frames are evictable, of {cached} cached ones"
         if group.table.frame[0]:
             return f"group '{group.name}': the padding page is bound to frame {int(group.table.frame[0])}"
+    for room in parts.rooms:
+        if room.is_shared and not room.has([0] * len(parts.groups)):
+            return f"frames of {' and '.join(group.name for group in room.groups)} have the same bytes"
     if len(rows.live) + len(rows.free) != len(rows.serials):
         return f"{len(rows.live)} rows run and {len(rows.free)} are free, of {len(rows.serials)}"
     if np.count_nonzero(rows.num_committed > rows.num_allocated):

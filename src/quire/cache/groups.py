@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
+
+if TYPE_CHECKING:
+    from quire.cache.room import Room
 
 NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 
@@ -63,11 +66,12 @@ class GroupBase:
         self.table: Column = frames.table
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
         self.quarantined: list[int] = []  # frames whose bytes changed by themselves, the oldest first
+        self.room: Room  # what it shares with other groups, or has alone
         self._tree = tree
 
     @property
     def num_free(self) -> int:
-        """Frames that are not allocated."""
+        """Frames that can be allocated now; in an arena, as the other group lies."""
         return self.frames.num_free
 
     @property
@@ -76,10 +80,19 @@ class GroupBase:
         return self.table.num_idle if self.table.reclaims else self._tree.num_evictable
 
     @property
+    def num_held(self) -> int:
+        """Frames in use that eviction cannot free."""
+        return self.frames.num_used - self.num_evictable
+
+    @property
     def num_cached(self) -> int:
         """Frames of cached pages."""
         table = self.table
         return table.num_idle + table.num_pinned if table.reclaims else self._tree.num_pages
+
+    def moved(self, sources: Ids, targets: Ids) -> Ids:
+        """Frames have other ids: `targets` instead of `sources`, which ascend. Returns the pages that have them."""
+        return self.table.rebind(sources, targets)
 
     def needed_pages(self, pages: Ids) -> Ids:
         """The pages that a request that begins after all of `pages` reads; a view."""
@@ -184,11 +197,12 @@ class PagedGroup(GroupBase):
         """Allocate a frame for each of these cached pages without one, before a load. Returns the frames."""
         return self.frames.take(pages)
 
-    def evict(self, num_frames: int) -> int:
-        """Reclaim up to `num_frames` frames of cached pages, which stay cached. Returns how many."""
+    def evict(self, num_frames: int, most: Rank = Rank.USED) -> int:
+        """Reclaim up to `num_frames` frames of cached pages, of at most that rank. The pages stay cached. Returns how
+        many."""
         if self.reach.whole:
             return 0
-        pages = self.table.reclaim(num_frames)
+        pages = self.table.reclaim(num_frames, most)
         self.frames.vacate(pages)
         self.dropped_frames += len(pages)
         return len(pages)

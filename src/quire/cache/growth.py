@@ -8,6 +8,9 @@ transfers                 are waited for: their pages are evictable when they ha
 prompts read ahead        are abandoned, the newest first
 cached pages              are evicted where page ids or frames of a whole group are short
 frames of other groups    are reclaimed where these are short; their pages stay cached
+
+In a room that groups share, frames that were read past go before cached pages, whatever group is short: what is evicted
+follows from its value, and not from where its bytes lie. A group then moves out of the way.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES
+from quire.cache.groups import NO_PAGES, GroupBase
 from quire.cache.offload import CacheParts, Offload
+from quire.cache.room import Room
 from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
 from quire.cache.states import GroupCache
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
-from quire.memory.allocator import GrowingAllocator, PageFrames
+from quire.memory.allocator import GrowingAllocator, Move, PageFrames
 from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.rank import Rank
 
 
 class Growth:
@@ -55,7 +60,10 @@ class Growth:
         others = (each for each in frames if each is not parts.pages)
         self.allocators: tuple[GrowingAllocator, ...] = (growing, *others)
         self._states = tuple(group for group in parts.groups if group.reach.in_place)
-        self._scarce = tuple(g for g in parts.groups if g.reach.in_place or g.num_frames < parts.pages.num_pages)
+        self._rooms = parts.rooms
+        self._scarce = tuple(room for room in parts.rooms if self._is_scarce(room))
+        self._moved = 0  # the fence of the first step after the last move
+        self.is_loading = False  # what is reclaimed is for loads, beside launched steps
 
     def by(self, kvs: Batch, rows: Rows, counts: int | Counts) -> None:
         """Make room for `counts[i]` more tokens in each row, within the plan's context."""
@@ -114,20 +122,39 @@ class Growth:
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Batch) -> None:
         """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
-        if num_new * self._growing.page_size > self._growing.available_size() or any(
-            (group.wanted(rows, num_new) if group.reach.in_place else num_new) > group.num_free
-            for group in self._scarce
-        ):
+        short = num_new > self._parts.pages.num_free_pages
+        if not short and self._scarce:
+            wanted = self._wanted(rows, num_new)
+            short = not all(room.has(wanted) for room in self._scarce)
+        if short:
             self._reclaim(rows, num_new, _names_of(kvs, self._rows.num_allocated[rows] % self._size == 0))
 
     def _reclaim(self, rows: Rows, num_new: int, cause: str) -> None:
         """Evict until these rows can take `num_new` pages."""
         self._offload.retention.expire()
-        self._until(lambda: [g.wanted(rows, num_new) for g in self._parts.groups], num_new, cause, waits=True)
+        self._until(lambda: self._wanted(rows, num_new), num_new, cause, waits=True)
+
+    def _wanted(self, rows: Rows, num_new: int) -> list[int]:
+        return [group.wanted(rows, num_new) for group in self._parts.groups]
+
+    def _is_scarce(self, room: Room) -> bool:
+        """Whether it can be short where page ids are not."""
+        groups = self._parts.groups
+        most = self._parts.pages.num_pages
+        return room.is_shared or any(g.reach.in_place or g.num_frames < most for g in groups if g in room.groups)
 
     def reclaim(self, wanted: Sequence[int], cause: str) -> None:
-        """Evict until each group has `wanted[i]` free frames. Does not wait for transfers."""
-        self._until(lambda: wanted, 0, cause, waits=False)
+        """Evict until each group has `wanted[i]` free frames, for loads. Does not wait for transfers. Loads are not
+        ordered behind launched steps as moves are: no frame is moved for them, and none is theirs that moves left,
+        while a step is in flight."""
+        fences = self._parts.holds.fences
+        if not fences.has_passed(self._moved):
+            raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by="frames on the move are in the way")
+        self.is_loading = fences.num_open > 0
+        try:
+            self._until(lambda: wanted, 0, cause, waits=False)
+        finally:
+            self.is_loading = False
 
     def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
         """Release holds until the pages counted by `ask()` are evictable, and evict them. Raises OutOfPages before."""
@@ -137,28 +164,72 @@ class Growth:
             if not (self._give_way() or retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
                 raise refusal
             wanted = ask()
-        short = [(group, n) for group, n in zip(self._parts.groups, wanted, strict=True) if n > group.num_free]
-        whole = [n - group.num_free for group, n in short if group.reach.whole]
-        missing = max(num_new - self._parts.pages.num_free_pages, *whole, 0)
-        if missing > 0:
+        self._evict_frames(wanted, Rank.PASSED, shared=True)
+        chunk, before, after = 1, 0, 1
+        while before != after and (missing := self._missing(wanted, num_new, chunk)) > 0:
+            before = self._num_out()
             self._counters.evicted(len(self._offload.evict(missing, num_new, cause).removed))
-        for group, n in short:
-            if n > group.num_free:
-                group.evict(n - group.num_free)
+            chunk, after = 2 * chunk, self._num_out()
+        self._evict_frames(wanted, max(Rank), shared=False)
         if num_new > self._parts.pages.num_free_pages:  # a transfer reads what was evicted
             self._until(ask, num_new, cause, waits=waits)
+            return
+        for room in self._rooms:
+            if room.is_shared and room.lack(self._used(wanted)) > 0:  # an eviction freed less than was counted
+                raise self._refusal(room.groups[0].name, wanted[0], room.groups[0].num_free, 0)
+            if (move := room.make_way(wanted)) is not None:
+                self._move(*move)
+
+    def _used(self, wanted: Sequence[int]) -> list[int]:
+        """Frames in use if each group gets so many."""
+        return [group.frames.num_used + n for group, n in zip(self._parts.groups, wanted, strict=True)]
+
+    def _num_out(self) -> int:
+        """What an eviction changes: page ids that are out, and frames in use."""
+        return sum(self._used([0] * len(self._parts.groups))) - self._parts.pages.num_free_pages
+
+    def _missing(self, wanted: Sequence[int], num_new: int, chunk: int) -> int:
+        """Pages to evict next. Of a room that groups share a page may free frames in all of them, and its tail more
+        than what follows: so few at once, and more each time."""
+        missing = num_new - self._parts.pages.num_free_pages if chunk == 1 else 0  # some ids are free later
+        for room in self._rooms:
+            whole = sum([stride for g, stride in zip(room.groups, room.strides, strict=True) if g.reach.whole])
+            if whole and (lack := room.lack(self._used(wanted))) > 0:
+                least = max(-(-lack // sum(room.strides)), chunk)
+                missing = max(missing, min(least, -(-lack // whole)) if room.is_shared else lack)
+        return missing
+
+    def _evict_frames(self, wanted: Sequence[int], most: Rank, *, shared: bool) -> None:
+        """Evict frames of groups that are read in part, up to this rank, where they are short; or only where groups
+        share a room."""
+        for room in self._rooms:
+            for index, stride in zip(room.indices, room.strides, strict=True):
+                group = self._parts.groups[index]
+                if not group.reach.whole and room.is_shared >= shared and (lack := room.lack(self._used(wanted))) > 0:
+                    group.evict(-(-lack // stride), most)
+
+    def _move(self, group: GroupBase, move: Move) -> None:
+        """The bytes of some frames are elsewhere from now on: for what is launched next, behind what was launched."""
+        for listener in self._parts.moved:
+            listener(group.index, move.sources, move.targets)
+        self._rows.rewritten(group.index, group.moved(move.sources, move.targets))
+        self._moved = self._parts.holds.fences.next
+        self._counters.moved_frames += len(move.sources)
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         """The error for a request that does not fit even if all evictable pages are evicted."""
         parts, tree = self._parts, self._parts.tree
-        found = [(g.name, n, g.num_free, g.num_evictable) for g, n in zip(parts.groups, wanted, strict=True)]
+        for room in self._rooms:
+            if room.lack([g.num_held + n for g, n in zip(parts.groups, wanted, strict=True)]) > 0:
+                group = max(room.groups, key=lambda g: wanted[g.index] - room.obtainable(g))
+                return self._refusal(group.name, wanted[group.index], group.num_free, room.obtainable(group))
         evictable = max(0, tree.num_evictable + tree.num_below - self._offload.num_read_ids)
-        found.append(("pages", num_new, parts.pages.num_free_pages, evictable))
-        for name, n, have, more in found:
-            if n > have + more:
-                held_by = parts.holds.summary(self._offload.retention.num_pinned)
-                return OutOfPages(group=name, wanted=n, free=have, evictable=more, held_by=held_by)
-        return None
+        free = parts.pages.num_free_pages
+        return self._refusal("pages", num_new, free, free + evictable) if num_new > free + evictable else None
+
+    def _refusal(self, group: str, wanted: int, free: int, most: int) -> OutOfPages:
+        held_by = self._parts.holds.summary(self._offload.retention.num_pinned)
+        return OutOfPages(group=group, wanted=wanted, free=free, evictable=max(0, most - free), held_by=held_by)
 
     def _take(self, rows: Rows, pages: Ids) -> None:
         """Allocate frames in the other groups for new pages of these rows. OutOfPages frees the pages."""

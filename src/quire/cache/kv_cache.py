@@ -10,11 +10,12 @@ import numpy as np
 
 from quire.cache.admission import Admission
 from quire.cache.audit import audit
-from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, PagedGroup
+from quire.cache.groups import NO_PAGES, DamagedPages, GroupBase, GroupRelease, NewPages, PagedGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
+from quire.cache.room import rooms_of
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
@@ -94,9 +95,11 @@ class KVCache:
             plan.page_size,
             tiers=(Tier.DEVICE, *offload.below),
             on_host=plan.groups_on_host,
+            arena=plan.arena,
         )
         table = frames.table
         self.plan = plan
+        self._per_step = plan.tokens_per_step
         self.page_size = plan.page_size
         self.explains = explains
         self.share_prefixes = share_prefixes
@@ -124,6 +127,7 @@ class KVCache:
             frames=table,
             pages=self.pages,
             groups=self.groups,
+            rooms=tuple(rooms_of(self.groups, frames.arena, self._fixed)),
             tree=self.tree,
             rows=self.rows,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
@@ -372,6 +376,16 @@ class KVCache:
         pieces, released = states.launch(asking, rows, ends, draws, self.rows.pages, stores=self.share_prefixes)
         self._retire(released=released)
         return pieces
+
+    def _fixed(self, group: GroupBase) -> Ids | None:
+        """Frames of a group that must not move now; None: none may. With drafts, a step that settles moves what it
+        wrote to other places, which were captured at its launch."""
+        if not self.parts.moved or (self.fences.num_open and (self._growth.is_loading or self._per_step > 1)):
+            return None
+        released = [part.frames for each in self.fences.waiting for part in each.released if part.group == group.index]
+        return np.concatenate(
+            [np.array(group.quarantined, np.int32), *released, *self.offload.in_transfer(group.index)]
+        )
 
     def audit(self) -> None:
         """Check all invariants (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""

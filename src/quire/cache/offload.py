@@ -12,6 +12,7 @@ from typing import Any
 from quire.cache.groups import DamagedPages, resume_point
 from quire.cache.hold import Holds
 from quire.cache.request_kv import Choice, PrefixHit, RequestKV
+from quire.cache.room import Room
 from quire.cache.running import RunningTables
 from quire.cache.states import GroupCache
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
@@ -35,12 +36,14 @@ class CacheParts:
     runs. `audits` are more sources of slices for `quire.cache.audit.Auditor`; `withheld` return ids that are neither
     free nor those of pages. `committed` are called with a request, its pages as a view of its row, and the first of
     these that is newly cached. `flushed` are called with a namespace, or None for all, before its pages leave the
-    tree."""
+    tree. `moved` are called with a group, frames that ascend and the frames that they are copied to: behind all steps
+    that were launched, before the next one. Without any of these no frame moves."""
 
     plan: MemoryPlan
     frames: Residency
     pages: BaseTokenToKVPoolAllocator
     groups: tuple[GroupCache, ...]
+    rooms: tuple[Room, ...]
     tree: RadixCache
     rows: RunningTables
     damaged: DamagedPages
@@ -54,6 +57,7 @@ class CacheParts:
     audits: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
     withheld: list[Callable[[], Sequence[int]]] = field(default_factory=list)
     flushed: list[Callable[[Namespace | None], None]] = field(default_factory=list)
+    moved: list[Callable[[int, Ids, Ids], None]] = field(default_factory=list)
     committed: list[Callable[[RequestKV, Ids, int], None]] = field(default_factory=list)
 
 
@@ -123,6 +127,10 @@ class Offload:
         removed = self._parts.tree.evict(num_pages, cause)
         self._parts.free(removed)
         return Evicted(removed, 0)
+
+    def in_transfer(self, group: int) -> list[Ids]:
+        """Device frames of a group that transfers read or write."""
+        return []
 
     def freed(self, pages: Ids) -> Ids:
         """These pages have left the cache, or never entered it. Returns those whose ids can be allocated again now."""

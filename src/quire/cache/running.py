@@ -96,6 +96,16 @@ class RunningTables:
         if self._written is not None:
             self._written.append(places)
 
+    def rewritten(self, group: int, pages: Ids) -> None:
+        """These pages have other frames in a group."""
+        if self._written is None or group not in self._following:
+            return
+        changed = np.zeros(self.frames.num_pages + 1, dtype=np.bool_)
+        changed[pages] = True
+        for row in self.live:
+            own = self.pages[row, : pages_for(int(self.num_allocated[row]), self.page_size)]
+            self._written.append(row * self.width + changed[own].nonzero()[0])
+
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
         """A batch of these requests. Make a new one when a request ends or joins."""
         rows = self.distinct(kvs)

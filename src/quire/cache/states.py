@@ -106,7 +106,9 @@ class StateGroup(GroupBase):
         """Allocate a frame for each row without one. If too few are left, rows use that of the page they begin on."""
         missing = rows[self._frame[rows] == 0]
         wanted = len(missing) * (1 + self._num_drafts)
-        short = wanted - self.num_free - self.num_evictable
+        if not wanted:
+            return 0
+        short = wanted - self.room.obtainable(self, num_new)
         return wanted - (min(short, len(self._takeable(missing))) if short > 0 else 0)
 
     def begin(self, row: int, pages: Ids) -> None:
@@ -258,8 +260,17 @@ class StateGroup(GroupBase):
     def commit_private(self, new: NewPages) -> list[GroupRelease]:
         return []  # such a request stores nothing
 
-    def evict(self, num_frames: int) -> int:
-        return self._drop(num_frames, max(Rank))
+    def evict(self, num_frames: int, most: Rank = Rank.USED) -> int:
+        return self._drop(num_frames, most)
+
+    def moved(self, sources: Ids, targets: Ids) -> Ids:
+        for frames in (self._frame, self._draft_frames, self._previous_frame):
+            _replace(frames, sources, targets)
+        for checkpoint in (each for some in self._unsettled for each in some):
+            frame = np.array([checkpoint.frame], dtype=np.int32)
+            _replace(frame, sources, targets)
+            checkpoint.frame = int(frame[0])
+        return super().moved(sources, targets)
 
     def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, at_end: Bools) -> Rows:
         """Requests `at_end` of a page that only exchange their frame with an earlier checkpoint, as most decodes do."""
@@ -336,7 +347,7 @@ class StateGroup(GroupBase):
     def _spare(self, rank: Rank) -> int:
         """A free frame that no request will need, for a resume point of this rank; 0 if there is none."""
         still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._num_drafts)
-        if self.num_free + self.num_evictable <= still_to_come:
+        if self.room.obtainable(self) <= still_to_come:
             return 0
         if not self.num_free and not self._drop(1, rank):
             return 0
@@ -362,6 +373,13 @@ class StateGroup(GroupBase):
             self.table.pin(page, each.rank)  # a step in flight may still read the frame
             released.append(GroupRelease(self.index, page, each.rank))
         return released
+
+
+def _replace(frames: Ids, sources: Ids, targets: Ids) -> None:
+    """Write `targets` where `frames` has `sources`, which ascend."""
+    at = np.minimum(sources.searchsorted(frames), len(sources) - 1)
+    found = sources[at] == frames
+    frames[found] = targets[at[found]]
 
 
 GroupCache = PagedGroup | StateGroup

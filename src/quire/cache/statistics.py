@@ -58,6 +58,7 @@ class CacheCounters:
     evicted_pages: int = counter("Cached pages given up for others.")
     evictions: int = 0
     peak_shared_pages: int = 0
+    moved_frames: int = counter("Frames that were moved to make room for another group.")
 
     def begun(self, prompt_tokens: int, hit_tokens: int, explanation: Explanation | None) -> None:
         """A request has begun for the first time."""
@@ -101,9 +102,9 @@ def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
     waiting = np.unique(np.concatenate([NO_PAGES, *pages]))
     moving = int(np.count_nonzero(group.table.frame[waiting])) + sum(len(part.frames) for part in released)
     return FrameCounts(
-        total=group.num_frames,
+        total=group.num_free + group.frames.num_used,
         free=group.num_free,
-        private=group.num_frames - group.num_free - group.num_cached - moving - len(group.quarantined),
+        private=group.frames.num_used - group.num_cached - moving - len(group.quarantined),
         cached=group.num_cached,
         evictable=group.num_evictable,
         moving=moving,

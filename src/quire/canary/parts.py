@@ -74,7 +74,7 @@ class HistoryPart(Part):
     def after_step(self, *, idle: bool) -> None:
         history, scheduler = self.history, self._scheduler
         for group in self._cache.groups:
-            history.mark("device", group.name, "used", group.num_frames - group.num_free - group.num_evictable)
+            history.mark("device", group.name, "used", group.num_held)
         preempted, self._preempted = self._preempted, scheduler.num_preemptions
         if scheduler.num_preemptions > preempted:
             history.short(f"{scheduler.num_preemptions - preempted} requests were preempted", self.holders)

@@ -125,6 +125,17 @@ class Column:
         self.state[old_pages] = State.ABSENT
         self.frame[new_pages] = frames
 
+    def rebind(self, sources: Ids, targets: Ids) -> Ids:
+        """Bind frames `targets` in place of `sources`, which ascend, to the pages that have these, and return the
+        pages. What is known of the pages stays. O(num_pages)."""
+        found = self.frame
+        pages: Ids = np.flatnonzero((found >= sources[0]) & (found <= sources[-1])).astype(np.int32)
+        at = sources.searchsorted(found[pages])
+        known = sources[at] == found[pages]
+        pages = pages[known]
+        self.frame[pages] = targets[at[known]]
+        return pages
+
     def mark(self, pages: Ids, state: State) -> None:
         """Set `state` until `unmark`, or until the pages lose their frames."""
         self.state[pages] |= np.uint8(state)

@@ -121,7 +121,7 @@ class Retention(RetentionPort):
         largest = pages_for(plan.largest_request, plan.page_size)
         self.budget = int(share * plan.num_pages)  # pages
         self._pin_budget = max(0, min(self.budget, plan.num_pages - largest))
-        self._frame_room = [max(0, group.num_frames - group.reach.held(largest)) for group in self._partial]
+        self._largest = largest
         self._by_id: dict[str, RetainedPrefix] = {}
         self._by_key: dict[bytes, RetainedPrefix] = {}
         self._next_expiry = math.inf  # no retention ends before
@@ -255,13 +255,17 @@ class Retention(RetentionPort):
         if not self._by_id:
             return False
         before, tree = self.totals.num_ended, self._tree
-        short = [n - group.num_free - group.num_evictable for group, n in zip(self._groups, wanted, strict=True)]
-        whole = [n for n, group in zip(short, self._groups, strict=True) if group.reach.whole]
+        whole = [self._short(group, wanted) for group in self._groups if group.reach.whole]
         pages = num_new - self._parts.pages.num_free_pages - tree.num_evictable - tree.num_below
         self.give_up(max(pages, *whole, 0))
         for group in self._partial:
-            self._give_up_frames(group, short[group.index])
+            self._give_up_frames(group, self._short(group, wanted))
         return self.totals.num_ended > before
+
+    def _short(self, group: GroupCache, wanted: Sequence[int]) -> int:
+        """Frames of a group that would make room for the `wanted` ones of all groups, if as many became evictable."""
+        lack = group.room.lack([each.num_held + n for each, n in zip(self._groups, wanted, strict=True)])
+        return -(-lack // group.room.strides[group.room.indices.index(group.index)])
 
     def give_up(self, num_pages: int) -> int:
         """End soft retentions until so many device pages have become evictable; returns their number. The last one only
@@ -327,8 +331,10 @@ class Retention(RetentionPort):
 
     def _has_frame_room(self, pages: Ids) -> bool:
         """Whether the longest request finds frames if those that a request needs after `pages` are pinned too."""
-        both = [np.union1d(frames_of(self._pinned, group.index), group.needed_pages(pages)) for group in self._partial]
-        return all(len(frames) <= room for frames, room in zip(both, self._frame_room, strict=True))
+        both = [np.union1d(frames_of(self._pinned, group.index), group.needed_pages(pages)) for group in self._groups]
+        pinned = [len(pages) + self.num_pinned if g.reach.whole else len(both[g.index]) for g in self._groups]
+        counts = [n + group.reach.held(self._largest) for n, group in zip(pinned, self._groups, strict=True)]
+        return all(group.room.lack(counts) <= 0 for group in self._partial)
 
     def _resumes(self, pages: Ids) -> tuple[int, str]:
         """The most pages of a cached path after which a request could begin, and the group that limits it, or ""."""

@@ -93,6 +93,7 @@ class Tiering:
         self._holds = parts.holds
         self._groups = parts.groups
         self._free = parts.free
+        self._rooms = parts.rooms
         self._page_size = parts.plan.page_size
         self._ended: list[Transfer] = []
         self._unsaved = PendingPaths(parts.tree)  # paths whose save the lane refused
@@ -116,7 +117,8 @@ class Tiering:
 
     def is_too_much(self, loads: Iterable[int]) -> bool:
         """Whether loading so many frames, by group, would leave a request too few to continue in, with its drafts."""
-        return any(n and n + group.needs(1, 0) > group.num_frames for group, n in zip(self._groups, loads, strict=True))
+        counts = [n + group.needs(1, 0) for group, n in zip(self._groups, loads, strict=True)]
+        return any(room.lack(counts) > 0 for room in self._rooms)
 
     def copied_bytes(self, counts: Iterable[int]) -> int:
         """Bytes that are copied between device and host for so many pages, by group."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
+from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import RESIDENT, HotBuffers, Resident
 from quire.spec.layers import INDEX_KEYS, KEY_BOUNDS
@@ -53,7 +54,8 @@ class MemoryPlan:
     and output together. `speculation` None: one token per request and step. `vector_bytes` are those of a hidden state
     of the target. With `token_ranks` above one, that many
     ranks hold a page's tokens in turn, so a page has `page_size` on each of them. With `hot`, the frames of its group
-    are in host memory, and the device has a hot buffer for each request instead.
+    are in host memory, and the device has a hot buffer for each request instead. With an `arena` the two groups share
+    its bytes, `frames` say how these would be split, and `num_pages` is what the largest request can have.
     """
 
     page_size: int
@@ -66,6 +68,7 @@ class MemoryPlan:
     token_ranks: int = 1
     vector_bytes: int = 0
     hot: HotBuffers | None = None
+    arena: ArenaLayout | None = None
 
     @property
     def tokens_per_page(self) -> int:
@@ -73,7 +76,9 @@ class MemoryPlan:
         return self.page_size * self.token_ranks
 
     def frames_of(self, group: int) -> int:
-        """Frames of the group at that index, without the padding frame."""
+        """Frames of the group at that index, without the padding frame; in an arena its largest frame id."""
+        if self.arena is not None:
+            return self.arena.last_id(group)
         return self.frames[group] if self.frames else self.num_pages
 
     @property
@@ -108,6 +113,8 @@ class MemoryPlan:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools' tensors on the device."""
+        if self.arena is not None:
+            return self.arena.budget
         return sum(
             (self.device_frames_of(index) + 1) * group.layout.bytes_per_frame for index, group in enumerate(self.groups)
         )

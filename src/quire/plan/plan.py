@@ -6,7 +6,7 @@ The plan that is printed, the pools that are built and the requests that are adm
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from quire.plan.budget import MemoryPlan
@@ -14,6 +14,7 @@ from quire.plan.configurator import PADDING, MemoryPoolConfig, MemoryPoolConfigu
 from quire.plan.devices import Line
 from quire.plan.mix import Mix
 from quire.plan.settings import PlanSettings
+from quire.spec.arena import ArenaLayout
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
@@ -64,6 +65,29 @@ class Plan:
             vector_bytes=self.spec.hidden_size * self.spec.dtype.itemsize,
             hot=self.configurator.options.hot,
         )
+
+    @property
+    def floating(self) -> MemoryPlan:
+        """`memory` with an arena, if one of two groups is read whole and the other is not. Its bytes are all of the
+        budget, and no more requests run than it has states for."""
+        plan, settings = self.memory, self.settings
+        whole = [group.reach.kind == "full" for group in plan.groups]
+        if len(whole) != 2 or whole[0] == whole[1] or plan.groups_on_host or len(self.stages) > 1:
+            return plan
+        full, other = whole.index(True), plan.groups[whole.index(False)]
+        budget = self.kv_bytes if settings.max_total_tokens is None else self.config.bytes
+        one, two = (group.layout.bytes_per_frame for group in plan.groups)
+        arena, options = ArenaLayout(budget, (one, two)), self.configurator.options
+        least = pages_for(options.window_tokens(other.reach, self.page_size), self.tokens_per_page)
+        max_requests = settings.concurrency or settings.max_running_requests
+        if other.reach.in_place:
+            least = plan.tokens_per_step
+            max_requests = min(max_requests, options.requests_in(arena.most(1 - full)))
+        num_pages = arena.most(full, least)
+        if num_pages < 1:
+            return plan
+        max_requests = max(1, max_requests // settings.parallel.dp)
+        return replace(plan, arena=arena, num_pages=num_pages, max_requests=max_requests)
 
     def _passed_pages(self, max_requests: int) -> int:
         """Page ids beside those with frames, for passed pages of requests of a model of windows and states only.

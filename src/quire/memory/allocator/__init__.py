@@ -1,5 +1,7 @@
 """Allocators: which ids are free and which are allocated. Bookkeeping on the host; no tensor, no bytes."""
 
+from quire.memory.allocator.arena import Arena as Arena
+from quire.memory.allocator.arena import Move as Move
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator as BaseTokenToKVPoolAllocator
 from quire.memory.allocator.base import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from quire.memory.allocator.base import TokenToKVPoolAllocator as TokenToKVPoolAllocator

@@ -1,0 +1,98 @@
+"""Room: what groups share, and whether more frames fit. Of most groups it is their own frames, of two an arena.
+
+What groups have free is never added: in an arena all of them would be promised the same bytes. One predicate counts
+all groups of a room together, and everything that asks for room asks it.
+
+    sum over groups of stride * max(frames that stay + frames wanted, places below frames that must not move)  <=  total
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.cache.groups import GroupBase
+from quire.memory.allocator import Arena, Move
+from quire.spec.ids import Ids
+
+Frames = Sequence[int]
+"""A number of frames for each group of a cache, by its index."""
+
+
+class Room:
+    """The room of `groups`: `total` units, of which a frame of each takes its stride. In this class one group has
+    frames of its own, and none of them moves."""
+
+    is_shared = False
+
+    def __init__(self, groups: Sequence[GroupBase], strides: Sequence[int], total: int) -> None:
+        self.groups = tuple(groups)
+        self.strides = tuple(strides)
+        self.total = total
+        self.indices = tuple(group.index for group in groups)
+        for group in groups:
+            group.room = self
+
+    def lack(self, counts: Frames) -> int:
+        """Units that are missing if each group has so many frames; at most 0: they fit."""
+        taken = 0
+        for group, stride in zip(self.groups, self.strides, strict=True):
+            taken += stride * max(counts[group.index], self._least(group))
+        return taken - self.total
+
+    def obtainable(self, group: GroupBase, others: int = 0) -> int:
+        """Frames that a group can have if all that can be evicted is, and its neighbours get so many each."""
+        left, own = self.total, 1
+        for each, stride in zip(self.groups, self.strides, strict=True):
+            if each is group:
+                own = stride
+            else:
+                left -= stride * max(each.num_held + others, self._least(each))
+        return left // own - group.num_held
+
+    def has(self, wanted: Frames) -> bool:
+        """Whether the groups can allocate so many frames more, and nothing is evicted or moved for it."""
+        return all(wanted[group.index] <= group.num_free for group in self.groups)
+
+    def make_way(self, wanted: Frames) -> tuple[GroupBase, Move] | None:
+        """Let a group leave what others want, which fits. Returns what has to be copied."""
+        return None
+
+    def _least(self, group: GroupBase) -> int:
+        """The places that a group takes at least."""
+        return 0
+
+
+class SharedRoom(Room):
+    """The room of an arena. `fixed(group)` are frames of a group that must not move now, None: all of them."""
+
+    is_shared = True
+
+    def __init__(self, groups: Sequence[GroupBase], arena: Arena, fixed: Callable[[GroupBase], Ids | None]) -> None:
+        super().__init__(groups, arena.layout.strides, arena.layout.room)
+        self.arena = arena
+        self._fixed = fixed
+
+    def has(self, wanted: Frames) -> bool:
+        return self.arena.lack(self.arena.extents_with([wanted[group.index] for group in self.groups])) <= 0
+
+    def make_way(self, wanted: Frames) -> tuple[GroupBase, Move] | None:
+        move = self.arena.make_way([wanted[group.index] for group in self.groups])
+        if move is None:
+            return None
+        group = self.groups[move.group]
+        fixed = self._fixed(group)
+        assert fixed is not None and not np.isin(move.sources, fixed).any(), "a frame was moved that must stay"
+        return group, move
+
+    def _least(self, group: GroupBase) -> int:
+        pool, fixed = self.arena.pools[group.index], self._fixed(group)
+        return pool.extent if fixed is None else pool.places_of(fixed)
+
+
+def rooms_of(groups: Sequence[GroupBase], arena: Arena | None, fixed: Callable[[GroupBase], Ids | None]) -> list[Room]:
+    """The rooms of a cache: one arena of all its groups, or one for each."""
+    if arena is not None:
+        return [SharedRoom(groups, arena, fixed)]
+    return [Room([group], [1], group.num_frames) for group in groups]
