@@ -25,6 +25,7 @@ from quire.cache.groups import NO_PAGES, GroupBase, GroupRelease, NewPages, Page
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.memory.allocator import SlotFrames
+from quire.memory.runs import replace_ids
 from quire.plan.budget import MemoryPlan
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
@@ -265,10 +266,10 @@ class StateGroup(GroupBase):
 
     def moved(self, sources: Ids, targets: Ids) -> Ids:
         for frames in (self._frame, self._draft_frames, self._previous_frame):
-            _replace(frames, sources, targets)
+            replace_ids(frames, sources, targets)
         for checkpoint in (each for some in self._unsettled for each in some):
             frame = np.array([checkpoint.frame], dtype=np.int32)
-            _replace(frame, sources, targets)
+            replace_ids(frame, sources, targets)
             checkpoint.frame = int(frame[0])
         return super().moved(sources, targets)
 
@@ -373,13 +374,6 @@ class StateGroup(GroupBase):
             self.table.pin(page, each.rank)  # a step in flight may still read the frame
             released.append(GroupRelease(self.index, page, each.rank))
         return released
-
-
-def _replace(frames: Ids, sources: Ids, targets: Ids) -> None:
-    """Write `targets` where `frames` has `sources`, which ascend."""
-    at = np.minimum(sources.searchsorted(frames), len(sources) - 1)
-    found = sources[at] == frames
-    frames[found] = targets[at[found]]
 
 
 GroupCache = PagedGroup | StateGroup

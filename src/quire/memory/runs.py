@@ -38,6 +38,13 @@ def in_order(ids: Ids) -> Ids:
     return ids if is_ascending(ids) else np.sort(ids)
 
 
+def replace_ids(ids: Ids, sources: Ids, targets: Ids) -> None:
+    """Write `targets` where `ids` has `sources`, which ascend."""
+    at = np.minimum(sources.searchsorted(ids), len(sources) - 1)
+    found = sources[at] == ids
+    ids[found] = targets[at[found]]
+
+
 def distinct(ids: IdArray) -> IdArray:
     """The ids in ascending order, each once; the array itself if it is so already."""
     if is_ascending(ids):

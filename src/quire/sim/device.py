@@ -24,7 +24,8 @@ a frame that a step in flight reads, this is reported at its launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.cache.states import StatePieces
 from quire.errors import WrongContent
+from quire.memory.runs import replace_ids
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
 from quire.sim.clock import VirtualClock
@@ -104,6 +106,8 @@ class SimulatedDevice:
         self._carried = tuple(index for index, group in enumerate(cache.groups) if group.reach.in_place)
         self._memory = [_GroupMemory(cache, at, each, self.scripts, overlap) for at, each in enumerate(frames or ())]
         self._launched = self._settled = 0
+        self._in_flight: deque[SimulatedStep] = deque()
+        cache.parts.moved.append(self.move_frames)
 
     def launch(self, step: Step, previous: Any) -> SimulatedStep:
         """See `quire.loop.part.Device`. O(works) without checks."""
@@ -125,11 +129,12 @@ class SimulatedDevice:
                 launched.contents = self.scripts.contents(step, ends)
                 for memory in self._memory:
                     memory.capture(launched, launched.contents, self._settled)
+            self._in_flight.append(launched)
             return launched
 
     def settle(self, step: SimulatedStep) -> Lengths:
         """Wait for a step: check what it does, and return the tokens it drew. Steps settle in launch order."""
-        assert step.number == self._settled + 1, "steps settle in the order of their launches"
+        assert step is self._in_flight.popleft(), "steps settle in the order of their launches"
         with self._apart():
             for load in step.loads:
                 load.wait_layer(LAYER)  # as a forward pass does before it reads a layer
@@ -139,6 +144,12 @@ class SimulatedDevice:
             self._settled = step.number
             self._clock.move_to(step.done)
             return step.drawn
+
+    def move_frames(self, group: int, sources: Ids, targets: Ids) -> None:
+        """Copy frames behind all launched steps: steps in flight do at `targets` what they have captured."""
+        with self._apart():
+            for memory in self._memory[group : group + 1]:
+                memory.copy(sources, targets, self._in_flight)
 
     def move(self, launched: SimulatedStep, sources: Lengths, targets: Lengths) -> None:
         """Drafts of the simulator are chains, which lie where they belong."""
@@ -234,6 +245,23 @@ class _GroupMemory:
             raise WrongContent(
                 f"a request writes a frame of group '{self._name}' that another one uses at the same time."
             )
+
+    def copy(self, sources: Ids, targets: Ids, in_flight: Iterable[SimulatedStep]) -> None:
+        """What is true of frames `sources`, and what steps in flight do there, is that of `targets` from now on."""
+        self._hashes[targets], self._digests[targets] = self._hashes[sources], self._digests[sources]
+        for known in (self._read_by, self._written_by, self._reader, self._writer):
+            known[targets], known[sources] = known[sources], 0
+        for step in in_flight:
+            if self._carried:
+                pieces = step.pieces[self._group]
+                replace_ids(pieces.sources, sources, targets)
+                replace_ids(pieces.targets, sources, targets)
+                continue
+            for table in step.reads[self._group]:
+                replace_ids(table, sources, targets)
+            frames, places = np.divmod(step.writes[self._group], self._size)
+            replace_ids(frames, sources, targets)
+            step.writes[self._group] = frames * np.int32(self._size) + places
 
     def run(self, step: SimulatedStep, contents: Contents) -> None:
         """Do the captured writes and reads."""

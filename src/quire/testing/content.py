@@ -48,6 +48,11 @@ class ContentOracle:
         """The device stores these contents in these slots."""
         self._held[group][slots] = contents
 
+    def move(self, group: int, sources: Ids, targets: Ids) -> None:
+        """The device copies these frames (`CacheParts.moved`)."""
+        slots = self._per_frame[group]
+        self._held[group][slots_of_frames(targets, slots)] = self._held[group][slots_of_frames(sources, slots)]
+
     def check(self, group: int, slots: Ids, contents: Contents) -> None:
         """The device reads these slots and expects these contents. Raises AssertionError if one differs."""
         assert len(slots) == len(contents)
