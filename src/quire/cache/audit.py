@@ -337,7 +337,7 @@ class Auditor:
         carried = NO_PAGES if group.frames.are_page_ids else _ids(group.carried())
         num_used = resident + len(carried)
         if frames.num_used != num_used:
-            yield f"{name}: {frames.num_used} frames are not free, and {num_used} are in use"
+            yield f"{name}: {num_used} in use != {frames.num_used} frames that are not free"
         if table.reclaims:
             counts = int(np.count_nonzero(table.ticket)), int(np.count_nonzero(table.pins))
             if counts != (table.num_idle, table.num_pinned):

@@ -12,12 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.request_kv import RequestKV
+from quire.cache.room import Room
 from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import GroupFrames, PageFrames, SlotFrames
 from quire.memory.residency import Column, State
@@ -25,9 +26,6 @@ from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import Reach
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
-
-if TYPE_CHECKING:
-    from quire.cache.room import Room
 
 NO_PAGES: Ids = np.empty(0, dtype=np.int32)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, GroupBase
+from quire.cache.groups import NO_PAGES
 from quire.cache.offload import CacheParts, Offload
 from quire.cache.room import Room
 from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
@@ -178,7 +178,7 @@ class Growth:
             if room.is_shared and room.lack(self._used(wanted)) > 0:  # an eviction freed less than was counted
                 raise self._refusal(room.groups[0].name, wanted[0], room.groups[0].num_free, 0)
             if (move := room.make_way(wanted)) is not None:
-                self._move(*move)
+                self._move(move)
 
     def _used(self, wanted: Sequence[int]) -> list[int]:
         """Frames in use if each group gets so many."""
@@ -208,11 +208,12 @@ class Growth:
                 if not group.reach.whole and room.is_shared >= shared and (lack := room.lack(self._used(wanted))) > 0:
                     group.evict(-(-lack // stride), most)
 
-    def _move(self, group: GroupBase, move: Move) -> None:
+    def _move(self, move: Move) -> None:
         """The bytes of some frames are elsewhere from now on: for what is launched next, behind what was launched."""
         for listener in self._parts.moved:
-            listener(group.index, move.sources, move.targets)
-        self._rows.rewritten(group.index, group.moved(move.sources, move.targets))
+            listener(move.group, move.sources, move.targets)
+        group = self._parts.groups[move.group]
+        self._rows.rewritten(move.group, group.moved(move.sources, move.targets))
         self._moved = self._parts.holds.fences.next
         self._counters.moved_frames += len(move.sources)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.cache.admission import Admission
 from quire.cache.audit import audit
-from quire.cache.groups import NO_PAGES, DamagedPages, GroupBase, GroupRelease, NewPages, PagedGroup
+from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, PagedGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
@@ -377,15 +377,14 @@ class KVCache:
         self._retire(released=released)
         return pieces
 
-    def _fixed(self, group: GroupBase) -> Ids | None:
+    def _fixed(self, group: int) -> Ids | None:
         """Frames of a group that must not move now; None: none may. With drafts, a step that settles moves what it
         wrote to other places, which were captured at its launch."""
         if not self.parts.moved or (self.fences.num_open and (self._growth.is_loading or self._per_step > 1)):
             return None
-        released = [part.frames for each in self.fences.waiting for part in each.released if part.group == group.index]
-        return np.concatenate(
-            [np.array(group.quarantined, np.int32), *released, *self.offload.in_transfer(group.index)]
-        )
+        released = [part.frames for each in self.fences.waiting for part in each.released if part.group == group]
+        others = [frames for fixed in self.parts.fixed for frames in fixed(group)]
+        return np.concatenate([np.array(self.groups[group].quarantined, np.int32), *released, *others])
 
     def audit(self) -> None:
         """Check all invariants (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""

@@ -37,7 +37,8 @@ class CacheParts:
     free nor those of pages. `committed` are called with a request, its pages as a view of its row, and the first of
     these that is newly cached. `flushed` are called with a namespace, or None for all, before its pages leave the
     tree. `moved` are called with a group, frames that ascend and the frames that they are copied to: behind all steps
-    that were launched, before the next one. Without any of these no frame moves."""
+    that were launched, before the next one. Without any of these no frame moves. `fixed` return frames of a group
+    that must not move now."""
 
     plan: MemoryPlan
     frames: Residency
@@ -58,6 +59,7 @@ class CacheParts:
     withheld: list[Callable[[], Sequence[int]]] = field(default_factory=list)
     flushed: list[Callable[[Namespace | None], None]] = field(default_factory=list)
     moved: list[Callable[[int, Ids, Ids], None]] = field(default_factory=list)
+    fixed: list[Callable[[int], Sequence[Ids]]] = field(default_factory=list)
     committed: list[Callable[[RequestKV, Ids, int], None]] = field(default_factory=list)
 
 
@@ -127,10 +129,6 @@ class Offload:
         removed = self._parts.tree.evict(num_pages, cause)
         self._parts.free(removed)
         return Evicted(removed, 0)
-
-    def in_transfer(self, group: int) -> list[Ids]:
-        """Device frames of a group that transfers read or write."""
-        return []
 
     def freed(self, pages: Ids) -> Ids:
         """These pages have left the cache, or never entered it. Returns those whose ids can be allocated again now."""

@@ -9,15 +9,34 @@ all groups of a room together, and everything that asks for room asks it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from quire.cache.groups import GroupBase
-from quire.memory.allocator import Arena, Move
+from quire.memory.allocator import Arena, GroupFrames, Move
+from quire.prefix.reach import Reach
 from quire.spec.ids import Ids
 
 Frames = Sequence[int]
 """A number of frames for each group of a cache, by its index."""
+
+
+class InRoom(Protocol):
+    """A group (`quire.cache.groups`). Eviction cannot free `num_held` of its frames, and `num_free` are free now."""
+
+    index: int
+    name: str
+    reach: Reach
+    room: Room
+
+    @property
+    def frames(self) -> GroupFrames[Any]: ...
+
+    @property
+    def num_free(self) -> int: ...
+
+    @property
+    def num_held(self) -> int: ...
 
 
 class Room:
@@ -26,7 +45,7 @@ class Room:
 
     is_shared = False
 
-    def __init__(self, groups: Sequence[GroupBase], strides: Sequence[int], total: int) -> None:
+    def __init__(self, groups: Sequence[InRoom], strides: Sequence[int], total: int) -> None:
         self.groups = tuple(groups)
         self.strides = tuple(strides)
         self.total = total
@@ -41,7 +60,7 @@ class Room:
             taken += stride * max(counts[group.index], self._least(group))
         return taken - self.total
 
-    def obtainable(self, group: GroupBase, others: int = 0) -> int:
+    def obtainable(self, group: InRoom, others: int = 0) -> int:
         """Frames that a group can have if all that can be evicted is, and its neighbours get so many each."""
         left, own = self.total, 1
         for each, stride in zip(self.groups, self.strides, strict=True):
@@ -55,21 +74,21 @@ class Room:
         """Whether the groups can allocate so many frames more, and nothing is evicted or moved for it."""
         return all(wanted[group.index] <= group.num_free for group in self.groups)
 
-    def make_way(self, wanted: Frames) -> tuple[GroupBase, Move] | None:
+    def make_way(self, wanted: Frames) -> Move | None:
         """Let a group leave what others want, which fits. Returns what has to be copied."""
         return None
 
-    def _least(self, group: GroupBase) -> int:
+    def _least(self, group: InRoom) -> int:
         """The places that a group takes at least."""
         return 0
 
 
 class SharedRoom(Room):
-    """The room of an arena. `fixed(group)` are frames of a group that must not move now, None: all of them."""
+    """The room of an arena. `fixed` says which frames of a group must not move now, None: all of them."""
 
     is_shared = True
 
-    def __init__(self, groups: Sequence[GroupBase], arena: Arena, fixed: Callable[[GroupBase], Ids | None]) -> None:
+    def __init__(self, groups: Sequence[InRoom], arena: Arena, fixed: Callable[[int], Ids | None]) -> None:
         super().__init__(groups, arena.layout.strides, arena.layout.room)
         self.arena = arena
         self._fixed = fixed
@@ -77,22 +96,21 @@ class SharedRoom(Room):
     def has(self, wanted: Frames) -> bool:
         return self.arena.lack(self.arena.extents_with([wanted[group.index] for group in self.groups])) <= 0
 
-    def make_way(self, wanted: Frames) -> tuple[GroupBase, Move] | None:
+    def make_way(self, wanted: Frames) -> Move | None:
         move = self.arena.make_way([wanted[group.index] for group in self.groups])
         if move is None:
             return None
-        group = self.groups[move.group]
-        fixed = self._fixed(group)
+        fixed = self._fixed(move.group)
         assert fixed is not None and not np.isin(move.sources, fixed).any(), "a frame was moved that must stay"
-        return group, move
+        return move
 
-    def _least(self, group: GroupBase) -> int:
-        pool, fixed = self.arena.pools[group.index], self._fixed(group)
+    def _least(self, group: InRoom) -> int:
+        pool, fixed = self.arena.pools[group.index], self._fixed(group.index)
         return pool.extent if fixed is None else pool.places_of(fixed)
 
 
-def rooms_of(groups: Sequence[GroupBase], arena: Arena | None, fixed: Callable[[GroupBase], Ids | None]) -> list[Room]:
+def rooms_of(groups: Sequence[InRoom], arena: Arena | None, fixed: Callable[[int], Ids | None]) -> list[Room]:
     """The rooms of a cache: one arena of all its groups, or one for each."""
     if arena is not None:
         return [SharedRoom(groups, arena, fixed)]
-    return [Room([group], [1], group.num_frames) for group in groups]
+    return [Room([group], [1], group.frames.num_frames) for group in groups]

@@ -206,10 +206,6 @@ class Tiered(Offloading):
             return True
         return self.ahead.release_prefetched()
 
-    def in_transfer(self, group: int) -> list[Ids]:
-        moving = self.tiers.moving.values()
-        return [part.device for each in moving for part in each.parts if part.group == group]
-
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:
         """Pages with host copies stay in the tree, and keep their ids until other pages need the ids."""
         parts, tiers = self._parts, self.tiers

@@ -94,10 +94,15 @@ class Tiering:
         self._groups = parts.groups
         self._free = parts.free
         self._rooms = parts.rooms
+        parts.fixed.append(self._in_transfer)
         self._page_size = parts.plan.page_size
         self._ended: list[Transfer] = []
         self._unsaved = PendingPaths(parts.tree)  # paths whose save the lane refused
         self._saves_wait = False  # until a save has ended
+
+    def _in_transfer(self, group: int) -> list[Ids]:
+        """Device frames of a group that transfers read or write."""
+        return [part.device for moving in self.moving.values() for part in moving.parts if part.group == group]
 
     def cancel(self, namespace: Namespace | None) -> None:
         """Drop the pages of saves and loads in flight, of a namespace or all (None), when they arrive."""

@@ -66,7 +66,7 @@ def model_pools(
         max_total_tokens=pool_tokens,
         speculative_config=speculation,
     )
-    plan = make_plan(spec, settings).memory
+    plan = make_plan(spec, settings).floating
     plan = in_bytes_of(plan, spec, settings, hisparse)
     return replace(plan, max_requests=min(plan.max_requests, max_running))
 

@@ -230,6 +230,7 @@ class OccupancyLog:
         cache = self._cache
         total, cached = cache.plan.num_pages, cache.tree.num_evictable
         free = [group.num_free for group in cache.groups if group.reach.whole]
-        available = cached + (min(free) if cache.pages.num_pages > total and free else cache.pages.num_free_pages)
-        held = (total - available) / total
+        more_ids = cache.pages.num_pages > total or cache.plan.arena is not None
+        available = cached + (min(free) if more_ids and free else cache.pages.num_free_pages)
+        held = max(0, total - available) / total
         self.samples.append(Occupancy(now, held, cached / total, self._scheduler.num_running, ended))
