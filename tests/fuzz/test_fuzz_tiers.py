@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from quire.cache.request_kv import RequestKV
+from quire.spec.group import ReachSpec
+from quire.spec.hisparse import HotBuffers
 from quire.testing.choices import Choices
 from quire.testing.plans import small_plan
 from tests.changes import TIERS, slow_unless_changed
@@ -116,6 +119,34 @@ def test_what_a_commit_forgot_for_its_first_request_its_second_one_caches_anew()
     for s in [*cache.model.live]:
         cache.finish(s.kv)
     come_to_rest(cache)
+
+
+def test_a_page_whose_record_is_still_read_leaves_every_group() -> None:
+    """Its id stays out of use until the store has read the record in place. Its window must not stay with it."""
+    full, window = ReachSpec(), ReachSpec("window", 2)
+    plan = small_plan(4, 1, groups=("index", "latents", "window"), reaches=(full, full, window))
+    plan = replace(plan, hot=HotBuffers(group=1, buffer_size=1, top_k=1))
+    drawn = Choices(lambda n: n - 1)
+    world = TierWorld(plan, TierAsk(storage=True), drawn)
+    cache = TieredCache(make_cache(world, plan, None, drawn, checkpoint_interval=1), world, None)
+    tokens = ids([2, 3])
+    kv = cache.begin(tokens)
+    s = cache.followed(kv)
+    cache.extend([kv], len(tokens))
+    s.launched = s.settled = len(tokens)
+    step = cache.device.launch([kv], [Part(0, len(tokens), s.name)])
+    cache.launched(step)
+    cache.execute(step, [s])
+    cache.close_fence(step)
+    cache.finish(kv, tokens)
+    while cache.tiers.moving:
+        world.clock.now = world.mover.next_end or world.clock.now
+        cache.settle_moves()
+    cache.forget()
+    assert len(cache.tiers.hosts[1].still_read) == len(tokens), "an archive still reads both"
+    assert [group.num_free for group in cache.cache.groups] == [group.num_frames for group in cache.cache.groups]
+    come_to_rest(cache)
+    assert cache.cache.pages.num_free_pages == cache.cache.pages.num_pages
 
 
 def test_a_seed_is_a_life_with_tiers_too() -> None:

@@ -96,7 +96,7 @@ class Growth:
     def free(self, pages: Ids) -> None:
         """Free pages that nothing holds, and their frames in every group."""
         pages = in_order(pages)
-        for group in self._others:
+        for group in self._parts.groups:  # all of them, since `freed` may withhold ids
             group.frames.drop(pages)
         self._frames.remove_pages(Tier.DEVICE, pages)
         self._free(self._offload.freed(pages))
