@@ -62,8 +62,8 @@ def test_a_report_is_drawn_and_axe_finds_nothing_serious(browser: Any, run: Run,
 
 
 def test_names_are_no_markup(browser: Any, tmp_path: Path) -> None:
-    series = [{"name": HOSTILE, "color": "hit", "values": [1, 2]}]
-    pictures = [bar(HOSTILE, [(HOSTILE, 3, "hit")]), chart(HOSTILE, "seconds", [0, 1], series)]
+    series = [{"name": HOSTILE, "color": "host striped", "values": [1, 2]}]
+    pictures = [bar(HOSTILE, [(HOSTILE, 3, "new striped")]), chart(HOSTILE, "seconds", [0, 1], series)]
     path, wrong = tmp_path / "page.html", list[str]()
     path.write_text(page_of(Report(None, lambda: [HOSTILE], pictures=lambda: pictures), HOSTILE))
     page = opened(browser, path, wrong)

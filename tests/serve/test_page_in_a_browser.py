@@ -137,7 +137,7 @@ def test_a_strip_shows_from_which_tier_each_page_came(tiny_model: Path, opened: 
         spans = (
             "() => [...document.querySelectorAll('.strip span')].map((each) => [each.className, each.style.flexGrow])"
         )
-        kinds = [f"c-{each.get('tier', each['cause'])}" for each in reasons]
+        kinds = [f"c-{each.get('tier', each['cause'])}".replace("page", "new striped") for each in reasons]
         assert "c-host" in kinds
         sizes = [str(each["tokens"]) for each in reasons]
         assert page.evaluate(spans) == [list(pair) for pair in zip(kinds, sizes, strict=True)]

@@ -191,7 +191,7 @@ def _swept(what: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         return
     planned.sort(key=lambda row: parse_tokens(row[what]))
     x = [parse_tokens(row[what]) for row in planned]
-    for name, color in (("tokens", "hit"), ("requests at once", "host")):
+    for name, color in (("tokens", "device"), ("requests at once", "host")):
         yield chart(
             f"{name}, by {what}", what, x, [{"name": name, "color": color, "values": [row[name] for row in planned]}]
         )

@@ -11,7 +11,7 @@ from quire.sim.replicas import ReplicasResult
 from quire.sim.result import ReplayResult
 from quire.sim.roles import RolesResult
 
-_COLORS = ("hit", "host", "evicted", "store", "peer", "moving", "namespace")
+_COLORS = ("device", "host", "evicted", "storage", "peer", "moving", "namespace")
 
 
 def run_pictures(runs: Sequence[ReplayResult]) -> Iterator[dict[str, Any]]:
@@ -31,7 +31,7 @@ def engines_pictures(results: Sequence[RolesResult | ReplicasResult]) -> Iterato
         received = each.received_tokens if isinstance(each, RolesResult) else 0
         computed = max(0, each.prompt_tokens - each.hit_tokens - received)  # some may come twice
         name = each.name if isinstance(each, RolesResult) else f"router {each.router}"
-        parts = [("hit", each.hit_tokens, "hit"), ("from a peer", received, "peer"), ("computed", computed, "new")]
+        parts = [("hit", each.hit_tokens, "device"), ("from a peer", received, "peer"), ("computed", computed, "new")]
         yield bar(f"{name}: prompt tokens", parts)
     for each in results:
         if isinstance(each, ReplicasResult):
@@ -51,7 +51,7 @@ def _sweep(runs: Sequence[ReplayResult], label: str) -> dict[str, Any]:
     for at, name in enumerate(dict.fromkeys(map(_name, runs))):
         rates = {run.pool_tokens: run.hit_rate for run in runs if _name(run) == name}
         series.append((name, _COLORS[at % len(_COLORS)], [rates.get(size) for size, _ in pools]))
-    series.append(("optimum", "page", [run.optimal_hit_rate for _, run in pools]))
+    series.append(("optimum", "new striped", [run.optimal_hit_rate for _, run in pools]))
     series.append(("ideal", "new", [run.ideal_hit_rate for _, run in pools]))
     shown = [
         {"name": name, "color": color, "values": [None if rate is None else round(100 * rate, 2) for rate in rates]}
@@ -65,7 +65,7 @@ def _hits(run: ReplayResult) -> dict[str, Any]:
     bounds = [run.hit_tokens, *(round(rate * run.prompt_tokens) for rate in (run.optimal_hit_rate, run.ideal_hit_rate))]
     hit, best, ideal = (max(bounds[: at + 1]) for at in range(3))
     parts = [
-        ("hit", hit, "hit"), ("lost to the policy", best - hit, "evicted"), ("lost to the pool", ideal - best, "page"),
+        ("hit", hit, "device"), ("lost to the policy", best - hit, "evicted"), ("lost to the pool", ideal - best, "new striped"),
         ("seen for the first time", run.prompt_tokens - ideal, "new"),
     ]  # fmt: skip
     return bar(f"{run.model}, pages of {run.page_size}, {run.pool_tokens:,} tokens: {_name(run)}", parts)
@@ -77,8 +77,8 @@ def _occupancy(run: ReplayResult) -> dict[str, Any]:
     both = [round(100 * (each.held + each.cached), 2) for each in samples]
     held = [round(100 * each.held, 2) for each in samples]
     series = [
-        {"name": "in use or cached", "color": "cached", "values": both, "fills": True},
-        {"name": "held by requests", "color": "private", "values": held, "fills": True},
+        {"name": "in use or cached", "color": "device", "values": both, "fills": True},
+        {"name": "held by requests", "color": "host", "values": held, "fills": True},
     ]
     label = f"{_name(run)}, {run.pool_tokens:,} tokens: the pool"
     return chart(label, "seconds", [round(each.time, 3) for each in samples], series, unit=" %", most=100)

@@ -1,18 +1,16 @@
 // What the engine answers when a button asks: its tree, and another plan.
 
 import { bar, bytes, count, make, share, table } from "./dom.js";
-import { ledgerBars } from "./parts.js";
-
-const COLORS = ["device", "host", "store", "peer", "evicted", "namespace", "moving", "new"];
+import { DISTINCT, ledgerBars } from "./parts.js";
 
 export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_size: size }) {
   if (!branches.length) return [make("p", { class: "hint" }, "Nothing is cached.")];
   const name = (each) => (each.adapter ? `${each.name}, adapter ${each.adapter}` : each.name);
   const all = namespaces.reduce((sum, each) => sum + each.pages, 0);
   const most = namespaces.toSorted((a, b) => b.pages - a.pages);
-  const parts = most.slice(0, COLORS.length - 1).map((each, at) => ({ name: name(each), value: each.pages, color: COLORS[at] }));
-  const others = most.slice(COLORS.length - 1).reduce((sum, each) => sum + each.pages, 0);
-  if (others) parts.push({ name: "all others", value: others, color: COLORS.at(-1) });
+  const parts = most.slice(0, DISTINCT.length - 1).map((each, at) => ({ name: name(each), value: each.pages, color: DISTINCT[at] }));
+  const others = most.slice(DISTINCT.length - 1).reduce((sum, each) => sum + each.pages, 0);
+  if (others) parts.push({ name: "all others", value: others, color: DISTINCT.at(-1) });
   const counts = (each) => [count(each.pages), count(each.device_pages), count(each.hits), count(each.leases)];
   return [
     make("p", {}, `${count(nodes)} edges${whole ? "" : " near the roots, of more"}, ${count(all)} pages of ${count(size)} tokens.`),

@@ -42,13 +42,19 @@ export class Chart {
   options(width) {
     const axis = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     return {
-      width, height: HEIGHT, cursor: { y: false }, legend: { live: true },
+      width, height: HEIGHT, cursor: { y: false }, legend: { markers: { dash: (plot, at) => (plot.series[at].dash ? "dotted" : "solid") } },
       scales: { x: this.x.scale, y: { range: (_, low, high) => [0, this.most ?? Math.max(1, high * 1.1)] } },
       axes: [{ ...axis, size: 30, values: (_, found) => found.map(this.x.said), ...this.x.axis }, { ...axis, size: 56 }],
-      series: [{ label: this.x.name, value: (_, at) => this.x.said(at ?? this.data[0].at(-1)) }, ...this.series.map(({ name, color, fills }, at) => ({
-        label: name, stroke: css(`--c-${color}`), width: 2, points: { show: Boolean(this.x.dots) }, fill: fills && `${css(`--c-${color}`)}60`,
-        value: (_, value, __, place) => one((place === null ? this.data[at + 1].at(-1) : value) ?? null) + this.unit,
-      }))],
+      series: [{ label: this.x.name, value: (_, at) => this.x.said(at ?? this.data[0].at(-1)) }, ...this.series.map((each, at) => this.line(each, at))],
+    };
+  }
+
+  line({ name, color, fills }, at) {
+    const [hue, striped] = color.split(" ");
+    const stroke = css(`--c-${hue}`);
+    return {
+      label: name, stroke, width: 2, dash: striped && [6, 4], points: { show: Boolean(this.x.dots) }, fill: fills && `${stroke}60`,
+      value: (_, value, __, place) => one((place === null ? this.data[at + 1].at(-1) : value) ?? null) + this.unit,
     };
   }
 }

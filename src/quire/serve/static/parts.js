@@ -2,27 +2,26 @@
 
 import { bar, bytes, count, make } from "./dom.js";
 
-// In the order of `quire.observe.explain.Cause`.
+// In the order of `quire.observe.explain.Cause`. What is striped was cached, at least in part, and was computed again.
 export const CAUSES = [
-  { name: "hit", color: "hit", about: "reused" },
-  { name: "last_token", color: "host", about: "cached, and computed again: the last token, with its page" },
-  { name: "logprobs", color: "store", about: "cached, and computed again for log-probabilities of the prompt" },
-  { name: "slower", color: "peer", about: "cached below the device, and faster to compute than to load" },
-  { name: "group", color: "private", about: "cached, but a group of layers could not go on from there" },
-  { name: "peer", color: "moving", about: "asked of a prefill engine, and computed here" },
+  { name: "hit", color: "device", about: "reused" },
+  { name: "last_token", color: "device striped", about: "cached, and computed again: the last token, with its page" },
+  { name: "logprobs", color: "storage striped", about: "cached, and computed again for log-probabilities of the prompt" },
+  { name: "slower", color: "host striped", about: "cached below the device, and faster to compute than to load" },
+  { name: "group", color: "moving striped", about: "cached, but a group of layers could not go on from there" },
+  { name: "peer", color: "peer striped", about: "asked of a prefill engine, and computed here" },
   { name: "evicted", color: "evicted", about: "was cached and had to make room" },
   { name: "namespace", color: "namespace", about: "cached for another adapter or salt only" },
-  { name: "page", color: "page", about: "less than a page in common" },
+  { name: "page", color: "new striped", about: "less than a page in common" },
   { name: "new", color: "new", about: "never seen behind this prefix" },
 ];
 const COLORS = Object.fromEntries(CAUSES.map(({ name, color }) => [name, color]));
-const TIERS = { device: "device", host: "host", storage: "store", peer: "peer" };
-const LEDGER = ["device", "host", "store", "peer", "evicted", "new", "private"];
+export const DISTINCT = ["device", "host", "storage", "peer", "evicted", "namespace", "new"];
 const MOST_TICKS = 80;
 
 // Where tokens were, or why they were computed.
 const named = ({ cause, tier }) => (tier ? `${tier} ${cause}` : cause);
-const color = ({ cause, tier }) => TIERS[tier] ?? COLORS[cause] ?? "new";
+const color = ({ cause, tier }) => tier ?? COLORS[cause] ?? "new";
 
 export const dot = (reason) => make("span", { class: `dot c-${color(reason)}`, "aria-hidden": true });
 
@@ -51,6 +50,6 @@ export function causesBar(causes) {
 export function ledgerBars(lines) {
   return [...new Set(lines.map((each) => each.where))].flatMap((where) => [
     make("h3", {}, `On the ${where}`),
-    ...bar(where, lines.filter((each) => each.where === where).map(({ name, bytes: value }, at) => ({ name, value, color: LEDGER[at % LEDGER.length] })), { unit: bytes }),
+    ...bar(where, lines.filter((each) => each.where === where).map(({ name, bytes: value }, at) => ({ name, value, color: DISTINCT[at % DISTINCT.length] })), { unit: bytes }),
   ]);
 }

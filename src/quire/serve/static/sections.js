@@ -6,19 +6,19 @@ import { CAUSES, causesBar, ledgerBars } from "./parts.js";
 import { Prompts } from "./prompts.js";
 import { planTold, treeTold } from "./answers.js";
 
-const QUANTILES = [{ name: "median", color: "hit" }, { name: "95 %", color: "evicted" }];
-const STATES = [["private", "private"], ["cached", "cached"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
+const QUANTILES = [{ name: "median", color: "device" }, { name: "95 %", color: "evicted" }];
+const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
 
 export class Sections {
   constructor(ask) {
     this.ask = ask;
     this.prompts = new Prompts(ask);
     this.charts = {
-      tokens: new Chart(find("chart-tokens"), [{ name: "in", color: "hit" }, { name: "out", color: "host" }]),
+      tokens: new Chart(find("chart-tokens"), [{ name: "in", color: "device" }, { name: "out", color: "host" }]),
       first: new Chart(find("chart-first"), QUANTILES, { unit: " ms" }),
       next: new Chart(find("chart-next"), QUANTILES, { unit: " ms" }),
-      requests: new Chart(find("chart-requests"), [{ name: "running", color: "hit" }, { name: "waiting", color: "evicted" }]),
-      usage: new Chart(find("chart-usage"), [{ name: "in use", color: "private" }], { unit: " %", most: 100 }),
+      requests: new Chart(find("chart-requests"), [{ name: "running", color: "device" }, { name: "waiting", color: "evicted" }]),
+      usage: new Chart(find("chart-usage"), [{ name: "in use", color: "host" }], { unit: " %", most: 100 }),
     };
     find("tree-ask").addEventListener("click", () => this.answer("tree-told", "/v1/cache/tree", treeTold));
     find("plan-if").addEventListener("submit", (submitted) => {
@@ -125,7 +125,7 @@ function showMemory(counters) {
 function showHits(counters) {
   const { tiers, prompt_tokens: whole = 0, hit_tokens: hits = 0, explained_tokens: causes = {} } = counters;
   const from = tiers
-    ? [["device", tiers.device_hit_tokens], ["host", tiers.host_hit_tokens], ["store", tiers.storage_hit_tokens], ["peer", tiers.peer_hit_tokens]]
+    ? [["device", tiers.device_hit_tokens], ["host", tiers.host_hit_tokens], ["storage", tiers.storage_hit_tokens], ["peer", tiers.peer_hit_tokens]]
     : [["cache", hits]];
   const parts = from.map(([name, value]) => ({ name, value, color: name === "cache" ? "device" : name }));
   parts.push({ name: "computed", value: whole - hits, color: "new" });
@@ -167,7 +167,7 @@ function showChecks({ counters }) {
   const of = (label, metric, value, bad) => figure(tiles, label, count(value), { metric, value, bad });
   figure(tiles, "invariants", violation || "hold", { bad: violation });
   of("audits", "quire_audits_total", counters.audits);
-  of("of the whole cache, unchanged", "quire_whole_audits_total", counters.whole_audits);
+  of("audits of the whole cache", "quire_whole_audits_total", counters.whole_audits);
   if (!canary) return;
   of("frames with a stamp", "quire_canary_stamped_pages_total", canary.stamped_pages);
   of("frames looked at on a hit", "quire_canary_hit_pages_total", canary.hit_pages);
