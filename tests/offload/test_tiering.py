@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import OutOfPages
+from quire.observe.explain import Cause
 from quire.offload import prefetch as fetched_pieces
 from quire.offload.tiering import Tiering
 from quire.settings.fields import WritePolicy
@@ -295,4 +296,19 @@ def test_pages_before_a_damaged_one_stay(reaches: tuple[ReachSpec, ...], group: 
         assert world.compute(asking(tokens)) == place * PAGE, "and they are what they should be"
     else:
         world.compute(asking(tokens))
+    world.close()
+
+
+def test_who_needs_room_on_the_host_is_named() -> None:
+    """A page that the host gave up for pages of another request says for which one, as those of the device do."""
+    world = TieredCache(16, 4)
+    first, second = tokens_of((1, 2, 3)), tokens_of((4, 5, 6))
+    world.compute(first)
+    world.demote()
+    kv = world.cache.begin(second, ALICE, label="the second")
+    world.cache.extend([kv], len(second))
+    world.cache.finish(kv, second)
+    world.drain()
+    told = world.cache.admission.explain(asking(first), world.cache.match(asking(first), ALICE))
+    assert {reason.by for reason in told.reasons if reason.cause is Cause.EVICTED} == {"the second"}
     world.close()

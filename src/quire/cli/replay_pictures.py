@@ -64,9 +64,10 @@ def _hits(run: ReplayResult) -> dict[str, Any]:
     """The prompt tokens of a run: what it hit, what another policy or a larger pool would hit, and what none does."""
     bounds = [run.hit_tokens, *(round(rate * run.prompt_tokens) for rate in (run.optimal_hit_rate, run.ideal_hit_rate))]
     hit, best, ideal = (max(bounds[: at + 1]) for at in range(3))
+    unseen = run.prompt_tokens - ideal
     parts = [
-        ("hit", hit, "device"), ("lost to the policy", best - hit, "evicted"), ("lost to the pool", ideal - best, "new striped"),
-        ("seen for the first time", run.prompt_tokens - ideal, "new"),
+        ("hit", hit, "device"), ("lost to the policy", best - hit, "evicted"),
+        ("lost to the pool", ideal - best, "new striped"), ("seen for the first time", unseen, "new"),
     ]  # fmt: skip
     return bar(f"{run.model}, pages of {run.page_size}, {run.pool_tokens:,} tokens: {_name(run)}", parts)
 

@@ -181,7 +181,7 @@ class Tiered(Offloading):
             tiers.counters.declined_tokens += choice.declined_pages * self._page_size
         tiers.on_host.unmark(pages, State.FETCHED)
         if self._write is WritePolicy.SELECTIVE:
-            tiers.save(kv.lease.node, pages, ends=(len(pages),))
+            tiers.save(kv.lease.node, pages, ends=(len(pages),), label=kv.label)
 
     # -- what it leaves
 
@@ -191,11 +191,11 @@ class Tiered(Offloading):
             kv.loads += self.tiers.loads_of(pages[start:new])
             self.tiers.damaged.mend(pages[start:new])
         if self._write is not WritePolicy.SELECTIVE:
-            self.tiers.save(kv.lease.node, pages, ends=tuple(kv.marks))
+            self.tiers.save(kv.lease.node, pages, ends=tuple(kv.marks), label=kv.label)
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
         if returns or self._write is not WritePolicy.SELECTIVE:
-            self.tiers.save(kv.lease.node, pages, ends=(*kv.marks, len(pages)))
+            self.tiers.save(kv.lease.node, pages, ends=(*kv.marks, len(pages)), label=kv.label)
         self.tiers.archiver.archive(kv.lease.node)
 
     # -- room
@@ -216,7 +216,7 @@ class Tiered(Offloading):
             evicted = Evicted(parts.tree.evict(num_pages, cause), 0)
         parts.free(evicted.removed)
         while parts.pages.num_free_pages < num_ids:
-            if not tiers.evict_host(num_ids - parts.pages.num_free_pages):
+            if not tiers.evict_host(num_ids - parts.pages.num_free_pages, cause):
                 break
         return evicted
 

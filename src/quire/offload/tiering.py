@@ -159,11 +159,12 @@ class Tiering:
     # -- saving
 
     def save(
-        self, node: Node, pages: Ids, ends: Sequence[int], *, first: int = 0, evicts: bool = False
+        self, node: Node, pages: Ids, ends: Sequence[int], *, first: int = 0, evicts: bool = False, label: str = ""
     ) -> Transfer | None:
         """Save the pages of a path from page `first` on that the host lacks. If there is no room, the last ones are not
         saved. `ends` are numbers of pages after which requests may begin: frames that they read in part are saved too.
-        If the caller `evicts` the path from the device, it is saved under every `WritePolicy`.
+        If the caller `evicts` the path from the device, it is saved under every `WritePolicy`. The request that needs
+        the room is named by its `label`.
         """
         if not len(pages):
             return None
@@ -180,7 +181,7 @@ class Tiering:
             return None
         lease = self._tree.pin(node)
         fits = [
-            at[: host.num_savable(len(at), partial(self.host_room, host))]
+            at[: host.num_savable(len(at), partial(self.host_room, host, label=label))]
             for host, at in zip(self.hosts, wanted, strict=True)
         ]
         both = [(at, len(fit)) for at, fit, host in zip(wanted, fits, self.hosts, strict=True) if host.whole]
@@ -227,18 +228,18 @@ class Tiering:
             lacks &= useful
         return np.flatnonzero(lacks)
 
-    def host_room(self, host: HostGroup, wanted: int) -> int:
+    def host_room(self, host: HostGroup, wanted: int, label: str = "") -> int:
         """Make room for host frames, and return how many of the `wanted` ones are free."""
         short = wanted - host.num_free
         if short > 0:
             self.archiver.go_on(urgent=True)
-            evict: Callable[[int], object] = self.evict_host if host.whole else host.evict
+            evict: Callable[[int], object] = partial(self.evict_host, label=label) if host.whole else host.evict
             evict(short)
         return min(wanted, host.num_free)
 
-    def evict_host(self, num_pages: int) -> bool:
+    def evict_host(self, num_pages: int, label: str = "") -> bool:
         """Evict host copies of up to so many unused pages; returns whether there were any."""
-        evicted = self._tree.evict_lower(num_pages, self._leave_host)
+        evicted = self._tree.evict_lower(num_pages, self._leave_host, label)
         num_evicted = len(evicted.removed) + evicted.num_moved
         self.counters.host_evicted_pages += num_evicted
         self._free(evicted.removed)

@@ -246,12 +246,12 @@ class RadixCache:
                 self._leave(node, leave)
         return Evicted(join_ids(removed), num_moved)
 
-    def evict_lower(self, num_pages: int, leave: Give) -> Evicted:
+    def evict_lower(self, num_pages: int, leave: Give, cause: str = "") -> Evicted:
         """Remove copies of up to `num_pages` pages that no lease holds, in the order of `NodeTiers.copies`. Pages on
         the device stay there, and `leave` frees their copies; the others are removed."""
         removed: list[bytes] = []
         num_moved = 0
-        eviction = self._eviction("")
+        eviction = self._eviction(cause)
         while num_pages > 0 and (entry := self._tiers.copies.pop()) is not None:
             node = entry.item
             copies = self.num_copies(node)
