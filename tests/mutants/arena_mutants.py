@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache import KVCache
+from quire.cache.room import SharedRoom
+from quire.cache.running import RunningTables
+from quire.cache.states import StateGroup
 from quire.memory.allocator.arena import Arena, EndPool
+from quire.sim import device
 from quire.spec.arena import ArenaLayout
 from tests.mutants.mutants import Patch, mutant
 
@@ -78,3 +83,53 @@ def an_extent_only_grows(patch: Patch) -> None:
         pool.extent = max(pool.extent, extent if np.count_nonzero(pool._used) else 0)
 
     patch.setattr(EndPool, "_vacate", vacate)
+
+
+@mutant("arenas", "a request goes on from the place where its last checkpoint was before it moved")
+def a_previous_frame_is_not_told(patch: Patch) -> None:
+    real = StateGroup.moved
+
+    def moved(group: StateGroup, sources: Any, targets: Any) -> Any:
+        before = group._previous_frame.copy()
+        pages = real(group, sources, targets)
+        group._previous_frame[:] = before
+        return pages
+
+    patch.setattr(StateGroup, "moved", moved)
+
+
+@mutant("arenas", "the bytes of a page are copied while a save reads them or a load writes them")
+def frames_in_transfers_move(patch: Patch) -> None:
+    real = KVCache._fixed
+
+    def fixed(cache: KVCache, group: int) -> Any:
+        cache.parts.fixed.clear()
+        return real(cache, group)
+
+    patch.setattr(KVCache, "_fixed", fixed)
+
+
+@mutant("arenas", "frames are copied before the steps that were launched have written them")
+def a_copy_is_not_behind_launched_steps(patch: Patch) -> None:
+    real = device._GroupMemory.copy
+    patch.setattr(
+        device._GroupMemory, "copy", lambda memory, sources, targets, in_flight: real(memory, sources, targets, ())
+    )
+
+
+@mutant("arenas", "each group is promised all of the bytes, and requests are admitted that never fit together")
+def rooms_are_counted_apart(patch: Patch) -> None:
+    def lack(room: SharedRoom, counts: list[int]) -> int:
+        return max(stride * counts[at] - room.total for at, stride in zip(room.indices, room.strides, strict=True))
+
+    patch.setattr(SharedRoom, "lack", lack)
+
+
+@mutant("arenas", "a request that is alone holds checkpoints in bytes that it needs, and never ends")
+def checkpoints_are_never_given_up(patch: Patch) -> None:
+    patch.setattr(StateGroup, "give_up", lambda group: False)
+
+
+@mutant("moved tables", "the device goes on to read pages where they were")
+def page_tables_are_not_told(patch: Patch) -> None:
+    patch.setattr(RunningTables, "rewritten", lambda rows, group, pages: None)

@@ -132,6 +132,8 @@ from tests.serve import (
     test_tokenising,
 )
 from tests.serve.test_tenants import check_all_keys_are_compared
+from tests.sim import test_arena
+from tests.sim.arenas import run_arena_replay
 from tests.sim.test_hit_bounds import check_optimum, test_of_a_prompt_the_last_token_is_computed
 from tests.sim.test_replicas import check_events
 from tests.sparse.test_hot_slots import check_hot_slots
@@ -186,6 +188,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
     "arena": [lambda seed=seed: run_arena(seed, 60) for seed in range(60)],
+    "arenas": [lambda seed=seed: run_arena_replay(seed, shakes=True, tiers=seed % 2 < 1) for seed in range(30)],
+    "moved tables": [test_arena.check_tables],
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
     "density": DENSITY,
@@ -537,7 +541,7 @@ def test_names_and_sentences_are_all_different() -> None:
         peer_mutants.tags_are_never_shut,
         prompt_mutants.what_is_cached_is_not_computed,
         grammar_mutants.masks_are_of_other_rows,
-        arena_mutants.a_frame_too_many,
+        arena_mutants.a_previous_frame_is_not_told,
         bounds_mutants.bounds_outlive_their_page,
         native_mutants.a_chunk_sees_its_next_token,
         forward_mutants.a_part_is_stale,

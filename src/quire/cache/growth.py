@@ -2,6 +2,7 @@
 
 If too few are free, room is made in this order:
 
+checkpoints               of running requests, not stored yet, are given up where groups share a room
 rows of sessions          end, those of expired sessions first, then the least recently used one
 soft retentions           end, the lowest priority first, until enough is evictable
 transfers                 are waited for: their pages are evictable when they have arrived
@@ -23,7 +24,7 @@ from quire.cache.groups import NO_PAGES
 from quire.cache.offload import CacheParts, Offload
 from quire.cache.room import Room
 from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
-from quire.cache.states import GroupCache
+from quire.cache.states import GroupCache, StateGroup
 from quire.cache.statistics import CacheCounters
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import GrowingAllocator, Move, PageFrames
@@ -59,7 +60,7 @@ class Growth:
         frames = (g.frames.allocator for g in self._others if isinstance(g.frames, PageFrames))
         others = (each for each in frames if each is not parts.pages)
         self.allocators: tuple[GrowingAllocator, ...] = (growing, *others)
-        self._states = tuple(group for group in parts.groups if group.reach.in_place)
+        self._states = tuple(group for group in parts.groups if isinstance(group, StateGroup))
         self._rooms = parts.rooms
         self._scarce = tuple(room for room in parts.rooms if self._is_scarce(room))
         self._moved = 0  # the fence of the first step after the last move
@@ -161,7 +162,12 @@ class Growth:
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
             retention = self._offload.retention
-            if not (self._give_way() or retention.give_way(wanted, num_new) or self._offload.make_room(waits=waits)):
+            if not (
+                self._give_up_checkpoints()
+                or self._give_way()
+                or retention.give_way(wanted, num_new)
+                or self._offload.make_room(waits=waits)
+            ):
                 raise refusal
             wanted = ask()
         self._evict_frames(wanted, Rank.PASSED, shared=True)
@@ -179,6 +185,10 @@ class Growth:
                 raise self._refusal(room.groups[0].name, wanted[0], room.groups[0].num_free, 0)
             if (move := room.make_way(wanted)) is not None:
                 self._move(move)
+
+    def _give_up_checkpoints(self) -> bool:
+        """A running request never needs more than the plan counts for it: what it has beside that goes first."""
+        return not self._parts.holds.fences.num_open and any(group.give_up() for group in self._states)
 
     def _used(self, wanted: Sequence[int]) -> list[int]:
         """Frames in use if each group gets so many."""
@@ -221,9 +231,12 @@ class Growth:
         """The error for a request that does not fit even if all evictable pages are evicted."""
         parts, tree = self._parts, self._parts.tree
         for room in self._rooms:
-            if room.lack([g.num_held + n for g, n in zip(parts.groups, wanted, strict=True)]) > 0:
-                group = max(room.groups, key=lambda g: wanted[g.index] - room.obtainable(g))
-                return self._refusal(group.name, wanted[group.index], group.num_free, room.obtainable(group))
+            lack = room.lack([g.num_held + n for g, n in zip(parts.groups, wanted, strict=True)])
+            if lack > 0:
+                index, stride = max(zip(room.indices, room.strides, strict=True), key=lambda at: wanted[at[0]] * at[1])
+                group, n = parts.groups[index], wanted[index]
+                fits = n - -(-lack // stride)  # beside what the others want
+                return self._refusal(group.name, n, min(group.num_free, max(0, fits)), fits)
         evictable = max(0, tree.num_evictable + tree.num_below - self._offload.num_read_ids)
         free = parts.pages.num_free_pages
         return self._refusal("pages", num_new, free, free + evictable) if num_new > free + evictable else None

@@ -226,6 +226,20 @@ class StateGroup(GroupBase):
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         return num_pages >= self._oldest[rows]
 
+    def give_up(self) -> bool:
+        """Free the checkpoints that are not stored yet, if their room is shared: bytes that others need. No step is in
+        flight. Returns whether there were any."""
+        if not self.room.is_shared:
+            return False
+        frames = [each.frame for some in self._unsettled for each in some]
+        frames += self._previous_frame[self._previous_frame != 0].tolist()
+        self.frames.allocator.free(frames)
+        self._previous_frame[:] = 0
+        self._unsettled = [[] for _ in self._unsettled]
+        self._oldest[:] = sys.maxsize
+        self.skipped += len(frames)
+        return bool(frames)
+
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
         released: list[GroupRelease] = []
         for kv, end in zip(new.kvs, new.ends.tolist(), strict=True):
