@@ -7,6 +7,7 @@ and the host hears of that later: so a page that was handed out too early shows,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from quire.spec.ids import Ids
 from tests.fuzz.names import Names, Page
 from tests.fuzz.plans import tokens_read
 
+_KEPT = 8  # steps, of which some may be in flight
 Frames = list[list[int]]
 """Per part of a step: the frames of its pages, from the first on."""
 
@@ -72,7 +74,25 @@ class Device:
             else:
                 self.pages[group.index] = [(0,) * self._size] * num_frames
         self._reads = [tokens_read(group.reach, cache.page_size) for group in cache.plan.groups]
-        self.num_read = self.num_executed = 0
+        self.num_read = self.num_executed = self.num_copied = 0
+        self._steps: list[Step] = []
+        cache.parts.moved.append(self.copy)
+
+    def copy(self, group: int, sources: Ids, targets: Ids) -> None:
+        """Frames are copied behind all launched steps: what these will do there, they do at the copies."""
+        held: list[Any] = self.carried[group] if group in self.carried else self.pages[group]
+        renamed = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        found = [held[source] for source in renamed]
+        for target, content in zip(renamed.values(), found, strict=True):
+            held[target] = content
+        self.num_copied += len(found)
+        del self._steps[:-_KEPT]
+        for step in self._steps:
+            if group in step.pieces:
+                for frames in (step.pieces[group].sources, step.pieces[group].targets):
+                    frames[:] = [renamed.get(frame, frame) for frame in frames.tolist()]
+            else:
+                step.frames[group] = [[renamed.get(frame, frame) for frame in row] for row in step.frames[group]]
 
     def launch(self, kvs: list[RequestKV], parts: list[Part], draws: Lengths | None = None) -> Step:
         """A step is launched: what it will read and write is what the cache says now. Part i draws `draws[i]` tokens,
@@ -95,6 +115,7 @@ class Device:
             slots = cache.rows.slots(kvs, starts, ends, group).tolist()
             assert slots == places, f"the page table of group {group} names other frames than its slots"
             step.frames[group] = table
+        self._steps.append(step)
         return step
 
     def execute(self, step: Step) -> None:

@@ -18,6 +18,7 @@ from quire.cache.running import RunningBatch
 from quire.errors import OutOfPages
 from quire.observe.explain import FromPeer
 from quire.prefix.node import User
+from quire.spec.arena import ArenaLayout
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Ids
 from quire.spec.pages import ALL_TOKENS
@@ -153,11 +154,12 @@ class FollowedCache:
             if self.faults is None or not self.faults.take(error):
                 raise AssertionError(f"an allocation was refused that fits: {error}") from error
             self.happened["fault"] += 1
-            model.allow_evicted(max(0, wanted - free))
+            model.allow_evicted(max(0, wanted - free) if self.cache.plan.arena is None else self._evicted())
             self._check("extend")
             self.evicted = self.cache.statistics().evicted_pages
             raise
-        self._forgotten(max(0, wanted - free))
+        self._forgotten(max(0, wanted - free) if self.cache.plan.arena is None else self._evicted())
+        self.happened["copied"] = self.device.num_copied
         for s, count in zip(batch, counts, strict=True):
             s.allocated += count
         self.happened["batch"] += len(batch) > 1
@@ -319,6 +321,9 @@ class FollowedCache:
     def _short(self, batch: list[Followed], wanted: int) -> tuple[str, int, int, int] | None:
         """(group, wanted, free, evictable) of the first group that is short, by counting what requests read."""
         free, evictable = self.model.free(), self.model.evictable()
+        if (layout := self.cache.plan.arena) is not None:
+            short = self._short_of_bytes(layout, batch, wanted)
+            return short or (("pages", wanted, free, evictable) if wanted > free + evictable else None)
         for group in self.cache.groups:
             if group.reach.whole:
                 if wanted > free + evictable:
@@ -334,6 +339,48 @@ class FollowedCache:
         if wanted > free + evictable:
             return "pages", wanted, free, evictable
         return None
+
+    def _short_of_bytes(
+        self, layout: ArenaLayout, batch: list[Followed], wanted: int
+    ) -> tuple[str, int, int, int] | None:
+        """The same if two groups share bytes: what stays and what is wanted of both, one from each end."""
+        rows = np.array([s.kv.row for s in batch], dtype=np.intp)
+        needs = [group.wanted(rows, wanted) for group in self.cache.groups]
+        ends = []
+        for group, need in zip(self.cache.groups, needs, strict=True):
+            idle = self.model.evictable() if group.reach.whole else self._idle(group.index)
+            pool: Any = group.frames.allocator.ids
+            fixed = self.cache._fixed(group.index)
+            least = pool.extent if fixed is None else pool.places_of(fixed)
+            spare = 0
+            if group.reach.in_place and not self.model.open:
+                own = 1 + self.cache.plan.tokens_per_step - 1
+                held = [len(group.frames_of(s.kv.row)) for s in self.model.live]
+                spare = sum([max(0, count - own) for count in held])
+            ends.append(
+                (
+                    max(group.frames.num_used - idle - spare + need, least),
+                    max(group.frames.num_used - idle + need, least),
+                )
+            )
+        small, large = min(layout.strides), max(layout.strides)
+        lack = [
+            sum([stride * end[at] for stride, end in zip(layout.strides, ends, strict=True)])
+            + small
+            + large
+            - layout.budget // small * small
+            for at in (0, 1)
+        ]
+        if lack[0] <= 0:
+            return None
+        at = max((0, 1), key=lambda at: needs[at] * layout.strides[at])
+        fits = needs[at] - -(-lack[1] // layout.strides[at])
+        free = min(self.cache.groups[at].num_free, max(0, fits))
+        return self.cache.groups[at].name, needs[at], free, max(0, fits - free)
+
+    def _evicted(self) -> int:
+        """Pages that the cache says it has evicted since this was last known; in an arena as many as bytes lack."""
+        return self.cache.statistics().evicted_pages - self.evicted
 
     def _idle(self, g: int) -> int:
         """Resident pages of the tree that no request and no step in flight reads."""
@@ -352,11 +399,11 @@ class FollowedCache:
         """What to check after an allocation: no page and no frame of it is one that a step could touch still."""
         withheld = {page for each in self.cache.parts.withheld for page in each()}  # until a transfer ends
         moving = set(self.watch.snapshot.moving) - withheld
-        touched = [set().union(*[self.device.touches(step, g) for step in self.steps]) for g in self._groups]
-        if not moving and not any(touched):
+        if not moving and not self.steps:
             return None
 
         def check(snapshot: Snapshot) -> None:
+            touched = [set().union(*[self.device.touches(step, g) for step in self.steps]) for g in self._groups]
             rows = {row.kv: row.pages for row in snapshot.requests}
             for s, first in zip(batch, firsts, strict=True):
                 pages = rows[s.kv][first:]

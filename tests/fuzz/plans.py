@@ -11,9 +11,11 @@ import numpy as np
 from quire.cache import KVCache
 from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import reach_of
+from quire.spec.arena import ArenaLayout
 from quire.spec.group import ReachSpec
 from quire.spec.hisparse import HotBuffers
 from quire.spec.ids import Ids
+from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.speculation import SpeculativeConfig, get_alloc_reserve_per_decode
 from quire.testing.choices import Choices
 from quire.testing.plans import small_plan
@@ -51,9 +53,21 @@ def hybrid_plan(choices: Choices, num_pages: int, page_size: int, context: int, 
         frames=tuple(frames),
     )
     whole = [index for index, spec in enumerate(reaches) if spec.kind == "full"]
+    if len(whole) == 1 and len(reaches) == 2:
+        return with_arena(plan) if context % 4 else plan
     if len(whole) < 2 or context % 4 == 0:
         return plan
     return replace(plan, hot=HotBuffers(group=whole[context % 2], buffer_size=page_size, top_k=1))
+
+
+def with_arena(plan: MemoryPlan) -> MemoryPlan:
+    """The plan with one budget for its two groups, of as many bytes; frames of the second one are larger or not."""
+    wide = Field(name="k", shape=(1 + plan.context % 5,), dtype=DType.UINT8, layers=(0,))
+    second = replace(plan.groups[1], layout=PageLayout(plan.page_size, (wide,)))
+    groups = (plan.groups[0], second)
+    one, two = (group.layout.bytes_per_frame for group in groups)
+    budget = (plan.num_pages + 2) * one + (plan.frames[1] + 1) * two
+    return replace(plan, groups=groups, arena=ArenaLayout(budget, (one, two)))
 
 
 def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> MemoryPlan:
@@ -69,11 +83,13 @@ def drafting_plan(plan: MemoryPlan, num_drafts: int, *, branches: bool) -> Memor
         return frames + num_drafts if num_drafts % 2 else frames * (2 + num_drafts)
 
     more = -(-get_alloc_reserve_per_decode(speculation, plan.page_size) // plan.page_size)
+    plan, had_arena = replace(plan, arena=None), plan.arena is not None
     frames = [
         states(plan.frames_of(at)) if group.reach.kind == "state" else plan.frames_of(at) + more
         for at, group in enumerate(plan.groups)
     ]
-    return replace(plan, speculation=speculation, num_pages=plan.num_pages + more, frames=tuple(frames))
+    plan = replace(plan, speculation=speculation, num_pages=plan.num_pages + more, frames=tuple(frames))
+    return with_arena(plan) if had_arena else plan
 
 
 def reach(choices: Choices, kind: str, page_size: int) -> ReachSpec:
@@ -105,6 +121,6 @@ def shuffle_frames(cache: KVCache, choices: Choices) -> None:
             take, free = allocator.alloc, allocator.free
         else:
             take, free = allocator.alloc_pages, allocator.free_pages
-        frames: Ids = take(group.num_frames)
+        frames: Ids = take(group.num_free)
         left = frames.tolist()
         free(np.array([left.pop(choices.below(len(left))) for _ in frames], dtype=np.int32))

@@ -276,6 +276,10 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
         """Room is made for so many frames, as for a request, so that what is cached leaves the device."""
         cache = self.cache
         wanted = [group.num_free + min(num_frames, group.num_evictable) for group in cache.groups]
+        if cache.plan.arena is not None:  # of one group: what both have free is not free twice
+            wanted[num_frames % 2] = 0
+            if self.steps:
+                return
         cache.parts.reclaim(wanted, "")
         self._check("demote")
         short = [g.name for g, wants in zip(cache.groups, wanted, strict=True) if g.num_free < wants]

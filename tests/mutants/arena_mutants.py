@@ -127,7 +127,7 @@ def rooms_are_counted_apart(patch: Patch) -> None:
 
 @mutant("arenas", "a request that is alone holds checkpoints in bytes that it needs, and never ends")
 def checkpoints_are_never_given_up(patch: Patch) -> None:
-    patch.setattr(StateGroup, "give_up", lambda group: False)
+    patch.setattr(StateGroup, "give_up", lambda group, lack: False)
 
 
 @mutant("moved tables", "the device goes on to read pages where they were")

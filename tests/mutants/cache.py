@@ -112,30 +112,30 @@ def extend_stops_half_way(patch: Patch) -> None:
 @mutant("cache", field.LEAK)
 def pages_leak_when_frames_run_out(patch: Patch) -> None:
     """A refused allocation still took its page ids; only the frames were missing."""
-    real = Growth._reclaim
+    real = Growth._make_room
 
-    def reclaim(growth: Growth, rows: Any, wanted: int, cause: str) -> None:
+    def make_room(growth: Growth, rows: Any, wanted: int, *rest: Any) -> None:
         try:
-            real(growth, rows, wanted, cause)
+            real(growth, rows, wanted, *rest)
         except OutOfPages:
             pages = growth._parts.pages
             pages.alloc_pages(min(1, pages.num_free_pages))
             raise
 
-    patch.setattr(Growth, "_reclaim", reclaim)
+    patch.setattr(Growth, "_make_room", make_room)
 
 
 @mutant("cache", field.STUCK)
 def evict_before_refusing(patch: Patch) -> None:
     """Everything cached is thrown away for a request that is refused anyway."""
-    real = Growth._reclaim
+    real = Growth._make_room
 
-    def reclaim(growth: Growth, rows: Any, wanted: int, cause: str) -> None:
-        evicted = growth._offload.evict(max(0, wanted - growth._parts.pages.num_free_pages), 0, cause)
+    def make_room(growth: Growth, rows: Any, wanted: int, *rest: Any) -> None:
+        evicted = growth._offload.evict(max(0, wanted - growth._parts.pages.num_free_pages), 0, "")
         growth._counters.evicted(len(evicted.removed))
-        real(growth, rows, wanted, cause)
+        real(growth, rows, wanted, *rest)
 
-    patch.setattr(Growth, "_reclaim", reclaim)
+    patch.setattr(Growth, "_make_room", make_room)
 
 
 @mutant("cache", field.STUCK)

@@ -22,7 +22,7 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES
 from quire.cache.offload import CacheParts, Offload
-from quire.cache.room import Room
+from quire.cache.request_kv import RequestKV
 from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
 from quire.cache.states import GroupCache, StateGroup
 from quire.cache.statistics import CacheCounters
@@ -62,7 +62,12 @@ class Growth:
         self.allocators: tuple[GrowingAllocator, ...] = (growing, *others)
         self._states = tuple(group for group in parts.groups if isinstance(group, StateGroup))
         self._rooms = parts.rooms
-        self._scarce = tuple(room for room in parts.rooms if self._is_scarce(room))
+        most = parts.pages.num_pages
+        self._scarce = tuple(  # those that can be short where page ids are not
+            room
+            for room in parts.rooms
+            if room.is_shared or any(g.reach.in_place or g.frames.num_frames < most for g in room.groups)
+        )
         self._moved = 0  # the fence of the first step after the last move
         self.is_loading = False  # what is reclaimed is for loads, beside launched steps
 
@@ -115,34 +120,34 @@ class Growth:
     def _grow(self, kvs: Batch, rows: Rows, num_new: int, longer: Rows, before: Lengths, after: Lengths) -> None:
         """Give rows `longer`, which grow from `before[i]` to `after[i]` tokens, their `num_new` new pages, and all
         `rows`, with these among them, their frames in the other groups."""
-        self._make_room(rows, num_new, kvs)
+        self._make_room(rows, num_new, kvs, after if len(longer) == len(rows) else None)
         pages = self._growing.alloc_rows(self._rows.pages, longer, before, after) if num_new else NO_PAGES
         self._take(rows, pages)
         if num_new:
             self._rows.write_new(longer, -(-before // self._size), -(-after // self._size), pages)
 
-    def _make_room(self, rows: Rows, num_new: int, kvs: Batch) -> None:
+    def _make_room(self, rows: Rows, num_new: int, kvs: Batch, ends: Lengths | None) -> None:
         """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
         short = num_new > self._parts.pages.num_free_pages
+        asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
         if not short and self._scarce:
-            wanted = self._wanted(rows, num_new)
+            wanted = self._wanted(asking, rows, num_new, ends)
             short = not all(room.has(wanted) for room in self._scarce)
         if short:
-            self._reclaim(rows, num_new, _names_of(kvs, self._rows.num_allocated[rows] % self._size == 0))
+            self._offload.retention.expire()
+            cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
+            self._until(lambda: self._wanted(asking, rows, num_new, ends), num_new, cause, waits=True)
 
-    def _reclaim(self, rows: Rows, num_new: int, cause: str) -> None:
-        """Evict until these rows can take `num_new` pages."""
-        self._offload.retention.expire()
-        self._until(lambda: self._wanted(rows, num_new), num_new, cause, waits=True)
-
-    def _wanted(self, rows: Rows, num_new: int) -> list[int]:
-        return [group.wanted(rows, num_new) for group in self._parts.groups]
-
-    def _is_scarce(self, room: Room) -> bool:
-        """Whether it can be short where page ids are not."""
+    def _wanted(self, kvs: Sequence[RequestKV], rows: Rows, num_new: int, ends: Lengths | None) -> list[int]:
+        """Frames that rows need, with those for checkpoints where these fit beside everything that is held."""
         groups = self._parts.groups
-        most = self._parts.pages.num_pages
-        return room.is_shared or any(g.reach.in_place or g.num_frames < most for g in groups if g in room.groups)
+        wanted = [group.wanted(rows, num_new) for group in groups]
+        for group in self._states:
+            if wishes := group.wishes(kvs, rows, ends):
+                more = [n + wishes * (g is group) for g, n in zip(groups, wanted, strict=True)]
+                if group.room.lack([g.num_held + n for g, n in zip(groups, more, strict=True)]) <= 0:
+                    wanted = more
+        return wanted
 
     def reclaim(self, wanted: Sequence[int], cause: str) -> None:
         """Evict until each group has `wanted[i]` free frames, for loads. Does not wait for transfers. Loads are not
@@ -163,7 +168,7 @@ class Growth:
         while (refusal := self._short(wanted, num_new)) is not None:
             retention = self._offload.retention
             if not (
-                self._give_up_checkpoints()
+                self._give_up_checkpoints(wanted)
                 or self._give_way()
                 or retention.give_way(wanted, num_new)
                 or self._offload.make_room(waits=waits)
@@ -186,9 +191,12 @@ class Growth:
             if (move := room.make_way(wanted)) is not None:
                 self._move(move)
 
-    def _give_up_checkpoints(self) -> bool:
-        """A running request never needs more than the plan counts for it: what it has beside that goes first."""
-        return not self._parts.holds.fences.num_open and any(group.give_up() for group in self._states)
+    def _give_up_checkpoints(self, wanted: Sequence[int]) -> bool:
+        """A running request needs no more than the plan counts for it: what it has beside that goes, if this helps."""
+        if self._parts.holds.fences.num_open:
+            return False
+        counts = [group.num_held + n for group, n in zip(self._parts.groups, wanted, strict=True)]
+        return any(group.give_up(group.room.lack(counts)) for group in self._states)
 
     def _used(self, wanted: Sequence[int]) -> list[int]:
         """Frames in use if each group gets so many."""
@@ -268,9 +276,8 @@ class Growth:
         return InvalidInput(f"a request cannot go to {length:,} tokens: {most}", fix=fix)
 
 
-def _names_of(kvs: Batch, at_end: Bools) -> str:
+def _names_of(asking: Sequence[RequestKV], at_end: Bools) -> str:
     """The cause of an eviction: the first request that needs a page, and the number of others."""
-    asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
     several = len(asking) > 1
     count = int(np.count_nonzero(at_end)) if several else 1
     first, count = (int(at_end.argmax()), count) if several and count else (0, len(asking))

@@ -112,6 +112,19 @@ class StateGroup(GroupBase):
         short = wanted - self.room.obtainable(self, num_new)
         return wanted - (min(short, len(self._takeable(missing))) if short > 0 else 0)
 
+    def wishes(self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths | None) -> int:
+        """Frames for the checkpoints that rows will store next, beside `wanted`, if the room is shared: nothing is set
+        apart for them there. `ends` are the tokens that each will have, None: one more."""
+        if not self.room.is_shared:
+            return 0
+        wishes = sum(kvs[at].shares for at in (self._previous_frame[rows] == 0).nonzero()[0].tolist())
+        starts = self._position[rows]
+        ends = starts if ends is None else ends
+        for at in (ends > starts + 1).nonzero()[0].tolist():
+            start, stop = int(starts[at]), int(ends[at])
+            wishes += kvs[at].shares and sum(start < page * self._page_size < stop for page in kvs[at].marks)
+        return int(wishes)
+
     def begin(self, row: int, pages: Ids) -> None:
         if len(pages):
             self.table.pin(pages[-1:], Rank.USED)
@@ -226,19 +239,20 @@ class StateGroup(GroupBase):
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         return num_pages >= self._oldest[rows]
 
-    def give_up(self) -> bool:
-        """Free the checkpoints that are not stored yet, if their room is shared: bytes that others need. No step is in
-        flight. Returns whether there were any."""
-        if not self.room.is_shared:
-            return False
+    def give_up(self, lack: int) -> bool:
+        """Free the checkpoints that are not stored yet, if that makes up for what a shared room lacks. No step is in
+        flight. Returns whether it does."""
         frames = [each.frame for some in self._unsettled for each in some]
         frames += self._previous_frame[self._previous_frame != 0].tolist()
+        stride = self.room.strides[self.room.indices.index(self.index)]
+        if not self.room.is_shared or not 0 < lack <= len(frames) * stride:
+            return False
         self.frames.allocator.free(frames)
         self._previous_frame[:] = 0
         self._unsettled = [[] for _ in self._unsettled]
         self._oldest[:] = sys.maxsize
         self.skipped += len(frames)
-        return bool(frames)
+        return True
 
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
         released: list[GroupRelease] = []
