@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.connectors import checked_store
+from quire.connectors import checked_store, job
 from quire.connectors.checked_store import CheckedStore, ChunkKey
 from quire.errors import InvalidInput
 from quire.memory.record import HEADER_BYTES, RecordFormat
@@ -21,7 +25,7 @@ from quire.testing.stores.dict_store import DictStore
 from quire.testing.stores.faulty_store import LIES, FaultyStore
 from quire.testing.stores.wrapped_store import WrappedStore
 from quire.tiers.scope_facts import facts_key, read_facts, write_facts
-from quire.tiers.store import Answer, Record, Store, StoreKey, write_record
+from quire.tiers.store import Answer, Record, RecordViews, Store, StoreKey, write_record
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.tombstones import tombstone_of, tombstone_scope
 
@@ -246,29 +250,114 @@ class Hanging(WrappedStore):
 
 
 def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for a thread ends at the deadline, and a lookup even if it runs; memory in use is kept."""
+    """Each job ends within its deadline. What arrives later is written nowhere; what is read later is not stored."""
     store = Hanging()
+    store.lets_go.set()
     engine = CheckedStore(store, FACTS, SIZES, deadline_s=0.2, threads=2)
+    assert engine.save([key(1)], [payload(1)]) == [HIT]
+    store.lets_go.clear()
     started = time.monotonic()
     buffers = [bytearray(SIZES[0]) for _ in range(5)]
-    loads = [engine.submit_load([key(at)], [buffer]) for at, buffer in enumerate(buffers)]
-    lookups = [engine.submit_exists([key(1), key(2)]) for _ in range(3)]
-    assert [job.poll() for job in (*loads, *lookups)] == [None] * 8
-    assert [job.wait() for job in lookups] == [[RETRY, RETRY]] * 3
-    assert [job.poll() for job in loads] == [None, None, [RETRY], [RETRY], [RETRY]]
+    jobs = [engine.submit_load([key(1)], [buffer]) for buffer in buffers]
+    jobs.append(engine.submit_exists([key(1)]))
+    changed = bytearray(payload(2))
+    jobs.append(engine.submit_save([key(2)], [changed]))
+    assert [each.poll() for each in jobs] == [None] * 7
+    assert [each.wait() for each in jobs] == [[RETRY]] * 7
+    assert all(each.expired for each in jobs)
+    assert engine.submit_load([key(1)], [buffers[0]]).poll() == [RETRY], "no thread is left, so nothing is waited for"
     assert time.monotonic() - started < 5
-    assert [job.expired for job in (*loads, *lookups)] == [False] * 2 + [True] * 6
+    calls = store.num_calls
+    changed[0] ^= 1
     store.lets_go.set()
-    assert [job.wait() for job in loads[:2]] == [[MISS], [MISS]]
-    running = engine.submit_save([key(1)], [payload(1)])
-    assert running.wait() == [HIT] and running.wait() == [HIT]
+    end = time.monotonic() + 10
+    while engine._readers.hang or store.inner.exists([StoreKey(engine.scope, key(2)[0], 0)]) != [MISS]:
+        assert time.monotonic() < end
+    engine._readers.rest = engine._writers.rest = job.Rest()
+    assert loaded(engine, [key(1), key(2)]) == [payload(1), None]
+    assert store.num_calls > calls and not any(map(any, buffers)) and not engine.bad
     store.lets_go.clear()
-    hanging = engine.submit_load([key(1)], [buffers[0]])
+    hanging = engine.submit_save([key(3)], [payload(3)])
     monkeypatch.setattr(checked_store, "CLOSE_S", 0.1)
-    engine.close()
+    assert not engine.close()
     assert engine.submit_load([key(1)], [buffers[1]]).wait() == [RETRY]
     store.lets_go.set()
-    assert hanging.wait() == [HIT] and buffers[0] == payload(1)
+    assert hanging.wait() in ([HIT], [RETRY])
+
+
+def check_hung_reads() -> None:
+    """A disk that answers too late: what it reads then is dropped."""
+    with TemporaryDirectory() as folder, closing(DirectoryStore(Path(folder) / "store", 64 << 20)) as store:
+        engine, reads, lets_go = checked(store), [0], threading.Event()
+        keys, payloads = [key(at) for at in range(20)], [payload(at) for at in range(20)]
+        assert engine.save(keys, payloads) == [HIT] * 20
+        really = os.preadv
+
+        def preadv(*given: Any) -> int:
+            reads[0] += 1
+            assert lets_go.wait(30)
+            return really(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", preadv)
+            buffer = bytearray(20 * SIZES[0])
+            rows = [memoryview(buffer)[at : at + SIZES[0]] for at in range(0, len(buffer), SIZES[0])]
+            jobs = [engine.submit_load(keys[:10], rows[:10]), engine.submit_load(keys[10:], rows[10:])]
+            started = time.monotonic()
+            assert [each.wait() for each in jobs] == [[RETRY] * 10] * 2 and reads[0]
+            assert time.monotonic() - started < 5
+            buffer[:] = b"x" * len(buffer)  # another prompt's
+            lets_go.set()
+            engine.close()
+        assert buffer == b"x" * len(buffer)
+
+
+def test_a_directory_that_hangs() -> None:
+    check_hung_reads()
+
+
+class Clock:
+    """The time that jobs see."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        patch.setattr(time, "monotonic", lambda: self.now)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_job_is_given_up_once(data: st.DataObject) -> None:
+    """Beside a model: a job lives while each step takes less than its deadline, and when it is dead nothing changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock, deadline = Clock(patch), 10.0
+        job_of = job.Job(lambda _: None, 3, deadline)
+        buffers = [bytearray(8) for _ in range(3)]
+        answers, contents = [RETRY] * 3, [bytes(8)] * 3
+        last, is_dead, has_ended = 0.0, False, False
+        for _ in range(data.draw(st.integers(1, 25))):
+            step = data.draw(st.sampled_from(["wait", "fill", "tell", "poll", "end"]))
+            at = data.draw(st.integers(0, 2))
+            if step == "wait":
+                clock.now += data.draw(st.sampled_from([1.0, 9.0, 10.0]))
+            elif step == "fill" and not has_ended:
+                content = data.draw(st.binary(min_size=8, max_size=8))
+                target = RecordViews((memoryview(buffers[at])[:3], memoryview(buffers[at])[3:]))
+                assert job_of.fill(at, target, memoryview(content)) == (not is_dead)
+                if not is_dead:
+                    answers[at], contents[at], last = HIT, content, clock.now
+            elif step == "tell" and not has_ended:
+                answer = data.draw(st.sampled_from([MISS, RETRY, Answer.PENDING]))
+                assert job_of.tell({at: answer}) == (not is_dead)
+                if not is_dead:
+                    answers[at], last = answer, clock.now
+            elif step == "end" and not has_ended:
+                job_of.run()
+                has_ended = True
+            else:
+                is_dead = is_dead or (not has_ended and clock.now >= last + deadline)
+                assert job_of.poll() == (answers if has_ended or is_dead else None)
+                assert job_of.expired == is_dead
+            assert buffers == contents
 
 
 class Down(WrappedStore):
@@ -309,7 +398,7 @@ def test_a_store_that_lies(data: st.DataObject) -> None:
             st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=4, unique=True)
         )
         keys = [key(*each) for each in numbers]
-        engine._reading = engine._saving = checked_store._Rest()
+        engine._readers.rest = engine._writers.rest = job.Rest()
         if data.draw(st.booleans()):
             engine.save(keys, [halves(payload(*each)) for each in numbers])
         else:
@@ -327,3 +416,5 @@ def check_store() -> None:
     test_a_scope_that_was_deleted_is_a_miss(DictStore())
     with pytest.MonkeyPatch.context() as patch:
         test_a_store_that_hangs(patch)
+    check_hung_reads()
+    test_a_job_is_given_up_once()

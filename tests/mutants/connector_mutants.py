@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from typing_extensions import Buffer
 
 from quire.connectors import checked_store
-from quire.connectors.checked_store import CheckedStore, ChunkKey, Job
+from quire.connectors.checked_store import CheckedStore, ChunkKey
+from quire.connectors.job import Job
 from quire.memory.record import RecordFormat
 from quire.prefix.hashing import layout_identity
-from quire.tiers.store import Answer
+from quire.tiers.store import Answer, Record, RecordViews
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -40,20 +40,41 @@ def the_digest_is_not_compared(patch: Patch) -> None:
 
 @mutant("checked store", "a scope that was deleted in the store is still answered from")
 def deleted_scopes_are_found(patch: Patch) -> None:
-    def exists(store: CheckedStore, keys: Sequence[ChunkKey]) -> list[Answer]:
-        return store.store.exists(store._keys(keys))
+    def exists(store: CheckedStore, job: Job, keys: Sequence[ChunkKey], _: Sequence[Record]) -> None:
+        job.tell(dict(enumerate(store.store.exists(store._keys(keys)))))
 
     patch.setattr(CheckedStore, "_exists", exists)
 
 
-@mutant("checked store", "a load that hangs is given up, and writes later into memory of another prompt")
-def running_loads_are_given_up(patch: Patch) -> None:
-    real = Job.__init__
+@mutant("checked store", "a read that hangs writes later into memory of another prompt")
+def late_reads_are_copied(patch: Patch) -> None:
+    real = Job.fill
 
-    def init(job: Job, *given: Any, is_free: bool) -> None:
-        real(job, *given, is_free=True)
+    def fill(job: Job, at: int, payload: RecordViews, content: memoryview) -> bool:
+        if job.expired:
+            payload.write(0, content)
+        return real(job, at, payload, content)
 
-    patch.setattr(Job, "__init__", init)
+    patch.setattr(Job, "fill", fill)
+
+
+@mutant("checked store", "a save that hangs stores what the engine has changed since")
+def late_saves_are_visible(patch: Patch) -> None:
+    real = Job.tell
+    patch.setattr(Job, "tell", lambda job, answers: bool(real(job, answers)) or not answers)
+
+
+@mutant("checked store", "a store that goes on slowly is taken for one that hangs")
+def progress_is_not_seen(patch: Patch) -> None:
+    real = Job.tell
+
+    def tell(job: Job, answers: Mapping[int, Answer]) -> bool:
+        expires_at = job._expires_at
+        found = real(job, answers)
+        job._expires_at = expires_at
+        return found
+
+    patch.setattr(Job, "tell", tell)
 
 
 @mutant("checked store", "a record of another size under a key can neither be read nor written, for ever")

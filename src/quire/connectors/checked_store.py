@@ -4,19 +4,25 @@ The engine describes itself by facts: model, weights, dtype, page size, layout, 
 its keys, and in the header of each record. So a record of other weights or of another layout is not found; and one
 that lies under the right key nevertheless, or was damaged, is a miss with a reason, and is removed.
 
-A payload is the engine's own memory, in one buffer or several. The header is beside it, so nothing is copied.
+A payload is the engine's own memory, in one buffer or several. It is saved from where it is, with its header beside it.
+What is loaded arrives in memory of this class, is checked there while a processor's cache has it, and is copied to the
+payload: a read that hangs can be given up, and never writes to memory that the engine uses for something else by then.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
-from threading import Condition, Thread
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from math import inf
+from threading import local
 from typing import TypeAlias
 
+from quire.connectors.job import Job, Threads
 from quire.connectors.lookup_log import LookupLog
 from quire.errors import InvalidInput, StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
@@ -35,95 +41,32 @@ ChunkKey: TypeAlias = "tuple[bytes, int]"
 NEEDED = ("engine", "model", "weights", "dtype", "page_size", "rank")
 """Facts without which two engines could read each other's bytes."""
 
-_LEAST_REST_S, _MOST_REST_S = 0.5, 30.0
+_BLOCK = 4096
+_LOADED_BYTES, _SAVED_BYTES = 8 << 20, 32 << 20  # by one call of a store, between which a job is seen to go on
+_Work: TypeAlias = "Callable[[Job, Sequence[ChunkKey], Sequence[Record]], None]"
 CLOSE_S = 3.0
 """How long `close` waits for calls in flight."""
 
 
-class Job:
-    """A call of a CheckedStore on its threads. If no thread has begun it at its deadline, it ends there. A call that
-    has begun ends when it returns, because it may still use the payloads; one that `is_free` of them is given up."""
-
-    def __init__(self, call: Callable[[], list[Answer]], count: int, deadline_s: float, *, is_free: bool) -> None:
-        """`count` keys. The call does not raise."""
-        self._call: Callable[[], list[Answer]] | None = call
-        self._count, self._is_free = count, is_free
-        self._expires_at = time.monotonic() + deadline_s
-        self._changed = Condition()
-        self._is_running = False
-        self._answers: list[Answer] | None = None
-        self.expired = False
-
-    def run(self) -> None:
-        """Call it, unless it has expired."""
-        with self._changed:
-            call, self._is_running = self._call, self._answers is None
-        if call is not None:
-            answers = call()
-            with self._changed:
-                self._answers = self._answers or answers
-                self._changed.notify_all()
-
-    def poll(self) -> list[Answer] | None:
-        """The answers, all RETRY if it has expired; None if it has not ended."""
-        with self._changed:
-            is_late = self._answers is None and time.monotonic() >= self._expires_at
-            if is_late and (self._is_free or not self._is_running):
-                self._answers, self.expired = [Answer.RETRY] * self._count, True
-                self._call = None  # and what it refers to, while it is in a queue
-            return self._answers
-
-    def wait(self) -> list[Answer]:
-        """The answers, when `poll` has them."""
-        with self._changed:
-            while (answers := self.poll()) is None:
-                left = self._expires_at - time.monotonic()
-                self._changed.wait(left if left > 0 else None)
-            return answers
-
-
-class _Rest:
-    """When a store may be asked again that answered nothing: after half a second, then longer each time."""
+class _Arrivals(local):
+    """Memory of one thread where records arrive before they are checked."""
 
     def __init__(self) -> None:
-        self._until, self._seconds = 0.0, _LEAST_REST_S
+        self._memory = memoryview(b"")
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._until
-
-    def heard(self, answers: Sequence[Answer]) -> None:
-        if answers.count(Answer.RETRY) < len(answers):
-            self._seconds = _LEAST_REST_S
-        else:
-            self._until = time.monotonic() + self._seconds
-            self._seconds = min(2 * self._seconds, _MOST_REST_S)
-
-
-class _Threads:
-    """Threads that run jobs in their order. They end with the process, also one that hangs in a store."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads = [Thread(target=self._run, name=f"{name}-{at}", daemon=True) for at in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def add(self, job: Job) -> Job:
-        self._jobs.put(job)
-        return job
-
-    def close(self, until: float) -> bool:
-        """Run what waits, for as long as the store answers. False: a thread has not ended by then."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+    def of(self, sizes: Sequence[int]) -> list[tuple[memoryview, memoryview]]:
+        """A header and a payload of each size. Payloads begin on boundaries of blocks, as direct reading needs it."""
+        ends = list(accumulate(-(-size // _BLOCK) * _BLOCK for size in (HEADER_BYTES * len(sizes), *sizes)))
+        if ends[-1] > len(self._memory):
+            memory = mmap.mmap(-1, ends[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(AttributeError, OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel has fewer pages to look up for each read
+            self._memory = memoryview(memory)
+        headers = range(0, HEADER_BYTES * len(sizes), HEADER_BYTES)
+        return [
+            (self._memory[header : header + HEADER_BYTES], self._memory[start : start + size])
+            for header, start, size in zip(headers, ends, sizes, strict=False)
+        ]
 
 
 class CheckedStore:
@@ -144,8 +87,9 @@ class CheckedStore:
         threads: int = 4,
         log: LookupLog | None = None,
     ) -> None:
-        """`payload_bytes` has the bytes of a payload of each part. `deadline_s` bounds how long a call waits for one of
-        the `threads`: so many read, and as many write. Raises InvalidInput for facts that lack a name in `NEEDED`."""
+        """`payload_bytes` has the bytes of a payload of each part. `deadline_s` bounds how long a job waits for one of
+        the `threads`, and then for each few megabytes: so many read, and as many write. Raises InvalidInput for facts
+        that lack a name in `NEEDED`."""
         if missing := [name for name in NEEDED if not facts.get(name)]:
             raise InvalidInput(
                 f"records cannot be told from those of other engines without: {', '.join(missing)}.",
@@ -159,10 +103,10 @@ class CheckedStore:
         self._is_open = True
         self._formats = {part: RecordFormat(part, self.scope, size) for part, size in payload_bytes.items()}
         self._tombstones = [key for _, key in tombstones_over(self.scope)]
-        self._readers = _Threads(threads, "quire-load")
-        self._writers = _Threads(threads, "quire-save")
+        self._readers = Threads(threads, "quire-load")
+        self._writers = Threads(threads, "quire-save")  # of their own, also for the rest: a full store can be read
+        self._arrivals = _Arrivals()
         self._described = facts_record(self.scope, facts)
-        self._reading, self._saving = _Rest(), _Rest()  # a store that is full can be read
 
     @classmethod
     def open(
@@ -189,55 +133,43 @@ class CheckedStore:
 
     def exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
         """HIT for each record that could be loaded now. RETRY: the store cannot say."""
-        return self._asked(self._reading, len(keys), lambda: self._exists(keys))
+        return self._job(self._readers, self._exists, keys).run().answers
 
     def load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
-        """Fill payloads, of exactly their part's bytes. One without HIT may have any bytes. MISS: it is not there, or
-        was bad, and is gone now."""
-        answers = self._asked(self._reading, len(keys), lambda: self._load(keys, payloads))
-        self.counts.add(hits=answers.count(Answer.HIT), misses=answers.count(Answer.MISS))
-        return answers
+        """Fill payloads, of exactly their part's bytes. One without HIT is as it was. MISS: it is not there, or was
+        bad, and is gone now."""
+        return self._job(self._readers, self._load, keys, payloads).run().answers
 
     def save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
         """Store payloads, which must not change meanwhile. HIT: it is there. PENDING: another writer stores it. RETRY:
         there was no room, or the store cannot do it now."""
-        return self._asked(self._saving, len(keys), lambda: self._save(keys, payloads))
+        return self._job(self._writers, self._save, keys, payloads).run().answers
 
     # -- the same on threads
 
     def submit_exists(self, keys: Sequence[ChunkKey]) -> Job:
         """`exists` as a Job."""
-        return self._submit(self._readers, lambda: self.exists(keys), len(keys), is_free=True)
+        return self._submit(self._readers, self._exists, keys)
 
     def submit_load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> Job:
         """`load` as a Job."""
-        return self._submit(self._readers, lambda: self.load(keys, payloads), len(keys))
+        return self._submit(self._readers, self._load, keys, payloads)
 
     def submit_save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> Job:
-        """`save` as a Job."""
-        return self._submit(self._writers, lambda: self.save(keys, payloads), len(keys))
+        """`save` as a Job. When it has expired, payloads may change: what was not yet stored never is."""
+        return self._submit(self._writers, self._save, keys, payloads)
 
     def submit_touch(self, keys: Sequence[ChunkKey]) -> Job:
         """Count records as used that the engine read from its own memory. The answers are those of `exists`."""
-        return self._submit(
-            self._writers, lambda: self._asked(self._saving, len(keys), lambda: self._touch(keys)), len(keys)
-        )
-
-    def _touch(self, keys: Sequence[ChunkKey]) -> list[Answer]:
-        there = self.store.exists(self._keys(keys))
-        names = [name for name, answer in zip(self._keys(keys), there, strict=True) if answer is Answer.HIT]
-        answers = self.store.prepare(names, [self._formats[name.part].num_bytes for name in names])
-        absent = [name for name, answer in zip(names, answers, strict=True) if answer is Answer.MISS]
-        self.store.complete(absent, [False] * len(absent))
-        return there
+        return self._submit(self._writers, self._touch, keys)
 
     def clear(self) -> int:
         """Remove all records under these facts; returns how many. Raises StoreError if the store cannot be listed."""
         return self.store.remove([entry.key for entry in self.store.entries(self.scope)])
 
-    def close(self) -> None:
-        """Let jobs end, at most `CLOSE_S`, and close the store; one that hangs is left to the process's end, with the
-        memory that it may use. May be called twice."""
+    def close(self) -> bool:
+        """Let jobs end, at most `CLOSE_S`, and close the store. False: it hangs, and is left to the process's end with
+        the payloads that it may still read. May be called twice."""
         until = time.monotonic() + CLOSE_S
         self._is_open = False
         have_ended = [threads.close(until) for threads in (self._readers, self._writers)]
@@ -245,96 +177,144 @@ class CheckedStore:
             self.store.close()
         if self.log is not None:
             self.log.close()
+        return all(have_ended)
 
-    def _submit(self, threads: _Threads, call: Callable[[], list[Answer]], count: int, *, is_free: bool = False) -> Job:
-        return threads.add(Job(call, count, self._deadline_s if self._is_open else 0.0, is_free=is_free))
+    def _submit(self, threads: Threads, work: _Work, keys: Sequence[ChunkKey], payloads: Sequence[Record] = ()) -> Job:
+        is_lost = threads.hang or not self._is_open
+        return threads.add(self._job(threads, work, keys, payloads, 0.0 if is_lost else self._deadline_s))
 
-    def _asked(self, rest: _Rest, count: int, call: Callable[[], list[Answer]]) -> list[Answer]:
-        """The answers of a call; RETRY while the store rests, and if it raises, which breaks its contract."""
-        answers = [Answer.RETRY] * count
-        if count and rest.is_over:
-            try:
-                answers = call()
-            except Exception:
-                logger.exception("a store raised")
-            rest.heard(answers)
-        self.counts.add(refused=answers.count(Answer.RETRY))
-        return answers
+    def _job(
+        self,
+        threads: Threads,
+        work: _Work,
+        keys: Sequence[ChunkKey],
+        payloads: Sequence[Record] = (),
+        deadline_s: float = inf,
+    ) -> Job:
+        """The work as a job. All answers are RETRY while the store rests, and if it raises, which breaks its
+        contract."""
+
+        def call(job: Job) -> None:
+            if keys and threads.rest.is_over:
+                try:
+                    work(job, keys, payloads)
+                except Exception:
+                    logger.exception("a store raised")
+                threads.rest.heard(job.answers)
+            self.counts.add(refused=job.answers.count(Answer.RETRY))
+
+        return Job(call, len(keys), deadline_s)
 
     # -- the work
 
     def _keys(self, keys: Sequence[ChunkKey]) -> list[StoreKey]:
         return [StoreKey(self.scope, page, part) for page, part in keys]
 
-    def _exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
+    def _exists(self, job: Job, keys: Sequence[ChunkKey], _: Sequence[Record]) -> None:
         *answers, wide, narrow = self.store.exists([*self._keys(keys), *self._tombstones])
         if Answer.HIT in (wide, narrow):
-            return [Answer.MISS] * len(keys)
-        return answers if wide is narrow is Answer.MISS else [Answer.RETRY] * len(keys)
+            answers = [Answer.MISS] * len(keys)
+        elif not wide is narrow is Answer.MISS:
+            return
+        job.tell(dict(enumerate(answers)))
 
-    def _load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
-        names, pieces = self._keys(keys), list(map(RecordViews, payloads))
-        headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
-        rows = [headers[at : at + HEADER_BYTES] for at in range(0, len(headers), HEADER_BYTES)]
-        records: list[Record] = [(row, *each.views) for row, each in zip(rows, pieces, strict=True)]
-        answers, defects = self.store.get(names, records), dict[int, str]()
-        missing = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
-        # One that is there and not in this size can neither be read nor written. Or it was stored just now.
-        for at in self._there(names, missing):
-            (answers[at],) = self.store.get([names[at]], [records[at]])
-            if answers[at] is Answer.MISS and self._there(names, [at]):
-                defects[at] = "length"
-        for at, (name, row, each) in enumerate(zip(names, rows, pieces, strict=True)):
-            if answers[at] is Answer.HIT and (found := self._formats[name.part].defect(row, name.page, each.views)):
-                defects[at] = found
-        if defects:
-            self.store.remove([names[at] for at in defects])
-            others = read_facts(self.store, {_scope_in(rows[at]) for at in defects if defects[at] == "layout"})
-            for at, defect in defects.items():
-                answers[at] = Answer.MISS
-                if defect == "layout" and (facts := others.get(_scope_in(rows[at]))) is not None:
-                    defects[at] = ",".join(differences(self.facts, facts)) or defect
-            self.bad.add(*defects.values())
-            kinds = ", ".join(sorted(set(defects.values())))
-            logger.warning("quire: %d of %d records were bad (%s), and are removed", len(defects), len(keys), kinds)
-            if self.log is not None:
-                self.log.bad(self.scope, {names[at]: defect for at, defect in defects.items()})
-        loaded = (each.num_bytes for each, answer in zip(pieces, answers, strict=True) if answer is Answer.HIT)
-        self.counts.add(loaded_bytes=sum(loaded))
-        return answers
+    def _touch(self, job: Job, keys: Sequence[ChunkKey], _: Sequence[Record]) -> None:
+        there = self.store.exists(self._keys(keys))
+        names = [name for name, answer in zip(self._keys(keys), there, strict=True) if answer is Answer.HIT]
+        answers = self.store.prepare(names, [self._formats[name.part].num_bytes for name in names])
+        absent = [name for name, answer in zip(names, answers, strict=True) if answer is Answer.MISS]
+        self.store.complete(absent, [False] * len(absent))
+        job.tell(dict(enumerate(there)))
+
+    def _load(self, job: Job, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> None:
+        names, targets = self._keys(keys), self._views(keys, payloads)
+        for places in self._batches(names, range(len(names)), _LOADED_BYTES):
+            own = [names[at] for at in places]
+            records = self._arrivals.of([targets[at].num_bytes for at in places])
+            answers, defects, num_bytes = self.store.get(own, records), dict[int, str](), 0
+            missing = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
+            # One that is there and not in this size can neither be read nor written. Or others store and evict it now.
+            for at in self._there(own, missing):
+                for _ in range(3):
+                    (answers[at],) = self.store.get([own[at]], [records[at]])
+                    if answers[at] is not Answer.MISS or not self._there(own, [at]):
+                        break
+                else:
+                    defects[at] = "length"
+            for at, (name, (header, content)) in enumerate(zip(own, records, strict=True)):
+                if answers[at] is Answer.HIT:
+                    if found := self._formats[name.part].defect(header, name.page, (content,)):
+                        defects[at] = found
+                    elif job.fill(places[at], targets[places[at]], content):
+                        num_bytes += content.nbytes
+            if defects:
+                answers = [Answer.MISS if at in defects else answer for at, answer in enumerate(answers)]
+                self._remove({own[at]: (defect, bytes(records[at][0][16:32])) for at, defect in defects.items()})
+            self.counts.add(hits=answers.count(Answer.HIT), misses=answers.count(Answer.MISS), loaded_bytes=num_bytes)
+            others = {at: answer for at, answer in zip(places, answers, strict=True) if answer is not Answer.HIT}
+            if not job.tell(others):
+                return
+
+    def _remove(self, bad: Mapping[StoreKey, tuple[str, bytes]]) -> None:
+        """Remove and count bad records, each with its defect and the layout in its header: the scope of an engine."""
+        self.store.remove(list(bad))
+        others = read_facts(self.store, {layout for defect, layout in bad.values() if defect == "layout"})
+        defects = {
+            name: ",".join(differences(self.facts, others.get(layout, self.facts))) or defect
+            for name, (defect, layout) in bad.items()
+        }
+        self.bad.add(*defects.values())
+        logger.warning("quire: %d records were bad, and are removed: %s", len(bad), set(defects.values()))
+        if self.log is not None:
+            self.log.bad(self.scope, defects)
 
     def _there(self, names: Sequence[StoreKey], places: Sequence[int]) -> list[int]:
         """Those of these places whose records exist."""
         answers = self.store.exists([names[at] for at in places])
         return [at for at, answer in zip(places, answers, strict=True) if answer is Answer.HIT]
 
-    def _save(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
-        names, pieces = self._keys(keys), list(map(RecordViews, payloads))
-        wrong = [at for at, name in enumerate(names) if pieces[at].num_bytes != self._formats[name.part].payload_bytes]
-        assert not wrong, f"a payload of {pieces[wrong[0]].num_bytes} bytes for part {names[wrong[0]].part}"
+    def _save(self, job: Job, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> None:
         # The facts are beside each batch, so that they are used as lately as what they describe.
-        sizes = [self._formats[name.part].num_bytes for name in names]
-        *answers, described = self.store.prepare([*names, self._described[0]], [*sizes, FACTS_BYTES])
-        self.counts.add(present=answers.count(Answer.HIT))
-        mine = [at for at, answer in enumerate(answers) if answer is Answer.MISS]
-        own = [names[at] for at in mine]
-        sealed: list[Record] = [
-            (self._formats[name.part].header(name.page, pieces[at].views), *pieces[at].views)
-            for at, name in zip(mine, own, strict=True)
-        ]
-        if described is Answer.MISS:
-            own, sealed = [*own, self._described[0]], [*sealed, self._described[1]]
-        put = self.store.put(own, sealed)
-        done = self.store.complete(own, [answer is Answer.HIT for answer in put])
-        for at, answer in zip(mine, done, strict=False):
-            answers[at] = answer if answer is Answer.HIT else Answer.RETRY
-        saved = [pieces[at].num_bytes for at in mine if answers[at] is Answer.HIT]
-        self.counts.add(saved=len(saved), saved_bytes=sum(saved))
+        names, pieces = [*self._keys(keys), self._described[0]], self._views(keys, payloads)
+        sizes = [self._formats[part].num_bytes for _, part in keys]
+        prepared = self.store.prepare(names, [*sizes, FACTS_BYTES])
+        self.counts.add(present=prepared[:-1].count(Answer.HIT))
+        job.tell({at: answer for at, answer in enumerate(prepared[:-1]) if answer is not Answer.MISS})
+        mine = [at for at, answer in enumerate(prepared) if answer is Answer.MISS]
+        put = list[bool]()
+        for places in self._batches(names, mine, _SAVED_BYTES):
+            records = [self._sealed(names, pieces, at) for at in places]
+            found = self.store.put([names[at] for at in places], records) if job.tell({}) else []
+            is_whole = job.tell({})  # what the engine changes since it gave up is seen by no reader
+            put += [is_whole and answer is Answer.HIT for answer in found or places]
+        done = self.store.complete([names[at] for at in mine], put)
+        saved = [at for at, answer in zip(mine, done, strict=True) if answer is Answer.HIT and at < len(keys)]
+        self.counts.add(saved=len(saved), saved_bytes=sum(pieces[at].num_bytes for at in saved))
+        job.tell(dict.fromkeys(saved, Answer.HIT))
         if self.log is not None:
-            self.log.saved(self.scope, [names[at] for at in mine if answers[at] is Answer.HIT])
-        return answers
+            self.log.saved(self.scope, [names[at] for at in saved])
 
+    def _sealed(self, names: Sequence[StoreKey], pieces: Sequence[RecordViews], at: int) -> Record:
+        """The record of a payload; that of the facts after the last one."""
+        if at == len(pieces):
+            return self._described[1]
+        return (self._formats[names[at].part].header(names[at].page, pieces[at].views), *pieces[at].views)
 
-def _scope_in(header: memoryview) -> bytes:
-    """The scope that a record's header names, where pages of other engines have their layout."""
-    return bytes(header[16:32])
+    def _views(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[RecordViews]:
+        pieces = list(map(RecordViews, payloads))
+        for (_, part), piece in zip(keys, pieces, strict=True):
+            assert piece.num_bytes == self._formats[part].payload_bytes, f"a payload of {piece.num_bytes} bytes"
+        return pieces
+
+    def _batches(self, names: Sequence[StoreKey], places: Sequence[int], most: int) -> Iterator[list[int]]:
+        """Places in runs of records with so many bytes."""
+        some, room = list[int](), most
+        for at in places:
+            size = self._formats[names[at].part].payload_bytes if names[at].scope == self.scope else FACTS_BYTES
+            if some and size > room:
+                yield some
+                some, room = [], most
+            some.append(at)
+            room -= size
+        if some:
+            yield some

@@ -177,11 +177,10 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         """Save what is waiting. Raises StoreError if the store hangs; then vLLM leaves its memory mapped."""
         self._is_off = True
         self._lookups.close(0.1)
-        self._store.close()
-        hang = any(piece.poll() is None for moving in self._moving.values() for _, piece in moving.pieces)
+        hangs = not self._store.close()
         self._moving.clear()
         self._rows = None
-        if hang:
+        if hangs:
             raise StoreError("the store hangs, with rows of the primary tier in use.")
 
     # -- metrics
@@ -220,7 +219,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         for keys, piece in moving.pieces:
             for key, answer in zip(keys, piece.wait(), strict=True):
                 (good if answer in moving.done else lost).append(key)
-            self._counts["expired"] += len(keys) if piece.expired else 0
+            self._counts["expired"] += piece.answers.count(Answer.RETRY) if piece.expired else 0
         if job.is_promotion:
             self._lookups.miss(job.req_context.req_id, lost)
         else:
