@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -18,8 +20,8 @@ from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
 from quire.testing.stores.faulty_store import LIES, FaultyStore
-from quire.testing.stores.wrapped_store import SlowStore
-from quire.tiers.store import Store
+from quire.testing.stores.wrapped_store import SlowStore, WrappedStore
+from quire.tiers.store import Record, Store
 from quire.tiers.stores.registry import open_store, register_store
 
 
@@ -36,7 +38,26 @@ def _faulty(url: str, capacity: int | None, *, counts_use: bool = True) -> Store
     return FaultyStore(inner, seed=1, kinds=LIES, percent=int(percent))
 
 
+class _HangingStore(WrappedStore):
+    """Reads and writes of records wait while there is a file beside the directory, `hangs`; lookups do not."""
+
+    def __init__(self, inner: Store, hangs: Path) -> None:
+        super().__init__(inner)
+        self._hangs = hangs
+
+    def before(self, records: Sequence[Record] = ()) -> None:
+        while records and self._hangs.exists():
+            time.sleep(0.01)
+
+
+def _hanging(url: str, capacity: int | None, *, counts_use: bool = True) -> Store:
+    """hanging:///PATH: a directory that hangs while PATH.hangs exists."""
+    path = url.removeprefix("hanging://")
+    return _HangingStore(open_store(path, capacity=capacity, counts_use=counts_use), Path(f"{path}.hangs"))
+
+
 register_store("slow", _slow)
+register_store("hanging", _hanging)
 register_store("faulty", _faulty)
 
 

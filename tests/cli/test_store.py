@@ -187,6 +187,13 @@ def test_gc_by_scope(run: Run, store: Path) -> None:
     assert {key.scope.hex() for key in keys_of(store)} == {scope}
 
 
+def test_gc_of_one_scope(run: Run, store: Path) -> None:
+    scope = make_key(0, scope=1).scope.hex()
+    assert run("store", "gc", store, "--drop", "f" * 32).exit_code == 2
+    assert read(run("store", "gc", store, "--drop", scope[:8], "--json").stdout)["removed"] == 2
+    assert scope not in {key.scope.hex() for key in keys_of(store)} and len(keys_of(store)) == 4
+
+
 def test_gc_by_size(run: Run, store: Path) -> None:
     """What was used least lately goes."""
     done = run("store", "gc", store, "--to-bytes", str(2 * (64 + PAYLOAD)), env=WIDE)

@@ -59,7 +59,11 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
     """Each cause that the log and the store tell."""
     engine = CheckedStore.open(str(place), FACTS | {"weights": "w3"}, {0: 100}, log=str(tmp_path / "log"))
     assert engine.log is not None
-    ask = engine.log.looked_up
+    log = engine.log
+
+    def ask(scope: bytes, request: str, keys: list[tuple[bytes, int]], found: int) -> None:
+        log.looked_up(scope, request, [(key, at < found) for at, key in enumerate(keys)])
+
     ask(engine.scope, "other-weights", [(NEW, 0), (PAGE, 0)], 1)
     ask(engine.scope, "never", [(make_key(3).page, 0)], 0)
     ask(engine.scope, "early", [(NEW, 0)], 0)
@@ -91,17 +95,20 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
     assert run("explain", "--lookups", tmp_path / "log", "evic").exit_code != 0
     one = run("explain", "--lookups", tmp_path / "log", "evicted", env=WIDE)
     assert one.exit_code == 0 and "evicted or removed before" in one.stdout
-    for refused in (run("explain", "--lookups", tmp_path / "log", "nobody"), run("explain", "--lookups", place)):
-        assert refused.exit_code == 2
+    log = tmp_path / "log"
+    for refused in (("--lookups", log, "unknown"), ("--lookups", place), ("sessions", "--store", place)):
+        assert run("explain", *refused).exit_code == 2
+    for ignored in (["--url", "http://127.0.0.1:1"], ["--pool-tokens", "1/8"], ["evicted", "another"]):
+        assert run("explain", "--lookups", log, *ignored).exit_code == 2
 
 
 def test_a_log_begins_anew_when_it_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.connectors.lookup_log._MOST_BYTES", 1000)
     log = LookupLog(tmp_path / "log")
     for number in range(20):
-        log.looked_up(b"s" * 16, str(number), [(PAGE, 0)], 0)
+        log.looked_up(b"s" * 16, str(number), [((PAGE, 0), False)])
     log.close()
-    log.looked_up(b"s" * 16, "closed", [(PAGE, 0)], 0)
+    log.looked_up(b"s" * 16, "closed", [((PAGE, 0), False)])
     texts = [(tmp_path / name).read_text() for name in ("log.1", "log")]
     assert all(0 < len(text) < 1300 for text in texts)
     assert [json.loads(line)["request"] for line in texts[1].splitlines()][-1] == "19"

@@ -271,8 +271,9 @@ def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     changed[0] ^= 1
     store.lets_go.set()
     end = time.monotonic() + 10
-    while engine._readers.hang or store.inner.exists([StoreKey(engine.scope, key(2)[0], 0)]) != [MISS]:
+    while any(threads.hang for threads in (engine._askers, engine._readers, engine._writers)):
         assert time.monotonic() < end
+    assert store.inner.exists([StoreKey(engine.scope, key(2)[0], 0)]) == [MISS]
     engine._readers.rest = engine._writers.rest = job.Rest()
     assert loaded(engine, [key(1), key(2)]) == [payload(1), None]
     assert store.num_calls > calls and not any(map(any, buffers)) and not engine.bad

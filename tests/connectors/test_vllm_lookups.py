@@ -8,24 +8,35 @@ from threading import Event
 
 import pytest
 
+from quire.connectors.checked_store import CheckedStore, ChunkKey
+from quire.connectors.job import Job
 from quire.connectors.vllm.lookups import Lookups
+from quire.testing.stores.dict_store import DictStore
+from quire.tiers.store import Answer, StoreKey
+from tests.connectors.test_checked_store import FACTS, SIZES, payload
 from tests.waits import SOON_S
 
 KEYS = [bytes([number]) * 36 for number in range(4)]
+DEADLINE_S = 0.2
 
 
-class AskedStore:
-    """A store that has the first two keys, and answers while `is_open`."""
+def name_of(key: bytes) -> ChunkKey:
+    return key[:32], 0
+
+
+class AskedStore(DictStore):
+    """It answers while `is_open`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.batches: list[list[bytes]] = []
         self.is_open = Event()
         self.is_open.set()
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        self.batches.append(list(keys))
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        self.batches.append([key.page[:1] * 36 for key in keys[:-2]])  # the last two are tombstones
         assert self.is_open.wait(SOON_S)
-        return [key in KEYS[:2] for key in keys]
+        return super().exists(keys)
 
 
 @pytest.fixture
@@ -36,11 +47,19 @@ def store() -> Iterator[AskedStore]:
 
 
 @pytest.fixture
-def lookups(store: AskedStore) -> Iterator[Lookups]:
-    lookups = Lookups(store.exists, deadline_s=0.2)
-    yield lookups
+def checked(store: AskedStore) -> Iterator[CheckedStore]:
+    """It has the first two keys."""
+    checked = CheckedStore(store, FACTS, SIZES, deadline_s=DEADLINE_S)
+    assert checked.save([name_of(key) for key in KEYS[:2]], [payload(0)] * 2) == [Answer.HIT] * 2
+    store.batches.clear()
+    yield checked
     store.is_open.set()
-    lookups.close(5)
+    checked.close()
+
+
+@pytest.fixture
+def lookups(checked: CheckedStore) -> Lookups:
+    return Lookups(lambda keys: checked.submit_exists(keys, name_of))
 
 
 def answers(lookups: Lookups, request: str, keys: Sequence[bytes] = KEYS) -> list[bool | None]:
@@ -62,7 +81,7 @@ def test_a_step_is_one_batch_for_all_requests(lookups: Lookups, store: AskedStor
     assert until_answered(lookups, "one", KEYS[:3]) == [True, True, False]
     assert until_answered(lookups, "two", KEYS[1:]) == [True, False, False]
     assert store.batches == [KEYS]
-    assert lookups.counts == {"misses": 3}
+    assert lookups.num_missed == 3
     assert dict(lookups.end("one")[1]) == {KEYS[0]: True, KEYS[1]: True, KEYS[2]: False}
     assert answers(lookups, "one", KEYS[:1]) == [None]  # a later request asks anew
 
@@ -76,49 +95,47 @@ def test_what_could_not_be_loaded_is_missing_for_its_request(lookups: Lookups) -
     assert answers(lookups, "two") == [True, True, False, False]
 
 
-def test_a_store_that_hangs_costs_one_deadline(lookups: Lookups, store: AskedStore) -> None:
+def test_a_store_that_hangs_costs_one_deadline(lookups: Lookups, checked: CheckedStore, store: AskedStore) -> None:
     store.is_open.clear()
     began = time.monotonic()
     assert until_answered(lookups, "one") == [False] * 4
-    assert 0.2 <= time.monotonic() - began < 2
-    assert answers(lookups, "two") == [False] * 4  # at once
-    assert lookups.counts["expired"] == 8
+    assert DEADLINE_S <= time.monotonic() - began < 2
+    assert answers(lookups, "two") == [None] * 4
     lookups.flush()
-    assert len(store.batches) == 1
+    assert answers(lookups, "two") == [False] * 4, "in the same step"
+    assert checked.counts["expired"] == 8 and len(store.batches) == 1
     store.is_open.set()
     end = time.monotonic() + SOON_S
-    while lookups.are_late and time.monotonic() < end:
-        lookups.flush()
+    while checked._askers.hang and time.monotonic() < end:
+        time.sleep(0.001)
+    checked._askers.rest._until = 0.0
     assert answers(lookups, "one") == [False] * 4  # what was said stays
     assert until_answered(lookups, "three") == [True, True, False, False]
 
 
-def test_late_batches_are_looked_at_once(lookups: Lookups, store: AskedStore) -> None:
-    """A step costs nothing for keys that were late before."""
+def test_no_step_waits_for_a_store_that_hangs(lookups: Lookups, store: AskedStore) -> None:
+    """Neither the steps before the deadline nor those after: all of them end though the store never answers."""
     store.is_open.clear()
-    for number in range(5):
-        lookups.of(str(number), KEYS[0])
+    keys = [number.to_bytes(36, "big") for number in range(1000)]
+    number, end = 0, time.monotonic() + 2 * DEADLINE_S
+    while time.monotonic() < end:
+        answers(lookups, str(number), keys)
         lookups.flush()
-    time.sleep(0.3)
+        number += 1
+    assert answers(lookups, "0", keys) == answers(lookups, str(number - 1), keys) == [False] * 1000
+    assert len(store.batches) <= 2, "one for each thread"
+
+
+def test_late_answers_change_nothing() -> None:
+    jobs: list[Job] = []
+
+    def submit(keys: Sequence[bytes]) -> Job:
+        jobs.append(Job(lambda job: None, len(keys), 0.0))
+        return jobs[-1]
+
+    lookups = Lookups(submit)
+    assert answers(lookups, "one") == [None] * 4
     lookups.flush()
-    assert [len(batch.asked) for batch in lookups._batches] == [0]
-    assert lookups.counts["expired"] == 5
-    store.is_open.set()
-    end = time.monotonic() + SOON_S
-    while lookups.are_late and time.monotonic() < end:
-        lookups.flush()
-    assert until_answered(lookups, "new") == [True, True, False, False]
-
-
-def test_a_store_that_raises_misses_once() -> None:
-    raised = [OSError("the disk is on fire")]
-
-    def exists(keys: Sequence[bytes]) -> list[bool]:
-        if raised:
-            raise raised.pop()
-        return [True] * len(keys)
-
-    lookups = Lookups(exists, deadline_s=5)
-    assert until_answered(lookups, "one") == [False] * 4
-    assert until_answered(lookups, "two") == [True] * 4
-    lookups.close(5)
+    assert not jobs[0].tell(dict.fromkeys(range(4), Answer.HIT))
+    lookups.flush()
+    assert answers(lookups, "one") == [False] * 4 and lookups.num_missed == 4

@@ -324,6 +324,106 @@ def test_a_server_that_hangs_and_one_that_is_killed(llama: Path, alone: list[lis
             eventually_hits(vllm, alone)
 
 
+def test_a_directory_that_hangs(llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path) -> None:
+    """A load waits for its deadline; what is read later is dropped."""
+    with engine(llama, tmp_path / "log", quire_tier(f"hanging://{store}", deadline_s=1)) as vllm:
+        hang_each(vllm, SETS, alone, store.with_name(f"{store.name}.hangs"))
+        assert vllm.ask("metrics")["quire_expired"]
+        eventually_hits(vllm, alone)
+
+
+def hang_each(vllm: Worker, sets: list[list[list[int]]], expected: list[list[list[int]]], hangs: Path) -> None:
+    """Each set while the store hangs, and again when it answers."""
+    for prompts, tokens in zip(sets, expected, strict=True):
+        vllm.ask("forget")
+        hangs.touch()
+        began = time.monotonic()
+        assert run(vllm, prompts)["tokens"] == tokens
+        assert time.monotonic() - began < 60, "a few deadlines of a second"
+        hangs.unlink()
+        assert run(vllm, prompts)["tokens"] == tokens
+
+
+FIFTY = prompt_sets(50, seed=5)
+
+
+@pytest.fixture(scope="module")
+def fifty(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
+    """What vLLM answers to fifty sets without tiers."""
+    with engine(llama, tmp_path_factory.mktemp("fifty") / "log") as vllm:
+        return outputs(vllm, FIFTY)
+
+
+@pytest.mark.slow
+def test_fifty_sets_are_aborted_or_hang(llama: Path, fifty: list[list[list[int]]], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with engine(llama, tmp_path / "cold", quire_tier(store), cpu_bytes=256 << 20) as vllm:
+        assert outputs(vllm, FIFTY) == fifty
+    with engine(llama, tmp_path / "log", quire_tier(f"slow://0.1{store}"), cpu_bytes=256 << 20) as vllm:
+        for prompts in FIFTY:
+            assert vllm.ask("abort", prompts=prompts, steps=3)["without_token"] == len(prompts)
+        vllm.ask("forget")
+        assert outputs(vllm, FIFTY) == fifty
+        assert vllm.ask("metrics")["quire_hits"]
+    tier = quire_tier(f"hanging://{store}", deadline_s=1)
+    with engine(llama, tmp_path / "log", tier, cpu_bytes=256 << 20) as vllm:
+        hang_each(vllm, FIFTY, fifty, tmp_path / "store.hangs")
+        metrics = vllm.ask("metrics")
+        assert metrics["quire_expired"] and not any(name.startswith("quire_bad_records") for name in metrics)
+        eventually_hits(vllm, fifty, FIFTY)
+
+
+@pytest.mark.slow
+def test_fifty_sets_in_a_full_store_and_by_two_engines(
+    llama: Path, fifty: list[list[list[int]]], tmp_path: Path
+) -> None:
+    small = quire_tier(tmp_path / "small", store_size="4MiB")
+    with engine(llama, tmp_path / "log", small, cpu_bytes=256 << 20) as vllm:
+        for _ in range(2):
+            assert outputs(vllm, FIFTY) == fifty
+            vllm.ask("forget")
+        assert vllm.ask("metrics")["quire_saved"] > sum(map(chunks, FIFTY))
+    tier = quire_tier(tmp_path / "store")
+    with (
+        ThreadPoolExecutor() as pool,
+        engine(llama, tmp_path / "a", tier) as one,
+        engine(llama, tmp_path / "b", tier) as two,
+    ):
+        first = pool.submit(outputs, one, FIFTY)
+        second = pool.submit(outputs, two, FIFTY[::-1])
+        assert first.result() == fifty and second.result() == fifty[::-1]
+        for vllm in (one, two):
+            vllm.ask("forget")
+            assert outputs(vllm, FIFTY) == fifty
+            assert vllm.ask("metrics")["quire_hits"]
+
+
+@pytest.mark.slow
+def test_fifty_sets_with_a_server_that_hangs_or_is_killed(
+    llama: Path, fifty: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Before each set it is stopped or killed in turns, and continues or starts after it."""
+    with tempfile.TemporaryDirectory() as folder, started(lambda: valkey(Path(folder))) as server:
+        tier = quire_tier(f"unix://{folder}/valkey.sock", deadline_s=1, store_size=None)
+        with engine(llama, tmp_path / "log", tier, cpu_bytes=256 << 20) as vllm:
+            assert outputs(vllm, FIFTY) == fifty
+            for at, (prompts, tokens) in enumerate(zip(FIFTY, fifty, strict=True)):
+                vllm.ask("forget")
+                assert server.process is not None
+                if at % 2:
+                    server.kill()
+                else:
+                    server.process.send_signal(signal.SIGSTOP)
+                assert run(vllm, prompts)["tokens"] == tokens
+                if at % 2:
+                    server.start()
+                else:
+                    server.process.send_signal(signal.SIGCONT)
+                assert run(vllm, prompts)["tokens"] == tokens
+            assert vllm.ask("metrics")["quire_expired"]
+            eventually_hits(vllm, fifty, FIFTY)
+
+
 def test_a_bucket(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     pytest.importorskip("moto.server")
@@ -341,13 +441,13 @@ def test_a_bucket(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> 
     assert metrics["quire_hits"]
 
 
-def eventually_hits(vllm: Worker, alone: list[list[list[int]]]) -> None:
+def eventually_hits(vllm: Worker, alone: list[list[list[int]]], sets: list[list[list[int]]] = SETS) -> None:
     """The tier serves again, within some deadlines."""
     before, end = vllm.ask("metrics").get("quire_hits", 0), time.monotonic() + 30
     while vllm.ask("metrics").get("quire_hits", 0) == before:
         assert time.monotonic() < end
         vllm.ask("forget")
-        assert outputs(vllm) == alone
+        assert outputs(vllm, sets) == alone
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.scope_facts import is_facts
 from quire.tiers.stores.directory import DirectoryStore
 from tests.serve.tiny_model import make_tiny_model
+from tests.waits import SOON_S
 
 PROMPT = list(range(1, 101))
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -59,11 +61,11 @@ def settle(llm: LLM) -> None:
         engine.step()
 
 
-def records(llm: LLM) -> int:
+def records(llm: LLM, *, are_facts: bool = False) -> int:
     settle(llm)
     store = DirectoryStore(Path(str(llm.config.storage)), None)
     try:
-        return sum(not is_facts(entry.key) for entry in store.entries())
+        return sum(is_facts(entry.key) is are_facts for entry in store.entries())
     finally:
         store.close()
 
@@ -94,6 +96,9 @@ def test_a_flush_of_everything(llms: Any) -> None:
         assert records(llm) == 0
         assert ask(llm) == (0, drawn)
     assert ask(llm) == (96, drawn)
+    end = time.monotonic() + SOON_S
+    while records(llm, are_facts=True) != 1:  # what the store says of its pages is there again
+        assert time.monotonic() < end
 
 
 @pytest.mark.parametrize("tiers", [True, False])

@@ -66,9 +66,14 @@ def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress, logged
     [dim]Example:[/dim] quire explain --lookups /var/log/quire-tier.jsonl --store /var/cache/quire
     """
     if logged.lookups is not None:
+        _refuse_replays(asked, cache, "--lookups reads a log")
+        if where.url is not None:
+            raise InvalidInput("--lookups reads a log, and asks no server.", fix="leave out --url.")
         return lookups_report(logged.lookups, logged.lookups_store, asked.source)
+    if logged.lookups_store is not None:
+        raise InvalidInput("--store tells more of a log of lookups.", fix="name the log with --lookups.")
     if where.url is not None:
-        _refuse_replays(asked, cache)
+        _refuse_replays(asked, cache, "--url asks a server")
         server = Server(where.url, where.api_key)
         return _server_report(server) if asked.source is None else _sequences_report(server, asked.source)
     if asked.source is None:
@@ -76,19 +81,18 @@ def explain(asked: Explained, cache: ReplayedCache, where: ServerAddress, logged
     return _replay(asked.source, asked.request, cache)
 
 
-def _refuse_replays(asked: Explained, cache: ReplayedCache) -> None:
-    """Raise InvalidInput for options that only a replay has."""
+def _refuse_replays(asked: Explained, cache: ReplayedCache, instead: str) -> None:
+    """Raise InvalidInput for options that only a replay has. `instead` says what is explained."""
     if asked.request is not None:
-        raise InvalidInput(
-            "--url asks a server, which has no traces.", fix="give it one argument, a request's id, or none."
-        )
+        raise InvalidInput(f"{instead}, which has no traces.", fix="give it one argument, a request's id, or none.")
     given = [
         option_names(ReplayedCache, name)[0] for name in ReplayedCache.model_fields if name in cache.model_fields_set
     ]
     if given:
+        option = instead.partition(" ")[0]
         raise InvalidInput(
-            f"{', '.join(given)}: for replays of traces; --url asks a server, which has its own settings.",
-            fix="leave them out, or leave out --url and name a trace.",
+            f"{', '.join(given)}: for replays of traces; {instead}, which has its own settings.",
+            fix=f"leave them out, or leave out {option} and name a trace.",
         )
 
 

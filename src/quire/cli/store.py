@@ -326,6 +326,7 @@ class GcSettings(Settings):
     keep: list[str] = setting(
         [], "Drop all scopes but this one, in hex or how it begins; given again for more.", metavar="SCOPE"
     )
+    drop: list[str] = setting([], "Drop this scope; given again for more.", metavar="SCOPE")
     older_than: str | None = setting(None, "Drop what was not used for so long: 90s, 15m, 36h, 7d, 2w.", metavar="TIME")
     to_bytes: Bytes | None = setting(None, "Then drop what was used least lately, down to this size: 100GiB.")
     dry_run: bool = setting(False, "Say what would go, and drop nothing.", option="--dry-run")
@@ -340,14 +341,14 @@ def gc(url: StoreUrl, settings: GcSettings) -> Report:
 
     [dim]Example:[/dim] quire store gc /var/cache/quire --keep 3fa9 --dry-run
     """
-    kept = tuple(map(_scope_prefix, settings.keep))
+    kept, dropped = (tuple(map(_scope_prefix, scopes)) for scopes in (settings.keep, settings.drop))
     seconds = None if settings.older_than is None else _parse_seconds(settings.older_than)
     removed = reclaimed = freed = 0
     with opened(url.store) as store, working("Reading the index") as status:
         from quire.tiers.stores.directory import DirectoryStore
 
         records, tombstones, facts_of = listed(store, status)
-        chosen = _chosen(records, kept, seconds, settings.to_bytes, tuple(tombstones.values()))
+        chosen = _chosen(records, kept, dropped, seconds, settings.to_bytes, tuple(tombstones.values()))
         directory = store if isinstance(store, DirectoryStore) and not settings.dry_run else None
         before = directory.facts().slab_bytes if directory is not None else 0
         if not settings.dry_run:
@@ -387,17 +388,18 @@ def _parse_seconds(text: str) -> float:
 def _chosen(
     records: Sequence[Entry],
     keep: tuple[str, ...],
+    drop: tuple[str, ...],
     older_than: float | None,
     to_bytes: int | None,
     deleted: tuple[bytes, ...],
 ) -> list[Entry]:
     """The records to delete, with those of `deleted` scopes. At the same age, those that are listed first are deleted
-    first. Raises InvalidInput for ages that the store does not know, and for a scope to keep that is not there."""
+    first. Raises InvalidInput for ages that the store does not know, and for a scope that is not there."""
     scopes = {entry.key.scope.hex() for entry in records}
-    unknown = [scope for scope in keep if not any(each.startswith(scope) for each in scopes)]
+    unknown = [scope for scope in (*keep, *drop) if not any(each.startswith(scope) for each in scopes)]
     if unknown and scopes:
         raise InvalidInput(
-            f"no scope here begins with '{unknown[0]}', so nothing would be kept for it.",
+            f"no scope here begins with '{unknown[0]}', so nothing would be kept or dropped for it.",
             fix="give scopes as `quire store inspect` shows them.",
         )
     if older_than is not None and any(entry.idle_seconds is None for entry in records):
@@ -405,7 +407,8 @@ def _chosen(
     chosen: list[Entry] = []
     left: list[Entry] = []
     for entry in records:
-        foreign = bool(keep) and not entry.key.scope.hex().startswith(keep)
+        scope = entry.key.scope.hex()
+        foreign = scope.startswith(drop) or (bool(keep) and not scope.startswith(keep))
         old = older_than is not None and entry.idle_seconds is not None and entry.idle_seconds > older_than
         (chosen if foreign or old or entry.key.scope.startswith(deleted) else left).append(entry)
     if to_bytes is not None:

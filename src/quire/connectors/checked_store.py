@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from math import inf
 from threading import local
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from quire.connectors.job import Job, Threads
 from quire.connectors.lookup_log import LookupLog
 from quire.errors import InvalidInput, StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.prefix.hashing import layout_identity, scope_of
+from quire.settings.setting import without_secrets
 from quire.spec.events import Namespace
 from quire.tiers.scope_facts import FACTS_BYTES, Facts, differences, facts_record, read_facts
 from quire.tiers.store import Answer, Counts, Record, RecordViews, Store, StoreKey
@@ -103,6 +103,7 @@ class CheckedStore:
         self._is_open = True
         self._formats = {part: RecordFormat(part, self.scope, size) for part, size in payload_bytes.items()}
         self._tombstones = [key for _, key in tombstones_over(self.scope)]
+        self._askers = Threads(2, "quire-lookup")
         self._readers = Threads(threads, "quire-load")
         self._writers = Threads(threads, "quire-save")  # of their own, also for the rest: a full store can be read
         self._arrivals = _Arrivals()
@@ -124,16 +125,18 @@ class CheckedStore:
         store = open_store(url, capacity=capacity)
         try:
             opened = None if log is None else LookupLog(log)
-            return cls(store, facts, payload_bytes, deadline_s=deadline_s, threads=threads, log=opened)
+            checked = cls(store, facts, payload_bytes, deadline_s=deadline_s, threads=threads, log=opened)
         except (InvalidInput, StoreError):
             store.close()
             raise
+        logger.info("quire: records in %s, scope %s, of %s", without_secrets(url), checked.scope.hex(), facts)
+        return checked
 
     # -- calls that wait for the store
 
     def exists(self, keys: Sequence[ChunkKey]) -> list[Answer]:
         """HIT for each record that could be loaded now. RETRY: the store cannot say."""
-        return self._job(self._readers, self._exists, keys).run().answers
+        return self._job(self._askers, self._exists, keys).run().answers
 
     def load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> list[Answer]:
         """Fill payloads, of exactly their part's bytes. One without HIT is as it was. MISS: it is not there, or was
@@ -147,9 +150,9 @@ class CheckedStore:
 
     # -- the same on threads
 
-    def submit_exists(self, keys: Sequence[ChunkKey]) -> Job:
-        """`exists` as a Job."""
-        return self._submit(self._readers, self._exists, keys)
+    def submit_exists(self, keys: Sequence[Any], key_of: Callable[[Any], ChunkKey] = lambda key: key) -> Job:
+        """`exists` as a Job. Its thread calls `key_of` for each key, where these are an engine's own."""
+        return self._submit(self._askers, lambda job, keys, _: self._exists(job, list(map(key_of, keys)), _), keys)
 
     def submit_load(self, keys: Sequence[ChunkKey], payloads: Sequence[Record]) -> Job:
         """`load` as a Job."""
@@ -161,7 +164,7 @@ class CheckedStore:
 
     def submit_touch(self, keys: Sequence[ChunkKey]) -> Job:
         """Count records as used that the engine read from its own memory. The answers are those of `exists`."""
-        return self._submit(self._writers, self._touch, keys)
+        return self._submit(self._writers, self._touch, keys, counts=None)
 
     def clear(self) -> int:
         """Remove all records under these facts; returns how many. Raises StoreError if the store cannot be listed."""
@@ -172,24 +175,20 @@ class CheckedStore:
         the payloads that it may still read. May be called twice."""
         until = time.monotonic() + CLOSE_S
         self._is_open = False
-        have_ended = [threads.close(until) for threads in (self._readers, self._writers)]
+        have_ended = [threads.close(until) for threads in (self._askers, self._readers, self._writers)]
         if all(have_ended):
             self.store.close()
         if self.log is not None:
             self.log.close()
         return all(have_ended)
 
-    def _submit(self, threads: Threads, work: _Work, keys: Sequence[ChunkKey], payloads: Sequence[Record] = ()) -> Job:
+    def _submit(self, threads: Threads, work: _Work, *given: Any, **more: Any) -> Job:
         is_lost = threads.hang or not self._is_open
-        return threads.add(self._job(threads, work, keys, payloads, 0.0 if is_lost else self._deadline_s))
+        more = {"deadline_s": 0.0 if is_lost else self._deadline_s, "counts": self.counts} | more
+        return threads.add(self._job(threads, work, *given, **more))
 
     def _job(
-        self,
-        threads: Threads,
-        work: _Work,
-        keys: Sequence[ChunkKey],
-        payloads: Sequence[Record] = (),
-        deadline_s: float = inf,
+        self, threads: Threads, work: _Work, keys: Sequence[Any], payloads: Sequence[Record] = (), **more: Any
     ) -> Job:
         """The work as a job. All answers are RETRY while the store rests, and if it raises, which breaks its
         contract."""
@@ -203,7 +202,7 @@ class CheckedStore:
                 threads.rest.heard(job.answers)
             self.counts.add(refused=job.answers.count(Answer.RETRY))
 
-        return Job(call, len(keys), deadline_s)
+        return Job(call, len(keys), **more)
 
     # -- the work
 

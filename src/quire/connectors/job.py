@@ -10,7 +10,7 @@ from threading import Condition, Thread
 
 import numpy as np
 
-from quire.tiers.store import Answer, RecordViews
+from quire.tiers.store import Answer, Counts, RecordViews
 
 _LEAST_REST_S, _MOST_REST_S = 0.5, 30.0
 _LARGE = 256 << 10  # copies of so many bytes let other threads run
@@ -20,11 +20,11 @@ class Job:
     """It ends when its call returns, or when the store has done nothing for `deadline_s`. Then keys without an answer
     have RETRY and the payloads are the engine's: what arrives later is dropped."""
 
-    def __init__(self, call: Callable[[Job], None], count: int, deadline_s: float = inf) -> None:
-        """`call` answers for `count` keys by `tell` and `fill`. It does not raise."""
+    def __init__(self, call: Callable[[Job], None], count: int, deadline_s: float = inf, counts: Counts | None = None):
+        """`call` answers for `count` keys by `tell` and `fill`. It does not raise. `counts` counts what `expired`."""
         self._call: Callable[[Job], None] | None = call
         self._deadline_s, self._expires_at = deadline_s, time.monotonic() + deadline_s
-        self._changed = Condition()
+        self._changed, self._counts = Condition(), counts
         self._has_ended = False
         self.answers = [Answer.RETRY] * count
         self.expired = False
@@ -70,6 +70,8 @@ class Job:
             if not self._has_ended and time.monotonic() >= self._expires_at:
                 self._has_ended = self.expired = True
                 self._call = None  # and what it refers to, while it is in a queue
+                if self._counts is not None:
+                    self._counts.add(expired=self.answers.count(Answer.RETRY))
             return self.answers if self._has_ended else None
         finally:
             self._changed.release()
@@ -114,8 +116,8 @@ class Threads:
 
     @property
     def hang(self) -> bool:
-        """Whether each thread is in a call whose job was given up."""
-        return all(job is not None and job.expired for job in self._running)
+        """Whether a thread is in a call whose job was given up: a store that hangs costs one deadline."""
+        return any(job is not None and job.poll() is not None and job.expired for job in self._running)
 
     def add(self, job: Job) -> Job:
         """Run it when its turn comes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,18 @@ class LookupLog:
             raise StoreError(f"the log of lookups '{self._path}' cannot be written: {error}.") from error
 
     def looked_up(
-        self, scope: bytes, request: str, keys: Sequence[tuple[bytes, int]], found: int, since: float | None = None
+        self, scope: bytes, request: str, answers: Iterable[tuple[tuple[bytes, int], bool | None]], since: float = 0.0
     ) -> None:
-        """A request asked for `keys` of one part, in the order of its prompt, and the first `found` of them are there.
-        It began to ask at `since`, in seconds of the wall clock; None: now."""
-        line = {"since": since or time.time(), "scope": scope.hex(), "request": request, "part": keys[0][1]}
-        missed = _name(*keys[found]) if found < len(keys) else None
-        self._write(line | {"asked": len(keys), "found": found, "missed": missed})
+        """A request asked for keys, in the order of its prompt, and each was there or not. It began to ask at `since`,
+        in seconds of the wall clock; 0: now. A line for each part."""
+        by_part: dict[int, list[tuple[str, bool | None]]] = {}
+        for (page, part), is_there in answers:
+            by_part.setdefault(part, []).append((_name(page, part), is_there))
+        for part, asked in by_part.items():
+            missed = next((at for at, (_, is_there) in enumerate(asked) if not is_there), len(asked))
+            line = {"since": since or time.time(), "scope": scope.hex(), "request": request, "part": part}
+            name = asked[missed][0] if missed < len(asked) else None
+            self._write(line | {"asked": len(asked), "found": missed, "missed": name})
 
     def bad(self, scope: bytes, defects: Mapping[StoreKey, str]) -> None:
         """Records that were found and are bad, by what is wrong."""

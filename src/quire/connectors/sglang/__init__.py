@@ -1,4 +1,4 @@
-"""SGLang: Quire's stores beneath its HiCache. The class loads on first use, for it needs SGLang.
+"""SGLang: Quire's stores beneath its HiCache. SGLang imports this, in its process.
 
 --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
   "backend_name": "quire", "module_path": "quire.connectors.sglang", "class_name": "QuireHiCache",
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["QuireHiCache"]
-
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(name)
-    from quire.connectors.sglang.hicache import QuireHiCache
+    """`QuireHiCache`, imported when SGLang asks for it: its module needs SGLang."""
+    if name == "QuireHiCache":
+        from quire.connectors.sglang.hicache import QuireHiCache
 
-    return QuireHiCache
+        return QuireHiCache
+    raise AttributeError(name)

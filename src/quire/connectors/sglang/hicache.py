@@ -15,6 +15,7 @@ It never answers with bytes that fail their check, and waits for a store no long
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from threading import Thread
@@ -30,9 +31,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from quire.connectors.checked_store import CLOSE_S, CheckedStore
+from quire.connectors.counters import Growth
 from quire.connectors.lookup_log import LookupLog
 from quire.connectors.settings import HiCacheSettings
 from quire.connectors.sglang.facts import check_server, facts_of, weight_version, weights_of
+from quire.connectors.sglang.metrics import report
 from quire.connectors.sglang.pool_pages import Payload, PoolPages
 from quire.errors import InvalidInput
 from quire.tiers.store import Answer
@@ -41,7 +44,6 @@ from quire.tiers.stores.registry import open_store
 logger = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
-_KEY_BYTES = 32
 _OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
 
 
@@ -50,6 +52,7 @@ class _Pool(NamedTuple):
 
     pages: PoolPages
     records: CheckedStore
+    growth: Growth
 
 
 class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types here
@@ -89,7 +92,7 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
             threads=self._settings.threads,
             log=self._log,
         )
-        self._pools[name] = _Pool(pages, records)
+        self._pools[name] = _Pool(pages, records, Growth(records))
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of the first pages are there."""
@@ -172,16 +175,22 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         for pool in self._pools.values():
             pool.records.clear()
 
+    def get_stats(self) -> None:
+        """SGLang asks for it in its loop, with --enable-metrics."""
+        for name, pool in self._pools.items():
+            report(name, pool.growth, is_off=weight_version() != self._version)
+
     def close(self) -> None:
         """Let calls end, and close the store; one that hangs is left to the process's end."""
-        ends = Thread(target=self._close, daemon=True)
+
+        def end() -> None:
+            for pool in self._pools.values():
+                pool.records.close()
+            self._store.close()
+
+        ends = Thread(target=end, daemon=True)
         ends.start()
         ends.join(2 * CLOSE_S)
-
-    def _close(self) -> None:
-        for pool in self._pools.values():
-            pool.records.close()
-        self._store.close()
 
     def _pool(self, name: str) -> _Pool | None:
         """A registered pool, while the weights are those of its records."""
@@ -198,7 +207,7 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         pages = [_key(key) for key in keys]
         found = [answer is Answer.HIT for answer in pool.records.submit_exists(pages).wait()]
         if self._log is not None:
-            self._log.looked_up(pool.records.scope, "", pages, _leading(found))
+            self._log.looked_up(pool.records.scope, "", zip(pages, found, strict=True))
         return found
 
     def _get(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> list[bool]:
@@ -242,13 +251,9 @@ def _save(pool: _Pool, keys: Sequence[str], payloads: Sequence[Payload]) -> list
 
 def _key(key: str) -> tuple[bytes, int]:
     """SGLang's key of a page, 64 hexadecimal digits. Raises InvalidInput for any other."""
-    try:
-        page = bytes.fromhex(key)
-    except ValueError:
-        page = b""
-    if len(page) != _KEY_BYTES:
+    if not re.fullmatch("[0-9a-fA-F]{64}", key):
         raise InvalidInput(f"SGLang's key of a page has 64 hexadecimal digits, and this one is {key[:80]!r}.")
-    return page, 0
+    return bytes.fromhex(key), 0
 
 
 def _leading(found: Iterable[bool]) -> int:

@@ -13,34 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    Medium,
-    OffloadingMetricMetadata,
-    ReqContext,
-    RequestOffloadingContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
-)
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from quire.connectors.checked_store import CheckedStore, ChunkKey, Job
-from quire.connectors.lookup_log import LookupLog
+from quire.connectors.checked_store import CheckedStore, ChunkKey
+from quire.connectors.counters import Growth
+from quire.connectors.job import Job
 from quire.connectors.settings import QuireTierSettings
 from quire.connectors.vllm import metrics
 from quire.connectors.vllm.compat import check_version, chunks_of, engine_config
 from quire.connectors.vllm.facts import facts_of
 from quire.connectors.vllm.lookups import Lookups
 from quire.errors import StoreError
-from quire.settings.setting import without_secrets
 from quire.tiers.store import Answer
 
 logger = init_logger(__name__)
@@ -61,7 +50,7 @@ class _Moving(NamedTuple):
 class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """`type` "QuireTier", `module_path` "quire.connectors.vllm"."""
 
-    medium = Medium.STORAGE
+    medium = base.Medium.STORAGE
 
     def __init__(
         self,
@@ -90,32 +79,25 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             threads=settings.threads,
             log=settings.log,
         )
-        logger.info(
-            "Quire's tier stores in %s, scope %s: %s",
-            without_secrets(settings.store),
-            self._store.scope.hex(),
-            self._store.facts,
-        )
-        self._lookups = Lookups(self._exist, settings.deadline_s)
+        self._lookups = Lookups(lambda keys: self._store.submit_exists(keys, _key))
         self._moving: dict[int, _Moving] = {}
-        self._num_saving = 0
+        self._num_saving = self._num_refused = 0
         self._used: dict[bytes, None] = {}  # since the last touch, in the order of prompts
         self._touch: Job | None = None
-        self._counts: Counter[str] = Counter()  # what the store does not count
-        self._reported: Counter[str] = Counter()
+        self._growth = Growth(self._store)
         self._serves_after_reset = settings.serves_after_reset
         self._is_off = False
 
     # -- lookups
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         """Save new chunks alone."""
-        return RequestOffloadingContext()
+        return base.RequestOffloadingContext()
 
-    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+    def lookup(self, key: bytes, req_context: base.ReqContext) -> base.LookupResult:
         """Whether the record is there, or RETRY until the store has said so."""
         found = False if self._is_off else self._lookups.of(req_context.req_id, key)
-        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+        return base.LookupResult.RETRY if found is None else base.LookupResult.HIT if found else base.LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
         """Ask for the keys of this step."""
@@ -124,17 +106,18 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             self._touch = self._store.submit_touch([_key(key) for key in self._used])
             self._used = {}
 
-    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+    def touch(self, keys: Collection[bytes], req_context: base.ReqContext) -> None:
         """Records of prompts that vLLM found in memory count as used, too (vLLM 0.29 and 0.30)."""
         if len(self._used) < _MOST_TOUCHED:
             self._used.update(dict.fromkeys(keys))
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Drop the answers for a request."""
         self.touch(getattr(req_context, "_offload_key_positions", ()), req_context)  # since vLLM 0.31
         since, found = self._lookups.end(req_context.req_id)
         if self._store.log is not None:
-            _log_lookups(self._store.log, self._store.scope, req_context.req_id, found, since)
+            answers = ((_key(key), is_there) for key, is_there in found.items())
+            self._store.log.looked_up(self._store.scope, req_context.req_id, answers, since)
 
     # -- loads and saves
 
@@ -148,7 +131,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         is_refused = self._is_off or (self._num_saving and self._num_saving + count > self._most_saving)
         self._num_saving += count
         if is_refused:
-            self._counts["refused"] += count
+            self._num_refused += count
             self._moving[job_metadata.job_id] = _Moving(job_metadata, [], time.monotonic(), ())
         else:
             self._submit(job_metadata, self._store.submit_save, (Answer.HIT, Answer.PENDING))
@@ -176,7 +159,6 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def shutdown(self) -> None:
         """Save what is waiting. Raises StoreError if the store hangs; then vLLM leaves its memory mapped."""
         self._is_off = True
-        self._lookups.close(0.1)
         hangs = not self._store.close()
         self._moving.clear()
         self._rows = None
@@ -186,22 +168,16 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     # -- metrics
 
     @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, base.OffloadingMetricMetadata]:
         """The counters, for vLLM's front end."""
         return metrics.definitions()
 
     def get_stats(self) -> Any:
         """What the counters have grown by."""
-        counts = Counter(self._store.counts) + self._lookups.counts + self._counts
-        counts.update({f"bad {reason}": count for reason, count in dict(self._store.bad).items()})
-        grown, self._reported = counts - self._reported, counts
-        return metrics.stats(grown)
+        more = {"misses": self._lookups.num_missed, "refused": self._num_refused}
+        return metrics.stats(*self._growth.since(more), is_off=self._is_off)
 
     # -- internals
-
-    def _exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """On the thread of lookups."""
-        return [answer is Answer.HIT for answer in self._store.exists([_key(key) for key in keys])]
 
     def _submit(self, job: TransferJob, move: Callable[..., Job], done: tuple[Answer, ...]) -> None:
         keys, rows, each, began = list(job.keys), chunks_of(job), self._chunks_in_piece, time.monotonic()
@@ -219,7 +195,6 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         for keys, piece in moving.pieces:
             for key, answer in zip(keys, piece.wait(), strict=True):
                 (good if answer in moving.done else lost).append(key)
-            self._counts["expired"] += piece.answers.count(Answer.RETRY) if piece.expired else 0
         if job.is_promotion:
             self._lookups.miss(job.req_context.req_id, lost)
         else:
@@ -228,17 +203,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         return JobResult(job.job_id, len(good) == len(job.keys), good, time.monotonic() - moving.began)
 
 
-def _log_lookups(log: LookupLog, scope: bytes, request: str, found: Mapping[bytes, bool | None], since: float) -> None:
-    """Write what a request looked up, a line for each group."""
-    by_group: dict[int, list[tuple[ChunkKey, bool | None]]] = {}
-    for key, is_there in found.items():
-        by_group.setdefault(get_offload_group_idx(key), []).append((_key(key), is_there))
-    for asked in by_group.values():
-        first = len(list(takewhile(itemgetter(1), asked)))
-        log.looked_up(scope, request, [key for key, _ in asked], first, since)
-
-
 def _key(key: bytes) -> ChunkKey:
     """vLLM's key of a chunk: the hash of its last block, 32 bytes or fewer, and its group."""
-    block = get_offload_block_hash(key)
-    return (block if len(block) == 32 else hashlib.sha256(block).digest()), get_offload_group_idx(key)
+    block = base.get_offload_block_hash(key)
+    return (block if len(block) == 32 else hashlib.sha256(block).digest()), base.get_offload_group_idx(key)
