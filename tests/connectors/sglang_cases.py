@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from bench.peers.hicache_sglang import HiCache, Shape
+from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
-from quire.connectors.sglang import QuireHiCache
+from quire.connectors.sglang import QuireHiCache, hicache
 from quire.errors import InvalidInput, RefusedCombination
 from tests.connectors.sglang_harness import (
     PAGES,
@@ -92,6 +93,25 @@ def test_small_pieces_are_copied_and_large_ones_are_not(extra: dict[str, Any]) -
         with opened(shape, extra) as cache:
             pages = cache.backend._pools["kv"].pages
             assert len(pages.outgoing(32)) == len(pages.incoming(32)) == pieces
+
+
+def test_counters_are_among_those_of_sglang(extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def value(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"sglang:quire_{name}", labels) or 0.0
+
+    before = {name: value(f"{name}_total", pool="kv") for name in ("saved", "hits")}
+    with opened(Shape(), extra) as cache:
+        store(cache)
+        fetch(cache)
+        assert cache.backend.get_stats() is None
+        assert {name: value(f"{name}_total", pool="kv") - count for name, count in before.items()} == {
+            "saved": PAGES,
+            "hits": PAGES,
+        }
+        assert value("off") == 0
+        monkeypatch.setattr(hicache, "weight_version", lambda: "new")
+        cache.backend.get_stats()
+        assert value("off") == 1 and fetch(cache) == []
 
 
 def test_what_the_bytes_depend_on_is_part_of_the_key(extra: dict[str, Any]) -> None:

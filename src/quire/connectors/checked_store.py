@@ -42,7 +42,7 @@ NEEDED = ("engine", "model", "weights", "dtype", "page_size", "rank")
 """Facts without which two engines could read each other's bytes."""
 
 _BLOCK = 4096
-_LOADED_BYTES, _SAVED_BYTES = 8 << 20, 32 << 20  # by one call of a store, between which a job is seen to go on
+_LOADED_BYTES, _SAVED_BYTES = 8 << 20, 32 << 20  # limits of a call of a store; between calls a job goes on
 _Work: TypeAlias = "Callable[[Job, Sequence[ChunkKey], Sequence[Record]], None]"
 CLOSE_S = 3.0
 """How long `close` waits for calls in flight."""
@@ -105,7 +105,7 @@ class CheckedStore:
         self._tombstones = [key for _, key in tombstones_over(self.scope)]
         self._askers = Threads(2, "quire-lookup")
         self._readers = Threads(threads, "quire-load")
-        self._writers = Threads(threads, "quire-save")  # of their own, also for the rest: a full store can be read
+        self._writers = Threads(threads, "quire-save")  # a full store can be read, so these rest alone
         self._arrivals = _Arrivals()
         self._described = facts_record(self.scope, facts)
 
@@ -184,8 +184,8 @@ class CheckedStore:
 
     def _submit(self, threads: Threads, work: _Work, *given: Any, **more: Any) -> Job:
         is_lost = threads.hang or not self._is_open
-        more = {"deadline_s": 0.0 if is_lost else self._deadline_s, "counts": self.counts} | more
-        return threads.add(self._job(threads, work, *given, **more))
+        options: dict[str, Any] = {"deadline_s": 0.0 if is_lost else self._deadline_s, "counts": self.counts} | more
+        return threads.add(self._job(threads, work, *given, **options))
 
     def _job(
         self, threads: Threads, work: _Work, keys: Sequence[Any], payloads: Sequence[Record] = (), **more: Any

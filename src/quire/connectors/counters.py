@@ -21,7 +21,7 @@ BAD_RECORDS = "Records that failed their check and were removed, by reason."
 OFF = "1: nothing is found or saved, because weights may have changed since records were saved."
 
 
-class Growth:
+class CountGrowth:
     """What the counters of a store have grown by since the last time."""
 
     def __init__(self, store: CheckedStore) -> None:

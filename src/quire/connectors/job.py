@@ -17,8 +17,8 @@ _LARGE = 256 << 10  # copies of so many bytes let other threads run
 
 
 class Job:
-    """It ends when its call returns, or when the store has done nothing for `deadline_s`. Then keys without an answer
-    have RETRY and the payloads are the engine's: what arrives later is dropped."""
+    """A job ends when its call returns, or when the store has done nothing for `deadline_s`. Then keys without an
+    answer have RETRY, and the payloads are the engine's: what arrives later is dropped."""
 
     def __init__(self, call: Callable[[Job], None], count: int, deadline_s: float = inf, counts: Counts | None = None):
         """`call` answers for `count` keys by `tell` and `fill`. It does not raise. `counts` counts what `expired`."""
@@ -92,9 +92,11 @@ class Rest:
 
     @property
     def is_over(self) -> bool:
+        """Whether it may be asked."""
         return time.monotonic() >= self._until
 
     def heard(self, answers: Sequence[Answer]) -> None:
+        """The store has given these answers."""
         if answers.count(Answer.RETRY) < len(answers):
             self._seconds = _LEAST_REST_S
         else:

@@ -41,6 +41,7 @@ from quire.engine.tiers import (
     EngineTiers,
     build_memory,
     describe_in_store,
+    flushed_in_store,
     lower_frames,
     offloads_of,
     open_tiers_of,
@@ -56,7 +57,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
 from quire.offload import offload_of
-from quire.offload.deletion import Flushed, Stored
+from quire.offload.deletion import Flushed
 from quire.offload.parts import TiersPart
 from quire.offload.retention import Granted, RetainedList
 from quire.plan.planner import make_plan
@@ -324,14 +325,9 @@ class EngineCore:
         would be found again after a restart."""
         done = self.offload.flush(namespace)
         self.loop.flush(namespace)
-
-        def poll(waits: bool) -> Flushed | None:
-            found = self.offload.flushed(done, namespace, waits=waits)
-            if namespace is None and found is not None and found.storage is Stored.GONE:
-                describe_in_store(self, self.identity(self.weights_epoch))  # this went with the pages
-            return found
-
-        return Later(poll=poll, until_s=time.monotonic() + FLUSH_S)
+        return Later(
+            poll=lambda waits: flushed_in_store(self, done, namespace, waits=waits), until_s=time.monotonic() + FLUSH_S
+        )
 
     def set_weights_epoch(self, epoch: int) -> Flushed:
         """The weights were replaced, `epoch` times: pages cached before are never found again, on any tier.

@@ -31,6 +31,7 @@ from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.observe.history import Occupancy
 from quire.offload import Offloads
+from quire.offload.deletion import Flushed, Stored
 from quire.offload.offloading import Tiered
 from quire.offload.parts import TiersPart
 from quire.offload.tier_settings import StoreHealth, TierCounters, TierSettings, hits_on
@@ -130,6 +131,14 @@ def _write_facts(store: Store, scope: bytes, facts: Facts) -> None:
         write_facts(store, scope, facts)
     except Exception as error:  # a store of the user's may raise; pages are found without facts
         logger.warning("the store was not told what its pages are of: %s", error)
+
+
+def flushed_in_store(engine: EngineCore, done: Flushed, namespace: Namespace | None, *, waits: bool) -> Flushed | None:
+    """`Offloading.flushed`. What the store knew of this engine's pages has gone with all of them, and is said again."""
+    found = engine.offload.flushed(done, namespace, waits=waits)
+    if namespace is None and found is not None and found.storage is Stored.GONE:
+        describe_in_store(engine, engine.identity(engine.weights_epoch))
+    return found
 
 
 def offloads_of(engine: EngineCore) -> Offloads:

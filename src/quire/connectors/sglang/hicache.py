@@ -4,7 +4,7 @@ Each host pool has a scope of its own in one store: model, weights, element type
 So a process reads only what has the bytes that it would have computed. SGLang calls from its own threads:
 
     batch_exists      leading pages that are there
-    batch_get_v1      pages into the host pool, without a copy; the first that is missing or damaged ends a read
+    batch_get_v1      pages into the host pool, with one copy; the first that is missing or damaged ends a read
     batch_set_v1      True also for pages that another process writes now: one False ends SGLang's backup
     *_v2              the same for the pools of hybrid models, by their policies
     get, set, ...     the interface v0, by flat copies of pages; both read each other's records
@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from quire.connectors.checked_store import CLOSE_S, CheckedStore
-from quire.connectors.counters import Growth
+from quire.connectors.counters import CountGrowth
 from quire.connectors.lookup_log import LookupLog
 from quire.connectors.settings import HiCacheSettings
 from quire.connectors.sglang.facts import check_server, facts_of, weight_version, weights_of
@@ -52,7 +52,7 @@ class _Pool(NamedTuple):
 
     pages: PoolPages
     records: CheckedStore
-    growth: Growth
+    growth: CountGrowth
 
 
 class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types here
@@ -92,7 +92,7 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
             threads=self._settings.threads,
             log=self._log,
         )
-        self._pools[name] = _Pool(pages, records, Growth(records))
+        self._pools[name] = _Pool(pages, records, CountGrowth(records))
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of the first pages are there."""

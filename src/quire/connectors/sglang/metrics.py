@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-from quire.connectors.counters import BAD_RECORDS, COUNTERS, OFF, Growth
+from quire.connectors.counters import BAD_RECORDS, COUNTERS, OFF, CountGrowth
 
 _PREFIX = "sglang:quire_"
 _COUNTERS = {name: Counter(_PREFIX + name, text, ["pool"]) for name, text in COUNTERS.items()}
@@ -12,7 +12,7 @@ _BAD = Counter(f"{_PREFIX}bad_records", BAD_RECORDS, ["pool", "reason"])
 _OFF = Gauge(f"{_PREFIX}off", OFF, multiprocess_mode="max")
 
 
-def report(pool: str, growth: Growth, *, is_off: bool) -> None:
+def report(pool: str, growth: CountGrowth, *, is_off: bool) -> None:
     """Bring the metrics of a pool up to date."""
     grown, bad = growth.since()
     for name, count in grown.items():

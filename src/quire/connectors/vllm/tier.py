@@ -22,7 +22,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from quire.connectors.checked_store import CheckedStore, ChunkKey
-from quire.connectors.counters import Growth
+from quire.connectors.counters import CountGrowth
 from quire.connectors.job import Job
 from quire.connectors.settings import QuireTierSettings
 from quire.connectors.vllm import metrics
@@ -84,7 +84,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._num_saving = self._num_refused = 0
         self._used: dict[bytes, None] = {}  # since the last touch, in the order of prompts
         self._touch: Job | None = None
-        self._growth = Growth(self._store)
+        self._growth = CountGrowth(self._store)
         self._serves_after_reset = settings.serves_after_reset
         self._is_off = False
 
