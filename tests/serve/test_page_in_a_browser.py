@@ -179,6 +179,19 @@ def test_the_tree_and_another_plan_are_told(live: LiveServer, opened: Callable[.
     assert page.evaluate("window.harmed") is None
 
 
+def test_what_held_memory_when_it_was_short(live: LiveServer, opened: Callable[..., Any]) -> None:
+    request_id = complete(live, "Eight answers have no room beside each other.", n=8, max_tokens=100, ignore_eos=True)
+    [*_, last] = live.request("/v1/cache/history")[1]["shortages"]
+    page = opened(live)
+    page.click("#short-ask")
+    says(page, "short", last["why"])
+    row = page.locator("#short table").last.locator("tbody tr").first.inner_text()
+    assert last["holds"] in row and f"{last['requests'][0]['request']}: {last['requests'][0]['pages']} pages" in row
+    assert request_id in row
+    used = page.locator("#short table").first.locator("tbody tr").first.locator("td").first.inner_text()
+    assert 0 < int(used) <= live.statistics()["frames"]["full"]["total"]
+
+
 def test_names_are_no_markup(live: LiveServer, opened: Callable[..., Any]) -> None:
     complete(live, "a")
     page = opened(live)
@@ -199,9 +212,9 @@ def test_axe_finds_nothing_serious(live: LiveServer, opened: Callable[..., Any],
     page = opened(live, width, scheme)
     page.locator("#requests button").first.click()
     says(page, "explained", "tokens")
-    for name in ("audit", "retained"):
+    for name in ("audit", "retained", "short"):
         page.click(f"#{name}-ask")
-        page.wait_for_selector(f"#{name} p")
+        page.wait_for_selector(f"#{name} :is(p, table)")
     page.click("#tree-ask")
     page.wait_for_selector("#tree-told p")
     page.click("#plan-if button")

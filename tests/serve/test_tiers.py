@@ -123,6 +123,7 @@ def test_metrics_are_the_statistics(tiered: LiveServer) -> None:
         assert shown["quire_tier_move_seconds_count", link] == tiers["links"][link]["moves"] > 0
     assert tiers["links"]["load"]["bytes"] == tiers["loaded_bytes"]
     assert shown["quire_tier_bandwidth_bytes_per_second", "load"] > 0
+    assert shown["quire_tier_compute_tokens_per_second",] == tiers["compute_rate"] > 0
     for state in ("free", "cached", "moving", "quarantined"):
         assert shown["quire_frames", "full", state, "host"] == tiers["host"]["full"][state]
     assert not [name for name, value in shown.items() if name[0] == "quire_tier_link_off" and value]

@@ -176,6 +176,11 @@ class LinkStates:
         name="tier_link_off",
         known=[link.name for link in LANES if link is not Lane.DELETE],
     )
+    compute_rate: float | None = gauge(
+        "Prompt tokens that steps compute a second, with which links are compared; absent while nothing was measured.",
+        start=None,
+        name="tier_compute_tokens_per_second",
+    )
     turned_off: int = counter(
         "Times that a link turned itself off, trials that failed counted in.", name="tier_turned_off"
     )
@@ -238,6 +243,7 @@ class EngineTiers:
             latency={name: rate.start for name, rate in rates.items()},
             off={link.name: why for link in LANES if (why := self.break_even.why_off(link))},
             stuck={lane.name: seconds for lane, seconds in self._watch.stuck().items()},
+            compute_rate=self.break_even.compute_rate,
             turned_off=self.break_even.turned_off_count,
             store=store_counters(self.store),
         )

@@ -133,6 +133,11 @@ class BreakEven:
         self._lanes = {lane: _LaneState(lane) for lane in LANES}
         self.turned_off_count = 0  # decisions of all lanes, with failed trials
 
+    @property
+    def compute_rate(self) -> float | None:
+        """Prompt tokens that steps compute a second; None without a measurement."""
+        return self._computed.mean
+
     def computed(self, tokens: int, seconds: float) -> None:
         """A step has computed this many prompt tokens."""
         if tokens >= self._tiny_step:

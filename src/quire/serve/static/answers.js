@@ -1,6 +1,6 @@
 // What the engine answers when a button asks: its tree, and another plan.
 
-import { bar, bytes, count, make, share, table } from "./dom.js";
+import { bar, bytes, clock, count, make, share, table } from "./dom.js";
 import { DISTINCT, ledgerBars } from "./parts.js";
 
 export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_size: size }) {
@@ -37,6 +37,21 @@ function prefix({ depth, own_pages: own }, level, size) {
   const shown = make("span", { class: "branch" }, `${count(depth * size)} to ${count((depth + own) * size)}`);
   shown.style.paddingLeft = `${Math.min(level, 8)}rem`;
   return shown;
+}
+
+const MOST_SHORTAGES = 20;
+const MOST_HOLDERS = 3;
+
+export function shortTold({ shortages, highest }) {
+  const used = highest.filter(({ state }) => state === "used").map(({ tier, group, frames, at }) => [`${tier}, group ${group}`, count(frames), clock(at)]);
+  const rows = shortages.slice(-MOST_SHORTAGES).toReversed().map(({ at, why, holds, requests }) => [
+    clock(at), why, holds, requests.slice(0, MOST_HOLDERS).map(({ request, pages }) => `${request}: ${count(pages)} pages`).join(", "),
+  ]);
+  return [
+    table("The most frames at once that could not be evicted", ["where", "frames", "at"], used),
+    rows.length ? table("When memory was short", ["at", "why", "what held it", "the requests with most pages"], rows)
+      : make("p", { class: "hint" }, "Memory was never short."),
+  ];
 }
 
 const PLANNED = [

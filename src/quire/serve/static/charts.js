@@ -1,11 +1,10 @@
 // Charts by uPlot: of the last ten minutes, or of what `x` says. Each chart keeps its columns, and is drawn anew when the
 // page is resized or its colours change.
 
-import { one } from "./dom.js";
+import { clock, one } from "./dom.js";
 
 const KEEPS = 600;
 const HEIGHT = 150;
-const clock = (at) => (at === undefined ? "-" : new Date(1000 * at).toLocaleTimeString("en-GB"));
 const TIME = { name: "at", said: clock, scale: { time: true }, axis: { space: 80, incrs: [1, 5, 10, 30, 60, 120, 300] } };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

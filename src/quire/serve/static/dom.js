@@ -23,6 +23,8 @@ export const count = (value) => (value === null || value === undefined ? "-" : p
 export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "-");
 export const one = (value) => (value === null ? "-" : value < 10 && !Number.isInteger(value) ? value.toFixed(1) : plain.format(value));
 
+export const clock = (at) => (at === undefined ? "-" : new Date(1000 * at).toLocaleTimeString("en-GB"));
+
 export function seconds(value) {
   if (value === null || value === undefined) return "-";
   return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;

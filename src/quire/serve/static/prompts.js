@@ -1,6 +1,6 @@
 // The last requests, and a prompt as a strip: which of its tokens were cached, and why the others were computed.
 
-import { count, find, make, put, seconds, share, table } from "./dom.js";
+import { clock, count, find, make, put, seconds, share, table } from "./dom.js";
 import { CAUSES, dot, strip } from "./parts.js";
 
 const short = (id) => (id.length > 20 ? `${id.slice(0, 16)}…` : id);
@@ -28,7 +28,7 @@ export class Prompts {
     const where = tiers && cached ? ` (${Object.entries(tiers).filter(([, tokens]) => tokens).map(([tier, tokens]) => `${tier} ${count(tokens)}`).join(", ")})` : "";
     return [
       make("button", { type: "button", class: "link", "data-id": id, title: `${id}, X-Request-Id: ${own}`, "aria-label": `Explain ${id}`, onclick: () => this.explain(id) }, short(id)),
-      new Date(1000 * at).toLocaleTimeString("en-GB"), count(usage.prompt_tokens),
+      clock(at), count(usage.prompt_tokens),
       `${count(cached)}, ${share(cached, usage.prompt_tokens)}${where}`,
       count(usage.completion_tokens), seconds(first), seconds(took), ends,
     ];

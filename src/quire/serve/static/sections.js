@@ -4,7 +4,7 @@ import { Chart } from "./charts.js";
 import { bar, bytes, count, figure, find, make, one, put, seconds, share, table } from "./dom.js";
 import { CAUSES, causesBar, ledgerBars } from "./parts.js";
 import { Prompts } from "./prompts.js";
-import { planTold, treeTold } from "./answers.js";
+import { planTold, shortTold, treeTold } from "./answers.js";
 
 const QUANTILES = [{ name: "median", color: "device" }, { name: "95 %", color: "evicted" }];
 const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
@@ -27,6 +27,7 @@ export class Sections {
       this.answer("plan-if-told", `/v1/cache/plan?${asked}`, (plan) => planTold(this.facts.plan, plan));
     });
     find("audit-ask").addEventListener("click", () => this.answer("audit", "/v1/cache/audit", auditTold));
+    find("short-ask").addEventListener("click", () => this.answer("short", "/v1/cache/history", shortTold));
     find("retained-ask").addEventListener("click", () => this.answer("retained", "/v1/cache/retained", retainedTold));
   }
 
@@ -48,7 +49,7 @@ export class Sections {
     showMemory(counters);
     showHits(counters);
     this.prompts.show(now.requests, counters.page_size);
-    showMoves(counters);
+    showMoves(counters, this.facts.bytes_per_token);
     showChecks(now);
     for (const chart of Object.values(this.charts)) chart.draw();
   }
@@ -139,21 +140,22 @@ function showHits(counters) {
          why.map(({ name, about }) => [name, count(causes[name]), share(causes[name], whole), about]))]));
 }
 
-function showMoves({ tiers, transfer }) {
+function showMoves({ tiers, transfer }, token) {
   const links = Object.entries(tiers?.links ?? {}).filter(([, link]) => link.moves);
   const peers = transfer ? Object.entries(transfer).filter(([, value]) => typeof value === "number") : [];
   put(find("moves-body"), [tiers, peers], () => {
     if (!tiers && !transfer) return [make("p", { class: "hint" }, "This engine has no tier below the device, and no peers.")];
     const rows = links.map(([name, { moves, bytes: moved, seconds: took }]) => [
       name, count(moves), bytes(moved), seconds(took.count ? took.sum / took.count : null),
-      tiers.bandwidth[name] ? `${bytes(tiers.bandwidth[name])}/s` : "-",
-      name in tiers.off ? "off: to compute is quicker" : name in tiers.stuck ? "nothing ends" : "works",
+      tiers.bandwidth[name] ? `${bytes(tiers.bandwidth[name])}/s` : "-", count(tiers.bandwidth[name] && token ? tiers.bandwidth[name] / token : null),
+      name in tiers.off ? `off: ${tiers.off[name]}` : name in tiers.stuck ? "nothing ends" : "works",
     ]);
     const store = tiers ? Object.entries(tiers.store.failures) : [];
     const lost = tiers?.store_lost.length ? [make("p", { class: "bad" }, `The store answers no ${tiers.store_lost.join(", ")}.`)] : [];
     return [
-      tiers && (rows.length ? table("Lanes between tiers", ["lane", "moves", "bytes", "mean time", "bandwidth", "state"], rows)
+      tiers && (rows.length ? table("Lanes between tiers", ["lane", "moves", "bytes", "mean time", "bandwidth", "tokens a second", "state"], rows)
         : make("p", { class: "hint" }, "Nothing has moved yet.")),
+      tiers?.compute_rate ? make("p", { class: "hint" }, `Steps compute ${count(tiers.compute_rate)} prompt tokens a second. A lane that is slower turns off.`) : null,
       ...lost,
       store.length ? table("Failures of the store", ["kind", "times"], store.map(([kind, times]) => [kind, count(times)])) : null,
       peers.length ? table("Peers", ["what", "count"], peers.map(([name, value]) => [name.replaceAll("_", " "), count(value)])) : null,
