@@ -101,7 +101,8 @@ from tests.mutants import (
 )
 from tests.mutants.chosen import files_of, is_chosen
 from tests.mutants.mutants import MUTANTS, Mutant
-from tests.offload import test_prefetch, test_worth_loading
+from tests.observe import test_histogram
+from tests.offload import test_prefetch, test_tiering, test_worth_loading
 from tests.offload.test_never_slower import check_link
 from tests.offload.test_worth_loading import LOOKS
 from tests.plan.check import check_plan
@@ -328,6 +329,11 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "late writes": [test_transfer_faults.check_late_writes],
     "weights": [test_transfer_faults.check_new_weights],
     "cuts": [test_transfer_faults.check_cuts],
+    "explanations": [
+        test_tiering.test_each_token_that_is_reused_says_from_which_tier,
+        test_tiering.test_who_needs_room_on_the_host_is_named,
+    ],
+    "quantiles": [test_histogram.test_a_quantile_is_in_the_bucket_of_the_value_there],
     "held frames": [
         test_transfer_faults.test_a_peer_that_never_answers_holds_host_frames_and_no_cached_page,
     ],
@@ -556,6 +562,7 @@ def test_names_and_sentences_are_all_different() -> None:
         liveness_mutants.the_first_has_it_all,
         router_mutants.a_restart_is_waited_for,
         connector_mutants.the_digest_is_not_compared,
+        explanation_mutants.the_host_names_no_request,
     )
     assert {mutant.__name__ for mutant in known} <= {mutant.name for mutant in MUTANTS}
     assert FIRST_SEEDS.keys() <= shipped.MUTANTS.keys()

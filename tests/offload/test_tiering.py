@@ -312,3 +312,15 @@ def test_who_needs_room_on_the_host_is_named() -> None:
     told = world.cache.admission.explain(asking(first), world.cache.match(asking(first), ALICE))
     assert {reason.by for reason in told.reasons if reason.cause is Cause.EVICTED} == {"the second"}
     world.close()
+
+
+def test_each_token_that_is_reused_says_from_which_tier() -> None:
+    world = TieredCache(16, 8)
+    tokens = tokens_of((1, 2, 3))
+    world.compute(tokens)
+    world.demote()
+    world.compute(tokens[:PAGE])
+    told = world.cache.admission.explain(asking(tokens), world.cache.match(asking(tokens), ALICE))
+    hits = [(reason.tier, reason.tokens) for reason in told.reasons if reason.cause is Cause.HIT]
+    assert hits == [("device", PAGE), ("host", 2 * PAGE)]
+    world.close()
