@@ -75,6 +75,7 @@ from tests.mutants import (
     device_mutants,
     draft_mutants,
     eviction_mutants,
+    explanation_mutants,
     forward_mutants,
     grammar_mutants,
     graph_mutants,
