@@ -230,6 +230,7 @@ def pool(options: Options) -> Found:
     import torch
 
     from quire.engine.device.page_tables import DevicePageTables
+    from quire.kernels.fields import PagedField
     from quire.memory.pool import Pool
     from quire.memory.residency import PageTableChanges
     from quire.spec.layout import DType, Field, PageLayout
@@ -240,10 +241,9 @@ def pool(options: Options) -> Found:
         16, tuple(Field(name=name, shape=(2, 64), dtype=DType.BFLOAT16, layers=(0, 1)) for name in "kv")
     )
     made = Pool(layout, 64, device=device)
-    rows = made.layer("k", 1).flatten(0, 1)
-    slots = to_device(np.array([17, 900, 33]), device)
-    rows.index_copy_(0, slots, torch.full((3, 2, 64), 2.0, dtype=torch.bfloat16, device=device))
-    assert rows[900].float().mean().item() == 2.0 and made.layer("k", 0).abs().max().item() == 0
+    slots, written = to_device(np.array([17, 900, 33]), device), made.layer("k", 1)
+    PagedField(written).write(slots, torch.full((3, 2, 64), 2.0, dtype=torch.bfloat16, device=device))
+    assert written[900 // 16, 900 % 16].float().mean().item() == 2.0 and made.layer("k", 0).abs().max().item() == 0
     upload = Upload(device, 4096)
     arrays = [np.arange(9, dtype=np.int32), np.linspace(0, 1, 7), np.zeros((2, 0)), np.array([[True, False]])]
     with upload:
@@ -333,7 +333,7 @@ def moves(options: Options) -> Found:
     from quire.kernels.backend import AttentionBackend
     from quire.kernels.moves import TORCH, HostEntries, Pieces
     from quire.memory.host_pool import HostPool
-    from quire.memory.pool import HostedPool
+    from quire.memory.pool import Pool
     from quire.spec.group import GroupSpec
     from quire.spec.layout import DType, Field, PageLayout
 
@@ -359,17 +359,17 @@ def moves(options: Options) -> Found:
     def random(*shape: int) -> Any:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
-    pool = [random(sizes.layers, count + 1, piece).to(device) for _ in range(2)]
-    pieces = Pieces.of([(at * sizes.layers * piece, each) for at, each in enumerate(pool)], 2 * sizes.layers * piece)
+    pool = random(count + 1, 2 * sizes.layers * piece).to(device)
+    pieces = Pieces.of([(0, pool[None, :, None])], pool.shape[1])
     rows = torch.randperm(count, generator=generator).to(device) + 1
     records = [torch.empty(count, pieces.record_words, dtype=pieces.word, device=device) for _ in range(2)]
     for each, record in zip((made, TORCH), records, strict=True):
         each.gather(pieces, rows, record)
     assert torch.equal(*records), "records differ"
-    before = [each.clone() for each in pool]
+    before = pool.clone()
     made.move(pieces, rows.flip(0), rows)
     made.scatter(pieces, rows, records[0])
-    assert all(torch.equal(each, was) for each, was in zip(pool, before, strict=True)), "frames differ"
+    assert torch.equal(pool, before), "frames differ"
     moved = 2 * records[0].nbytes
     found["gather_gb_s"] = rate(moved, lambda: made.gather(pieces, rows, records[0]), options)
     found["scatter_gb_s"] = rate(moved, lambda: made.scatter(pieces, rows, records[0]), options)
@@ -387,7 +387,7 @@ def moves(options: Options) -> Found:
     # DeepSeek's latents in FP8, of one layer, in records of host memory that is registered with CUDA.
     layout = PageLayout(64, (Field(name="latents", shape=(1, 656), dtype=DType.UINT8, layers=(0,)),))
     memory = HostPool([GroupSpec(name="hosted", layout=layout)], [64], pinned=options.is_cuda)
-    host = HostedPool(layout, memory, 0, reader=device).layer("latents", 0)
+    host = Pool(layout, rows=torch.from_numpy(memory.payloads(0)), reader=device).layer("latents", 0)
     host.copy_(random(*host.shape))
     tokens = 64 if interprets else 2048
     frames, offsets = np.divmod(np.random.default_rng(1).permutation(65 * 64)[:tokens], 64)
@@ -768,24 +768,15 @@ def tiers(options: Options) -> Found:
                 tensor[:, 1:].zero_()
             finish(options.device)
     if options.is_cuda:
-        found["parts"] = _parts(copies, frames, options)
+        began = time.perf_counter()
+        queued = copies.to_device(0, frames, frames)
+        found["queued_ms"] = round((time.perf_counter() - began) * 1e3, 3)
+        queued.wait()
     options.tell(found)
     same = all(torch.equal(tensor[:, 1:], was[:, 1:]) for (_, tensor), was in zip(made.tensors, before, strict=True))
     assert same, "frames came back with other bytes"
     host.close()
     return found | _tiered_engine(options)
-
-
-def _parts(copies: Any, frames: Any, options: Options) -> Found:
-    """Milliseconds until each part of a load has come: layers of a step wait for these, and for no later ones."""
-    finish(options.device)
-    began = time.perf_counter()
-    queued = copies.to_device(0, frames, frames)
-    queued_ms, waited = round((time.perf_counter() - began) * 1e3, 3), []
-    for event in queued._events:
-        event.synchronize()
-        waited.append(round((time.perf_counter() - began) * 1e3, 3))
-    return {"queued_ms": queued_ms, "arrived_ms": waited}
 
 
 def _tiered_engine(options: Options) -> Found:

@@ -119,9 +119,10 @@ class EmulatedAttention(PreparedAttention):
     def _rows(self, part: PagedField, slots: Tensor) -> Tensor:
         assert part.stored is not None
         rows, scales, kv_format = part.stored
-        plain = rows.flatten(0, 1).index_select(0, slots.flatten())
+        at = slots.flatten() // rows.shape[1], slots.flatten() % rows.shape[1]
+        plain = rows[at]
         if kv_format is not None:
-            factors = None if scales is None else scales.flatten(0, 1).index_select(0, slots.flatten())
+            factors = None if scales is None else scales[at]
             plain = decode(plain, factors, kv_format, torch.float32)
         plain = plain.unsqueeze(1) if plain.dim() == 2 else plain
         return plain.float().repeat_interleave(self.heads // plain.shape[1], dim=1).unflatten(0, slots.shape)

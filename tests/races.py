@@ -35,14 +35,13 @@ def join(clock: Clock, other: Clock) -> None:
 
 @dataclass(eq=False)
 class Watched:
-    """Memory from address `start` on, in pieces of `piece` bytes, which are named by `number % count`; 0 is not
-    watched: padding is written there, and its content does not matter."""
+    """Memory from address `start` on, in pieces of `piece` bytes. Piece 0 is not watched: padding is written there, and
+    its content does not matter."""
 
     name: str
     start: int
     stop: int
     piece: int
-    count: int
     wrote: dict[int, tuple[int, int, str]] = field(default_factory=dict)  # piece: stream, time, operator
     read: dict[int, dict[int, tuple[int, str]]] = field(default_factory=dict)  # piece, stream: time, operator
 
@@ -72,19 +71,12 @@ class Races:
 
     # -- memory
 
-    def watch_frames(self, name: str, tensor: Tensor) -> None:
-        """Watch a pool's tensor `[layers, frames, ...]`."""
-        inner = _inner(tensor)
-        frame = inner[0, 0].numel() * inner.element_size()
-        self._watch(name, inner, frame, inner.shape[1])
-
-    def watch_rows(self, name: str, rows: npt.NDArray[np.uint8]) -> None:
-        """Watch the records of host memory, uint8 `[frames, stride]`."""
-        self._watch(name, torch.from_numpy(rows), rows.shape[1], rows.shape[0])
-
-    def _watch(self, name: str, tensor: Tensor, piece: int, count: int) -> None:
-        start = tensor.data_ptr()
-        self._watched.append(Watched(name, start, start + tensor.nbytes, piece, count))
+    def watch(self, name: str, rows: Tensor) -> None:
+        """Watch frames of a pool or records of host memory, uint8 `[frames, bytes]`, contiguous: each is one piece,
+        whatever view of it is used."""
+        assert rows.is_contiguous()
+        start = _inner(rows).data_ptr()
+        self._watched.append(Watched(name, start, start + rows.nbytes, rows.shape[1]))
 
     # -- accesses
 
@@ -134,7 +126,7 @@ class Races:
         for watched in self._watched:
             if watched.start <= at < watched.stop:
                 for piece in _pieces(inner, only, at - watched.start, watched.piece):
-                    if piece % watched.count:
+                    if piece:
                         self._touch(watched, int(piece), stream, clock, writes, what)
 
     def _touch(self, watched: Watched, piece: int, stream: int, clock: Clock, writes: bool, what: str) -> None:
@@ -146,7 +138,7 @@ class Races:
         for other, time, by in before:
             if other not in (stream, _HOST) and clock.get(other, 0) < time:
                 kind = "writes" if writes else "reads"
-                self.found.append(f"{what} {kind} {watched.name} {piece % watched.count}, and {by} may not be done")
+                self.found.append(f"{what} {kind} {watched.name} {piece}, and {by} may not be done")
         time = clock.get(stream, 0)
         if writes:
             watched.wrote[piece] = stream, time, what

@@ -1,7 +1,7 @@
 """What moving frames costs in memory alone: copies beside a plain one, digests beside copies, and the first touch.
 
     python -m bench.storage.copies                                  everything, about two minutes
-    python -m bench.storage.copies --pages 64KiB,1MiB --layers 8    some sizes, with the frame in 16 pieces
+    python -m bench.storage.copies --pages 64KiB,1MiB               some sizes
     python -m bench.storage.copies --toy                            small sizes, in seconds; fails if a byte is wrong
 
 Samples of all rows of a size are taken in shuffled order, and ratios are medians over samples of the same repeat, so
@@ -26,7 +26,6 @@ from bench.harness import machine, new_parser, save
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
-from quire.memory.record import HEADER_BYTES
 from quire.plan.budget import format_bytes
 from quire.settings.setting import parse_bytes
 from quire.spec.group import GroupSpec
@@ -67,25 +66,21 @@ def best(samples: Samples, of: str, to: str) -> float:
     return min(samples[of]) / min(samples[to])
 
 
-def layout_of(page_bytes: int, layers: int) -> PageLayout:
-    """Keys and values of `layers` layers: a frame of `page_bytes` in `2 * layers` pieces."""
-    width = page_bytes // (2 * layers * 16)
-    fields = tuple(
-        Field(name=name, shape=(width,), dtype=DType.UINT8, layers=tuple(range(layers))) for name in ("k", "v")
-    )
-    layout = PageLayout(16, fields)
+def layout_of(page_bytes: int) -> PageLayout:
+    """Keys and values of a layer, in a frame of `page_bytes`."""
+    width = page_bytes // 32
+    layout = PageLayout(16, tuple(Field(name=each, shape=(width,), dtype=DType.UINT8, layers=(0,)) for each in "kv"))
     assert layout.bytes_per_frame == page_bytes
     return layout
 
 
-def measure_copies(page_bytes: int, *, layers: int, total: int, repeats: int) -> dict[str, Any]:
+def measure_copies(page_bytes: int, *, total: int, repeats: int) -> dict[str, Any]:
     """Bandwidths and digest costs with pages of `page_bytes`, `total` bytes at a time; one row of the result."""
-    layout = layout_of(page_bytes, layers)
+    layout = layout_of(page_bytes)
     count = max(2, total // page_bytes)
     pool = Pool(layout, count)
     rng = np.random.default_rng(SEED)
-    for _, tensor in pool.tensors:
-        tensor.view(torch.uint8).numpy()[:] = rng.integers(0, 256, 256, dtype=np.uint8)[0]
+    pool.rows.numpy()[:] = rng.integers(0, 256, page_bytes, dtype=np.uint8)
     with closing(HostPool([GroupSpec(name="full", layout=layout)], [count])) as host:
         copies = FrameCopies([pool], host)
         frames = np.arange(1, count + 1, dtype=np.int32)
@@ -107,7 +102,6 @@ def measure_copies(page_bytes: int, *, layers: int, total: int, repeats: int) ->
                 "to_device": lambda: copies.to_device(0, frames, frames),
                 "to_host_scattered": lambda: copies.to_host(0, scattered, frames),
                 "to_device_scattered": lambda: copies.to_device(0, scattered, frames),
-                "to_device_by_layer": lambda: [copies.to_device(0, frames, frames, n) for n in copies.layers()],
                 "to_host_sealed": lambda: sealed(frames, warm),
                 "to_host_saved": lambda: sealed(frames, piece),
                 "to_host_saved_scattered": lambda: sealed(scattered, piece),
@@ -120,7 +114,6 @@ def measure_copies(page_bytes: int, *, layers: int, total: int, repeats: int) ->
     moved = count * page_bytes
     return {
         "page_bytes": page_bytes,
-        "piece_bytes": page_bytes // (2 * layers),
         "bytes": moved,
         "gb_per_second": {name: moved / statistics.median(taken) / 1e9 for name, taken in samples.items()},
         "of_plain": {name: 1 / ratio(samples, name, "plain") for name in samples if name.startswith("to_")},
@@ -149,20 +142,14 @@ def wrong(copies: FrameCopies, pool: Pool, host: HostPool, frames: Any, keys: Se
     copies.to_host(0, frames, frames)
     copies.seal(0, frames, keys)
     found = [f"frame {frame}: {why}" for frame, why in zip(frames, copies.defects(0, frames, keys), strict=True) if why]
-    start = HEADER_BYTES
-    for field, tensor in pool.tensors:
-        pieces = tensor.view(torch.uint8).numpy().reshape(*tensor.shape[:2], -1)
-        size = pieces.shape[0] * pieces.shape[2]
-        expected = pieces[:, 1:].transpose(1, 0, 2).reshape(len(frames), size)
-        if not np.array_equal(host.rows(0)[1:, start : start + size], expected):
-            found.append(f"field {field.name} of {host.rows(0).shape} differs")
-        start += size
+    if not np.array_equal(host.payloads(0)[1:], pool.rows.numpy()[1:]):
+        found.append("bytes of frames and records differ")
     return found
 
 
 def measure_touch(num_bytes: int, *, threads: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Seconds per GiB that a host pool of that size takes until it is there, by the number of threads."""
-    layout = layout_of(2**20, 16)
+    layout = layout_of(2**20)
     group = GroupSpec(name="full", layout=layout)
     frames = num_bytes // record_stride(layout.bytes_per_frame) - 1
 
@@ -184,15 +171,7 @@ def measure_touch(num_bytes: int, *, threads: Sequence[int], repeats: int) -> li
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All rows that were asked for."""
     pages = [parse_bytes(size) for size in options.pages.split(",")]
-    rows = [
-        measure_copies(
-            size,
-            layers=options.layers or max(1, size // (2 * 32 * 2**10)),
-            total=options.total,
-            repeats=options.repeats,
-        )
-        for size in pages
-    ]
+    rows = [measure_copies(size, total=options.total, repeats=options.repeats) for size in pages]
     return {
         **machine(),
         "threads": torch.get_num_threads(),
@@ -204,17 +183,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """The result as text, one line for each size and kind."""
-    names = ("to_host", "to_device", "to_host_scattered", "to_device_scattered", "to_device_by_layer")
+    names = ("to_host", "to_device", "to_host_scattered", "to_device_scattered")
     lines = [
         f"{result['date']}, {result['cores']} cores, load {result['load']}",
         "GB/s of the median; part of a plain copy, median and fastest",
-        f"{'page':>10} {'piece':>10} {'plain':>6} " + " ".join(f"{name.replace('to_', ''):>18}" for name in names),
+        f"{'page':>10} {'plain':>6} " + " ".join(f"{name.replace('to_', ''):>18}" for name in names),
     ]
     for row in result["rows"]:
         speed, part, fastest = row["gb_per_second"], row["of_plain"], row["best_of_plain"]
         cells = " ".join(f"{speed[name]:7.2f} {part[name]:5.0%}{fastest[name]:5.0%}" for name in names)
-        size, piece = format_bytes(row["page_bytes"]), format_bytes(row["piece_bytes"])
-        lines.append(f"{size:>10} {piece:>10} {speed['plain']:6.2f} {cells}")
+        lines.append(f"{format_bytes(row['page_bytes']):>10} {speed['plain']:6.2f} {cells}")
     lines.append("digests: ns per byte of the median, part of the copy (fastest)")
     for row in result["rows"]:
         cost, part, fastest = row["digest_ns_per_byte"], row["digest_of_copy"], row["best_digest_of_copy"]
@@ -231,7 +209,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "Compare copies of frames with a plain copy of memory.", toy="small sizes; exits 1 if a byte is wrong"
     )
     parser.add_argument("--pages", default=PAGES, help="comma-separated bytes per frame (%(default)s)")
-    parser.add_argument("--layers", type=int, help="layers of a frame; default as many as make pieces of 32 KiB")
     parser.add_argument("--total", type=parse_bytes, help="bytes moved by a sample; default 256MiB")
     parser.add_argument("--touch", type=parse_bytes, help="bytes of the pool that is touched; default 2GiB")
     parser.add_argument("--repeats", type=int, help="samples of each row; default 9, with --toy 2")

@@ -97,13 +97,13 @@ def _table(title: str, first: str, *others: str) -> Table:
 def _copies(rows: list[Row]) -> Table:
     table = _table(
         "Frames, GB/s of medians (part of a plain copy); digests, ns per byte (part of the copy)",
-        "page", "plain", "to host", "to device", "by layer", "seal", "seal while warm", "check",
+        "page", "plain", "to host", "to device", "seal", "seal while warm", "check",
     )  # fmt: skip
     for row in rows:
         speed, part, digest, share = (
             row["gb_per_second"], row["of_plain"], row["digest_ns_per_byte"], row["digest_of_copy"]
         )  # fmt: skip
-        ways = [f"{speed[way]:.1f} ({part[way]:.0%})" for way in ("to_host", "to_device", "to_device_by_layer")]
+        ways = [f"{speed[way]:.1f} ({part[way]:.0%})" for way in ("to_host", "to_device")]
         seals = [f"{digest['seal']:.3f} ({share['seal']:.0%})", f"({share['seal_while_warm']:.0%})"]
         check = f"{digest['defects']:.3f} ({share['defects']:.0%})"
         table.add_row(f"{row['page_bytes'] >> 10} KiB", f"{speed['plain']:.1f}", *ways, *seals, check)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from bench.harness import SHARED, machine, new_parser, save
 from bench.storage.bandwidth import Bandwidth, measure_directory, measure_disk
-from bench.storage.copies import layout_of, measure_copies
+from bench.storage.copies import measure_copies
 from bench.storage.network import measure_mooncake, measure_valkey
 from bench.storage.report import FITS, RETURNING, print_report, verdicts
 from rich.console import Console
@@ -65,10 +65,8 @@ def measure_frames(options: argparse.Namespace) -> list[Row]:
     found = []
     for size in ("64KiB",) if options.toy else ("16KiB", "64KiB", "256KiB", "1MiB", "4MiB"):
         page = parse_bytes(size)
-        layers = max(1, page // (2 * 32 * 2**10))
-        assert layout_of(page, layers).bytes_per_frame == page
         total, repeats = (2**22, 2) if options.toy else (2**28, 9)
-        found.append(measure_copies(page, layers=layers, total=total, repeats=repeats))
+        found.append(measure_copies(page, total=total, repeats=repeats))
         options.say(f"pages of {size}")
     return found
 

@@ -156,8 +156,7 @@ class CanaryMachine:
 
     def _write(self, pool: Pool, slot: int) -> None:
         self.written += 1
-        rows = pool.tensors[0][1].flatten(1, 2)  # [layers, slots, 8]
-        rows[:, slot] = torch.tensor(list(self.written.to_bytes(8, "little")), dtype=torch.uint8)
+        _entries(pool, slot)[:] = torch.tensor(list(self.written.to_bytes(8, "little")), dtype=torch.uint8)
 
     def finish(self, choices: Choices) -> None:
         if self.requests:
@@ -190,15 +189,13 @@ class CanaryMachine:
     def flip(self, choices: Choices) -> None:
         self._damage(
             choices,
-            lambda rows, slot: rows[choices.below(2), slot, choices.below(8)].bitwise_xor_(1 << choices.below(8)),
+            lambda pool, slot: _entries(pool, slot)[choices.below(2), choices.below(8)].bitwise_xor_(
+                1 << choices.below(8)
+            ),
         )
 
     def neighbour(self, choices: Choices) -> None:
-        def write(rows: torch.Tensor, slot: int) -> None:
-            self.written += 1
-            rows[:, slot] = torch.tensor(list(self.written.to_bytes(8, "little")), dtype=torch.uint8)
-
-        self._damage(choices, write)
+        self._damage(choices, self._write)
 
     def _damage(self, choices: Choices, change: Any) -> None:
         """Change the bytes of one slot of a page that the canary has had the time to stamp."""
@@ -211,7 +208,7 @@ class CanaryMachine:
         if cached:
             page = choices.one_of(cached)
             slot = int(frames[page]) * self.size + choices.below(self.size)
-            change(self.pools[group].tensors[0][1].flatten(1, 2), slot)
+            change(self.pools[group], slot)
             self._add(group, page, Kind.BYTES)
 
     def skip(self, choices: Choices) -> None:
@@ -343,6 +340,12 @@ class CanaryMachine:
             for (group, page), kind in self.damaged.items()
             if page in cached and self.cache.groups[group].table.frame[page]
         }
+
+
+def _entries(pool: Pool, slot: int) -> torch.Tensor:
+    """What the layers keep of a token, `[layers, 8]`."""
+    frame, offset = divmod(slot, pool.layout.page_size)
+    return pool.tensors[0][1][:, frame, offset]
 
 
 def run_canary(seed: int, num_steps: int, *, everything: bool = True, late: int = 0) -> Counter[str]:

@@ -26,9 +26,7 @@ LAYOUTS = {
 def pool_of(name: str, device: str = "cpu") -> Pool:
     pool = Pool(PageLayout(8, LAYOUTS[name]), 9, device=device)
     generator = torch.Generator().manual_seed(1)
-    for _, tensor in pool.tensors:
-        flat = tensor.view(torch.uint8).view(-1)
-        flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=generator))
+    pool.rows.copy_(torch.randint(0, 256, pool.rows.shape, dtype=torch.uint8, generator=generator))
     return pool
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from quire.engine.core import EngineCore
-from quire.kernels.fields import HostedField
 from quire.models import sparse
 from quire.models.attention import CallOptions
 from quire.models.hf import LoadedModel
@@ -65,7 +64,7 @@ class HostedOracle:
             ordinal = forward.ordinal if self._is_own(forward) else 0
 
             def new_attend(own: Tensor, reader: Any, slots: Tensor, hidden: Tensor, **scale: float) -> Any:
-                if self._is_own(forward) and not isinstance(reader._latents, HostedField):
+                if self._is_own(forward) and not reader._latents.on_host:
                     wanted[:] = self._wanted(forward, ordinal, options, module._most)
                     assert len(wanted) == len(slots), "a row of one token does not read its buffer"
                     for expected, at, unseen in zip(wanted, slots, hidden, strict=True):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from quire.cache.request_kv import RequestKV
 from quire.engine.core import EngineCore
-from quire.engine.device import frame_staging
 from quire.engine.device.frame_staging import ComputeStream, FrameStaging, StagedCopy
 from quire.engine.device.runner import LaunchedForward
 from quire.kernels.backend import AttentionBackend
@@ -66,20 +65,18 @@ def _inner(pieces: Pieces, *tensors: Any) -> Any:
 
 @slow_unless_changed(*DEVICE, *TIERS)
 @settings(max_examples=40, deadline=None)
-@given(odd_layouts(), orders(), st.booleans(), st.booleans(), st.booleans())
+@given(odd_layouts(), orders(), st.booleans(), st.booleans())
 def test_staged_frames_are_the_same_bytes(
-    layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool, by_layer: bool, sliced: bool
+    layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool, sliced: bool
 ) -> None:
-    check_staged(TORCH, layout, order, one_by_one=one_by_one, by_layer=by_layer, sliced=sliced)
+    check_staged(TORCH, layout, order, one_by_one=one_by_one, sliced=sliced)
 
 
 @slow_unless_changed("src/quire/kernels/", *TIERS)
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
-@given(odd_layouts(), orders(), st.booleans(), st.booleans())
-def test_kernels_stage_the_same_bytes(
-    layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool, by_layer: bool
-) -> None:
-    check_staged(cast(Moves, Interpreted()), layout, order, one_by_one=one_by_one, by_layer=by_layer, sliced=False)
+@given(odd_layouts(), orders(), st.booleans())
+def test_kernels_stage_the_same_bytes(layout: PageLayout, order: tuple[list[int], list[int]], one_by_one: bool) -> None:
+    check_staged(cast(Moves, Interpreted()), layout, order, one_by_one=one_by_one, sliced=False)
 
 
 def check_staged(
@@ -88,15 +85,13 @@ def check_staged(
     order: tuple[list[int], list[int]],
     *,
     one_by_one: bool,
-    by_layer: bool,
     sliced: bool,
 ) -> None:
-    """There and back, in batches of one and of all, layer by layer or at once, from memory that was registered in many
-    slices or in one, beside what an engine on the CPU writes."""
+    """There and back, in batches of one and of all, from memory that was registered in many slices or in one, beside
+    what an engine on the CPU writes."""
     device, records, group = ids(order[0]), ids(order[1]), GroupSpec(name="g", layout=layout)
     with (
         FakeCuda().installed() as cuda,
-        patch.object(frame_staging, "_LEAST_COPY", 1 if by_layer else 1 << 30),
         patch.object(pinned, "_SLICE", 1 if sliced else 1 << 30),
     ):
         plain = Pool(layout, FRAMES, device="cpu")
@@ -134,9 +129,9 @@ def check_staged(
 @contextmanager
 def handing_on(cuda: FakeCuda) -> Iterator[None]:
     """Threads of movers know the device. What a thread has waited for is known to another one only from the moment at
-    which it hands a transfer on: submitted, announced, checked or ended."""
+    which it hands a transfer on: submitted, arrived, checked or ended."""
     races, known = cuda.races, {}
-    real = {name: getattr(Transfer, name) for name in ("advance", "announce_layer", "end", "wait_layer")}
+    real = {name: getattr(Transfer, name) for name in ("advance", "arrived", "end", "wait")}
     submit, finished, threads = ThreadMover.submit, ThreadMover.finished, ThreadMover._run
     ready = RequestKV.is_ready.fget
 
@@ -147,7 +142,7 @@ def handing_on(cuda: FakeCuda) -> Iterator[None]:
         def call(transfer: Transfer, *args: Any) -> Any:
             if takes:
                 races.join_host(handed(transfer))
-            if name == "wait_layer" and not transfer.done and args[0] not in transfer._arrived:
+            if name == "wait" and not transfer.done and not transfer._has_arrived:
                 cuda.note("the host waits for a load")
             if gives:
                 handed(transfer).update(races.host)
@@ -180,9 +175,9 @@ def handing_on(cuda: FakeCuda) -> Iterator[None]:
 
     changes = {
         "advance": wrapped("advance", gives=False, takes=True),
-        "announce_layer": wrapped("announce_layer", gives=True, takes=False),
+        "arrived": wrapped("arrived", gives=True, takes=False),
         "end": wrapped("end", gives=True, takes=False),
-        "wait_layer": wrapped("wait_layer", gives=False, takes=True),
+        "wait": wrapped("wait", gives=False, takes=True),
     }
     with (
         patch.multiple(Transfer, **changes),
@@ -211,20 +206,11 @@ def seals(cuda: FakeCuda) -> Any:
 def tiered_on(model: LoadedModel, cuda: FakeCuda, **settings: Any) -> EngineCore:
     """A starved engine with host memory, whose pools and records are watched."""
     core = small(model, **{"device": "cuda", "attention_backend": "torch", "host": 8.0, **settings})
-    for pool in core.pools:
-        for layout, tensor in pool.tensors:
-            cuda.races.watch_frames(f"{layout.name} of frame", tensor)
     assert core.tiers is not None
-    for group in range(len(core.pools)):
-        cuda.races.watch_rows("record", core.tiers.host.rows(group))
+    for group, pool in enumerate(core.pools):
+        cuda.races.watch("frame", pool.rows)
+        cuda.races.watch("record", torch.from_numpy(core.tiers.host.rows(group)))
     return core
-
-
-@contextmanager
-def by_layer() -> Iterator[None]:
-    """Each layer of a load is a part of its own."""
-    with patch.object(frame_staging, "_LEAST_COPY", 1):
-        yield
 
 
 def check_turns(core: EngineCore, case: Case) -> dict[str, Any]:
@@ -242,7 +228,7 @@ def check_turns(core: EngineCore, case: Case) -> dict[str, Any]:
 def check_tiers(name: str = "llama_gqa", **settings: Any) -> None:
     """Prompts that push each other off the device and come back, on a stream that is not the default one."""
     case, cuda = case_of(name), FakeCuda()
-    with cuda.installed(), handing_on(cuda), seals(cuda), torch.cuda.stream(FakeStream()), watched(cuda), by_layer():
+    with cuda.installed(), handing_on(cuda), seals(cuda), torch.cuda.stream(FakeStream()), watched(cuda):
         core = tiered_on(on_device(name), cuda, **settings)
         found = check_turns(core, case)
     assert found["tiers"]["loaded_bytes"] > 0 and found["tiers"]["saved_bytes"] > 0
@@ -265,8 +251,8 @@ def staged(cuda: FakeCuda) -> Iterator[tuple[ComputeStream, FrameCopies, Pool, H
     with cuda.installed(), torch.cuda.stream(FakeStream()):
         compute, pool = ComputeStream(CUDA), Pool(layout, 6, device=CUDA)
         with closing(HostPool([GroupSpec(name="g", layout=layout)], [6], pinned=True)) as host:
-            cuda.races.watch_frames("k of frame", pool.tensors[0][1])
-            cuda.races.watch_rows("record", host.rows(0))
+            cuda.races.watch("frame", pool.rows)
+            cuda.races.watch("record", torch.from_numpy(host.rows(0)))
             yield compute, FrameCopies([pool], host, FrameStaging(compute).frames, queues=True), pool, host
 
 
@@ -290,21 +276,22 @@ def check_marks() -> None:
 
 
 def check_loads() -> None:
-    """What is computed from a layer of a frame follows the load of that layer, and of no later one; and the host
-    follows a copy that failed."""
-    for follows in ((0, 1), (1,), (0,), ()):
-        cuda = FakeCuda()
-        with by_layer(), staged(cuda) as (compute, copies, pool, host):
-            queued = copies.to_device(0, ids([5]), ids([1]))
-            assert isinstance(queued, StagedCopy) and len(queued._events) == 2
-            for layer in follows:
-                queued.order(layer)
-                known, events = compute.stream.clock, [event.clock for event in queued._events]
-                for number, event in enumerate(events):
-                    waits = all(known.get(stream, 0) >= time for stream, time in event.items())
-                    assert waits is (number <= layer), "a layer waits for its own copies alone"
-            pool.tensors[0][1].index_select(1, to_device(np.array([5]), CUDA))
-        assert (cuda.races.found == []) is (1 in follows)
+    """What is computed from a frame follows its load, whatever part of the frame it reads, and no load of another one;
+    and the host follows a copy that failed."""
+    for follows in (True, False):
+        for part in range(2):  # layers
+            cuda = FakeCuda()
+            with staged(cuda) as (compute, copies, pool, host):
+                first, second = (copies.to_device(0, ids([frame]), ids([frame])) for frame in (5, 6))
+                assert isinstance(first, StagedCopy) and isinstance(second, StagedCopy)
+                if follows:
+                    first.order()
+                pool.tensors[0][1][part].index_select(0, to_device(np.array([5]), CUDA))
+                known = compute.stream.clock
+                clocks = [each._copied.clock for each in (first, second)]
+                waits = [all(known.get(at, 0) >= time for at, time in clock.items()) for clock in clocks]
+                assert waits == [follows, False], "a step waits for its own loads alone"
+            assert (cuda.races.found == []) is follows
     cuda = FakeCuda()
     with staged(cuda) as (_, copies, pool, host):
         with patch.object(TorchMoves, "scatter", side_effect=MemoryError), pytest.raises(MemoryError):
@@ -314,27 +301,27 @@ def check_loads() -> None:
 
 
 def check_queueing() -> None:
-    """A load is checked when all its copies are queued: a step that reads it finds every layer, and waits for none."""
-    cuda, key = FakeCuda(), bytes(range(32))
+    """A load is checked when all its copies are queued: a step that reads it follows each, and the host waits for
+    none."""
+    cuda, keys = FakeCuda(), (bytes(range(32)), bytes(32))
     with staged(cuda) as (_, copies, pool, host):
-        copies.to_host(0, ids([2]), ids([4]))
-        copies.seal(0, ids([4]), [key])
-        load = Transfer(Lane.LOAD, [Units(0, ids([5]), ids([4]), (key,))])
-        load.pieces = TransferExecutor(copies, None).run(load)
+        copies.to_host(0, ids([2, 3]), ids([4, 5]))
+        copies.seal(0, ids([4, 5]), keys)
+        load = Transfer(Lane.LOAD, [Units(0, ids([5, 6]), ids([4, 5]), keys)])
+        load.pieces = TransferExecutor(copies, None, piece_bytes=1).run(load)
         while not load.checked:
             load.advance()
             assert not load.over
-        assert load._arrived == {0, 1} and len(load.queued) == 1
+        assert load._has_arrived and len(load.queued) == 2
         with cuda.watched():
-            for layer in (0, 1):
-                load.wait_layer(layer)
+            load.wait()
         assert cuda.noted == []
-        pool.tensors[0][1].index_select(1, to_device(np.array([5]), CUDA))
+        pool.tensors[0][1].index_select(1, to_device(np.array([5, 6]), CUDA))
         while not load.over:
             load.advance()
         load.end()
         assert load.is_whole
-        cuda.races.by_host(torch.from_numpy(host.rows(0)[4:5]), "another save", writes=True)
+        cuda.races.by_host(torch.from_numpy(host.rows(0)[4:6]), "another save", writes=True)
     assert cuda.races.found == []
 
 

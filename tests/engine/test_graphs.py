@@ -26,7 +26,7 @@ from tests.changes import TIERS, slow_unless_changed
 from tests.emulated_attention import emulated_kernels
 from tests.engine.running import core_for, run, shared_prompts
 from tests.engine.test_fake_cuda import on_cpu, on_device, ours, watched
-from tests.engine.test_frame_staging import by_layer, check_turns, handing_on, seals, tiered_on
+from tests.engine.test_frame_staging import check_turns, handing_on, seals, tiered_on
 from tests.engine.tiered import GREEDY, case_of
 from tests.fake_cuda import FakeCuda, FakeStream
 from tests.tiny_models import VOCAB_SIZE
@@ -88,8 +88,7 @@ def check_family(name: str) -> None:
     with cuda.installed(), watched(cuda), emulated_kernels():
         core = on_graphs(name)
         for pool in core.pools:
-            for layout, tensor in pool.tensors:
-                cuda.races.watch_frames(f"{layout.name} of frame", tensor)
+            cuda.races.watch("frame", pool.rows)
         assert waves(core) == expected
         steps, found = (core.statistics()[name] for name in ("steps", "cuda_graphs"))
     assert found["sizes"] == [1, 2, 4] and not found["refused"] and found["captures"] == 1
@@ -121,8 +120,7 @@ def check_small(name: str = "llama_gqa", prompts: list[list[int]] = FIRST[:3], *
     ):
         core = on_graphs(name, **settings)
         for pool in core.pools:
-            for layout, tensor in pool.tensors:
-                cuda.races.watch_frames(f"{layout.name} of frame", tensor)
+            cuda.races.watch("frame", pool.rows)
         assert run(core, prompts, many) == expected
         found = core.statistics()["cuda_graphs"]
     assert found["replays"] > 4 and set(found["eager"]) == {"prompts"}, found
@@ -234,7 +232,6 @@ def check_tiers() -> None:
         seals(cuda),
         torch.cuda.stream(FakeStream()),
         watched(cuda),
-        by_layer(),
         emulated_kernels(),
     ):
         core = tiered_on(on_device("llama_gqa"), cuda, attention_backend="auto", cuda_graph_max_bs=4)

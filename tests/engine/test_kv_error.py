@@ -166,8 +166,9 @@ def test_scales_that_are_lost_are_noticed(model: LoadedModel, monkeypatch: pytes
 
     def write(stored: PagedField, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         new = real(stored, slots, rows)
-        if stored._scales is not None:
-            stored._scales.zero_()
+        scales = stored.stored[1]
+        if scales is not None:
+            scales.zero_()
         return new
 
     monkeypatch.setattr(PagedField, "write", write)

@@ -184,8 +184,8 @@ def test_loads_that_cannot_be_checked(dense: Case, monkeypatch: pytest.MonkeyPat
     assert found["loaded_bytes"] == 0
 
 
-def test_a_load_that_fails_while_layers_arrive(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step that reads it cannot be finished: its requests fail or begin again, and none begins on torn pages."""
+def test_a_load_that_fails_in_the_middle(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that reads it cannot begin: its requests fail or begin again, and none begins on torn pages."""
     model, expected = dense.model, dense.expected
     core = small(model, host=8.0)
     dense.check(core)
@@ -194,14 +194,19 @@ def test_a_load_that_fails_while_layers_arrive(dense: Case, monkeypatch: pytest.
 
     to_device = FrameCopies.to_device
 
-    def fails(self: FrameCopies, group: int, device: Any, host: Any, layer: int | None = None) -> None:
-        if layer == 2:
+    def fails(self: FrameCopies, group: int, device: Any, host: Any) -> None:
+        to_device(self, group, device, host)
+        calls.append(len(device))
+        if len(calls) == 2:
             raise OSError("no")
-        to_device(self, group, device, host, layer)
 
+    calls: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(FrameCopies, "to_device", fails)
+        assert core.tiers is not None
+        patch.setattr(core.tiers.mover._executor, "_piece_bytes", 1)
         tokens = run(core, PROMPTS[:1], GREEDY, "p2")
+    assert calls[:2] == [1, 1]
     assert tokens in ([[]], expected[:1])
     assert run(core, PROMPTS, GREEDY, "p3") == expected
     settle(core)

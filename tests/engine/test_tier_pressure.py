@@ -13,7 +13,6 @@ import pytest
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.memory.frame_copies import FrameCopies
-from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
 from quire.spec.ids import Ids
 from quire.testing.stores import SlowStore
@@ -157,35 +156,38 @@ def test_aborts_at_any_moment(dense: Case, seed: int, monkeypatch: pytest.Monkey
     core.close()
 
 
-def test_the_first_layer_computes_while_the_last_ones_arrive(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer is copied before the one before it was read, so that a step that waited for all would never begin."""
+def test_a_step_is_launched_before_its_load_is_copied(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No frame is copied before the step is launched, which would never be if the request waited for the bytes."""
     model, expected = dense.model, dense.expected
     core = small(model, host=8.0)
     dense.check(core)
     settle(core)
     assert below_only(core)
-    read = [threading.Event() for _ in range(3)]
-    log: list[tuple[str, int]] = []
-    to_device, layer_of = FrameCopies.to_device, Pool.layer
+    launched = threading.Event()
+    log: list[str] = []
+    to_device, launch, forward = FrameCopies.to_device, core.runner.launch, core.runner._forward
 
-    def copied(self: FrameCopies, group: int, device: Ids, host: Ids, layer: int | None = None) -> None:
-        assert layer is not None
-        if layer:
-            assert read[layer - 1].wait(30), "the step did not begin"
-        to_device(self, group, device, host, layer)
-        log.append(("copied", layer))
+    def copied(self: FrameCopies, group: int, device: Ids, host: Ids) -> None:
+        assert launched.wait(30), "the step was not launched"
+        to_device(self, group, device, host)
+        log.append("copied")
 
-    def looked_at(self: Pool, name: str, layer: int) -> Any:
-        found = layer_of(self, name, layer)
-        if self.arriving and not read[layer].is_set():
-            log.append(("read", layer))
-            read[layer].set()
-        return found
+    def begins(*given: Any) -> Any:
+        launched.set()
+        return launch(*given)
 
+    def computes(*given: Any, **named: Any) -> Any:
+        log.append("computes")
+        return forward(*given, **named)
+
+    assert core.tiers is not None
+    monkeypatch.setattr(core.tiers.mover._executor, "_piece_bytes", 1)
     monkeypatch.setattr(FrameCopies, "to_device", copied)
-    monkeypatch.setattr(Pool, "layer", looked_at)
+    monkeypatch.setattr(core.runner, "launch", begins)
+    monkeypatch.setattr(core.runner, "_forward", computes)
     assert run(core, PROMPTS[1:2], GREEDY, "again") == expected[1:2]
-    assert log == [(what, layer) for layer in range(3) for what in ("copied", "read")]
+    first = log.index("computes")
+    assert first > 1 and "copied" not in log[first:], "and computes when all have come"
     assert closed(core)["loaded_bytes"] > 0
 
 

@@ -1,8 +1,8 @@
 """HostRecords: the copies between a device whose frames hold names and small host records of real bytes.
 
-A record has the real header and two layers: the names of a frame, and the same names turned around, so that half of a
-record, or one layer of two, is not taken for all of it. Whatever passes its check is compared with what its key says,
-by code that is not the check's.
+A record has the real header and two halves: the names of a frame, and the same names turned around, so that half of a
+record is not taken for all of it. Whatever passes its check is compared with what its key says, by code that is not the
+check's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tests.fuzz.device import Device
 from tests.fuzz.names import Page
 from tests.fuzz.page_keys import PageKeys
 
-LAYERS = (0, 1)
 _TURNED = 0x5A5A5A5A5A5A5A5A
 _NAME_BYTES = 8
 
@@ -42,9 +41,7 @@ class HostRecords:
         self._carried = [reach_of(group.reach, plan.page_size).in_place for group in plan.groups]
         self._slots = [1 if carried else plan.page_size for carried in self._carried]
         self._formats = [
-            RecordFormat(
-                part, bytes.fromhex(group.layout.fingerprint())[:16], len(LAYERS) * _NAME_BYTES * self._slots[part]
-            )
+            RecordFormat(part, bytes.fromhex(group.layout.fingerprint())[:16], 2 * _NAME_BYTES * self._slots[part])
             for part, group in enumerate(plan.groups)
         ]
         self._rows = [
@@ -73,10 +70,6 @@ class HostRecords:
 
     # -- as movers use it
 
-    def layers(self) -> tuple[int, ...]:
-        """Two."""
-        return LAYERS
-
     def bytes_of(self, group: int) -> int:
         """Of one record."""
         return self._formats[group].num_bytes
@@ -99,17 +92,13 @@ class HostRecords:
         self._rows[group][row, HEADER_BYTES:] = payload.view(np.uint8)
         self.damaged.pop((group, row), None)
 
-    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
-        """With the first layer only, a frame holds nothing that looks like names."""
+    def to_device(self, group: int, device: Ids, host: Ids) -> None:
+        """Of a record whose halves differ, a frame holds nothing that looks like names."""
         assert group != self.hosted, "records that are read in place were copied"
         for frame, row in zip(device.tolist(), host.tolist(), strict=True):
             names, turned = self.content(group, row)
-            if layer == LAYERS[0]:
-                names = tuple(-1 - name for name in names)
-            elif tuple(-1 - name for name in turned) != self._held(group, frame):
-                names = (-1,) * len(names)
-            self._hold(group, frame, names)
-        self.loaded += len(host) if layer != LAYERS[0] else 0
+            self._hold(group, frame, names if names == turned else (-1,) * len(names))
+        self.loaded += len(host)
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes]) -> None:
         """What is sealed is what the keys say; else a frame was written while it was copied."""
@@ -141,7 +130,7 @@ class HostRecords:
     # -- looking
 
     def content(self, group: int, row: int) -> tuple[Page, Page]:
-        """The names in a record, as each layer has them."""
+        """The names in a record, as each half has them."""
         payload = self._rows[group][row, HEADER_BYTES:].view(np.int64)
         slots = self._slots[group]
         return tuple(payload[:slots].tolist()), tuple((payload[slots:] ^ _TURNED)[::-1].tolist())

@@ -4,7 +4,7 @@ What is evicted, saved and fetched when is the policies' business. What must be 
 
     the audit, the tiers' laws among them
     every frame of a cached page holds its page, on the device and on the host, but for what is on its way or damaged
-    a step reads only what it must, when the layer has arrived
+    a step reads only what it must, when the loads have arrived
     what a check finds damaged has a name, is counted once, and is never read
     a page is stored in its whole groups after the page before it; keys and scopes are those of the definition
     a refusal is one: nothing that moves could have made room

@@ -1,4 +1,4 @@
-"""TieredDevice: steps on requests whose prefixes are still arriving, layer by layer."""
+"""TieredDevice: steps on requests whose prefixes are still arriving."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Lengths
 from quire.tiers.transfer import Transfer
 from tests.fuzz.device import Device, Part, Step
-from tests.fuzz.host_records import LAYERS
 from tests.fuzz.names import Names
 
 
 class TieredDevice(Device):
-    """As `Device`; a step that is launched on loads waits for each of their layers before it reads."""
+    """As `Device`; a step that is launched on loads waits for them before it reads."""
 
     def __init__(self, cache: KVCache, names: Names) -> None:
         super().__init__(cache, names)
@@ -28,10 +27,9 @@ class TieredDevice(Device):
         return step
 
     def execute(self, step: Step) -> None:
-        """Layer by layer, when each has arrived."""
+        """When all have arrived."""
         for move in self._loads.pop(step):
             self.num_waits += not move.done
-            for layer in LAYERS:
-                assert move.done or move.is_driven, "a step waits for a load that has not begun"
-                move.wait_layer(layer)
+            assert move.done or move.is_driven, "a step waits for a load that has not begun"
+            move.wait()
         super().execute(step)

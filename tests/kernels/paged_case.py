@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.attention import paged_attention
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import HostedField, KVFields, PagedField
+from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.native.library import native
 
 BACKEND = AttentionBackend()
@@ -57,10 +57,10 @@ def in_tree(parents: Sequence[int], past: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat((torch.zeros(len(parents), past, dtype=torch.bool), hidden), dim=1), positions[:, None], tokens
 
 
-def in_records(frames: Tensor) -> Tensor:
-    """The same frames with NaN before, between and behind them."""
-    records = torch.full((len(frames), frames[0].numel() + 5), torch.nan, dtype=frames.dtype)
-    found = records[:, 2:-3].view(frames.shape)
+def apart(frames: Tensor, gap: int) -> Tensor:
+    """The same frames with NaN before, between and behind them, as other fields of a pool are."""
+    records = torch.full((len(frames), frames[0].numel() + gap), torch.nan, dtype=frames.dtype)
+    found = records[:, 1 : 1 - gap].view(frames.shape)
     return found.copy_(frames)
 
 
@@ -68,7 +68,7 @@ class PagedCase:
     """Sequences `(context, new tokens)`, the first `shared` tokens of all of them being the same pages.
 
     `trees` are the parents of each sequence's new rows, from 0 for its first one; by default rows are chains. With
-    `records`, frames are parts of records in host memory.
+    `records`, frames are in host memory. The distance of frames is a number of entries, or with an odd seed another.
 
     Whatever no sequence has written is NaN, frame 0 included, so a stray read shows.
     """
@@ -100,8 +100,9 @@ class PagedCase:
         for pool in (self.keys, self.values):
             flat = pool.flatten(0, 1)
             flat[written] = torch.randn(len(written), *flat.shape[1:], dtype=torch.float32).to(shape.dtype)
-        if records:
-            self.keys, self.values = in_records(self.keys), in_records(self.values)
+        self.keys, self.values = (
+            apart(pool, 5 if seed % 2 else gap * pool[0, 0].numel()) for pool, gap in ((self.keys, 3), (self.values, 2))
+        )
         counts = [new for _, new in sequences]
         parents = None
         if trees is not None:
@@ -141,10 +142,8 @@ class PagedCase:
     def attend(self, **options: object) -> Tensor:
         """The kernel's answer."""
         pools = (self.keys, self.values)
-        if self.records:
-            fields = KVFields(*(HostedField(pool, None, None, device=pool.device) for pool in pools))
-        else:
-            fields = KVFields(*(PagedField(pool) for pool in pools))
+        reader = self.keys.device if self.records else None
+        fields = KVFields(*(PagedField(pool, reader=reader) for pool in pools))
         return paged_attention(self.query, fields, self.batch, **options)
 
     def expected(

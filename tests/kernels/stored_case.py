@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.codec import decode, encode
 from quire.memory.host_pool import HostPool
-from quire.memory.pool import HostedPool, Pool
+from quire.memory.pool import Pool
 from quire.models.forward import paged_field
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.kv_format import KV_FORMATS, KVFormat
@@ -44,7 +44,8 @@ def pool_of(
     layout = PageLayout(page, fields)
     if hosted:
         group = GroupSpec(name="full", layout=layout)
-        return HostedPool(layout, HostPool([group, group], [1, frames]), 1, reader=torch.device(device))
+        host = HostPool([group, group], [1, frames])
+        return Pool(layout, rows=torch.from_numpy(host.payloads(1)), reader=torch.device(device))
     return Pool(layout, frames, device=device)
 
 

@@ -19,7 +19,7 @@ def pieces_of(pool: Pool) -> Pieces:
         of_layers = [pool.layer(field.name, layer) for layer in field.layers]
         found.append(
             {
-                layer: tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
+                layer: tensor.view(torch.uint8).numpy().reshape(len(tensor), -1)
                 for layer, tensor in zip(field.layers, of_layers, strict=True)
             }
         )
@@ -37,14 +37,13 @@ def payload(pieces: Pieces, frame: int) -> bytes:
     return b"".join(piece[frame].tobytes() for field in pieces for piece in field.values())
 
 
-def assert_frames(found: Pieces, expected: Pieces, moved: dict[int, int], layers: set[int], name: str) -> None:
-    """Of `layers`, frames in `moved` are those that it names of `expected`; everything else is zero."""
+def assert_frames(found: Pieces, expected: Pieces, moved: dict[int, int], name: str) -> None:
+    """Frames in `moved` are those that it names of `expected`; everything else is zero."""
     for index, field in enumerate(found):
         for layer, piece in field.items():
             wanted = np.zeros_like(piece)
-            if layer in layers:
-                for frame, source in moved.items():
-                    wanted[frame] = expected[index][layer][source]
+            for frame, source in moved.items():
+                wanted[frame] = expected[index][layer][source]
             assert np.array_equal(piece, wanted), f"{name}: field {index} of layer {layer}"
 
 

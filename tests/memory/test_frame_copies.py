@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.memory.frame_copies import FrameCopies
@@ -38,7 +38,7 @@ def both(layout: PageLayout) -> Iterator[tuple[Pool, Pool, HostPool]]:
 
 
 def check_round_trip(name: str, layout: PageLayout, order: tuple[list[int], list[int]], seed: int) -> None:
-    """Out, sealed, checked, back whole and back layer by layer, into other frames than they came from."""
+    """Out, sealed, checked and back, into other frames than they came from."""
     rng = np.random.default_rng(seed)
     device, records = order
     back = [int(frame) + 1 for frame in rng.permutation(FRAMES)[: len(device)]]
@@ -59,21 +59,8 @@ def check_round_trip(name: str, layout: PageLayout, order: tuple[list[int], list
         assert into.defects(0, ids(records), keys) == [""] * len(records)
         assert all(check_record(host.rows(0)[row]) == "" for row in records)
 
-        moved = dict(zip(back, device, strict=True))
         into.to_device(0, ids(back), ids(records))
-        assert_frames(pieces_of(second), source, moved, set(into.layers()), name)
-
-        for field in pieces_of(second):
-            for piece in field.values():
-                piece[:] = 0
-        there: set[int] = set()
-        for layer in into.layers():
-            into.to_device(0, ids(back), ids(records), layer)
-            there.add(layer)
-            if len(into.layers()) <= 12 or layer == into.layers()[-1]:
-                assert_frames(pieces_of(second), source, moved, there, name)
-        into.to_device(0, ids(back), ids(records), 10**6)  # a layer that keeps nothing here
-        assert_frames(pieces_of(second), source, moved, there, name)
+        assert_frames(pieces_of(second), source, dict(zip(back, device, strict=True)), name)
 
 
 def check_all(page_size: int, most: int, first: int = 0, step: int = 1) -> int:
@@ -120,7 +107,9 @@ def odd_layouts(draw: st.DrawFn) -> PageLayout:
         dtype = draw(st.sampled_from((DType.UINT8, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3)))
         per = draw(st.sampled_from([PER_PAGE, *(per for per in (1, 2) if page_size % per == 0)]))
         fields.append(Field(name=f"f{index}", shape=shape, dtype=dtype, layers=layers, per=per))
-    return PageLayout(page_size, tuple(fields))
+    layout = PageLayout(page_size, tuple(sorted(fields, key=lambda field: -field.dtype.itemsize)))
+    assume(layout.bytes_per_frame % layout.fields[0].dtype.itemsize == 0)  # others are refused
+    return layout
 
 
 @st.composite
@@ -151,7 +140,6 @@ def test_groups_have_records_of_their_own() -> None:
         fill(pool, rng)
     with closing(HostPool(groups, [4, 4])) as host:
         copies = FrameCopies(pools, host)
-        assert copies.layers() == (0, 1, 3)
         for index in range(2):
             copies.to_host(index, ids([1, 2]), ids([3, 4]))
             copies.seal(index, ids([3, 4]), [b"a" * 32, b"b" * 32])

@@ -9,7 +9,7 @@ import torch
 from quire.errors import UnsupportedModel
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
-from quire.memory.pool import HostedPool, Pool
+from quire.memory.pool import Pool
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout
 
@@ -23,11 +23,15 @@ def layout_of(page_size: int, *fields: tuple[str, int, DType]) -> PageLayout:
     )
 
 
+def hosted_pool(layout: PageLayout, host: HostPool) -> Pool:
+    return Pool(layout, rows=torch.from_numpy(host.payloads(0)), reader=CPU)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 def test_a_record_has_the_bytes_that_a_copy_of_the_frame_stores(page_size: int) -> None:
     layout = layout_of(page_size, ("latent", 12, DType.FLOAT8_E4M3), ("rope", 6, DType.BFLOAT16))
     host = HostPool([GroupSpec(name="full", layout=layout)], [3])
-    hosted, pool = HostedPool(layout, host, 0, reader=CPU), Pool(layout, 3)
+    hosted, pool = hosted_pool(layout, host), Pool(layout, 3)
     generator = torch.Generator().manual_seed(0)
     for (_, found), (_, tensor) in zip(hosted.tensors, pool.tensors, strict=True):
         assert found.shape == tensor.shape
@@ -44,6 +48,8 @@ def test_a_record_has_the_bytes_that_a_copy_of_the_frame_stores(page_size: int) 
 def test_fields_that_are_not_aligned_in_a_record_are_refused() -> None:
     layout = layout_of(1, ("latent", 5, DType.FLOAT8_E4M3), ("scales", 1, DType.FLOAT32))
     host = HostPool([GroupSpec(name="full", layout=layout)], [3])
-    with pytest.raises(UnsupportedModel, match="field 'scales' begins at byte 79"):
-        HostedPool(layout, host, 0, reader=CPU)
+    with pytest.raises(UnsupportedModel, match="field 'scales' begins at byte 15"):
+        hosted_pool(layout, host)
+    with pytest.raises(UnsupportedModel, match="field 'scales' begins at byte 15"):
+        Pool(layout, 3)
     host.close()

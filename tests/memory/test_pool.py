@@ -16,7 +16,7 @@ LAYOUT = PageLayout(
         Field(name="k", shape=(2, 3), dtype=DType.BFLOAT16, layers=(0, 2)),
         Field(name="k", shape=(1, 5), dtype=DType.BFLOAT16, layers=(1,)),
         Field(name="scale", shape=(), dtype=DType.FLOAT32, layers=(0, 1, 2), per=2),
-        Field(name="state", shape=(7,), dtype=DType.UINT8, layers=(0,), per=PER_PAGE),
+        Field(name="state", shape=(8,), dtype=DType.UINT8, layers=(0,), per=PER_PAGE),
     ),
 )
 
@@ -26,7 +26,7 @@ def test_shapes_follow_the_layout_with_frame_zero_on_top() -> None:
     assert pool.layer("k", 0).shape == pool.layer("k", 2).shape == (4, 4, 2, 3)
     assert pool.layer("k", 1).shape == (4, 4, 1, 5)
     assert pool.layer("scale", 1).shape == (4, 2)
-    assert pool.layer("state", 0).shape == (4, 1, 7)
+    assert pool.layer("state", 0).shape == (4, 1, 8)
     assert pool.layer("k", 0).dtype is torch.bfloat16
 
 

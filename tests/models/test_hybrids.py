@@ -151,7 +151,8 @@ def _quiet():
 
 @pytest.mark.parametrize("name", WITH_STATES)
 def test_mixed_schedule_equals_the_plain_model(name):
-    assert largest_error(load(name), build_hybrid(name, attn_implementation="eager")) < 1e-4
+    # With AVX-512 and AMX one of them is 1.2e-4 off; a wrong state is off by more than 1e-2.
+    assert largest_error(load(name), build_hybrid(name, attn_implementation="eager")) < 2e-4
 
 
 def greedy(model: LoadedModel, prompts: Mapping[str, np.ndarray], count: int) -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ from quire.cache.audit import Auditor
 from quire.cache.groups import DamagedPages
 from quire.canary import budget as budgets
 from quire.canary import chain as chains
+from quire.canary import digest
 from quire.canary.budget import Budget
 from quire.canary.canary import Canary
 from quire.canary.containment import Containment
@@ -53,6 +54,12 @@ def the_first_layer_is_enough(patch: Patch) -> None:
         digests._words = [(words[:1], weights[:1]) for words, weights in digests._words]
 
     patch.setattr(FrameDigests, "__init__", init)
+
+
+@mutant("canary", "pages are compared with a copy of the pool at start: all are damaged, or none ever is")
+def digests_are_of_a_copy(patch: Patch) -> None:
+    real = digest._as_words
+    patch.setattr(digest, "_as_words", lambda entry: real(entry.contiguous()))
 
 
 @mutant("canary", "a page keeps what its frame had before, where the device left out a write")

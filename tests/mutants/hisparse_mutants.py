@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.kernels.fields import HostedField
+from quire.kernels.fields import PagedField, SlotIndex
 from quire.models.sparse import _SparseAttention
 from quire.sparse.coordinator import HiSparseCoordinator
 from quire.sparse.hot_slots import HotSlots
@@ -87,12 +87,14 @@ def padding_is_read(patch: Patch) -> None:
 
 @mutant("hot buffers", "the newest token of a step is not in host memory")
 def the_newest_token_is_not_backed_up(patch: Patch) -> None:
-    real = HostedField._put
+    real = PagedField._put
 
-    def put(self: HostedField, rows: Any, slots: Any, stored: Any) -> None:
-        real(self, rows, slots[:-1], stored[:-1])
+    def put(self: PagedField, rows: Any, places: SlotIndex, stored: Any) -> None:
+        if self.on_host:
+            places, stored = SlotIndex(places.slots[:-1]), stored[:-1]
+        real(self, rows, places, stored)
 
-    patch.setattr(HostedField, "_put", put)
+    patch.setattr(PagedField, "_put", put)
 
 
 @mutant("hot buffers", "a request reads what the one before it left in the hot buffer of its row")

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from quire.kernels.fields import PagedField
+from quire.kernels.fields import PagedField, SlotIndex, _bytes_of, _Rows
 from quire.memory import residency
 from quire.memory.allocator import (
     BaseTokenToKVPoolAllocator,
@@ -292,10 +293,11 @@ def scales_are_not_written(patch: Patch) -> None:
     real = PagedField.write
 
     def write(rows: PagedField, slots: Any, new: Any) -> Any:
-        before = None if rows._scales is None else rows._scales.clone()
+        scales = rows.stored[1]
+        before = None if scales is None else scales.clone()
         found = real(rows, slots, new)
-        if rows._scales is not None and before is not None:
-            rows._scales.copy_(before)
+        if scales is not None and before is not None:
+            scales.copy_(before)
         return found
 
     patch.setattr(PagedField, "write", write)
@@ -305,8 +307,9 @@ def scales_are_not_written(patch: Patch) -> None:
 def scales_are_not_gathered(patch: Patch) -> None:
     real = PagedField._gathered
 
-    def gathered(field: PagedField, rows: Any, index: Any, name: str) -> Any:
-        return rows[: len(index)] if name.endswith("scales") else real(field, rows, index, name)
+    def gathered(field: PagedField, rows: Any, places: SlotIndex, name: str) -> Any:
+        first = SlotIndex(torch.arange(len(places.slots)))
+        return real(field, rows, first if name.endswith("scales") else places, name)
 
     patch.setattr(PagedField, "_gathered", gathered)
 
@@ -315,8 +318,9 @@ def scales_are_not_gathered(patch: Patch) -> None:
 def scales_are_read_from_slot_zero(patch: Patch) -> None:
     real = PagedField._gathered
 
-    def gathered(field: PagedField, rows: Any, index: Any, name: str) -> Any:
-        return real(field, rows, index - index.min() if name.endswith("scales") else index, name)
+    def gathered(field: PagedField, rows: Any, places: SlotIndex, name: str) -> Any:
+        first = SlotIndex(places.slots - places.slots.min()) if name.endswith("scales") else places
+        return real(field, rows, first, name)
 
     patch.setattr(PagedField, "_gathered", gathered)
 
@@ -334,10 +338,35 @@ def new_rows_are_not_rounded(patch: Patch) -> None:
 
 @mutant("stored", "values are decoded over the keys that attention is about to read")
 def fields_share_scratch_memory(patch: Patch) -> None:
-    real = PagedField._decoded
-    patch.setattr(
-        PagedField, "_decoded", lambda rows, numbers, scales, dtype, name: real(rows, numbers, scales, dtype, "one")
-    )
+    real = PagedField.gather
+    patch.setattr(PagedField, "gather", lambda rows, index, dtype, name: real(rows, index, dtype, "one"))
+
+
+@mutant("stored", "a token is written to a copy of a field, and lost")
+def fields_are_written_in_a_copy(patch: Patch) -> None:
+    real = _Rows.__init__
+
+    def init(rows: _Rows, frames: torch.Tensor) -> None:
+        real(rows, frames)
+        rows._flat, rows._ratio = _bytes_of(frames).flatten(0, 1), frames.shape[1]
+
+    patch.setattr(_Rows, "__init__", init)
+
+
+@mutant("stored", "a token is written over other fields: the frames of a field are taken for neighbours")
+def the_stride_of_frames_is_that_of_their_entries(patch: Patch) -> None:
+    patch.setattr(SlotIndex, "rows", lambda places, entries, ratio: places.slots)
+
+
+@mutant("stored", "scales are written where those of frames with the distances of another field would be")
+def places_of_one_field_are_those_of_all(patch: Patch) -> None:
+    real = SlotIndex.rows
+
+    def rows(places: SlotIndex, entries: int, ratio: int) -> Any:
+        known = next(iter(places._found.values()), None)
+        return real(places, entries, ratio) if known is None or ratio == entries else known
+
+    patch.setattr(SlotIndex, "rows", rows)
 
 
 # -- planning

@@ -12,36 +12,37 @@ from quire.canary.canary import Canary
 from quire.engine.device.frame_staging import ComputeStream, FrameStaging, StagedCopy, StagedFrames
 from quire.engine.device.runner import ModelRunner
 from quire.memory import pinned
+from quire.memory.frame_copies import FrameCopies
 from quire.memory.pinned import PinnedSlices
-from quire.tiers.executor import TransferExecutor
 from quire.tiers.transfer import Transfer
 from tests.mutants.mutants import Patch, mutant
 
 
 @mutant("staging", "a step reads pages that are still being loaded")
 def steps_do_not_follow_loads(patch: Patch) -> None:
-    patch.setattr(StagedCopy, "order", lambda self, layer: None)
+    patch.setattr(StagedCopy, "order", lambda self: None)
 
 
-@mutant("staging", "a step reads later layers of pages that are still being loaded")
-def steps_follow_the_first_layers_alone(patch: Patch) -> None:
-    real = StagedCopy.order
+@mutant("staging", "a step waits for loads that it does not read")
+def steps_follow_all_loads(patch: Patch) -> None:
+    real, queued = StagedCopy.__init__, []
 
-    def order(self: StagedCopy, layer: int) -> None:
-        real(self, layer)
-        self._followed = len(self._events)
+    def init(self: StagedCopy, copied: torch.cuda.Event, compute: ComputeStream) -> None:
+        real(self, copied, compute)
+        queued.append(copied)
 
+    def order(self: StagedCopy) -> None:
+        for copied in queued:
+            self._compute.stream.wait_event(copied)
+
+    patch.setattr(StagedCopy, "__init__", init)
     patch.setattr(StagedCopy, "order", order)
 
 
-@mutant("staging", "a step begins only when the last layer of its pages has come")
-def steps_follow_all_layers_at_once(patch: Patch) -> None:
-    patch.setattr(StagedCopy, "order", lambda self, layer: self._compute.stream.wait_event(self._events[-1]))
-
-
-@mutant("staging", "the host takes a load for complete when its first layers have come")
-def the_host_waits_for_the_first_layers(patch: Patch) -> None:
-    patch.setattr(StagedCopy, "wait", lambda self: self._events[0].synchronize())
+@mutant("staging", "a step reads pages that were loaded in several copies when the first of them has come")
+def steps_follow_the_first_copy_alone(patch: Patch) -> None:
+    real = Transfer.arrived
+    patch.setattr(Transfer, "arrived", lambda self, queued: real(self, queued[:1]))
 
 
 @mutant("pinned", "CUDA refuses copies of neighbours that were registered by two calls")
@@ -118,16 +119,14 @@ def a_failed_copy_is_not_waited_for(patch: Patch) -> None:
     patch.setattr(FrameStaging, "copying", copying)
 
 
-@mutant("staging", "the host waits for the bytes of each layer, and the device for the host")
+@mutant("staging", "the host waits for bytes that are not queued yet, and the device for the host")
 def steps_begin_before_loads_are_queued(patch: Patch) -> None:
-    real = TransferExecutor._queue
+    real = FrameCopies.__init__
 
-    def queue(self: TransferExecutor, transfer: Transfer, ends: object, is_good: bool) -> Iterator[None]:
-        transfer.are_good = is_good
-        yield
-        yield from real(self, transfer, ends, is_good)  # type: ignore[arg-type]
+    def init(self: FrameCopies, *given: Any, queues: bool = False) -> None:
+        real(self, *given)
 
-    patch.setattr(TransferExecutor, "_queue", queue)
+    patch.setattr(FrameCopies, "__init__", init)
 
 
 @mutant("staging", "a load overwrites cached frames while the canary reads them")

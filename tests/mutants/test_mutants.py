@@ -244,7 +244,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     ],
     "table entries": [lambda count=count: test_page_tables.check_entries(count) for count in (1, 700)],
     "moves": [
-        *(lambda seed=seed: test_moves.check_moves(seed) for seed in range(5)),
+        *(lambda seed=seed: test_moves.check_moves(seed) for seed in range(2 * len(test_moves.SHAPES))),
         test_moves.test_words_are_as_wide_as_sizes_allow,
     ],
     "moved states": [

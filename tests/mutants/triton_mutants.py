@@ -71,8 +71,14 @@ a_row_sees_the_token_after_it = _kernel(
 _kernel(
     "a_page_is_found_without_its_offset",
     "all tokens of a page are its first one",
-    "* PAGE + position % PAGE",
-    "* PAGE + 0 * position",
+    "tl.load(table + position // PAGE, mask=there, other=0).to(tl.int64), position % PAGE",
+    "tl.load(table + position // PAGE, mask=there, other=0).to(tl.int64), 0 * position",
+)
+_kernel(
+    "frames_of_values_are_those_of_keys",
+    "on a GPU values are read at the distances of keys",
+    "v = read_tile(value, value_frame,",
+    "v = read_tile(value, key_frame,",
 )
 _kernel(
     "drafts_of_a_gpu_see_their_siblings",
@@ -201,8 +207,22 @@ _moves(
     "all_frames_are_the_first",
     "moves",
     "on a GPU every frame that is saved has the bytes of the frame of padding",
-    "tl.load(rows + index) * tl.load(table + 1)",
-    "0 * index * tl.load(table + 1)",
+    "row // ENTRIES * tl.load(table + 1)",
+    "0 * row * tl.load(table + 1)",
+)
+_moves(
+    "a_moved_entry_is_the_first_of_its_frame",
+    "moves",
+    "on a GPU an accepted draft is moved to the first token of its page",
+    "row % ENTRIES * tl.load(table + 2)",
+    "0 * row * tl.load(table + 2)",
+)
+_moves(
+    "frames_of_pieces_lie_side_by_side",
+    "moves",
+    "on a GPU a page that is saved has the bytes of other fields",
+    "row // ENTRIES * tl.load(table + 1)",
+    "row // ENTRIES * ENTRIES * tl.load(table + 2)",
 )
 _moves(
     "large_pieces_are_cut_off",
@@ -215,8 +235,8 @@ _moves(
     "all_fields_go_to_the_begin_of_a_record",
     "moves",
     "saved layers overwrite each other in their record",
-    "records + index * record_words + tl.load(table + 2)",
-    "records + index * record_words + 0 * tl.load(table + 2)",
+    "records + index * record_words + tl.load(table + 3)",
+    "records + index * record_words + 0 * tl.load(table + 3)",
 )
 _moves(
     "a_small_piece_is_as_wide_as_the_widest",
@@ -254,8 +274,15 @@ _moves(
     "tokens_are_swapped_in_in_order",
     "swapped entries",
     "tokens from host memory go to the first slots of a hot buffer, which others are in",
-    "tl.load(table + 2) + tl.load(targets + index) * entry",
+    "tl.load(table + 2) + target // ENTRIES * tl.load(table + 3) + target % ENTRIES * entry",
     "tl.load(table + 2) + index * entry",
+)
+_moves(
+    "frames_of_hot_buffers_lie_side_by_side",
+    "swapped entries",
+    "tokens from host memory are written over other fields of a hot buffer",
+    "target // ENTRIES * tl.load(table + 3)",
+    "target // ENTRIES * ENTRIES * entry",
 )
 _moves(
     "only_the_first_field_is_swapped_in",
@@ -268,8 +295,8 @@ _moves(
     "a_swapped_token_is_cut_off",
     "swapped entries",
     "the end of a wide entry is not swapped in",
-    "    inside = at < words\n    tl.store(target",
-    "    inside = at < words - 1\n    tl.store(target",
+    "    inside = at < words\n    tl.store(into",
+    "    inside = at < words - 1\n    tl.store(into",
 )
 
 _moves(
@@ -348,14 +375,26 @@ def _write(name: str, wrong: str, right_text: str, wrong_text: str) -> None:
 _write(
     "scales_have_no_heads",
     "the scales of all heads are stored over those of the first",
-    "places = scales + (slot * scale_token)[:, None] + head * scale_head + block[None, :]",
-    "places = scales + (slot * scale_token)[:, None] + 0 * head + block[None, :]",
+    "scale_token)[:, None] + head * scale_head + block[None, :]",
+    "scale_token)[:, None] + 0 * head + block[None, :]",
+)
+_write(
+    "scales_are_as_far_apart_as_entries",
+    "scales of a page are written over other fields of the one before",
+    "frame * scale_frame + offset",
+    "frame * ENTRIES * scale_token + offset",
+)
+_write(
+    "written_frames_lie_side_by_side",
+    "on a GPU tokens of a page are written over other fields of the one before",
+    "frame * frame_stride + offset",
+    "frame * ENTRIES * token + offset",
 )
 _write(
     "rows_go_to_slots_in_order",
     "encoded rows are stored in the first slots of the pool, which are other tokens'",
-    "places = rows + (slot * token)[:, None] + head * head_stride + at[None, :]",
-    "places = rows + (row * token)[:, None] + head * head_stride + at[None, :]",
+    "place = rows + (frame * frame_stride + offset * token)[:, None] + head * head_stride",
+    "place = rows + (row * token)[:, None] + head * head_stride",
 )
 _write(
     "a_new_row_is_exact",

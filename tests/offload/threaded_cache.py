@@ -128,10 +128,9 @@ class ThreadedCache(CachedBytes):
         return True
 
     def arrive(self, kv: RequestKV) -> None:
-        """Layer by layer, as a step does."""
+        """As a step waits."""
         for move in kv.loads:
-            for layer in self.copies.layers():
-                move.wait_layer(layer)
+            move.wait()
 
     def read_frame(self, group: int, frame: int) -> bytes:
         parts = [tensor[:, frame].contiguous().view(torch.uint8) for _, tensor in self.pools[group].tensors]

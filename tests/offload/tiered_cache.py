@@ -66,8 +66,7 @@ class TieredCache(CachedBytes):
         self.plan = replace(plan, speculation=speculation)
         self.store = store if store is not None else ScriptedStore()
         most = max(self.plan.frames_of(index) for index in range(len(reaches)))
-        owned = [(0,)] * len(reaches)
-        self.copies = ArrayCopies(owned, [WIDTH] * len(reaches), num_device=most, num_host=host)
+        self.copies = ArrayCopies([1] * len(reaches), [WIDTH] * len(reaches), num_device=most, num_host=host)
         self.latency = dict.fromkeys(LANES, seconds)
         self.mover: VirtualMover = VirtualMover(
             self.copies,

@@ -154,8 +154,8 @@ def test_what_comes_back_is_what_was_there(groups: str, write: WritePolicy, over
 def test_a_load_that_brings_other_names_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = SimulatedCopies.to_device
 
-    def wrong(self: SimulatedCopies, group: int, device: Ids, host: Ids, layer: int | None) -> None:
-        real(self, group, device, np.roll(host, 1), layer)
+    def wrong(self: SimulatedCopies, group: int, device: Ids, host: Ids) -> None:
+        real(self, group, device, np.roll(host, 1))
 
     monkeypatch.setattr(SimulatedCopies, "to_device", wrong)
     tiers = SimulatedTiers(host_tokens=4_000, load="always")

@@ -28,33 +28,28 @@ def units(group: int, device: Sequence[int], host: Sequence[int], pages: Sequenc
 
 
 class ArrayCopies:
-    """Group g has the layers `owned[g]`, of `widths[g]` bytes each. A record is 16 bytes of digest and the payload, in
+    """A frame of group g has `parts[g]` parts of `widths[g]` bytes. A record is 16 bytes of digest and the payload, in
     rows a little longer than that. `log` has every call; a call named in `failing` raises; one in `held` waits."""
 
     queues = False
 
     def __init__(
         self,
-        owned: Sequence[Sequence[int]] = ((0, 2), (1,)),
+        parts: Sequence[int] = (2, 1),
         widths: Sequence[int] = (24, 40),
         *,
         num_device: int = 16,
         num_host: int = 16,
     ) -> None:
-        self.owned = [tuple(layers) for layers in owned]
         self.device = [
-            np.zeros((len(layers), num_device + 1, width), dtype=np.uint8)
-            for layers, width in zip(owned, widths, strict=True)
+            np.zeros((count, num_device + 1, width), dtype=np.uint8) for count, width in zip(parts, widths, strict=True)
         ]
-        self.sizes = [HEADER + len(layers) * width for layers, width in zip(owned, widths, strict=True)]
+        self.sizes = [HEADER + count * width for count, width in zip(parts, widths, strict=True)]
         self.host = [np.zeros((num_host + 1, size + 5), dtype=np.uint8) for size in self.sizes]
-        self.log: list[tuple[str, int, int | None]] = []
+        self.log: list[str] = []
         self.failing: set[str] = set()
         self.held: dict[str, threading.Semaphore] = {}
         self.entered = threading.Semaphore(0)  # one for each call that is held, or was
-
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted(layer for layers in self.owned for layer in layers))
 
     def bytes_of(self, group: int) -> int:
         return self.sizes[group]
@@ -63,32 +58,30 @@ class ArrayCopies:
         return self.host[group]
 
     def to_host(self, group: int, device: Ids, host: Ids) -> None:
-        self._note("to_host", group)
+        self._note("to_host")
         payload = self.device[group][:, device].swapaxes(0, 1).reshape(len(device), -1)
         self.host[group][host, HEADER : self.sizes[group]] = payload
 
-    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
-        self._note("to_device", group, layer)
-        layers, _, width = self.device[group].shape
-        payload = self.host[group][host, HEADER : self.sizes[group]].reshape(len(host), layers, width)
-        for at, owned in enumerate(self.owned[group]):
-            if layer is None or layer == owned:
-                self.device[group][at, device] = payload[:, at]
+    def to_device(self, group: int, device: Ids, host: Ids) -> None:
+        self._note("to_device")
+        parts, _, width = self.device[group].shape
+        payload = self.host[group][host, HEADER : self.sizes[group]].reshape(len(host), parts, width)
+        self.device[group][:, device] = payload.swapaxes(0, 1)
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes]) -> None:
-        self._note("seal", group)
+        self._note("seal")
         for frame, key in zip(host, keys, strict=True):
             self.host[group][frame, :HEADER] = np.frombuffer(self._digest(group, int(frame), key), dtype=np.uint8)
 
     def defects(self, group: int, host: Ids, keys: Sequence[bytes]) -> list[str]:
-        self._note("defects", group)
+        self._note("defects")
         return [
             "" if self.host[group][frame, :HEADER].tobytes() == self._digest(group, int(frame), key) else "digest"
             for frame, key in zip(host, keys, strict=True)
         ]
 
     def calls(self, name: str) -> int:
-        return sum(entry[0] == name for entry in self.log)
+        return self.log.count(name)
 
     def fill(self, group: int, frames: Ids, seed: int) -> npt.NDArray[np.uint8]:
         """Random bytes on the device; returns a copy of them."""
@@ -106,8 +99,8 @@ class ArrayCopies:
         payload = self.host[group][frame, HEADER : self.sizes[group]].tobytes()
         return hashlib.blake2b(key + bytes([group]) + payload, digest_size=HEADER).digest()
 
-    def _note(self, name: str, group: int, layer: int | None = None) -> None:
-        self.log.append((name, group, layer))
+    def _note(self, name: str) -> None:
+        self.log.append(name)
         if name in self.held:
             self.entered.release()
             assert self.held[name].acquire(timeout=60)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import InvalidInput, StoreError
+from quire.errors import InvalidInput, MoveFailed, StoreError
+from quire.spec.ids import Ids
 from quire.tiers.executor import TransferExecutor
 from quire.tiers.store import Answer, Record, StoreKey
 from quire.tiers.tombstones import tombstone_of
@@ -42,8 +43,8 @@ def both(numbers: Sequence[int], *, shift: int = 0) -> tuple[Units, Units]:
     return units(0, numbers, host, numbers), units(1, numbers, host, numbers)
 
 
-def saved(numbers: Sequence[int]) -> ArrayCopies:
-    copies = ArrayCopies()
+def saved(numbers: Sequence[int], copies: ArrayCopies | None = None) -> ArrayCopies:
+    copies = copies or ArrayCopies()
     for group in (0, 1):
         copies.fill(group, ids(*numbers), seed=group)
     run(copies, None, Lane.SAVE, *both(numbers))
@@ -68,12 +69,79 @@ def test_bytes_go_round_by_device_host_and_store() -> None:
         assert (copies.host[group][:, copies.sizes[group] :] == 255).all(), "written behind the record"
 
 
-def test_a_load_comes_layer_by_layer() -> None:
-    copies = saved([1, 2])
+def test_a_load_is_checked_and_then_comes_in_pieces() -> None:
+    copies = saved([1, 2, 3, 4])
     copies.log.clear()
-    run(copies, None, Lane.LOAD, *both([1, 2]))
-    assert [entry[2] for entry in copies.log if entry[0] == "to_device"] == [0, 0, 1, 1, 2, 2]
-    assert [entry[0] for entry in copies.log[:2]] == ["defects", "defects"]
+    load = Transfer(Lane.LOAD, both([1, 2, 3, 4]), SCOPE)
+    pieces = TransferExecutor(copies, None, piece_bytes=SMALL).run(load)
+    next(pieces)
+    assert copies.log == ["defects", "defects"] and load.checked
+    for count in range(1, 5):  # in each group, two for two records
+        next(pieces)
+        assert copies.calls("to_device") == count
+        assert not load._has_arrived
+    next(pieces)
+    assert load._has_arrived and load.moved_bytes == 4 * sum(copies.sizes)
+    assert list(pieces) == [] and copies.calls("to_device") == 4
+
+
+class Queued:
+    """A copy that notes who follows it: steps of the device, or the host."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def order(self) -> None:
+        self.log.append("order")
+
+    def wait(self) -> None:
+        self.log.append("wait")
+
+
+class QueueingCopies(ArrayCopies):
+    """Copies that are said to be queued. Only the first `most` to the device succeed."""
+
+    queues = True
+
+    def __init__(self, most: int = 100) -> None:
+        super().__init__()
+        self._most = most
+
+    def to_device(self, group: int, device: Ids, host: Ids) -> Queued:  # type: ignore[override]
+        if self.calls("to_device") == self._most:
+            raise OSError("no")
+        super().to_device(group, device, host)
+        return Queued(self.log)
+
+
+def test_a_queued_load_is_checked_when_all_of_it_is_queued() -> None:
+    """A step that is launched then finds each copy, and the executor waits for all of them after that."""
+    copies = saved([1, 2, 3, 4], QueueingCopies())
+    copies.log.clear()
+    load = Transfer(Lane.LOAD, both([1, 2, 3, 4]), SCOPE)
+    pieces = TransferExecutor(copies, None, piece_bytes=SMALL).run(load)
+    next(pieces)
+    assert load.checked and copies.log == ["defects"] * 2 + ["to_device"] * 4
+    load.wait()
+    assert copies.log[6:] == ["order"] * 4
+    assert list(pieces) == [] and copies.log[10:] == ["wait"] * 4
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_queued_copies_are_waited_for_whatever_becomes_of_a_load(damaged: bool) -> None:
+    """Records must not be reused while a copy reads them: of a load that fails at its third copy, or is damaged."""
+    copies = saved([1, 2, 3, 4], QueueingCopies(most=100 if damaged else 2))
+    copies.log.clear()
+    load = Transfer(Lane.LOAD, both([1, 2, 3, 4]), SCOPE)
+    load.pieces = TransferExecutor(copies, None, piece_bytes=SMALL).run(load)
+    copies.host[1][3, HEADER] ^= damaged
+    load.advance()
+    assert load.over
+    load.end()
+    assert not load.checked and not load.is_whole and not load._has_arrived
+    assert copies.calls("wait") == copies.calls("to_device") == 2
+    with pytest.raises(MoveFailed):
+        load.wait()
 
 
 def test_a_load_of_a_damaged_record_copies_what_is_before_it() -> None:

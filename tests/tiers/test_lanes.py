@@ -167,7 +167,7 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
 
     def step(load: Transfer) -> None:
         try:
-            load.wait_layer(0)
+            load.wait()
         except MoveFailed as failed:
             raised.append(str(failed))
 
@@ -181,9 +181,9 @@ def test_a_step_does_not_wait_longer_than_the_deadline_of_a_load() -> None:
         thread.join(waits.SOON_S)
         assert len(raised) == 1 and "the device hangs" in raised[0]
         assert not load.checked and not load.done and mover.finished() == []
-        gate.release(2)
+        gate.release()
         collect(mover, load)
-        assert copies.calls("to_device") == 2, "it goes on with the next layer, though it has failed"
+        assert copies.calls("to_device") == 1, "it goes on with the next piece, though it has failed"
 
 
 def test_closing_does_not_wait_for_a_hung_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ class RequestKV:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may be launched for it: its prefix is resident, or checked and arriving layer by layer."""
+        """Whether a step may be launched for it: its prefix is resident, or checked and arriving."""
         if self.loads:
             self.loads = [move for move in self.loads if not move.done or not move.is_whole]
         return not self.loads or all(move.checked for move in self.loads)

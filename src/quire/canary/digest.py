@@ -129,10 +129,14 @@ def _event() -> torch.cuda.Event:
 def _as_words(entry: Tensor) -> Tensor:
     """Bytes `[layers, frames, entries, bytes]` as the widest words that fit, at first by entry and else by frame."""
     for dtype in (torch.int64, torch.int32):
-        if entry.shape[3] % dtype.itemsize == 0 and entry.storage_offset() % dtype.itemsize == 0:
+        if _divides(dtype.itemsize, entry):
             return entry.view(dtype)
     whole = entry.reshape(*entry.shape[:2], 1, -1)
     for dtype in (torch.int64, torch.int32, torch.int16):
-        if whole.shape[3] % dtype.itemsize == 0 and whole.storage_offset() % dtype.itemsize == 0:
+        if _divides(dtype.itemsize, whole):
             return whole.view(dtype)
     return whole
+
+
+def _divides(size: int, entry: Tensor) -> bool:
+    return all(number % size == 0 for number in (entry.shape[3], entry.storage_offset(), *entry.stride()[:3]))

@@ -16,7 +16,7 @@ from quire.errors import HostMemoryError
 from quire.kernels.moves import Moves
 from quire.loop import ForwardPart, Part
 from quire.memory.host_pool import HostPool, Progress
-from quire.memory.pool import HostedPool
+from quire.memory.pool import Pool
 from quire.models.check import check_forward
 from quire.models.hf import LoadedModel
 from quire.plan.budget import MemoryPlan, format_bytes
@@ -63,7 +63,7 @@ class HostedLatents:
                 host = HostPool([plan.groups[self.group]], [frames], pinned=pinned, progress=progress)
         self.host = host
         try:
-            self.pool = HostedPool(layout, self.host, group, reader=device)
+            self.pool = Pool(layout, rows=torch.from_numpy(self.host.payloads(group)), reader=device)
             self.coordinator = HiSparseCoordinator(plan, self.pool, device)
         except BaseException:
             self.host.close()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.backend import DEFAULT, AttentionBackend
+from quire.kernels.fields import SlotIndex
 from quire.kernels.page_arrays import PageArrays, StepTable, Trees
 from quire.kernels.slots import Slots, flatten_ranges
 from quire.kernels.state import StateBatch
@@ -124,6 +125,10 @@ class PagedBatch:
     def slots_on(self, device: torch.device) -> Tensor:
         """`slots` as int64 `[T]` on `device`; copied there once per step."""
         return self.derived(("slots", device), lambda batch: to_device(batch.slots.astype(np.int64), device))
+
+    def places_on(self, device: torch.device) -> SlotIndex:
+        """`slots_on`, and what the fields of a step's layers derive from them."""
+        return self.derived(("places", device), lambda batch: SlotIndex(batch.slots_on(device)))
 
     def part(self, sequences: Slots) -> tuple[Slots, PagedBatch]:
         """The flat rows int64 of some sequences of this batch, and a batch of these rows and sequences alone."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from copy import copy
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,18 +24,40 @@ Writer = Callable[["PagedField", Tensor, Tensor], Tensor]
 """`PagedField.write` of a field."""
 
 
+class SlotIndex:
+    """The `slots` int64 `[n]` of rows, on the device of fields; a slot is `frame * entries + offset`. Fields whose
+    frames have other distances find the same rows elsewhere: what one of them derives is kept for the next one."""
+
+    __slots__ = ("_found", "slots")
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+        self._found: dict[int, Tensor] = {}
+
+    def rows(self, entries: int, ratio: int) -> Tensor:
+        """Numbers of rows, int64 `[n]`, where a frame of `entries` rows begins `ratio` rows after the one before."""
+        if ratio == entries:
+            return self.slots
+        key = ratio << 32 | entries
+        found = self._found.get(key)
+        if found is None:
+            frames = self.slots // entries
+            found = self._found[key] = frames.mul_(ratio - entries).add_(self.slots)
+        return found
+
+
 class PagedField:
-    """The rows of `frames` `[frames, entries, *stored]`, a pool's layer, by slot (`frame * entries + offset`).
+    """The rows of `frames` `[frames, entries, *stored]`, a pool's layer, by slot (`frame * entries + offset`). Entries
+    of one frame are contiguous; frames have any distance.
 
     A row is `shape` numbers. With `kv_format` it is stored encoded: `stored` is the stored shape, and `scales`
     `[frames, entries, *scale_shape]` is the layer of its scales, if the format has any; entries beyond a row's own
-    scales are padding. `writer` writes, in place of torch's operators. `kept` is what kernels keep of a field.
+    scales are padding. `writer` writes, in place of torch's operators. With a `reader` the frames are in host memory:
+    rows come from that device and are read there, and writing waits for those that are written. `kept` is what kernels
+    keep of a field.
     """
 
-    on_host: ClassVar[bool] = False
-    """Whether the frames are in host memory, and the device reads them."""
-
-    __slots__ = ("_frames", "_kv_format", "_rows", "_scale_frames", "_scales", "_writer", "kept")
+    __slots__ = ("_frames", "_kv_format", "_reader", "_scale_frames", "_writer", "kept")
 
     def __init__(
         self,
@@ -44,56 +66,64 @@ class PagedField:
         kv_format: KVFormat | None = None,
         *,
         writer: Writer | None = None,
+        reader: torch.device | None = None,
     ) -> None:
-        self._frames = frames
+        self._frames = _Rows(frames)
         self._writer = writer
+        self._reader = reader
         self._kv_format = kv_format
-        self._scale_frames: Tensor | None = None
+        self._scale_frames: _Rows | None = None
         self.kept: dict[Hashable, Any] = {}
         if kv_format is not None:
             assert (scales is not None) == (kv_format.scale is not None), f"{kv_format.name} and its scales"
         if kv_format is not None and scales is not None:
             width = frames.shape[-1] * frames.element_size() * 8 // kv_format.bits
-            self._scale_frames = scales[..., : kv_format.scale_width(width)]
-        self._rows = self._by_slot(frames)
-        self._scales = None if self._scale_frames is None else self._by_slot(self._scale_frames)
+            self._scale_frames = _Rows(scales[..., : kv_format.scale_width(width)])
 
-    def write(self, slots: Tensor, rows: Tensor) -> Tensor:
+    @property
+    def on_host(self) -> bool:
+        """Whether the frames are in host memory, and a device reads them."""
+        return self._reader is not None
+
+    def write(self, slots: Tensor | SlotIndex, rows: Tensor) -> Tensor:
         """Store `rows` `[T, *shape]` at `slots` int64 `[T]`; returns them as a reader of the slots sees them.
 
         They are rounded as they are stored, so that a row is the same in the step that writes it and in later ones. If
         a slot repeats (padding in frame 0), any of its rows may win.
         """
         if self._writer is not None:
-            return self._writer(self, slots, rows)
+            return self._writer(self, slots.slots if isinstance(slots, SlotIndex) else slots, rows)
+        places = slots if isinstance(slots, SlotIndex) else SlotIndex(slots)
         if self._kv_format is None:
-            stored = rows.to(self._rows.dtype)
-            self._put(self._rows, slots, stored)
-            return stored.to(rows.dtype)
+            stored = rows if rows.dtype is self._frames.dtype else rows.to(self._frames.dtype)
+            self._put(self._frames, places, stored)
+            return rows if stored is rows else stored.to(rows.dtype)
         stored, scales = encode(rows, self._kv_format)
-        self._put(_bytes_of(self._rows), slots, _bytes_of(stored))
-        if self._scales is not None and scales is not None:
-            self._put(_bytes_of(self._scales), slots, _bytes_of(scales))
+        self._put(self._frames, places, stored)
+        if self._scale_frames is not None and scales is not None:
+            self._put(self._scale_frames, places, scales)
         return decode(stored, scales, self._kv_format, rows.dtype)
 
     def gather(self, index: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         """Rows of slots `index` int64 `[n]`, `[n, *shape]`, in scratch memory `name`: valid until its next use."""
-        rows = self._gathered(self._rows, index, name)
+        places = SlotIndex(index)
+        rows = self._gathered(self._frames, places, name)
         if self._kv_format is None:
             return rows.to(dtype)
-        scales = None if self._scales is None else self._gathered(self._scales, index, f"{name} scales")
-        return self._decoded(rows, scales, dtype, f"{name} gathered")
+        scales = None if self._scale_frames is None else self._gathered(self._scale_frames, places, f"{name} scales")
+        shape = (*rows.shape[:-1], rows.shape[-1] * 8 // self._kv_format.bits)
+        out = _workspace.take(f"{name} gathered", dtype, rows.device, *shape)
+        return decode(rows, scales, self._kv_format, dtype, out)
 
     def head(self, number: int) -> PagedField:
         """One of the heads of rows `[heads, dim]`, as rows `[1, dim]`."""
         known: PagedField | None = self.kept.get(("head", number))
         if known is not None:
             return known
-        found, one = copy(self), (..., slice(number, number + 1), slice(None))
+        found = copy(self)
         found.kept = {}
-        found._frames, found._rows = self._frames[one], self._rows[one]
-        if self._scale_frames is not None and self._scales is not None:
-            found._scale_frames, found._scales = self._scale_frames[one], self._scales[one]
+        found._frames = self._frames.head(number)
+        found._scale_frames = None if self._scale_frames is None else self._scale_frames.head(number)
         self.kept["head", number] = found
         return found
 
@@ -101,55 +131,63 @@ class PagedField:
     def stored(self) -> tuple[Tensor, Tensor | None, KVFormat | None]:
         """For kernels that read entries in place: frames `[frames, entries, *stored]` with any stride between frames,
         those of their scales, and the format of both."""
-        return self._frames, self._scale_frames, self._kv_format
+        scales = self._scale_frames
+        return self._frames.frames, None if scales is None else scales.frames, self._kv_format
 
-    def _decoded(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, name: str) -> Tensor:
-        """Encoded rows in `dtype`, in scratch memory `name`."""
-        assert self._kv_format is not None
-        width = rows.shape[-1] * 8 // self._kv_format.bits
-        out = _workspace.take(name, dtype, rows.device, *rows.shape[:-1], width)
-        return decode(rows, scales, self._kv_format, dtype, out)
+    def _put(self, rows: _Rows, places: SlotIndex, stored: Tensor) -> None:
+        if self._reader is not None:
+            places, stored = SlotIndex(places.slots.to(rows.frames.device)), stored.to(rows.frames.device)
+        rows.put(places, stored)
 
-    # How rows are found by slot; see `HostedField`.
+    def _gathered(self, rows: _Rows, places: SlotIndex, name: str) -> Tensor:
+        if self._reader is None:
+            return rows.gather(places, name)
+        return rows.gather(SlotIndex(places.slots.to(rows.frames.device)), name).to(self._reader)
 
-    def _by_slot(self, frames: Tensor) -> Tensor:
-        return frames.flatten(0, 1)
 
-    def _put(self, rows: Tensor, slots: Tensor, stored: Tensor) -> None:
-        rows.index_copy_(0, slots, stored)
+class _Rows:
+    """The entries of `frames` `[frames, entries, *stored]` as rows of one tensor, in place, where the distance of
+    frames is a number of rows; otherwise an entry has two indices, its frame and its place there, which is slower."""
 
-    def _gathered(self, rows: Tensor, index: Tensor, name: str) -> Tensor:
-        out = _workspace.take(name, rows.dtype, rows.device, len(index), *rows.shape[1:])
-        torch.index_select(_bytes_of(rows), 0, index, out=_bytes_of(out))
+    __slots__ = ("_are_bytes", "_entries", "_flat", "_ratio", "dtype", "frames")
+
+    def __init__(self, frames: Tensor) -> None:
+        self.frames = frames
+        self.dtype = frames.dtype
+        self._are_bytes = frames.element_size() == 1
+        count, entries = frames.shape[:2]
+        self._entries = entries
+        bits = _bytes_of(frames)
+        self._flat: Tensor | None = None
+        self._ratio = 1
+        if entries == 1:
+            self._flat = bits[:, 0]
+        elif frames.stride(0) % frames.stride(1) == 0:
+            self._ratio = frames.stride(0) // frames.stride(1)
+            shape = ((count - 1) * self._ratio + entries, *bits.shape[2:])
+            self._flat = bits.as_strided(shape, bits.stride()[1:], bits.storage_offset())
+
+    def head(self, number: int) -> _Rows:
+        """The rows of one head."""
+        return _Rows(self.frames[..., number : number + 1, :])
+
+    def put(self, places: SlotIndex, stored: Tensor) -> None:
+        """Store `[n, *stored]` at these places."""
+        if self._are_bytes:
+            stored = stored.view(torch.uint8)
+        if self._flat is not None:
+            self._flat.index_copy_(0, places.rows(self._entries, self._ratio), stored)
+        else:
+            _bytes_of(self.frames)[places.slots // self._entries, places.slots % self._entries] = stored
+
+    def gather(self, places: SlotIndex, name: str) -> Tensor:
+        """The rows at these places, in scratch memory `name`."""
+        frames, entries = self.frames, self._entries
+        if self._flat is None:
+            return _bytes_of(frames)[places.slots // entries, places.slots % entries].view(self.dtype)
+        out = _workspace.take(name, self.dtype, frames.device, len(places.slots), *frames.shape[2:])
+        torch.index_select(self._flat, 0, places.rows(entries, self._ratio), out=_bytes_of(out))
         return out
-
-
-class HostedField(PagedField):
-    """A field whose frames are strided views of records in host memory (`HostedPool`). `device` is where rows come from
-    and are read: those that are read are copied there, and writing waits for those that are written."""
-
-    on_host: ClassVar[bool] = True
-
-    __slots__ = ("_device",)
-
-    def __init__(
-        self, frames: Tensor, scales: Tensor | None, kv_format: KVFormat | None, *, device: torch.device
-    ) -> None:
-        self._device = device
-        super().__init__(frames, scales, kv_format)
-
-    def _by_slot(self, frames: Tensor) -> Tensor:
-        return frames
-
-    def _put(self, rows: Tensor, slots: Tensor, stored: Tensor) -> None:
-        entries = entries_of(rows)
-        new = stored.cpu().contiguous().view(torch.uint8).numpy()
-        entries[np.divmod(slots.cpu().numpy(), entries.shape[1])] = new.view(entries.dtype)[..., 0]
-
-    def _gathered(self, rows: Tensor, index: Tensor, name: str) -> Tensor:
-        entries = entries_of(rows)
-        found = entries[np.divmod(index.cpu().numpy(), entries.shape[1])]
-        return bytes_of(found).view(rows.dtype).to(self._device)
 
 
 def entries_of(rows: Tensor) -> npt.NDArray[np.void]:
@@ -193,8 +231,9 @@ class KVFields:
         """The field of keys, None for the rest of a key, and the field of values."""
         return self._keys, None, self._values
 
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, slots: Tensor | SlotIndex, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values; returns them as a reader sees them."""
+        slots = slots if isinstance(slots, SlotIndex) else SlotIndex(slots)
         return self._keys.write(slots, key), self._values.write(slots, value)
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -218,7 +257,7 @@ class LatentFields:
         """The two fields of a key, and None: the value is the key."""
         return self._latents, self._ropes, None
 
-    def write(self, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+    def write(self, slots: Tensor | SlotIndex, latent: Tensor, rope: Tensor) -> None:
         """Store rows `[T, rank]` and `[T, rope_dim]`."""
         self._latents.write(slots, latent)
         self._ropes.write(slots, rope)

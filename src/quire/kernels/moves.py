@@ -21,9 +21,10 @@ _VECTOR = 16
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What belongs to a row, a frame or a slot of a pool, in all fields and layers. `parts` are the tensors of fields,
-    `[layers, rows, words]` views that are contiguous in words, and the place of each in a record of `record_words`,
-    which has its layers one after the other. Words are uint8 or int64. Tensors must stay where they are."""
+    """What belongs to a frame or to a slot of a pool, in all fields and layers. `parts` are the tensors of fields,
+    `[layers, frames, entries, words]` views that are contiguous in words, and the place of each in a record of
+    `record_words`, which has its layers one after the other. Row `frame * entries + entry` is one entry. Words are
+    uint8 or int64. Tensors must stay where they are."""
 
     parts: Sequence[tuple[int, Tensor]]
     record_words: int
@@ -31,7 +32,11 @@ class Pieces:
     @classmethod
     def of(cls, fields: Sequence[tuple[int, Tensor]], record_bytes: int) -> Pieces:
         """From places in bytes, and views of bytes; words are as wide as these allow."""
-        numbers = [number for place, part in fields for number in (place, part.shape[2], *part.stride()[:2])]
+        numbers = [
+            number
+            for place, part in fields
+            for number in (place, part.storage_offset(), part.shape[3], *part.stride()[:3])
+        ]
         word = torch.int64 if all(number % 8 == 0 for number in (record_bytes, *numbers)) else torch.uint8
         size = word.itemsize
         return cls([(place // size, part.view(word)) for place, part in fields], record_bytes // size)
@@ -41,18 +46,29 @@ class Pieces:
         """The type of words."""
         return self.parts[0][1].dtype
 
+    @property
+    def entries(self) -> int:
+        """Entries of a frame."""
+        return self.parts[0][1].shape[2]
+
     @cached_property
     def widest(self) -> int:
         """Words of the largest piece."""
-        return max(part.shape[2] for _, part in self.parts)
+        return max(part.shape[3] for _, part in self.parts)
 
     @cached_property
     def table(self) -> Tensor:
-        """On the device, int64 `[pieces, 4]`: for each field and layer the address of row 0, bytes from row to row,
-        the place in a record and the number of words."""
+        """On the device, int64 `[pieces, 5]`: for each field and layer the address of row 0, bytes from frame to frame
+        and from entry to entry, the place in a record and the number of words."""
         size = self.word.itemsize
         found = [
-            (layer.data_ptr(), layer.stride(0) * size, place + at * part.shape[2], part.shape[2])
+            (
+                layer.data_ptr(),
+                layer.stride(0) * size,
+                layer.stride(1) * size,
+                place + at * part.shape[3],
+                part.shape[3],
+            )
             for place, part in self.parts
             for at, layer in enumerate(part)
         ]
@@ -65,15 +81,14 @@ class Pieces:
         return all(
             number % _VECTOR == 0
             for place, part in self.parts
-            for number in (part.data_ptr(), *(size * each for each in (place, part.shape[2], *part.stride()[:2])))
+            for number in (part.data_ptr(), *(size * each for each in (place, part.shape[3], *part.stride()[:3])))
         )
 
 
 @dataclass(frozen=True, eq=False)
 class HostEntries:
     """Entries that are copied from frames in host memory to slots on the device. `parts` are by field the host's
-    `[frames, entries, ..., width]`, whose entries are contiguous, and the device's `[frames, entries, ..., width]`,
-    contiguous."""
+    `[frames, entries, ..., width]` and the device's; entries of a frame are contiguous."""
 
     parts: Sequence[tuple[Tensor, Tensor]]
 
@@ -96,15 +111,15 @@ class HostEntries:
         return all(
             number % size == 0
             for (source, target), entry in zip(self.parts, self.entry_bytes, strict=True)
-            for number in (source.data_ptr(), source.stride(0) * source.element_size(), target.data_ptr(), entry)
+            for number in (source.data_ptr(), _frame_bytes(source), target.data_ptr(), _frame_bytes(target), entry)
         )
 
     @cached_property
     def table(self) -> Tensor:
-        """On the device, int64 `[fields, 4]`: the address of frame 0 on the host, bytes from frame to frame, the
-        address of slot 0 on the device, and the bytes of an entry."""
+        """On the device, int64 `[fields, 5]`: the address of frame 0 on the host, bytes from frame to frame, both on
+        the device, and the bytes of an entry."""
         found = [
-            (source.data_ptr(), source.stride(0) * source.element_size(), target.data_ptr(), entry)
+            (source.data_ptr(), _frame_bytes(source), target.data_ptr(), _frame_bytes(target), entry)
             for (source, target), entry in zip(self.parts, self.entry_bytes, strict=True)
         ]
         return to_device(np.array(found, dtype=np.int64), self.parts[0][1].device)
@@ -145,15 +160,15 @@ class TorchMoves:
 
     def gather(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
         for place, part in pieces.parts:
-            _part_of(records, place, part).copy_(part.index_select(1, rows).transpose(0, 1))
+            _part_of(records, place, part).copy_(part[:, *_entry_of(pieces, rows)].transpose(0, 1))
 
     def scatter(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
         for place, part in pieces.parts:
-            part.index_copy_(1, rows, _part_of(records, place, part).transpose(0, 1))
+            part[:, *_entry_of(pieces, rows)] = _part_of(records, place, part).transpose(0, 1)
 
     def move(self, pieces: Pieces, sources: Tensor, targets: Tensor) -> None:
         for _, part in pieces.parts:
-            part[:, targets] = part[:, sources]
+            part[:, *_entry_of(pieces, targets)] = part[:, *_entry_of(pieces, sources)]
 
     def read_states(self, layer: Tensor, sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         states = layer[sources, 0]
@@ -168,16 +183,25 @@ class TorchMoves:
         for source, target in entries.parts:
             rows = entries_of(source)[frames, places]
             if target.device.type == "cpu":
-                own = entries_of(target)
-                own.reshape(-1, *own.shape[2:])[targets.numpy()] = rows
+                entries_of(target)[np.divmod(targets.numpy(), target.shape[1])] = rows
             else:
-                flat = target.flatten(0, 1).view(torch.uint8)
-                flat.index_copy_(0, targets, bytes_of(rows).to(target.device))
+                at = (targets // target.shape[1], targets % target.shape[1])
+                target.view(torch.uint8)[at] = bytes_of(rows).to(target.device)
+
+
+def _frame_bytes(frames: Tensor) -> int:
+    """Bytes from frame to frame of `[frames, entries, ...]`."""
+    return frames.stride(0) * frames.element_size()
+
+
+def _entry_of(pieces: Pieces, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The frames and entries of rows."""
+    return rows // pieces.entries, rows % pieces.entries
 
 
 def _part_of(records: Tensor, place: int, part: Tensor) -> Tensor:
     """Where a field is in `records`: `[n, layers, words]`."""
-    layers, _, size = part.shape
+    layers, _, _, size = part.shape
     return records[:, place : place + layers * size].view(len(records), layers, size)
 
 

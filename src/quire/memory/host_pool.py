@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from quire.errors import HostMemoryError
 from quire.memory.pinned import PinnedSlices
-from quire.memory.record import RecordFormat, Records
+from quire.memory.record import HEADER_BYTES, RecordFormat, Records
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Ids
 from quire.spec.record_size import record_stride, records_bytes, region_bytes
@@ -129,6 +129,10 @@ class HostPool:
     def rows(self, group: int) -> Records:
         """The records of a group, uint8 `[frames + 1, stride]`, live, aligned to 4 KiB; row 0 is padding."""
         return self._rows[group]
+
+    def payloads(self, group: int) -> Records:
+        """The frames in a group's records, uint8 `[frames + 1, bytes_per_frame]`, live."""
+        return self._rows[group][:, HEADER_BYTES : self._formats[group].num_bytes]
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:

@@ -39,8 +39,8 @@ Records = npt.NDArray[np.uint8]
 class QueuedCopy(Protocol):
     """A copy of records to the device that runs beside the steps there."""
 
-    def order(self, layer: int) -> None:
-        """What steps compute from now on follows the copy of this layer. The host does not wait."""
+    def order(self) -> None:
+        """What steps compute from now on follows the copy. The host does not wait."""
 
     def wait(self) -> None:
         """The host waits until it is complete."""

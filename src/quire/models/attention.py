@@ -178,7 +178,7 @@ def keep(forward: Forward, key: Tensor, value: Tensor, options: CallOptions, *, 
     keys, batch = forward.rows("k", ordinal)
     values, _ = forward.rows("v", ordinal)
     fields = KVFields(keys, values)
-    written, _ = fields.write(batch.slots_on(key.device), key, value)
+    written, _ = fields.write(batch.places_on(key.device), key, value)
     return KeptKeys(written, value.shape[2], fields, batch)
 
 

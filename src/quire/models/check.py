@@ -20,7 +20,7 @@ from quire.errors import ModelCheckFailed
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.host_pool import HostPool
-from quire.memory.pool import HostedPool, Pool
+from quire.memory.pool import Pool
 from quire.models.forward import RunningForward
 from quire.plan.budget import MemoryPlan
 from quire.sparse.coordinator import HiSparseCoordinator
@@ -84,7 +84,7 @@ def _hot_buffers(groups: Sequence[GroupSpec], hot: HotBuffers, device: torch.dev
         page_size=page_size, groups=tuple(groups), num_pages=frames, context=page_size, max_requests=2, hot=small
     )
     host = HostPool(groups, [frames] * len(groups))
-    hosted = HostedPool(groups[hot.group].layout, host, hot.group, reader=device)
+    hosted = Pool(groups[hot.group].layout, rows=torch.from_numpy(host.payloads(hot.group)), reader=device)
     return HiSparseCoordinator(plan, hosted, device)
 
 

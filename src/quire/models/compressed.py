@@ -75,7 +75,7 @@ class _CompressedAttention:
             return torch.zeros_like(query)
         call, ordinal = self._call, forward.next_ordinal()
         fields, batch = forward.latents(ordinal)
-        fields.write(batch.slots_on(query.device), *_split(key[:, 0], call))
+        fields.write(batch.places_on(query.device), *_split(key[:, 0], call))
         parts = [paged_attention_lse(query, fields, batch, scale=options.scale, window=call.window)]
         if call.ratio:
             parts.append(self._attend_entries(forward, ordinal, query, options))
@@ -197,17 +197,16 @@ class _Folder:
         rotated: Tensor = self._apply_rotary(rows, cos, sin)
         return rotated
 
-    def fold(self, forward: RunningForward, ring: str, hidden: Tensor) -> Tensor:
+    def fold(self, forward: RunningForward, name: str, hidden: Tensor) -> Tensor:
         """The entries `[blocks, dim]` of the blocks that the rows `hidden` `[1, T, ...]` complete, in their order."""
         module, device = self._module, hidden.device
-        stored, batch = forward.per_page(ring, forward.ordinal)
-        flat = stored.flatten(0, 1)  # [frames * rows of a ring, 2 * width of an input]
-        kind = ("folding", self._call, stored.shape[1])
-        plan = batch.derived(kind, lambda batch: _Folding(batch, self._call, stored.shape[1], device))
+        stored, batch = forward.per_page(name, forward.ordinal)
+        ring = stored.shape[1]  # rows; `stored` is [frames, rows, 2 * width of an input]
+        plan = batch.derived(("folding", self._call, ring), lambda batch: _Folding(batch, self._call, ring, device))
         values, scores = module.kv_proj(hidden)[0], module.gate_proj(hidden)[0]
-        inputs = torch.cat((values, scores), dim=-1).to(flat.dtype)
-        blocks = torch.where(plan.is_new.unsqueeze(-1), inputs[plan.new], flat[plan.kept])
-        flat[plan.stored_slots] = inputs[plan.stored_rows]
+        inputs = torch.cat((values, scores), dim=-1).to(stored.dtype)
+        blocks = torch.where(plan.is_new.unsqueeze(-1), inputs[plan.new], stored[plan.kept])
+        stored[plan.stored] = inputs[plan.stored_rows]
         return self._folded(blocks.to(hidden.dtype), plan)
 
     def _folded(self, blocks: Tensor, plan: _Folding) -> Tensor:
@@ -250,10 +249,16 @@ class _Folding:
         slots = batch.frames[everyone, positions // batch.page_size].astype(np.int64) * ring + positions % ring
         self.is_new, self.absent = to_device(is_new, device), to_device(absent, device)
         self.new = to_device(np.where(is_new, firsts[owners][:, None] + tokens, 0), device)
-        self.kept = to_device(kept, device)
+        self.kept = _entries_of(kept, ring, device)
         self.positions = to_device(blocks * ratio, device)
         self.stored_rows = to_device(firsts[everyone] + positions, device)
-        self.stored_slots = to_device(slots, device)
+        self.stored = _entries_of(slots, ring, device)
+
+
+def _entries_of(slots: Slots, ring: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Frames, and rows in their rings."""
+    frames, rows = np.divmod(slots, ring)
+    return to_device(frames, device), to_device(rows, device)
 
 
 def _completed(batch: PagedBatch, ratio: int) -> tuple[Slots, Slots]:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import HostedField, LatentFields, PagedField, Writer
+from quire.kernels.fields import LatentFields, PagedField, Writer
 from quire.kernels.moves import Pieces
 from quire.kernels.page_bounds import PageBounds
 from quire.kernels.state import StateBatch
-from quire.memory.pool import HostedPool, Pool
+from quire.memory.pool import Pool
 from quire.sparse.coordinator import hot_buffers_of
 from quire.spec.layers import KEY_BOUNDS, Call
 from quire.spec.layout import scales_of
@@ -122,8 +122,6 @@ def paged_field(pool: Pool, name: str, ordinal: int, writer: Writer | None = Non
     found = known.get(key)
     if found is None:
         found = known[key] = _new_field(pool, name, ordinal, writer)
-    elif pool.arriving:
-        pool.layer(name, ordinal)  # waits
     return found
 
 
@@ -134,9 +132,7 @@ def _new_field(pool: Pool, name: str, ordinal: int, writer: Writer | None) -> Pa
     kv_format = pool.field(name, ordinal).kv_format
     scaled = kv_format is not None and kv_format.scale is not None
     scales = pool.layer(scales_of(name), ordinal) if scaled else None
-    if isinstance(pool, HostedPool):
-        return HostedField(pool.layer(name, ordinal), scales, kv_format, device=pool.reader)
-    return PagedField(pool.layer(name, ordinal), scales, kv_format, writer=writer)
+    return PagedField(pool.layer(name, ordinal), scales, kv_format, writer=writer, reader=pool.reader)
 
 
 def slots_of(pool: Pool) -> Pieces:
@@ -150,9 +146,9 @@ def slots_of(pool: Pool) -> Pieces:
             )
     place, parts = 0, []
     for _, tensor in pool.tensors:
-        rows = tensor.view(torch.uint8).view(len(tensor), (pool.num_frames + 1) * pool.layout.page_size, -1)
+        rows = tensor.unsqueeze(-1).flatten(3).view(torch.uint8)
         parts.append((place, rows))
-        place += len(rows) * rows.shape[2]
+        place += len(rows) * rows.shape[3]
     return Pieces.of(parts, place)
 
 

@@ -80,7 +80,7 @@ class LatentAttention:
             forward.note(LatentCall(rank=rank, rope_dim=rope_dim, sparse=sparse, index_dim=index_dim))
             return None
         fields, batch = forward.latents(forward.next_ordinal())
-        fields.write(batch.slots_on(latent.device), latent, rope)
+        fields.write(batch.places_on(latent.device), latent, rope)
         return fields, batch
 
     def attend(self, query: Tensor, fields: LatentFields, batch: PagedBatch, options: CallOptions) -> Tensor:

@@ -1,7 +1,7 @@
 """Tiering: which tiers have a cached page, and when its frames move. It runs on the engine's thread; a mover copies.
 
     save      device -> host      when a page is cached, used again, or evicted (`WritePolicy`)
-    load      host -> device      when a request begins on it; steps wait for it layer by layer
+    load      host -> device      when a request begins on it; steps wait for it
     archive   host -> store       after a save, ancestors first (`quire.offload.archiver`)
     fetch     store -> host       while a request waits (`quire.offload.prefetcher`)
 

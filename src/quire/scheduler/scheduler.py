@@ -235,7 +235,7 @@ class Scheduler:
             self._rows.committed[rows] = settled // self._cache.page_size
 
     def _launchable(self) -> StepRows:
-        """Running requests whose prefix is resident, or arriving layer by layer. A request whose prefix is lost begins
+        """Running requests whose prefix is resident, or arriving. A request whose prefix is lost begins
         again."""
         if not self._ahead.loads:
             return self._rows.together()

@@ -16,8 +16,6 @@ from quire.plan.step_cost import CostFit, CostModel
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
-_LAST_LAYER = 1 / 32  # share of a step's work that remains when the last layer of a load has arrived
-
 _BATCHES = (1, 4, 16)  # requests that are measured together, all of one prompt length
 _PROMPTS = (32, 128, 384)
 _OUTPUTS = 12
@@ -75,13 +73,10 @@ class VirtualClock:
     def launch(
         self, starts: Lengths, ends: Lengths, *, drafts: Lengths | int = 0, arrives: float = 0.0, swap: float = 0.0
     ) -> float:
-        """A step is launched now (`CostModel.seconds`); returns the time at which it will have settled. Its layers wait
-        for those of a load that ends at `arrives`; after that only the work of the last layer remains. In all layers
-        together it waits `swap` seconds for what is read from host memory."""
+        """A step is launched now (`CostModel.seconds`); returns the time at which it will have settled. It waits for a
+        load that ends at `arrives`, and in all layers together `swap` seconds for what is read from host memory."""
         seconds = self._cost.seconds(starts, ends, drafts) + swap
-        self._free_at = max(self._free_at, self.now + self._cost.launch) + seconds
-        if arrives:
-            self._free_at = max(self._free_at, arrives + seconds * _LAST_LAYER)
+        self._free_at = max(self._free_at, self.now + self._cost.launch, arrives) + seconds
         return self._free_at
 
     def move_to(self, time: float) -> None:

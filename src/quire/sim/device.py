@@ -137,7 +137,7 @@ class SimulatedDevice:
         assert step is self._in_flight.popleft(), "steps settle in the order of their launches"
         with self._apart():
             for load in step.loads:
-                load.wait_layer(LAYER)  # as a forward pass does before it reads a layer
+                load.wait()  # as a forward pass does before it reads them
             if step.contents is not None:
                 for memory in self._memory:
                     memory.run(step, step.contents)
@@ -154,10 +154,6 @@ class SimulatedDevice:
     def move(self, launched: SimulatedStep, sources: Lengths, targets: Lengths) -> None:
         """Drafts of the simulator are chains, which lie where they belong."""
         assert not len(sources) and not len(targets)
-
-
-LAYER = 0
-"""The one layer of simulated frames. `VirtualClock` estimates how long a step waits for layers."""
 
 
 class Frames:

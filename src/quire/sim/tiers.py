@@ -18,7 +18,7 @@ from quire.offload.tier_settings import TierSettings
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.clock import VirtualClock
-from quire.sim.device import LAYER, Frames
+from quire.sim.device import Frames
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.trace_request import Hashes
 from quire.spec.ids import Ids
@@ -224,9 +224,6 @@ class SimulatedCopies(Copies):
         """Groups of frames."""
         return len(self._rows)
 
-    def layers(self) -> tuple[int, ...]:
-        return (LAYER,)
-
     def bytes_of(self, group: int) -> int:
         return self._record_bytes[group]
 
@@ -238,7 +235,7 @@ class SimulatedCopies(Copies):
         if self._frames is not None:
             self._hashes[group][host] = self._frames[group].hashes[device]
 
-    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None) -> None:
+    def to_device(self, group: int, device: Ids, host: Ids) -> None:
         if self._frames is not None:
             self._frames[group].hashes[device] = self._hashes[group][host]
             self._frames[group].update_digests(device)

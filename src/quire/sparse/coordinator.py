@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.counters import counter, gauge
 from quire.kernels.batch import PagedBatch
 from quire.kernels.moves import TORCH, HostEntries, Moves
-from quire.memory.pool import HostedPool, Pool
+from quire.memory.pool import Pool
 from quire.plan.budget import MemoryPlan
 from quire.sparse.hot_slots import HotSlots
 from quire.upload import to_device
@@ -68,7 +68,7 @@ class HiSparseCoordinator:
     the same tokens, each its own.
     """
 
-    def __init__(self, plan: MemoryPlan, hosted: HostedPool, device: torch.device) -> None:
+    def __init__(self, plan: MemoryPlan, hosted: Pool, device: torch.device) -> None:
         assert plan.hot is not None
         self.hosted = hosted
         self.pool = Pool(hosted.layout, plan.device_frames_of(plan.hot.group), device=device, touched=False)
@@ -153,10 +153,10 @@ class HiSparseCoordinator:
         self.moves.swap_in(entries, *swapped.sources, swapped.targets)
 
     def _entries_of(self, ordinal: int) -> HostEntries:
-        """Entries of a layer on both sides, after all loads of it, which may be arriving."""
-        names = [field.name for field in self.pool.layout.fields if self.pool.has(field.name, ordinal)]
-        parts = [(self.hosted.layer(name, ordinal), self.pool.layer(name, ordinal)) for name in names]
+        """Entries of a layer on both sides."""
         if ordinal not in self._entries:
+            names = [field.name for field in self.pool.layout.fields if self.pool.has(field.name, ordinal)]
+            parts = [(self.hosted.layer(name, ordinal), self.pool.layer(name, ordinal)) for name in names]
             self._entries[ordinal] = HostEntries(parts)
         return self._entries[ordinal]
 
@@ -166,4 +166,4 @@ class HiSparseCoordinator:
 
 def hot_buffers_of(pools: Iterable[Pool]) -> HiSparseCoordinator | None:
     """What fills the hot buffers of the pool whose frames are in host memory; None without one."""
-    return next((pool.buffers for pool in pools if isinstance(pool, HostedPool)), None)
+    return next((pool.buffers for pool in pools if pool.on_host), None)

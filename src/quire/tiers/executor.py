@@ -79,40 +79,22 @@ class TransferExecutor:
             (*defects[:end], *(defect or MISSING for defect in defects[end:]))
             for defects, end in zip(found, ends, strict=True)
         )
-        if copies.queues:
-            yield from self._queue(transfer, ends, is_good)
-        else:
-            yield from self._copy(transfer, ends, is_good)
-        if is_good:
-            copied = [units for units in whole if not units.in_place]
-            transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in copied)
-
-    def _copy(self, transfer: Transfer, ends: Sequence[int], is_good: bool) -> Iterator[None]:
-        """Layer by layer, which steps follow."""
-        copies, whole = self._copies, transfer.units
-        transfer.are_good = is_good
-        yield
-        for layer in copies.layers():
-            for units, end in zip(whole, ends, strict=True):
-                if end and not units.in_place:
-                    copies.to_device(units.group, units.device[:end], units.host[:end], layer)
-            if is_good:
-                transfer.announce_layer(layer)
+        if not copies.queues:  # a step may be launched, and waits itself
+            transfer.are_good = is_good
             yield
-
-    def _queue(self, transfer: Transfer, ends: Sequence[int], is_good: bool) -> Iterator[None]:
-        """All layers beside the steps, which may be launched when all copies are queued."""
         queued: list[QueuedCopy] = []
         try:
-            for units, end in zip(transfer.units, ends, strict=True):
-                if end and not units.in_place:
-                    copy = self._copies.to_device(units.group, units.device[:end], units.host[:end], None)
-                    queued += [copy] if copy is not None else []
+            for units, end in zip(whole, ends, strict=True):
+                for piece in _runs(0 if units.in_place else end, copies.bytes_of(units.group), self._piece_bytes):
+                    copy = copies.to_device(units.group, units.device[piece], units.host[piece])
+                    if copy is not None:
+                        queued.append(copy)
+                    else:
+                        yield
             if is_good:
-                transfer.queued = tuple(queued)
-                for layer in self._copies.layers():
-                    transfer.announce_layer(layer)
-                transfer.are_good = True
+                copied = [units for units in whole if not units.in_place]
+                transfer.moved_bytes = sum(copies.bytes_of(units.group) * len(units) for units in copied)
+                transfer.arrived(queued)
                 yield
         finally:
             for copy in queued:

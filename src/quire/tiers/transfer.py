@@ -126,7 +126,7 @@ class Transfer:
     """Pages of one prefix, in one or several groups, that move together through one lane.
 
     The submitter holds every frame named here until `Mover.finished` returns the transfer, and reads results only then.
-    `checked`, `expired`, `done`, `hidden`, `wait_layer` and `stop` may be used from any thread at any time. A transfer
+    `checked`, `expired`, `done`, `hidden`, `wait` and `stop` may be used from any thread at any time. A transfer
     that `expired` has failed; it is `done` when nothing uses its frames any more, perhaps much later."""
 
     lane: Lane
@@ -158,10 +158,10 @@ class Transfer:
     over: bool = False  # no piece is left
     are_good: bool = False  # LOAD: all records
     kept_pages: int = 0  # pages that a stopped transfer still moves
-    queued: Sequence[QueuedCopy] = ()  # LOAD: copies that steps follow, layer by layer
-    is_driven: bool = False  # `wait_layer` itself does the pieces up to its layer
+    queued: Sequence[QueuedCopy] = ()  # LOAD: copies that steps follow
+    is_driven: bool = False  # `wait` itself does the pieces
     _raised: str = ""
-    _arrived: set[int] = field(default_factory=set)
+    _has_arrived: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __repr__(self) -> str:
@@ -175,7 +175,7 @@ class Transfer:
 
     @property
     def checked(self) -> bool:
-        """LOAD: all records are good. A step may be launched if it calls `wait_layer` before it reads each layer."""
+        """LOAD: all records are good. A step may be launched if it calls `wait` before it reads them."""
         return self.are_good and not self.error
 
     @property
@@ -187,17 +187,17 @@ class Transfer:
         """Ask a transfer with a store or a peer to end early. Units that it has not begun get a result that says so."""
         self.stopping = True
 
-    def wait_layer(self, layer: int) -> None:
-        """Wait for the bytes of one layer, or let what is computed from now on follow copies that are queued. Raises
-        MoveFailed if they will not arrive."""
-        while self.is_driven and not self.done and layer not in self._arrived:
+    def wait(self) -> None:
+        """Wait for the bytes, or let what is computed from now on follow copies that are queued. Raises MoveFailed if
+        they will not arrive."""
+        while self.is_driven and not self.done and not self._has_arrived:
             self.advance()
             if self.over:
                 self.end()
         with self._changed:
-            self._changed.wait_for(lambda: self.done or self.error or layer in self._arrived)
+            self._changed.wait_for(lambda: self.done or self.error or self._has_arrived)
         for copy in self.queued:
-            copy.order(layer)
+            copy.order()
         if self.error or (self.done and not self.is_whole):
             wrong = [defect for defects in self.defects for defect in defects if defect]
             raise MoveFailed(self.error or f"a {self.lane} was given up: {wrong[0]}.")
@@ -217,10 +217,10 @@ class Transfer:
         self.seconds += time.perf_counter() - began
         return self.are_good and not was_checked
 
-    def announce_layer(self, layer: int) -> None:
-        """The bytes of one layer are on the device."""
+    def arrived(self, queued: Sequence[QueuedCopy]) -> None:
+        """LOAD: all bytes are on the device, but for copies that are `queued`. Steps may be launched."""
         with self._changed:
-            self._arrived.add(layer)
+            self.queued, self._has_arrived, self.are_good = tuple(queued), True, True
             self._changed.notify_all()
 
     def expire(self) -> None:
@@ -246,9 +246,6 @@ class Transfer:
 class Copies(Protocol):
     """Copies between frames of the device and their records on the host. Threads never use the same frame at once."""
 
-    def layers(self) -> tuple[int, ...]:
-        """The layers in the order of a forward pass."""
-
     def bytes_of(self, group: int, /) -> int:
         """Size of one record, header and payload."""
 
@@ -259,10 +256,10 @@ class Copies(Protocol):
         """Copy whole frames; returns when the copy is complete. The headers are wrong until `seal`."""
 
     queues: bool
-    """Whether `to_device` queues copies of all layers, and returns before they are complete."""
+    """Whether `to_device` queues copies, and returns before they are complete."""
 
-    def to_device(self, group: int, device: Ids, host: Ids, layer: int | None, /) -> QueuedCopy | None:
-        """Copy one layer of frames, or all (None). A group may lack the layer."""
+    def to_device(self, group: int, device: Ids, host: Ids, /) -> QueuedCopy | None:
+        """Copy whole frames."""
 
     def seal(self, group: int, host: Ids, keys: Sequence[bytes], /) -> None:
         """Write the headers, with these keys, of records whose payload is complete."""

@@ -15,10 +15,9 @@ from quire.tiers.transfer import LANES, Copies, Endpoint, Lane, Transfer
 class VirtualMover(Mover):
     """Each lane runs one transfer after the other, at its bandwidth and latency.
 
-    `seconds` is the clock. Bytes move when a transfer ends, as late as on a real device, or when a step waits for a
-    layer. When a load begins, only its records are checked. A lane without a bandwidth needs no time for bytes, one
-    without a latency starts at once; one with an infinite latency hangs. Lanes that write the same store or peer are
-    one queue.
+    `seconds` is the clock. Bytes move when a transfer ends, as late as on a real device, or when a step waits. When a
+    load begins, only its records are checked. A lane without a bandwidth needs no time for bytes, one without a latency
+    starts at once; one with an infinite latency hangs. Lanes that write the same store or peer are one queue.
 
     `pass_until(time)`, if given, advances the clock to that time or later; the mover calls it to wait. Without it, a
     transfer that must be complete at once ends early, but its lane stays busy for the full time.

@@ -139,7 +139,7 @@ def compile_moves(found: Callable[[str, Any, dict[str, Any]], None]) -> None:
         frames = np.arange(4)
         rows = torch.from_numpy(frames)
         for size in (32768, 2056, 13):  # bytes of a piece: of vectors, of words, of neither
-            pool = torch.zeros(2, 9, size, dtype=torch.uint8)
+            pool = torch.zeros(9, 2, 1, size, dtype=torch.uint8).transpose(0, 1)
             pieces = Pieces.of([(16 if size > 13 else 3, pool)], 2 * size + (16 if size > 13 else 5))
             records = torch.zeros(4, pieces.record_words, dtype=pieces.word)
             made.gather(pieces, rows, records)

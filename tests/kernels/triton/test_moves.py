@@ -28,12 +28,14 @@ def random_bytes(rng: np.random.Generator, *shape: int) -> Tensor:
     return torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))
 
 
-def pieces_of(rng: np.random.Generator, shapes: Any, num_rows: int) -> Pieces:
-    """Fields of a pool in a record with a header, a gap between fields and one behind them."""
+def pieces_of(rng: np.random.Generator, shapes: Any, num_frames: int, entries: int) -> Pieces:
+    """Fields of a pool, whose frames are one piece, in a record with a header, a gap between fields and one behind
+    them."""
     step = 16 if all(size % 16 == 0 for _, size in shapes) else 8 if all(size % 8 == 0 for _, size in shapes) else 1
     place, fields = step, []
     for layers, size in shapes:
-        fields.append((place, random_bytes(rng, layers, num_rows, size)))
+        frames = random_bytes(rng, num_frames, step + layers * entries * size)[:, step:]
+        fields.append((place, frames.view(num_frames, layers, entries, size).transpose(0, 1)))
         place += layers * size + step
     return Pieces.of(fields, place + step)
 
@@ -49,8 +51,9 @@ def same(mine: Pieces, theirs: Pieces) -> bool:
 def check_moves(seed: int) -> None:
     """There, back and from row to row, of the rows of a pool in any order."""
     moves, rng = interpreted(), np.random.default_rng(seed)
-    shapes, num_rows = SHAPES[seed % len(SHAPES)], 20
-    mine = pieces_of(rng, shapes, num_rows)
+    shapes, entries = SHAPES[seed % len(SHAPES)], (1, 4)[seed // len(SHAPES) % 2]
+    num_rows = 20
+    mine = pieces_of(rng, shapes, num_rows // entries, entries)
     theirs, before = copied(mine), copied(mine)
     count = int(rng.integers(1, 7))
     rows = torch.from_numpy(rng.permutation(num_rows)[:count])
@@ -71,13 +74,13 @@ def check_moves(seed: int) -> None:
     assert same(mine, theirs)
 
 
-@pytest.mark.parametrize("seed", range(len(SHAPES)))
+@pytest.mark.parametrize("seed", range(2 * len(SHAPES)))
 def test_pieces_move_as_torch_moves_them(seed: int) -> None:
     check_moves(seed)
 
 
 def test_no_rows_are_no_launch() -> None:
-    mine = pieces_of(np.random.default_rng(1), SHAPES[0], 3)
+    mine = pieces_of(np.random.default_rng(1), SHAPES[0], 3, 1)
     nothing = torch.empty(0, dtype=torch.int64)
     before, moves = copied(mine), interpreted()
     moves.gather(mine, nothing, torch.empty(0, mine.record_words, dtype=mine.word))
@@ -93,10 +96,11 @@ def entries_of(rng: np.random.Generator, shapes: Any, page: int) -> HostEntries:
     header = 16 if all(size % 16 == 0 for size in sizes) else 8 if all(size % 8 == 0 for size in sizes) else 3
     stride = header + page * sum(sizes)
     stride += -stride % 16 if header == 16 else header
-    records, place, parts = random_bytes(rng, 9, stride), header, []
+    records, frames, place, parts = random_bytes(rng, 9, stride), random_bytes(rng, 5, stride), header, []
     for size in sizes:
-        host = records[:, place : place + page * size].view(9, page, 1, size)
-        parts.append((host, random_bytes(rng, 5, page, 1, size)))
+        both = (each[:, place : place + page * size] for each in (records, frames))
+        host, hot = (each.view(len(each), page, 1, size) for each in both)
+        parts.append((host, hot))
         place += page * size
     return HostEntries(parts)
 
@@ -124,7 +128,7 @@ def test_tokens_are_swapped_in_as_torch_does(seed: int) -> None:
 
 def test_words_are_as_wide_as_sizes_allow() -> None:
     rng = np.random.default_rng(1)
-    found = [pieces_of(rng, shapes, 3) for shapes in SHAPES]
+    found = [pieces_of(rng, shapes, 3, 1) for shapes in SHAPES]
     assert [(each.word.itemsize, each.is_aligned) for each in found] == [
         (8, True),
         (1, False),

@@ -124,15 +124,12 @@ class DecodeGraphs:
         self._misfits: Counter[int] = Counter()
         self._fits: set[int] = set()  # sizes that were replayed
 
-    def find(self, step: Step, *, loads: bool) -> DecodeGraph | None:
-        """The graph of a step, captured if need be; None if the step is eager, which is counted by reason. `loads` says
-        that bytes for it are in flight, which a graph does not wait for."""
+    def find(self, step: Step) -> DecodeGraph | None:
+        """The graph of a step, captured if need be; None if the step is eager, which is counted by reason."""
         size = next((size for size in self._sizes if size >= len(step)), 0)
         reason = "" if size else "more requests than the largest graph"
         if not step.is_decode:
             reason = "prompts"
-        elif loads:
-            reason = "loads in flight"
         elif self._captured_from != self._steps.model.num_changes:
             self.capture()
         if reason or size not in self._graphs:

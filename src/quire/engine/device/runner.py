@@ -137,28 +137,24 @@ class ModelRunner:
         began = time.perf_counter()
         fence = self._cache.open_fence()
         self.mark()
-        loads: tuple[Transfer, ...] = ()
         waits = False
         try:
-            if self._loading and (loads := self._loads(step)):
-                waits = not all(load.done for load in loads)
-                self._arriving(loads)
+            for load in self._loads(step) if self._loading else ():
+                waits |= not load.done
+                load.wait()
             with self._inference:
-                drawn, batches = self._forward(step, previous, loads=bool(loads))
+                drawn, batches = self._forward(step, previous)
                 readback = Readback(drawn, self._device)
         except BaseException:
             self._cache.close_fence(fence)
             raise
-        finally:
-            if loads:
-                self._arriving(())
         return LaunchedForward(step, fence, drawn, began, waits, batches, readback)
 
     def _forward(
-        self, step: Step, previous: LaunchedForward | None, *, loads: bool
+        self, step: Step, previous: LaunchedForward | None
     ) -> tuple[Drawn | None, list[PagedBatch | StateBatch]]:
-        """Send the arrays of a step and launch its forward pass, which waits for `loads` or for none. Its draws."""
-        graph = self.graphs.find(step, loads=loads) if self.graphs is not None else None
+        """Send the arrays of a step and launch its forward pass. Its draws."""
+        graph = self.graphs.find(step) if self.graphs is not None else None
         for part in self.parts:
             part.preparing(step)
         upload, device = self._upload, self._device
@@ -202,11 +198,6 @@ class ModelRunner:
         """What leaves only those tokens in the logits that parts allow."""
         found = [allowed for part in self.parts if (allowed := part.allowed(step, previous)) is not None]
         return [limit(rows, bits, self._device) for rows, bits in found]
-
-    def _arriving(self, loads: tuple[Transfer, ...]) -> None:
-        """The loads that the step being launched reads, layer by layer."""
-        for pool in self.pools:
-            pool.arriving = loads
 
     def _derive(self, batches: Sequence[PagedBatch | StateBatch]) -> None:
         """Derive what layers asked for in the last step, so that it is sent with the rest. Not on a CPU, where nothing

@@ -56,9 +56,9 @@ def _store(
 @triton.jit(do_not_specialize=["first_task", "table_row", "selected", "size", "num_parts"])
 def attend_tasks(
     query, query_row, query_head, out, lse, parts, part_lse, sinks,
-    key, key_token, key_head, key_scales, key_scale_token, key_scale_head,
-    tail, tail_token, tail_head, tail_scales, tail_scale_token, tail_scale_head,
-    value, value_token, value_head, value_scales, value_scale_token, value_scale_head,
+    key, key_frame, key_token, key_head, key_scales, key_scale_frame, key_scale_token, key_scale_head,
+    tail, tail_frame, tail_token, tail_head, tail_scales, tail_scale_frame, tail_scale_token, tail_scale_head,
+    value, value_frame, value_token, value_head, value_scales, value_scale_frame, value_scale_token, value_scale_head,
     tasks, first_task, task_rows, places, lows, highs, branches, pasts, sees, table, table_row,
     slots, scale, softcap, heads, selected, size, num_parts,
     PAGE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -112,17 +112,18 @@ def attend_tasks(
         there = position < stop
         if SELECTED:
             slot = tl.load(slots + (program // num_parts) * selected + position, mask=there, other=-1).to(tl.int64)
-            there = slot >= 0
+            there, frame, offset = slot >= 0, slot // PAGE, slot % PAGE
             seen = valid[:, None] & there[None, :]
         else:
-            slot = tl.load(table + position // PAGE, mask=there, other=0).to(tl.int64) * PAGE + position % PAGE
+            frame, offset = tl.load(table + position // PAGE, mask=there, other=0).to(tl.int64), position % PAGE
             seen = _sight(position, there, low, high, branch, past, sees, TREES)
-        k = read_tile(key, key_token, key_head, key_scales, key_scale_token, key_scale_head, slot, there, kv_head,
-                      KEY_FORMAT, KEY_SCALE, KEY_BLOCK, KEY_WIDTH, KEY_WIDE, DTYPE)
+        k = read_tile(key, key_frame, key_token, key_head, key_scales, key_scale_frame, key_scale_token, key_scale_head,
+                      frame, offset, there, kv_head, KEY_FORMAT, KEY_SCALE, KEY_BLOCK, KEY_WIDTH, KEY_WIDE, DTYPE)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if TAIL_WIDTH:
-            t = read_tile(tail, tail_token, tail_head, tail_scales, tail_scale_token, tail_scale_head, slot, there,
-                          kv_head, TAIL_FORMAT, TAIL_SCALE, TAIL_BLOCK, TAIL_WIDTH, TAIL_WIDE, DTYPE)
+            t = read_tile(tail, tail_frame, tail_token, tail_head, tail_scales, tail_scale_frame, tail_scale_token,
+                          tail_scale_head, frame, offset, there, kv_head, TAIL_FORMAT, TAIL_SCALE, TAIL_BLOCK,
+                          TAIL_WIDTH, TAIL_WIDE, DTYPE)
             score = tl.dot(tail_q, tl.trans(t), score, input_precision="ieee")
         score *= scale
         if SOFTCAP:
@@ -131,14 +132,14 @@ def attend_tasks(
         before, peak = peak, tl.maximum(peak, tl.max(score, 1))
         base = tl.where(peak == float("-inf"), 0.0, peak)
         weight, kept = tl.exp(score - base[:, None]), tl.exp(before - base)
-        total = total * kept + tl.sum(weight, 1)
-        weight, acc = weight.to(DTYPE), acc * kept[:, None]
+        total, weight, acc = total * kept + tl.sum(weight, 1), weight.to(DTYPE), acc * kept[:, None]
         v = k
         if TAIL_WIDTH:
             tail_acc = tl.dot(weight, t, tail_acc * kept[:, None], input_precision="ieee")
         if VALUE_WIDTH:
-            v = read_tile(value, value_token, value_head, value_scales, value_scale_token, value_scale_head, slot,
-                          there, kv_head, VALUE_FORMAT, VALUE_SCALE, VALUE_BLOCK, VALUE_WIDTH, VALUE_WIDE, DTYPE)
+            v = read_tile(value, value_frame, value_token, value_head, value_scales, value_scale_frame,
+                          value_scale_token, value_scale_head, frame, offset, there, kv_head, VALUE_FORMAT,
+                          VALUE_SCALE, VALUE_BLOCK, VALUE_WIDTH, VALUE_WIDE, DTYPE)
         acc = tl.dot(weight, v, acc, input_precision="ieee")
     base = tl.where(peak == float("-inf"), 0.0, peak)
     logarithm = base + tl.log(total)

@@ -176,6 +176,7 @@ class PreparedAttention:
         assert key is not None
         self.heads, self.kv_heads = query.shape[1], key.heads
         self.group = self.heads // self.kv_heads
+        self._entries = key.entries
         self.width = value.width if value is not None else key.width + (tail.width if tail is not None else 0)
         wide = key.wide + (tail.wide if tail is not None else 0) + (value.wide if value is not None else 0)
         sums = value.wide if value is not None else wide
@@ -224,7 +225,7 @@ class PreparedAttention:
         """Each row reads its own `slots` `[rows, n]` that are not negative, `size` in each of its parts."""
         unused, selected = call.part_lse, slots.shape[1]
         given = (unused, 0, *(unused,) * 7, unused, 0, slots, *self._numbers, selected, size, num_parts)
-        launch = self._launch(call, 1, is_small=True, is_selected=True, trees=False)
+        launch = self._launch(call, self._entries, is_small=True, is_selected=True, trees=False)
         self._run(launch, call, (len(slots) * num_parts, self.programs, 1), given, is_aligned(slots))
 
     def merge(self, call: Call, num_rows: int, merges: Tensor, num_parts: int) -> None:

@@ -34,14 +34,16 @@ def set_table_entries(tables, group_entries, changes, count, N: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def move_pieces(
-    table, rows, records, record_words, N: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, GATHER: tl.constexpr
-):
-    """Copy N words of SIZE bytes of one piece of one row, to or from its record; `table` is that of `Pieces`."""
-    index, table = tl.program_id(0).to(tl.int64), table + tl.program_id(1) * 4
-    words = tl.load(table + 3)
-    place = tl.load(table) + tl.load(rows + index) * tl.load(table + 1)
+    table, rows, records, record_words, ENTRIES: tl.constexpr,
+    N: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, GATHER: tl.constexpr
+):  # fmt: skip
+    """Copy N words of SIZE bytes of one piece of one row, to or from its record; `table` is that of `Pieces`, whose
+    frames have so many ENTRIES."""
+    index, table = tl.program_id(0).to(tl.int64), table + tl.program_id(1) * 5
+    words, row = tl.load(table + 4), tl.load(rows + index)
+    place = tl.load(table) + row // ENTRIES * tl.load(table + 1) + row % ENTRIES * tl.load(table + 2)
     piece = place.to(tl.pointer_type(records.dtype.element_ty))
-    record = records + index * record_words + tl.load(table + 2)
+    record = records + index * record_words + tl.load(table + 3)
     if ALIGNED:
         piece, record = tl.multiple_of(piece, _VECTOR), tl.multiple_of(record, _VECTOR)
         words = tl.multiple_of(words, _VECTOR // SIZE)
@@ -55,22 +57,23 @@ def move_pieces(
 
 @triton.jit(do_not_specialize_on_alignment=["frames", "places", "targets"])  # which is another each step
 def swap_in_entries(
-    table, frames, places, targets, TYPE: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """Copy N words, of TYPE and SIZE bytes, of one entry of one field from host memory; `table` is that of
-    `HostEntries`."""
-    index, table = tl.program_id(0), table + tl.program_id(1) * 4
-    entry = tl.load(table + 3)
+    table, frames, places, targets, ENTRIES: tl.constexpr,
+    TYPE: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Copy N words, of TYPE and SIZE bytes, of one entry of one field from host memory to frames of so many ENTRIES;
+    `table` is that of `HostEntries`."""
+    index, table = tl.program_id(0), table + tl.program_id(1) * 5
+    entry, target = tl.load(table + 4), tl.load(targets + index)
     there = tl.load(table) + tl.load(frames + index) * tl.load(table + 1) + tl.load(places + index) * entry
-    here = tl.load(table + 2) + tl.load(targets + index) * entry
-    source, target = there.to(tl.pointer_type(TYPE)), here.to(tl.pointer_type(TYPE))
+    here = tl.load(table + 2) + target // ENTRIES * tl.load(table + 3) + target % ENTRIES * entry
+    source, into = there.to(tl.pointer_type(TYPE)), here.to(tl.pointer_type(TYPE))
     words = entry // SIZE
     if ALIGNED:
-        source, target = tl.multiple_of(source, _VECTOR), tl.multiple_of(target, _VECTOR)
+        source, into = tl.multiple_of(source, _VECTOR), tl.multiple_of(into, _VECTOR)
         words = tl.multiple_of(words, _VECTOR // SIZE)
     at = tl.program_id(2) * N + tl.arange(0, N)
     inside = at < words
-    tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)
+    tl.store(into + at, tl.load(source + at, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["sources"])
@@ -151,6 +154,7 @@ class TritonMoves:
                 sources[0],
                 sources[1],
                 targets,
+                ENTRIES=entries.parts[0][1].shape[1],
                 TYPE=_TYPES[entries.word],
                 SIZE=size,
                 N=n,
@@ -172,6 +176,7 @@ def _move(pieces: Pieces, rows: Tensor, records: Tensor, *, gathers: bool) -> No
             rows,
             records,
             pieces.record_words,
+            ENTRIES=pieces.entries,
             N=n,
             SIZE=size,
             ALIGNED=is_aligned,

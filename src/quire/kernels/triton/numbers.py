@@ -87,16 +87,16 @@ def scaled(number, factors, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 # fmt: off
 @triton.jit
 def read_tile(
-    rows, token, head_stride, scales, scale_token, scale_head, slots, valid, head,
+    rows, frame_stride, token, head_stride, scales, scale_frame, scale_token, scale_head, frames, offsets, valid, head,
     FORMAT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The rows `[N, WIDE]` of `slots` int64 `[N]` where they are `valid`, and one head, in DTYPE; zeros elsewhere, and
-    beyond WIDTH numbers. What is not valid is not read."""
+    """The rows `[N, WIDE]` at `offsets` in `frames` int64 `[N]` where they are `valid`, and one head, in DTYPE; zeros
+    elsewhere, and beyond WIDTH numbers. What is not valid is not read."""
     STORED: tl.constexpr = WIDE // 2 if FORMAT == E2M1 else WIDE
     LAST: tl.constexpr = WIDTH // 2 if FORMAT == E2M1 else WIDTH
     at = tl.arange(0, STORED)
-    places = rows + head * head_stride + (slots * token)[:, None] + at[None, :]
+    places = rows + head * head_stride + (frames * frame_stride + offsets * token)[:, None] + at[None, :]
     if STORED == LAST:
         code = tl.load(places, mask=valid[:, None], other=0)
     else:
@@ -113,7 +113,8 @@ def read_tile(
         return number.to(DTYPE)
     block = tl.arange(0, WIDE // BLOCK)
     seen = valid[:, None] & (block < WIDTH // BLOCK)[None, :]
-    stored = tl.load(scales + head * scale_head + (slots * scale_token)[:, None] + block[None, :], mask=seen, other=0)
+    factors = scales + head * scale_head + (frames * scale_frame + offsets * scale_token)[:, None] + block[None, :]
+    stored = tl.load(factors, mask=seen, other=0)
     return scaled(number, scale_of(stored, SCALE), BLOCK, DTYPE)
 # fmt: on
 
@@ -213,19 +214,19 @@ def device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 class StoredField:
-    """A field as kernels take it: `arguments` in order, and its constants by name. `width` numbers a head."""
+    """A field as kernels take it: `arguments` in order, and its constants by name. A frame has `entries` rows, and a
+    head `width` numbers."""
 
-    __slots__ = ("arguments", "block", "format", "heads", "scale", "wide", "width")
+    __slots__ = ("arguments", "block", "entries", "format", "heads", "scale", "wide", "width")
 
     def __init__(self, field: PagedField) -> None:
         frames, scale_frames, kv_format = field.stored
-        rows, scales = (None if part is None else part.view(-1, *part.shape[2:]) for part in (frames, scale_frames))
-        assert rows is not None
-        if rows.dim() == 2:
-            rows, scales = rows.unsqueeze(1), None if scales is None else scales.unsqueeze(1)
+        rows, scales = frames, scale_frames
+        if rows.dim() == 3:
+            rows, scales = rows.unsqueeze(2), None if scales is None else scales.unsqueeze(2)
         packed = kv_format is not None and kv_format.bits == 4
         self.format = 3 if packed else _FORMATS.get(rows.dtype, 0)
-        self.width, self.heads = rows.shape[2] * (2 if packed else 1), rows.shape[1]
+        self.width, self.heads, self.entries = rows.shape[3] * (2 if packed else 1), rows.shape[2], rows.shape[1]
         self.wide = max(16, triton.next_power_of_2(self.width))
         self.scale, self.block = 0, 1
         bits = rows.view(torch.uint8) if self.format else rows
@@ -233,7 +234,7 @@ class StoredField:
         if kv_format is not None and scales is not None:
             self.scale, self.block = _SCALES[kv_format.scale], kv_format.block
             factors = scales.view(torch.uint8) if scales.element_size() == 1 else scales
-        self.arguments: tuple[Any, ...] = (bits, *bits.stride()[:2], factors, *factors.stride()[:2])
+        self.arguments: tuple[Any, ...] = (bits, *bits.stride()[:3], factors, *factors.stride()[:3])
 
     def constants(self, name: str) -> dict[str, int]:
         """FORMAT, SCALE, BLOCK, WIDTH and WIDE, each after `name`."""

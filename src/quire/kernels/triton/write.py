@@ -33,21 +33,23 @@ _NUMBERS = 4096
 # fmt: off
 @triton.jit(do_not_specialize=["count"])
 def write_tiles(
-    source, source_row, source_head, rows, token, head_stride, scales, scale_token, scale_head,
-    slots, seen, count, heads,
+    source, source_row, source_head, rows, frame_stride, token, head_stride,
+    scales, scale_frame, scale_token, scale_head, slots, seen, count, heads, ENTRIES: tl.constexpr,
     FORMAT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     N: tl.constexpr, SEEN: tl.constexpr,
 ):
-    """Write N rows of one head of `source` to their `slots`; with SEEN, also as a reader sees them to `seen`, which is
-    contiguous."""
+    """Write N rows of one head of `source` to their `slots` in frames of so many ENTRIES; with SEEN, also as a reader
+    sees them to `seen`, which is contiguous."""
     row, head = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N), tl.program_id(1)
     valid, dim = row < count, tl.arange(0, WIDE)
     inside = valid[:, None] & (dim < WIDTH)[None, :]
     given = tl.load(source + (row * source_row)[:, None] + head * source_head + dim[None, :], mask=inside, other=0)
     slot = tl.load(slots + row, mask=valid, other=0).to(tl.int64)
+    frame, offset = slot // ENTRIES, slot % ENTRIES
+    place = rows + (frame * frame_stride + offset * token)[:, None] + head * head_stride
     if FORMAT == PLAIN:
         stored = given.to(rows.dtype.element_ty)
-        tl.store(rows + (slot * token)[:, None] + head * head_stride + dim[None, :], stored, mask=inside)
+        tl.store(place + dim[None, :], stored, mask=inside)
         number = stored.to(source.dtype.element_ty)
     else:
         wide = given.to(tl.float32)
@@ -55,16 +57,15 @@ def write_tiles(
             block = tl.arange(0, WIDE // BLOCK)
             code = scale_code(tl.reshape(wide, (N, WIDE // BLOCK, BLOCK)), SCALE, FORMAT)
             factors = scale_of(code, SCALE)
-            places = scales + (slot * scale_token)[:, None] + head * scale_head + block[None, :]
-            tl.store(places, code, mask=valid[:, None] & (block < WIDTH // BLOCK)[None, :])
+            factor = scales + (frame * scale_frame + offset * scale_token)[:, None] + head * scale_head + block[None, :]
+            tl.store(factor, code, mask=valid[:, None] & (block < WIDTH // BLOCK)[None, :])
             blocks = tl.reshape(wide, (N, WIDE // BLOCK, BLOCK))
             wide = tl.reshape(tl.div_rn(blocks, tl.broadcast_to(factors[:, :, None], blocks.shape)), (N, WIDE))
         code = encoded(wide, FORMAT)
         STORED: tl.constexpr = WIDE // 2 if FORMAT == E2M1 else WIDE
         LAST: tl.constexpr = WIDTH // 2 if FORMAT == E2M1 else WIDTH
         at = tl.arange(0, STORED)
-        places = rows + (slot * token)[:, None] + head * head_stride + at[None, :]
-        tl.store(places, code, mask=valid[:, None] & (at < LAST)[None, :])
+        tl.store(place + at[None, :], code, mask=valid[:, None] & (at < LAST)[None, :])
         if FORMAT == E2M1:
             number = tl.interleave(from_e2m1(code & 15), from_e2m1(code >> 4))
         elif FORMAT == E4M3:
@@ -87,7 +88,7 @@ class _Writing:
         self.differs = bool(stored.format) or stored.arguments[0].dtype != rows.dtype
         self.n = max(1, _NUMBERS // stored.wide)
         constants: dict[str, Any] = {name.removeprefix("_"): given for name, given in stored.constants("").items()}
-        constants |= {"N": self.n, "SEEN": self.differs}
+        constants |= {"ENTRIES": stored.entries, "N": self.n, "SEEN": self.differs}
         self.launch = Launch(write_tiles, constants, enable_fp_fusion=False)
 
 
