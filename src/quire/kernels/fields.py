@@ -41,8 +41,7 @@ class SlotIndex:
         key = ratio << 32 | entries
         found = self._found.get(key)
         if found is None:
-            frames = self.slots // entries
-            found = self._found[key] = frames.mul_(ratio - entries).add_(self.slots)
+            found = self._found[key] = (self.slots // entries).mul_(ratio - entries).add_(self.slots)
         return found
 
 
