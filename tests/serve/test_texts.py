@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.errors import InvalidInput
+from quire.observe.explain import Cause, Reason
 from quire.serve.config import ServerConfig
+from quire.serve.texts import PromptTexts
+from tests.serve.fake_core import ByteTokenizer
 from tests.serve.live_server import LiveServer
 
 PROMPT = "A prompt that a server may keep: café, <b>no markup</b>. " * 3
@@ -72,6 +76,14 @@ def test_what_is_flushed_is_kept_no_longer(live: LiveServer, path: str, body: di
 def test_a_server_that_is_not_told_keeps_none(tiny_model: Path) -> None:
     with LiveServer.quire("--model", str(tiny_model), *KEYS) as live:
         assert explained(live, complete(live, PROMPT))["texts"] == []
+
+
+def test_a_prompt_without_room_takes_that_of_no_other() -> None:
+    texts, reason = PromptTexts(400), Reason(Cause.NEW, 0, 20)
+    texts.keep("small", np.full(20, 65, dtype=np.int32))
+    texts.keep("large", np.full(200, 66, dtype=np.int32))
+    assert texts.beside([reason], "small-0", ByteTokenizer()) == ["A" * 20]
+    assert texts.beside([reason], "large-0", ByteTokenizer()) == []
 
 
 def test_texts_need_a_key_of_the_operator() -> None:

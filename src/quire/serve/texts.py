@@ -23,8 +23,10 @@ class PromptTexts:
         self._kept = KnownPieces(self._most_tokens)
 
     def keep(self, request_id: str, tokens: Ids) -> None:
-        """Keep the prompt of a request, of which all sequences have the id with a number behind it."""
-        self._kept.keep([request_id.encode()], [tokens])
+        """Keep the prompt of a request, of which all sequences have the id with a number behind it. One that has no room
+        at all takes that of no other."""
+        if len(tokens) < self._most_tokens:
+            self._kept.keep([request_id.encode()], [tokens])
 
     def beside(self, reasons: Sequence[Reason], sequence: str, tokenizer: ServingTokenizer) -> list[str]:
         """The text of each reason of a sequence, with special tokens; none if it is not kept. Of a
