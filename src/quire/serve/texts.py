@@ -23,8 +23,8 @@ class PromptTexts:
         self._kept = KnownPieces(self._most_tokens)
 
     def keep(self, request_id: str, tokens: Ids) -> None:
-        """Keep the prompt of a request, of which all sequences have the id with a number behind it. One that has no room
-        at all takes that of no other."""
+        """Keep the prompt of a request, of which all sequences have the id with a number behind it. A prompt that has
+        no room at all takes that of no other."""
         if len(tokens) < self._most_tokens:
             self._kept.keep([request_id.encode()], [tokens])
 
